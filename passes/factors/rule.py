@@ -1,0 +1,74 @@
+"""A factor rule: which dimensions of an equation's operands and results are the same loop.
+
+The notation is Shardy's (OpShardingRuleAttr in its documentation): `([i,k],[k,j])->([i,j])
+reduction={k}` says that a matrix product loops over `i`, `j` and `k`, and sums over `k`.
+A dimension that merges several loops lists them from the outermost: `([i,j])->([ij])`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["pass", "sum", "max", "min", "prod", "and", "or", "replicated"]
+MONOIDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
+DimFactors = tuple[int, ...]  # factor indices of one dimension, outermost first
+ValueFactors = tuple[DimFactors, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One loop of an equation: its trip count and what cutting it does to the results.
+
+    `pass`: results are cut along it too, or every result is computed from it alone.
+    A monoid: each cut computes a partial result, and combining them with the monoid is the whole.
+    `replicated`: it must not be cut.
+    """
+
+    size: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class FactorRule:
+    """Factors of an equation and where they are in each dimension of operands and results."""
+
+    factors: tuple[Factor, ...]
+    operands: tuple[ValueFactors, ...]
+    results: tuple[ValueFactors, ...]
+
+    def __str__(self) -> str:
+        def value(dims: ValueFactors) -> str:
+            return "[" + ",".join("".join(map(_name, dim)) or "1" for dim in dims) + "]"
+
+        text = f"({','.join(map(value, self.operands))})->({','.join(map(value, self.results))})"
+        for kind in (*MONOIDS, "replicated"):
+            named = [_name(i) for i, factor in enumerate(self.factors) if factor.kind == kind]
+            if named:
+                label = "reduction" if kind == "sum" else kind
+                text += f" {label}={{{','.join(named)}}}"
+        return text
+
+
+def _name(index: int) -> str:
+    letter = chr(ord("i") + index % 18)  # Shardy's own order: i..z, then i1, j1, ...
+    return letter if index < 18 else f"{letter}{index // 18}"
+
+
+def check_rule(
+    rule: FactorRule,
+    operand_shapes: tuple[tuple[int, ...], ...],
+    result_shapes: tuple[tuple[int, ...], ...],
+) -> None:
+    """Assert that every dimension is the product of its factors and every index exists."""
+    assert len(rule.operands) == len(operand_shapes), (rule, operand_shapes)
+    assert len(rule.results) == len(result_shapes), (rule, result_shapes)
+    for dims, shape in zip(
+        (*rule.operands, *rule.results), (*operand_shapes, *result_shapes), strict=True
+    ):
+        assert len(dims) == len(shape), (str(rule), dims, shape)
+        for dim, size in zip(dims, shape, strict=True):
+            product = 1
+            for factor in dim:
+                product *= rule.factors[factor].size
+            assert product == size, (str(rule), dims, shape)

@@ -1,0 +1,95 @@
+"""The one place that touches `jax._src`: everything else uses JAX's public names.
+
+Each function here says what it needs and why no public name serves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+
+def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
+    """The source info of an inlined equation: the outer name stack before its own.
+
+    An equation that comes from a cached jit may carry no traceback; it inherits the outer one's.
+    No public name builds a SourceInfo.
+    """
+    inner_info, outer_info = eqn.source_info, outer.source_info
+    name_stack = outer_info.name_stack + inner_info.name_stack
+    traceback = inner_info.traceback
+    if traceback is None or next(_frames(traceback), None) is None:
+        traceback = outer_info.traceback
+    return inner_info.replace(name_stack=name_stack, traceback=traceback)
+
+
+def source_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """A context in which newly traced equations carry `eqn`'s name stack and source line."""
+    info = eqn.source_info
+    return source_info_util.user_context(info.traceback, name_stack=info.name_stack)
+
+
+def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
+    for frame in source_info_util.user_frames(traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
+
+
+@cache
+def _library_roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
+    autopar_root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    own = (os.path.join(autopar_root, folder) for folder in ("autopar", "passes", "runtime"))
+    here = os.path.dirname(os.path.abspath(__file__))
+    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *_prefix_site()})
+
+
+def _prefix_site() -> Iterator[str]:
+    for path in sys.path:
+        if path.endswith(("site-packages", "dist-packages")):
+            yield path
+
+
+def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost frame that is neither a library nor autopar.
+
+    Falls back to the innermost frame outside JAX, then to None.
+    """
+    first = None
+    for frame in _frames(eqn.source_info.traceback):
+        if first is None:
+            first = frame
+        if not frame[0].startswith(_library_roots()):
+            return frame
+    return first
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable (the constructor's optional arguments differ between releases)."""
+    return Var(aval)
+
+
+def replace_jaxpr(jaxpr: Jaxpr, **changes: Any) -> Jaxpr:
+    """`jaxpr` with some fields replaced; argument and result names go when the counts change."""
+    if "constvars" in changes or "invars" in changes or "outvars" in changes:
+        changes.setdefault("debug_info", jaxpr.debug_info.with_unknown_names())
+    return jaxpr.replace(**changes)
+
+
+def optimization_barrier_primitive() -> Any:
+    """The primitive behind `jax.lax.optimization_barrier`, read from a traced call."""
+    return _barrier_eqn().primitive
+
+
+@cache
+def _barrier_eqn() -> JaxprEqn:
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]
