@@ -1,0 +1,85 @@
+"""Quantities as people write them: parsing and printing bytes, seconds and FLOPs.
+
+Plans, errors and reports print through these functions, so a number looks the same wherever it is met.
+Memory is printed in binary units (1 GiB = 2**30 bytes).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    name: base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for base, name in ((1000, letter + "b"), (1024, letter + "ib"))
+}
+_QUANTITY = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.I)
+
+
+def parse_bytes(text: str) -> int:
+    """Number of bytes that `text` names.
+
+    Args:
+      text: a number and a unit: B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB
+        (powers of 1024), in any case. Without a unit the number is bytes.
+
+    Raises:
+      ValueError: `text` is not such a quantity.
+
+    >>> parse_bytes("12GiB") == 12 * 2**30
+    True
+    >>> parse_bytes("1.5 GB")
+    1500000000
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].lower() not in _UNIT_BYTES:
+        raise ValueError(f"{text!r} is not a number of bytes such as '12GiB' or '500MB'")
+    return round(float(match[1]) * _UNIT_BYTES[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` in binary units with three significant digits.
+
+    >>> [format_bytes(n) for n in (0, 999, 1536, 80 * 2**30)]
+    ['0 B', '999 B', '1.5 KiB', '80 GiB']
+    """
+    return _scaled(num_bytes, 1024, _BINARY_UNITS)
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in s, ms, us or ns, whichever reads best, with three significant digits.
+
+    >>> [format_seconds(t) for t in (0, 2.5, 0.00321, 4e-6)]
+    ['0 s', '2.5 s', '3.21 ms', '4 us']
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds == 0 or not abs(seconds) < size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns"
+
+
+def format_flops(flops: float) -> str:
+    """`flops` (a count of operations) with a decimal prefix.
+
+    >>> format_flops(3.2e12)
+    '3.2 TFLOP'
+    """
+    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    # Rounding to three digits can carry into the next unit: 1023.9 KiB reads as 1 MiB.
+    while power + 1 < len(units) and abs(number) / base**power >= base - 0.5:
+        power += 1
+    return f"{_digits(number / base**power)} {units[power]}"
+
+
+def _digits(number: float) -> str:
+    if not math.isfinite(number):
+        return str(number)
+    decimals = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2
+    text = f"{number:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
