@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import operator
@@ -30,8 +31,8 @@ class Options:
 
     Args:
       method: "auto" or a restriction of the search space: "data" (replicated state), "zero1" (optimizer
-        state sharded), "zero2" (gradients too), "zero3" (parameters too), "shard" (the free choice of the
-        integer program, on the whole batch or its microbatches).
+        state sharded), "zero2" (gradients too), "zero3" (parameters too), "shard" (whatever the integer
+        program finds).
       microbatches: number of equal parts into which the batch is split in time, or "auto".
       batch_argnums: positions of the arguments that hold the batch along their leaves' leading
         dimension, or "auto": those that are neither returned as new state nor keys nor scalars.
@@ -89,7 +90,9 @@ class Options:
     remat: str | None = "auto"
 
     def __post_init__(self) -> None:
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         _check_method(self.method)
         set_field("microbatches", _auto_or(self.microbatches, _count, "microbatches"))
         set_field("batch_argnums", _auto_or(self.batch_argnums, _argnums, "batch_argnums"))
@@ -165,7 +168,7 @@ def _impossible(name: str, value: Any, why: str, hint: str | None = None) -> Opt
 
 
 def _check_method(method: Any) -> None:
-    if method in METHODS if isinstance(method, str) else False:
+    if isinstance(method, str) and method in METHODS:
         return
     if method == "pipeline":
         raise OptionError("method='pipeline' is not possible.", why=_NO_STAGES)
@@ -305,7 +308,7 @@ def _pins(value: Any) -> tuple[Pin, ...]:
             "pins", value, "it must be a mapping from path patterns to PartitionSpecs."
         ) from None
     pins = tuple(sorted((pattern, _spec(pattern, spec)) for pattern, spec in pairs))
-    for (pattern, spec), (next_pattern, next_spec) in zip(pins, pins[1:], strict=False):
+    for (pattern, spec), (next_pattern, next_spec) in itertools.pairwise(pins):
         if pattern == next_pattern and spec != next_spec:
             raise PinError("Two pins for the same pattern conflict.", where=f"pins[{pattern!r}]")
     return tuple(dict.fromkeys(pins))

@@ -15,7 +15,9 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgtp", start=1)
     for base, name in ((1000, letter + "b"), (1024, letter + "ib"))
 }
-_QUANTITY = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.I)
+_QUANTITY = re.compile(
+    r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE
+)
 
 
 def parse_bytes(text: str) -> int:
