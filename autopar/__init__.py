@@ -1,0 +1,54 @@
+"""autopar: automatic parallelization for JAX.
+
+An ordinary train step, written for one device, is traced, split exactly into microbatches, sharded by
+an integer linear program and run on every device of a cluster:
+
+    import autopar
+
+    @autopar.parallelize
+    def train_step(state, batch): ...
+
+`parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import _lazy
+
+if TYPE_CHECKING:
+    from . import errors
+    from ._version import __version__
+    from .api import compile, parallelize, plan
+    from .cluster import Cluster
+    from .errors import AutoparError
+    from .executable import Executable
+    from .plans import Plan
+else:
+    __getattr__, __dir__ = _lazy.exports(
+        __name__,
+        {
+            "AutoparError": ".errors",
+            "Cluster": ".cluster",
+            "Executable": ".executable",
+            "Plan": ".plans",
+            "__version__": "._version",
+            "compile": ".api",
+            "errors": ".errors",
+            "parallelize": ".api",
+            "plan": ".api",
+        },
+    )
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "Executable",
+    "Plan",
+    "__version__",
+    "compile",
+    "errors",
+    "parallelize",
+    "plan",
+]

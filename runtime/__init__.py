@@ -1,0 +1,1 @@
+"""What executes a plan: in one process, on all of its devices."""
