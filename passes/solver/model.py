@@ -1,0 +1,387 @@
+"""The working graph of the solver: what is left of a problem while it is being reduced.
+
+A `Model` is mutable and private to the solver. Each exact change (a strategy dropped, a node merged
+into another, a node eliminated) is written to a trail, and `reconstruct` reads the trail backwards
+to turn an assignment of what is left into one of the problem.
+
+Costs are int64 and not negative (`offset` holds what was subtracted), `INFINITE` means forbidden.
+Usages are relative: what every strategy of a node uses has been moved to `base`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
+
+INFINITE = 1 << 61
+"""Forbidden, inside the solver: three of them still fit into int64."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Usages of a node's strategies over time: row `k` holds at the points `starts[k]:ends[k]`."""
+
+    starts: Integers  # [rows]
+    ends: Integers  # [rows]
+    usage: Integers  # [rows, strategies]
+
+    def select(self, strategies: Integers) -> Rows:
+        return Rows(self.starts, self.ends, self.usage[:, strategies])
+
+
+class Contradiction(Exception):
+    """No assignment is left; `usage` and `point` say where memory made that certain, if it did."""
+
+    def __init__(self, usage: int | None = None, point: int | None = None) -> None:
+        super().__init__("no assignment is left")
+        self.usage = usage
+        self.point = point
+
+
+def saturated(costs: Integers) -> Integers:
+    """Costs with everything from `INFINITE` up made `INFINITE` again."""
+    return np.minimum(costs, INFINITE)
+
+
+class Model:
+    """Nodes with costs, edges as oriented matrices, memory as rows; see the module's text."""
+
+    def __init__(self, problem: Problem, *, with_memory: bool = True) -> None:
+        self.problem = problem
+        self.shift = _shift(problem)
+        self.offset = 0
+        self.costs: list[Integers | None] = []
+        self.edges: list[dict[int, Integers]] = [{} for _ in range(problem.num_nodes)]
+        self.trail: list[Callable[[list[int]], None]] = []
+        self.dirty_nodes: set[int] = set()
+        self.dirty_edges: set[tuple[int, int]] = set()
+        for costs in problem.node_costs:
+            self.dirty_nodes.add(len(self.costs))
+            self.costs.append(self._internal(costs))
+        for (u, v), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+            if u == v:
+                self.add_costs(u, self._internal(np.diagonal(matrix)))
+            else:
+                self.add_edge(u, v, self._internal(matrix))
+        self.limit: int | None = problem.usage_limit if with_memory else None
+        self.memory: list[list[Rows]] = [[] for _ in range(problem.num_nodes)]
+        self.base: Integers = np.zeros(0, np.int64)
+        self.times: list[tuple[int, int]] = []
+        if self.limit is not None:
+            self._start_memory()
+
+    def _internal(self, costs: Integers) -> Integers:
+        """Costs shifted to be zero at their least, forbidden ones `INFINITE`."""
+        forbidden = costs >= FORBIDDEN
+        if forbidden.all():
+            return np.full(costs.shape, INFINITE, np.int64)
+        finite = costs >> self.shift if self.shift else costs
+        least = int(finite.min(where=~forbidden, initial=INFINITE))
+        self.offset += least
+        return np.where(forbidden, INFINITE, finite - least)
+
+    def _start_memory(self) -> None:
+        problem = self.problem
+        times = sorted({time for interval in problem.intervals for time in interval})
+        index = {time: i for i, time in enumerate(times)}
+        self.times = list(itertools.pairwise(times))
+        self.base = np.zeros(len(self.times), np.int64)
+        for u, ((start, end), usage) in enumerate(
+            zip(problem.intervals, problem.usages, strict=True)
+        ):
+            if start < end and usage.any():
+                where = np.array([index[start]]), np.array([index[end]])
+                self.memory[u] = [Rows(*where, usage[None, :])]
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that are left."""
+        return [u for u, costs in enumerate(self.costs) if costs is not None]
+
+    def cost_of(self, u: int) -> Integers:
+        costs = self.costs[u]
+        assert costs is not None, f"node {u} is gone"
+        return costs
+
+    def add_costs(self, u: int, costs: Integers) -> None:
+        self.costs[u] = saturated(self.cost_of(u) + costs)
+        self.dirty_nodes.add(u)
+
+    def add_edge(self, u: int, v: int, matrix: Integers) -> None:
+        """Adds an edge, to the one that is there if there is one."""
+        present = self.edges[u].get(v)
+        if present is not None:
+            matrix = saturated(present + matrix)
+        self.edges[u][v] = matrix
+        self.edges[v][u] = matrix.T
+        self.dirty_edges.add((u, v) if u < v else (v, u))
+        self.dirty_nodes.update((u, v))
+
+    def remove_edge(self, u: int, v: int) -> None:
+        del self.edges[u][v]
+        del self.edges[v][u]
+        self.dirty_nodes.update((u, v))
+
+    def keep(self, u: int, strategies: Integers) -> None:
+        """Drops all strategies of `u` but those listed (indices in ascending order)."""
+        if len(strategies) == 0:
+            raise Contradiction
+        self.costs[u] = self.cost_of(u)[strategies]
+        for v, matrix in self.edges[u].items():
+            kept = matrix[strategies]
+            self.edges[u][v] = kept
+            self.edges[v][u] = kept.T
+            self.dirty_edges.add((u, v) if u < v else (v, u))
+        self.dirty_nodes.add(u)
+        if self.memory[u]:
+            self.memory[u] = [_joined(self.memory[u]).select(strategies)]
+
+        def undo(assignment: list[int]) -> None:
+            assignment[u] = int(strategies[assignment[u]])
+
+        self.trail.append(undo)
+
+    def merge(self, v: int, u: int, strategy_of: Integers) -> None:
+        """Merges `v` into `u`, whose strategy `s` leaves `v` only `strategy_of[s]`."""
+        matrix = self.edges[u][v]
+        tie = matrix[np.arange(len(strategy_of)), strategy_of]
+        self.remove_edge(u, v)
+        self.add_costs(u, saturated(tie + self.cost_of(v)[strategy_of]))
+        for w, other in list(self.edges[v].items()):
+            self.remove_edge(v, w)
+            self.add_edge(u, w, other[strategy_of])
+        if self.memory[v]:
+            self.memory[u] = self.memory[u] + [_joined(self.memory[v]).select(strategy_of)]
+            self.memory[v] = []
+        self.costs[v] = None
+
+        def undo(assignment: list[int]) -> None:
+            assignment[v] = int(strategy_of[assignment[u]])
+
+        self.trail.append(undo)
+
+    def eliminate(self, u: int) -> None:
+        """Eliminates a memory-free node of at most two neighbours."""
+        costs = self.cost_of(u)
+        neighbours = list(self.edges[u].items())
+        assert not self.memory[u] and len(neighbours) <= 2
+        for v, _ in neighbours:
+            self.remove_edge(u, v)
+        self.costs[u] = None
+        if not neighbours:
+            self._spend(int(costs.min()))
+        elif len(neighbours) == 1:
+            ((v, matrix),) = neighbours
+            least = saturated((costs[:, None] + matrix).min(axis=0))
+            self.add_costs(v, self._settle(least))
+        else:
+            (v, left), (w, right) = neighbours
+            joint = _min_plus((costs[:, None] + left).T, right)
+            self.add_edge(v, w, self._settle(saturated(joint)))
+
+        def undo(assignment: list[int]) -> None:
+            total = costs
+            for v, matrix in neighbours:
+                total = saturated(total + matrix[:, assignment[v]])
+            assignment[u] = int(total.argmin())
+
+        self.trail.append(undo)
+
+    def fix(self, u: int) -> None:
+        """Removes a node of one strategy: its edges become costs, its usage part of the base."""
+        costs = self.cost_of(u)
+        assert len(costs) == 1
+        self._spend(int(costs[0]))
+        for v, matrix in list(self.edges[u].items()):
+            self.remove_edge(u, v)
+            self.add_costs(v, matrix[0])
+        for rows in self.memory[u]:
+            _add_rows(self.base, rows.starts, rows.ends, rows.usage[:, 0])
+        self.memory[u] = []
+        self.costs[u] = None
+
+        def undo(assignment: list[int]) -> None:
+            assignment[u] = 0
+
+        self.trail.append(undo)
+
+    def _spend(self, cost: int) -> None:
+        if cost >= INFINITE:
+            raise Contradiction
+        self.offset += cost
+
+    def _settle(self, costs: Integers) -> Integers:
+        """Moves the least of a table to the offset."""
+        least = int(costs.min())
+        self._spend(least)
+        return np.where(costs < INFINITE, costs - least, INFINITE) if least else costs
+
+    def reconstruct(self, chosen: dict[int, int]) -> tuple[int, ...]:
+        """The problem's assignment for a choice of strategies of the nodes that are left."""
+        assignment = [-1] * self.problem.num_nodes
+        for u, strategy in chosen.items():
+            assignment[u] = strategy
+        for undo in reversed(self.trail):
+            undo(assignment)
+        return tuple(assignment)
+
+    def value(self, chosen: dict[int, int]) -> int:
+        """The exact internal cost of a choice for the nodes that are left, without the offset."""
+        total = 0
+        for u, strategy in chosen.items():
+            total += int(self.cost_of(u)[strategy])
+            for v, matrix in self.edges[u].items():
+                if u < v:
+                    total += int(matrix[strategy, chosen[v]])
+        return total
+
+    def compress_time(self) -> None:
+        """Makes each node's rows disjoint, drops the points at which memory cannot bind.
+
+        A point cannot bind if even the largest usages fit there, or if the next or previous point
+        has the same rows or more and at least the same base.
+
+        Raises:
+            Contradiction: if even the least usages do not fit.
+        """
+        if self.limit is None:
+            return
+        most = np.zeros(len(self.base) + 1, np.int64)
+        opens = np.zeros(len(self.base) + 1, np.int64)
+        closes = np.zeros(len(self.base) + 1, np.int64)
+        for u in self.nodes:
+            if not self.memory[u]:
+                continue
+            rows = disjoint(self.memory[u])
+            least = rows.usage.min(axis=1)
+            _add_rows(self.base, rows.starts, rows.ends, least)
+            rows = Rows(rows.starts, rows.ends, rows.usage - least[:, None])
+            varied = rows.usage.any(axis=1)
+            if not varied.all():
+                rows = Rows(rows.starts[varied], rows.ends[varied], rows.usage[varied])
+            self.memory[u] = [rows] if len(rows.starts) else []
+            largest = rows.usage.max(axis=1, initial=0)
+            np.add.at(most, rows.starts, largest)
+            np.subtract.at(most, rows.ends, largest)
+            np.add.at(opens, rows.starts, 1)
+            np.add.at(closes, rows.ends, 1)
+        if len(self.base) and int(self.base.max()) > self.limit:
+            point = int(self.base.argmax())
+            raise Contradiction(int(self.base[point]), point)
+        binding = np.flatnonzero(self.base + np.cumsum(most[:-1]) > self.limit)
+        kept = _maximal(binding, self.base, opens, closes)
+        place = np.searchsorted(kept, np.arange(len(self.base) + 1))
+        for u in self.nodes:
+            for rows in self.memory[u]:
+                starts, ends = place[rows.starts], place[rows.ends]
+                alive = starts < ends
+                self.memory[u] = (
+                    [Rows(starts[alive], ends[alive], rows.usage[alive])] if alive.any() else []
+                )
+        self.base = self.base[kept]
+        self.times = [self.times[i] for i in kept]
+
+    def forget_memory(self) -> None:
+        """Relaxes the memory limit."""
+        self.limit = None
+        self.memory = [[] for _ in self.costs]
+        self.base = np.zeros(0, np.int64)
+
+    def copy(self) -> Model:
+        """A model that can be reduced further without changing this one."""
+        twin = object.__new__(Model)
+        twin.__dict__.update(self.__dict__)
+        twin.costs = list(self.costs)
+        twin.edges = [dict(row) for row in self.edges]
+        twin.memory = list(self.memory)
+        twin.base = self.base.copy()
+        twin.trail = list(self.trail)
+        twin.dirty_nodes = set(self.dirty_nodes)
+        twin.dirty_edges = set(self.dirty_edges)
+        return twin
+
+
+def disjoint(chunks: Sequence[Rows]) -> Rows:
+    """The same usages as rows that do not overlap in time, adjacent equal ones joined."""
+    rows = _joined(chunks)
+    if len(rows.starts) == 1:
+        return rows
+    breaks = np.unique(np.concatenate([rows.starts, rows.ends]))
+    changes = np.zeros((len(breaks), rows.usage.shape[1]), np.int64)
+    np.add.at(changes, np.searchsorted(breaks, rows.starts), rows.usage)
+    np.subtract.at(changes, np.searchsorted(breaks, rows.ends), rows.usage)
+    first = np.flatnonzero(changes.any(axis=1))
+    usage = np.cumsum(changes[first], axis=0)[:-1]
+    starts, ends = breaks[first[:-1]], breaks[first[1:]]
+    used = usage.any(axis=1)
+    return Rows(starts[used], ends[used], usage[used])
+
+
+def _joined(chunks: Sequence[Rows]) -> Rows:
+    if len(chunks) == 1:
+        return chunks[0]
+    return Rows(
+        np.concatenate([rows.starts for rows in chunks]),
+        np.concatenate([rows.ends for rows in chunks]),
+        np.concatenate([rows.usage for rows in chunks]),
+    )
+
+
+def _add_rows(base: Integers, starts: Integers, ends: Integers, usage: Integers) -> None:
+    """Adds `usage[k]` to `base[starts[k]:ends[k]]`, in place."""
+    if len(starts) < 8:
+        for start, end, amount in zip(starts, ends, usage, strict=True):
+            base[start:end] += amount
+        return
+    changes = np.zeros(len(base) + 1, np.int64)
+    np.add.at(changes, starts, usage)
+    np.subtract.at(changes, ends, usage)
+    base += np.cumsum(changes[:-1])
+
+
+def _maximal(points: Integers, base: Integers, opens: Integers, closes: Integers) -> Integers:
+    """The points that no neighbouring point covers: rows only opened (or closed) in between."""
+    opened, closed = np.cumsum(opens), np.cumsum(closes)
+    kept: list[int] = []
+    for point in points.tolist():
+        while kept:
+            last = kept[-1]
+            none_closes = closed[point] == closed[last]
+            none_opens = opened[point] == opened[last]
+            if none_closes and base[last] <= base[point]:
+                kept.pop()
+            elif none_opens and base[point] <= base[last]:
+                break
+            else:
+                kept.append(point)
+                break
+        else:
+            kept.append(point)
+    return np.array(kept, np.int64)
+
+
+def _min_plus(left: Integers, right: Integers) -> Integers:
+    """`out[i, j] = min over k of left[i, k] + right[k, j]`, in blocks of bounded size."""
+    rows, inner = left.shape
+    columns = right.shape[1]
+    block = max(1, 1_000_000 // max(1, inner * columns))
+    out = np.empty((rows, columns), np.int64)
+    for start in range(0, rows, block):
+        part = left[start : start + block, :, None] + right[None]
+        out[start : start + block] = part.min(axis=1)
+    return out
+
+
+def _shift(problem: Problem) -> int:
+    """By how many bits costs are shifted so that sums of finite costs stay under `INFINITE`."""
+    total = 0
+    tables: Iterable[Integers] = itertools.chain(problem.node_costs, problem.edge_costs)
+    for table in tables:
+        finite = table < FORBIDDEN
+        total += int(table.max(where=finite, initial=0)) - int(table.min(where=finite, initial=0))
+    return max(0, total.bit_length() - INFINITE.bit_length() + 1)

@@ -1,0 +1,195 @@
+"""Exact reductions: they leave at least one optimal assignment and make the model smaller.
+
+- arc consistency: a strategy without an allowed pair on some edge goes;
+- ties: if each strategy of a node leaves a neighbour only one strategy, the neighbour is merged;
+- an edge whose costs are a sum `a[s] + b[t]` becomes node costs;
+- a node of one strategy becomes part of its neighbours' costs and of the base usage;
+- memory-free nodes of at most two neighbours are eliminated;
+- a strategy goes if another one costs no more in every surrounding and uses no more at any time;
+- a strategy that cannot fit even if all others use their least goes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.passes.solver.model import INFINITE, Contradiction, Model, disjoint
+from autopar.passes.solver.problem import Integers
+
+MERGE_CELLS = 200_000
+"""By how many cells the edges of a model may grow when a tie merges two nodes."""
+
+ELIMINATION_CELLS = 60_000_000
+"""The most cells that the elimination of one node of two neighbours may look at."""
+
+DOMINANCE_CELLS = 20_000_000
+"""The most cells that the search for dominated strategies of one node may look at."""
+
+
+def reduce(model: Model, *, dominance: bool = True) -> None:
+    """Applies all reductions, in place, until none applies.
+
+    Raises:
+        Contradiction: if no assignment is left.
+    """
+    model.compress_time()
+    while True:
+        _settle(model, dominance)
+        before = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
+        model.compress_time()
+        _drop_oversized(model)
+        after = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
+        if not model.dirty_nodes and before == after:
+            return
+
+
+def _settle(model: Model, dominance: bool) -> None:
+    """Everything that needs no new look at the time axis."""
+    candidates: set[int] = set()
+    while model.dirty_edges or model.dirty_nodes or candidates:
+        if model.dirty_edges:
+            edges, model.dirty_edges = sorted(model.dirty_edges), set()
+            for u, v in edges:
+                if v in model.edges[u]:
+                    _look_at_edge(model, u, v)
+        elif model.dirty_nodes:
+            nodes, model.dirty_nodes = sorted(model.dirty_nodes), set()
+            for u in nodes:
+                if model.costs[u] is not None and not _look_at_node(model, u):
+                    candidates.add(u)
+        else:
+            nodes, candidates = sorted(candidates), set()
+            if dominance:
+                for u in nodes:
+                    if model.costs[u] is not None:
+                        drop_dominated(model, u)
+
+
+def _look_at_edge(model: Model, u: int, v: int) -> None:
+    matrix = model.edges[u][v]
+    finite = matrix < INFINITE
+    per_row, per_column = finite.sum(axis=1), finite.sum(axis=0)
+    if not per_row.all() or not per_column.all():
+        if not per_row.all():
+            model.keep(u, np.flatnonzero(per_row))
+        if not per_column.all():
+            model.keep(v, np.flatnonzero(per_column))
+        return
+    rows, columns = matrix.shape
+    if per_row.sum() == rows * columns:
+        first = matrix[:, :1]
+        if (matrix - first == matrix[0] - matrix[0, 0]).all():
+            model.remove_edge(u, v)
+            model.add_costs(u, first[:, 0])
+            model.add_costs(v, matrix[0] - matrix[0, 0] - int((matrix[0] - matrix[0, 0]).min()))
+            model.offset += int((matrix[0] - matrix[0, 0]).min())
+        return
+    to_v, to_u = int(per_row.max()) == 1, int(per_column.max()) == 1
+    if to_v and to_u:
+        to_v = len(model.edges[u]) >= len(model.edges[v])
+    if to_v and _merge_pays(model, v, u):
+        model.merge(v, u, finite.argmax(axis=1))
+    elif to_u and _merge_pays(model, u, v):
+        model.merge(u, v, finite.argmax(axis=0))
+
+
+def _merge_pays(model: Model, v: int, u: int) -> bool:
+    """Whether the edges of `v` may be rewritten to the strategies of `u`."""
+    growth = len(model.cost_of(u)) - len(model.cost_of(v))
+    if growth <= 0:
+        return True
+    others = sum(matrix.shape[1] for matrix in model.edges[v].values())
+    return bool(growth * others <= MERGE_CELLS)
+
+
+def _look_at_node(model: Model, u: int) -> bool:
+    """Whether the node went or changed, so that there is no more to do with it now."""
+    costs = model.cost_of(u)
+    finite = np.flatnonzero(costs < INFINITE)
+    if len(finite) < len(costs):
+        model.keep(u, finite)
+        return True
+    if len(costs) == 1:
+        model.fix(u)
+        return True
+    if model.memory[u] or len(model.edges[u]) > 2:
+        return False
+    if len(model.edges[u]) == 2:
+        cells = len(costs)
+        for matrix in model.edges[u].values():
+            cells *= matrix.shape[1]
+        if cells > ELIMINATION_CELLS:
+            return False
+    model.eliminate(u)
+    return True
+
+
+def drop_dominated(model: Model, u: int) -> None:
+    """Drops each strategy that another one replaces at no cost, whatever the neighbours choose."""
+    costs = model.cost_of(u)
+    count = len(costs)
+    pairs = np.ones((count, count), bool)  # pairs[a, b]: a may dominate b
+    np.fill_diagonal(pairs, False)
+    if model.memory[u]:
+        usage = disjoint(model.memory[u]).usage
+        model_cells = count * count * len(usage)
+        if model_cells <= DOMINANCE_CELLS:
+            pairs &= (usage[:, :, None] <= usage[:, None, :]).all(axis=0)
+        else:
+            for a in range(count):
+                pairs[a] &= (usage[:, a : a + 1] <= usage).all(axis=0)
+    matrices = list(model.edges[u].values())
+    if not matrices:
+        pairs &= costs[:, None] <= costs[None, :]
+        _drop_pairs(model, u, pairs)
+        return
+    table = np.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
+    finite = (table < INFINITE).astype(np.float32)
+    if (finite == 0).any():
+        pairs &= (1 - finite) @ finite.T == 0  # nowhere does `a` forbid what `b` allows
+    if int(pairs.sum()) * table.shape[1] > DOMINANCE_CELLS * 5:
+        return
+    _drop_pairs(model, u, _proven(costs, table, matrices, pairs))
+
+
+def _proven(
+    costs: Integers, table: Integers, matrices: list[Integers], pairs: np.ndarray
+) -> np.ndarray:
+    """Which of the candidate pairs hold: the worst difference on every edge, summed."""
+    bounds = np.cumsum([0] + [matrix.shape[1] for matrix in matrices[:-1]])
+    proven = np.zeros_like(pairs)
+    for a in np.flatnonzero(pairs.any(axis=1)):
+        others = np.flatnonzero(pairs[a])
+        difference = table[a] - table[others]
+        difference[table[others] >= INFINITE] = -INFINITE
+        worst = np.maximum.reduceat(difference, bounds, axis=1)
+        blocked = (worst >= INFINITE >> 1).any(axis=1)
+        total = worst.sum(axis=1) + costs[a] - costs[others]
+        proven[a, others] = ~blocked & (total <= 0)
+    return proven
+
+
+def _drop_pairs(model: Model, u: int, pairs: np.ndarray) -> None:
+    """Drops the dominated strategies, of equal ones all but the first."""
+    dominated = (pairs & ~(pairs.T & np.tri(len(pairs), dtype=bool))).any(axis=0)
+    if dominated.any():
+        model.keep(u, np.flatnonzero(~dominated))
+
+
+def _drop_oversized(model: Model) -> None:
+    """Drops each strategy that does not fit even if everything else uses its least."""
+    if model.limit is None:
+        return
+    room = model.limit - model.base
+    for u in model.nodes:
+        for rows in model.memory[u]:
+            # `compress_time` has just made the rows disjoint, of least usage zero.
+            left = np.array(
+                [room[s:e].min() for s, e in zip(rows.starts, rows.ends, strict=True)], np.int64
+            )
+            fits = (rows.usage <= left[:, None]).all(axis=0)
+            if not fits.all():
+                if not fits.any():
+                    point = int(rows.starts[0])
+                    raise Contradiction(None, point)
+                model.keep(u, np.flatnonzero(fits))
