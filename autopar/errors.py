@@ -1,7 +1,8 @@
 """Every error and warning that autopar raises on purpose.
 
-An error says what is wrong, where (the user's file and line, an argument, a parameter's path), why, and
-what to try. All derive from `AutoparError`, and all survive pickling, so they can cross processes.
+An error says what is wrong, where (the user's file and line, an argument, a parameter's path),
+why, and what to try. All derive from `AutoparError`, and all survive pickling, so they can cross
+processes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class BatchArgumentError(AutoparError, ValueError):
 
 
 class TraceError(AutoparError, TypeError):
-    """The function cannot be traced to a program worth running, or an argument leaf cannot enter it."""
+    """The function cannot be traced to a program, or a leaf cannot be its argument."""
 
 
 class InexactMicrobatchError(AutoparError, ValueError):
@@ -80,8 +81,8 @@ class MemoryLimitError(AutoparError):
     """No plan fits the memory of a device.
 
     Args:
-      what, where, why, hint: as in `AutoparError`; by default `why` names the least memory that would do
-        and the largest tensors.
+      what, where, why, hint: as in `AutoparError`; by default `why` names the least memory that
+        would do and the largest tensors.
       least_bytes: the least bytes per device that some plan needs, or None where it is not known.
       largest_tensors: (path, bytes per device) of the largest tensors of that plan, largest first.
     """

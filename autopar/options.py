@@ -1,4 +1,4 @@
-"""`Options`: what a user may ask of `parallelize`, `compile` and `plan`, checked and in one plain form."""
+"""`Options`: what a user may ask of `parallelize`, `compile` and `plan`, checked and plain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import OptionError, PinError
 from .units import parse_bytes
 
 METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
-"""The values of `method`; each but "auto" restricts the plans that are considered, for comparison."""
+"""The values of `method`; each but "auto" restricts the plans that are considered."""
 
 Pin = tuple[str, tuple[tuple[str, ...], ...]]
 """A path pattern, and for each dimension the mesh axes that cut it (trailing dimensions: none)."""
@@ -30,26 +30,27 @@ class Options:
     Values are checked and brought to one form on construction, so equal requests are equal objects.
 
     Args:
-      method: "auto" or a restriction of the search space: "data" (replicated state), "zero1" (optimizer
-        state sharded), "zero2" (gradients too), "zero3" (parameters too), "shard" (whatever the integer
-        program finds).
+      method: "auto" or a restriction of the search space: "data" (replicated state), "zero1"
+        (optimizer state sharded), "zero2" (gradients too), "zero3" (parameters too), "shard"
+        (whatever the integer program finds).
       microbatches: number of equal parts into which the batch is split in time, or "auto".
       batch_argnums: positions of the arguments that hold the batch along their leaves' leading
         dimension, or "auto": those that are neither returned as new state nor keys nor scalars.
-      batch_axes: a pytree prefix of all positional arguments, as `jax.vmap`'s `in_axes`: an int names the
-        batch dimension of the leaves below it, None says that they hold no batch.
+      batch_axes: a pytree prefix of all positional arguments, as `jax.vmap`'s `in_axes`: an int
+        names the batch dimension of the leaves below it, None says that they hold no batch.
       static_argnums: positions of arguments that are constants of the program.
-      donate_argnums: positions of arguments whose buffers the step may consume, or "auto": those that
-        come back as outputs of the same shapes and dtypes.
-      pins: shardings that the plan must have: a mapping from a path pattern to a `PartitionSpec`, or a
-        sequence with None, an axis name or several per dimension. The axis names are those of
-        `cluster.axis_names`: "x", "y", "z".
+      donate_argnums: positions of arguments whose buffers the step may consume, or "auto": those
+        that come back as outputs of the same shapes and dtypes.
+      pins: shardings that the plan must have: a mapping from a path pattern to a `PartitionSpec`,
+        or a sequence with None, an axis name or several per dimension. The axis names are those
+        of `cluster.axis_names`: "x", "y", "z".
       logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one.
-      memory_limit: bytes per device, as a number or text such as "12GiB", or None for the device's memory.
+      memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
+        device's memory.
       max_flops_share: the largest share of FLOPs that exact microbatching may move out of the loop.
       max_bytes_share: the same for bytes of live values.
-      solver_time_limit: seconds after which the solver stops with the best plan so far, or None. A plan
-        found within a limit may differ from run to run.
+      solver_time_limit: seconds after which the solver stops with the best plan so far, or None.
+        A plan found within a limit may differ from run to run.
       seed: of every random choice in planning.
       progress: whether to report progress while planning.
       runtime: what runs the plan: "local".
@@ -119,7 +120,8 @@ class Options:
         """The options that a user passed by keyword.
 
         Raises:
-          OptionError: an option does not exist (says which do, and the closest), or has a bad value.
+          OptionError: an option does not exist (says which do, and the closest), or has a bad
+            value.
         """
         for name in options:
             if name not in cls.names():
@@ -139,7 +141,8 @@ class Options:
     def to_dict(self) -> dict[str, Any]:
         """The options that determine a plan, as JSON values.
 
-        `progress` and `runtime` are left out: they change what is shown and where a plan runs, not the plan.
+        `progress` and `runtime` are left out: they change what is shown and where a plan runs,
+        not the plan.
         """
         plain = {name: getattr(self, name) for name in self.names() if name not in _NOT_PLANNING}
         plain["batch_axes"] = _encode_tree(self.batch_axes)
@@ -155,7 +158,8 @@ class Options:
         """The inverse of `to_dict`.
 
         Raises:
-          OptionError: as the constructor, and where `batch_axes` held objects that JSON cannot restore.
+          OptionError: as the constructor, and where `batch_axes` held objects that JSON cannot
+            restore.
         """
         return cls.from_kwargs(**{**plain, "batch_axes": _decode_tree(plain.get("batch_axes"))})
 
@@ -315,7 +319,7 @@ def _pins(value: Any) -> tuple[Pin, ...]:
 
 
 def _spec(pattern: Any, spec: Any) -> tuple[tuple[str, ...], ...]:
-    """A `PartitionSpec`, or what looks like one, as plain tuples without trailing empty dimensions."""
+    """A `PartitionSpec`, or what looks like one, as plain tuples without trailing empty ones."""
     if not isinstance(pattern, str) or not pattern:
         raise PinError(
             f"The path pattern of a pin is {pattern!r}.", why="it must be a non-empty string."
@@ -347,7 +351,7 @@ def _spec(pattern: Any, spec: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _encode_tree(tree: Any) -> Any:
-    """A pytree prefix as JSON, with the kind of every node, so that equal prefixes have equal text."""
+    """A pytree prefix as JSON, with the kind of every node: equal prefixes have equal text."""
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if isinstance(tree, list):

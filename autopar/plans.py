@@ -1,7 +1,8 @@
-"""`Plan`: everything that was decided about a program, as plain data that can be saved, read and compared.
+"""`Plan`: everything that was decided about a program, as plain data to save, read and compare.
 
-A plan holds no jax object and no timing of the planning itself: the same program, options and cluster give
-the same bytes. What is needed to run it again without solving is in `StagePlan.strategies`.
+A plan holds no jax object and no timing of the planning itself: the same program, options and
+cluster give the same bytes. What is needed to run it again without solving is in
+`StagePlan.strategies`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import summaries
+from . import plan_text, summaries
 from .errors import PlanMismatchError
 from .records import Record, dump_json
-from .units import format_bytes, format_flops, format_seconds
+from .units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 """Of the JSON form; a file of another format version is refused."""
@@ -82,8 +83,8 @@ class Collective(Record):
     Args:
       kind: one of `COLLECTIVE_KINDS`.
       axes: the mesh axes over which devices take part together.
-      bytes: of the larger of one device's operand and result: the whole buffer of an all-reduce or an
-        all-to-all, the operand of a reduce-scatter, the result of an all-gather.
+      bytes: of the larger of one device's operand and result: the whole buffer of an all-reduce
+        or an all-to-all, the operand of a reduce-scatter, the result of an all-gather.
       times: how often it runs in a step.
       purpose: what it moves: "gradient", "parameter", "activation", ...
       path: of the tensor that it moves, where that has one.
@@ -122,7 +123,10 @@ class StagePlan(Record):
 
 @dataclasses.dataclass(frozen=True)
 class OutputCertificate(Record):
-    """How one output of a microbatched step is put together: "invariant", "sum", "collected", "epilogue", ..."""
+    """How one output of a microbatched step is put together.
+
+    `how` is "invariant", "sum", "collected", "epilogue", ...
+    """
 
     path: str
     how: str
@@ -130,7 +134,7 @@ class OutputCertificate(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Estimates(Record):
-    """What the cost model expects of a step. `flops` are those of the whole step over all devices."""
+    """What the cost model expects of a step; `flops` are those of all devices together."""
 
     step_seconds: float
     compute_seconds: float
@@ -142,9 +146,10 @@ class Estimates(Record):
 
 @dataclasses.dataclass(frozen=True)
 class SolverSummary(Record):
-    """What the solver proved. Costs are in picoseconds; `gap` is (cost - lower_bound) / cost, None if unknown.
+    """What the solver proved about the choice of strategies.
 
-    `nodes`, `edges` and `strategies` count the problem as it was posed, before reductions.
+    Costs are in picoseconds; `gap` is (cost - lower_bound) / cost, None if unknown. `nodes`,
+    `edges` and `strategies` count the problem as it was posed, before reductions.
     """
 
     cost: int
@@ -157,7 +162,7 @@ class SolverSummary(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Candidate(Record):
-    """A plan that was considered. An estimate is None where the candidate is not possible; `note` says why."""
+    """A plan that was considered; estimates are None where it is impossible, as `note` says."""
 
     method: str
     logical_mesh: tuple[int, ...]
@@ -181,7 +186,8 @@ class Plan(Record):
       num_microbatches: the number of equal parts into which the batch is split in time.
       reason_for_microbatches: one sentence, why not more or fewer.
       stages: one for each device mesh (this version: exactly one).
-      inputs, outputs: the leaves of the function's arguments (constants last) and results, in order.
+      inputs, outputs: the leaves of the function's arguments (constants last) and results, in
+        order.
       certificate: how each output is put together from the microbatches.
       estimates: of a step.
       solver: what was proved about the choice of strategies.
@@ -245,7 +251,7 @@ class Plan(Record):
         return _read(text, os.fspath(path))
 
     def require(self, *, program_hash: str, options: Mapping[str, Any]) -> None:
-        """Checks that this plan was made for a program and options (as `Options.to_dict` gives them).
+        """Checks that this plan was made for a program and options (those of `Options.to_dict`).
 
         Raises:
           PlanMismatchError: it was made for others; says which options differ.
@@ -261,20 +267,20 @@ class Plan(Record):
             raise PlanMismatchError(
                 "The plan was made for another program.",
                 why=f"the plan's program has the content hash {self.program_hash[:12]}, this one "
-                f"{program_hash[:12]}: the code, the shapes or dtypes of the arguments, or a library "
-                f"changed (the plan was made with jax {self.jax_version}).",
+                f"{program_hash[:12]}: the code, the shapes or dtypes of the arguments, or a "
+                f"library changed (the plan was made with jax {self.jax_version}).",
                 hint="plan again for this program.",
             )
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """What differs, one line each: `field: this plan's value -> the other's`; empty if nothing does.
+        """What differs, one line each, as `field: this plan's value -> the other's`.
 
         Tensors, nodes and the like are matched by their names.
         """
         return tuple(_differences(self.to_dict(), other.to_dict(), ""))
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
+        return plan_text.render(self)
 
     def __repr__(self) -> str:
         meshes = "; ".join(
@@ -289,7 +295,7 @@ class Plan(Record):
 
 
 def check(plan: Plan) -> None:
-    """Asserts what every plan must satisfy: specs that fit their tensors and meshes, known collectives.
+    """Asserts what every plan must satisfy: specs fit their tensors, collectives their mesh.
 
     Raises:
       AssertionError: says what does not hold.
@@ -359,8 +365,8 @@ def _read(text: str, where: str | None) -> Plan:
         raise PlanMismatchError(
             f"The plan file is of format version {plain['format_version']}.",
             where=where,
-            why=f"this version of autopar reads format version {FORMAT_VERSION}; the file was written "
-            f"by autopar {plain.get('autopar_version', 'of unknown version')}.",
+            why=f"this version of autopar reads format version {FORMAT_VERSION}; the file was "
+            f"written by autopar {plain.get('autopar_version', 'of unknown version')}.",
             hint="plan again, or use that version of autopar.",
         )
     try:
@@ -425,92 +431,3 @@ def _difference(left: Any, right: Any, where: str) -> str:
         return text if len(text) <= 80 else text[:77] + "..."
 
     return f"{where}: {show(left)} -> {show(right)}"
-
-
-def _text(plan: Plan) -> list[str]:
-    estimates = plan.estimates
-    lines = [f"autopar plan: {plan.method}"]
-    for stage in plan.stages:
-        mesh = summaries.format_mesh(stage.logical_mesh, stage.axis_names)
-        lines.append(f"  mesh          {mesh} ({summaries.describe_cluster(plan.cluster)})")
-    step = (
-        f"{format_seconds(estimates.step_seconds)}: "
-        f"compute {format_seconds(estimates.compute_seconds)}, "
-        f"communication {format_seconds(estimates.communication_seconds)}, "
-        f"{format_flops(estimates.flops)}"
-    )
-    memory = (
-        f"{format_bytes(estimates.peak_bytes_per_device)} at the peak on each device, "
-        f"{format_bytes(estimates.state_bytes_per_device)} of it state"
-    )
-    lines += [
-        f"  microbatches  {plan.num_microbatches} ({plan.reason_for_microbatches})",
-        f"  step          {step}",
-        f"  memory        {memory}",
-    ]
-    if plan.solver is not None:
-        lines.append(f"  solver        {describe_solver(plan.solver)}")
-    for title, tensors in (("inputs", plan.inputs), ("outputs", plan.outputs)):
-        rows = [
-            (
-                f"  {group.path}",
-                group.tensor.role + (", donated" if group.tensor.donated else ""),
-                summaries.format_value(group.tensor),
-                f"{group.count}" if group.count > 1 else "",
-                format_bytes(group.bytes_per_device),
-            )
-            for group in summaries.fold_tensors(tensors)
-        ]
-        header = (f"{title}", "role", "value (n/x: cut along x)", "of", "per device")
-        lines += ["", *summaries.format_table(header, rows, "   rr")]
-    for stage in plan.stages:
-        rows = [
-            (
-                f"  {group.purpose}",
-                group.kind,
-                ",".join(group.axes),
-                str(group.count),
-                format_bytes(group.bytes),
-                format_seconds(group.seconds),
-            )
-            for group in summaries.group_collectives(stage.collectives)
-        ]
-        header = ("collectives a step", "kind", "axes", "times", "bytes", "estimate")
-        lines += ["", *summaries.format_table(header, rows or [("  none", *[""] * 5)], "   rrr")]
-    if plan.certificate:
-        hows = dict.fromkeys(entry.how for entry in plan.certificate)
-        rows = [
-            (f"  {path}", how)
-            for how in hows
-            for path in summaries.fold_paths(e.path for e in plan.certificate if e.how == how)
-        ]
-        lines += ["", *summaries.format_table(("microbatch certificate", ""), rows)]
-    if plan.candidates:
-        lines += ["", *_candidates_text(plan.candidates)]
-    return lines
-
-
-def describe_solver(solver: SolverSummary) -> str:
-    """One line: the problem's size, and how far the choice may be from the best."""
-    size = f"{solver.nodes} nodes, {solver.edges} edges"
-    if solver.gap is None:
-        return f"{size}; no bound was proved"
-    if solver.gap == 0:
-        return f"{size}; proved optimal for the cost model"
-    return f"{size}; at most {solver.gap:.2%} above the best for the cost model"
-
-
-def _candidates_text(candidates: Sequence[Candidate]) -> list[str]:
-    rows = [
-        (
-            f"{'*' if item.chosen else ' '} {item.method}",
-            "x".join(map(str, item.logical_mesh)),
-            str(item.num_microbatches),
-            "-" if item.step_seconds is None else format_seconds(item.step_seconds),
-            "-" if item.peak_bytes_per_device is None else format_bytes(item.peak_bytes_per_device),
-            item.note,
-        )
-        for item in candidates
-    ]
-    header = ("considered", "mesh", "microbatches", "step", "peak memory", "note")
-    return summaries.format_table(header, rows, "  rrr")

@@ -1,7 +1,8 @@
 """`Record`: frozen dataclasses of plain data that check their fields and go through JSON unchanged.
 
-Plans and clusters are trees of records. A record's fields are brought to exactly the annotated types when
-it is built (a numpy integer becomes an int, a list a tuple), so equal data has equal JSON.
+Plans and clusters are trees of records. A record's fields are brought to exactly the annotated
+types when it is built (a numpy integer becomes an int, a list a tuple), so equal data has equal
+JSON.
 """
 
 from __future__ import annotations
@@ -13,27 +14,32 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 
 class Record:
-    """Base of frozen dataclasses whose fields are int, float, str, bool, None, tuples, mappings or records.
+    """Base of frozen dataclasses of numbers, text, None, tuples, mappings and records.
 
     Raises:
       TypeError: a field does not have its annotated type, and has no exact equal of that type.
     """
 
     def __post_init__(self) -> None:
-        for name, hint in _field_types(type(self)).items():
+        for name, hint in self._types().items():
             value = _convert(hint, getattr(self, name), f"{type(self).__name__}.{name}")
             object.__setattr__(self, name, value)
 
+    @classmethod
+    def _types(cls) -> dict[str, Any]:
+        # mypy does not see that the class of a dataclass is hashable.
+        return _field_types(typing.cast("Any", cls))
+
     def to_dict(self) -> dict[str, Any]:
         """This record as JSON values: dicts, lists, numbers, text."""
-        return {name: _plain(getattr(self, name)) for name in _field_types(type(self))}
+        return {name: _plain(getattr(self, name)) for name in self._types()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
@@ -55,12 +61,17 @@ class Record:
 
 
 def dump_json(plain: Any, *, width: int = 240) -> str:
-    """Canonical JSON for people and `diff`: sorted keys, and what fits in `width` stays on one line.
+    """Canonical JSON that people and `diff` can read: keys sorted, short values on one line.
 
     Raises:
       ValueError: a number is infinite or not a number.
     """
     return _lines(plain, "", width) + "\n"
+
+
+def dump_toml(plain: Mapping[str, Any]) -> str:
+    """TOML of nested mappings of numbers and text; the inverse of `tomllib.loads`."""
+    return "\n".join(_toml_lines(plain, "")) + "\n"
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
@@ -151,3 +162,16 @@ def _lines(plain: Any, indent: str, width: int) -> str:
         return "{\n" + ",\n".join(inside + part for part in parts) + f"\n{indent}}}"
     parts = [_lines(item, inside, width) for item in plain]
     return "[\n" + ",\n".join(inside + part for part in parts) + f"\n{indent}]"
+
+
+def _toml_lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Lines of TOML: a table's own values first, then its tables."""
+    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    for key, value in table.items():
+        if key not in tables:
+            # JSON's text and numbers are TOML's too.
+            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    for key, value in tables.items():
+        yield ""
+        yield f"[{prefix}{key}]"
+        yield from _toml_lines(value, f"{prefix}{key}.")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class TensorGroup:
     """Tensors that differ only in numbers of their paths, such as the layers of a model.
 
-    `path` folds those numbers (`Block_{0..11}/kernel`), `tensor` is the first of them, and the bytes are
-    those of all together.
+    `path` folds those numbers (`Block_{0..11}/kernel`), `tensor` is the first of them, and the
+    bytes are those of all together.
     """
 
     path: str
@@ -31,7 +31,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Collectives of one purpose, kind and axes: how many run in a step, and their bytes and seconds."""
+    """Collectives of one purpose, kind and axes: their number in a step, bytes and seconds."""
 
     purpose: str
     kind: str
@@ -42,7 +42,7 @@ class CollectiveGroup:
 
 
 def fold_tensors(tensors: Iterable[TensorPlan]) -> tuple[TensorGroup, ...]:
-    """Groups of tensors alike in everything but numbers in their paths, in order of first appearance."""
+    """Groups of tensors alike in all but numbers in their paths, in order of appearance."""
     alike: dict[tuple[object, ...], list[TensorPlan]] = {}
     for tensor in tensors:
         words = re.sub(r"\d+", "#", tensor.path)
@@ -87,7 +87,7 @@ _Folded = dict[tuple[tuple[int, ...], ...], list[str]]
 
 
 def _unite(entries: _Folded, places: int) -> _Folded:
-    """Unites entries that differ in one place only, place by place: every result is a full product."""
+    """Unites entries that differ in one place only, place by place: results are full products."""
     for place in range(places):
         united: dict[tuple[tuple[int, ...], ...], dict[tuple[int, ...], list[str]]] = {}
         for numbers, members in entries.items():
@@ -117,7 +117,7 @@ def _number_set(values: Sequence[int]) -> str:
 
 
 def group_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveGroup, ...]:
-    """Collectives added up by purpose, kind and axes; the most expensive (seconds, then bytes) first."""
+    """Collectives added up by purpose, kind and axes; the most seconds, then bytes, first."""
     sums: dict[tuple[str, str, tuple[str, ...]], tuple[int, int, float]] = {}
     for item in collectives:
         key = (item.purpose, item.kind, item.axes)
@@ -143,21 +143,6 @@ def format_value(tensor: TensorPlan) -> str:
 def format_mesh(sizes: Sequence[int], names: Sequence[str]) -> str:
     """A logical mesh as `x=4, y=2`."""
     return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-
-
-def format_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: str = ""
-) -> list[str]:
-    """Aligned columns of plain text; `right` has an "r" for each column that is aligned to the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    sides = right.ljust(len(header))
-    return [
-        "  ".join(
-            cell.rjust(width) if side == "r" else cell.ljust(width)
-            for cell, width, side in zip(row, widths, sides, strict=True)
-        ).rstrip()
-        for row in (header, *rows)
-    ]
 
 
 def describe_cluster(cluster: Mapping[str, object]) -> str:

@@ -1,7 +1,7 @@
 """Quantities as people write them: parsing and printing bytes, seconds and FLOPs.
 
-Plans, errors and reports print through these functions, so a number looks the same wherever it is met.
-Memory is printed in binary units (1 GiB = 2**30 bytes).
+Plans, errors and reports print through these functions, so a number looks the same wherever it is
+met. Memory is printed in binary units (1 GiB = 2**30 bytes).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Numbers that stand for hardware, with the document that each comes from."""

@@ -1,0 +1,138 @@
+"""A plan as plain text: what `print(plan)` shows, and what tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .summaries import (
+    describe_cluster,
+    fold_paths,
+    fold_tensors,
+    format_mesh,
+    format_value,
+    group_collectives,
+)
+from .units import format_bytes, format_flops, format_seconds
+
+if TYPE_CHECKING:
+    from .plans import Candidate, Collective, OutputCertificate, Plan, SolverSummary, TensorPlan
+
+
+def render(plan: Plan) -> str:
+    """The summary of a plan, its tensors, collectives, certificate and candidates."""
+    blocks = [_summary(plan)]
+    blocks += [_tensors("inputs", plan.inputs), _tensors("outputs", plan.outputs)]
+    blocks += [_collectives(stage.collectives) for stage in plan.stages]
+    if plan.certificate:
+        blocks.append(_certificate(plan.certificate))
+    if plan.candidates:
+        blocks.append(_candidates(plan.candidates))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def describe_solver(solver: SolverSummary) -> str:
+    """One line: the problem's size, and how far the choice may be from the best."""
+    size = f"{solver.nodes} nodes, {solver.edges} edges"
+    if solver.gap is None:
+        return f"{size}; no bound was proved"
+    if solver.gap == 0:
+        return f"{size}; proved optimal for the cost model"
+    return f"{size}; at most {solver.gap:.2%} of the cost above the best"
+
+
+def _summary(plan: Plan) -> list[str]:
+    estimates = plan.estimates
+    lines = [f"autopar plan: {plan.method}"]
+    for stage in plan.stages:
+        mesh = format_mesh(stage.logical_mesh, stage.axis_names)
+        lines.append(f"  mesh          {mesh} ({describe_cluster(plan.cluster)})")
+    step = (
+        f"{format_seconds(estimates.step_seconds)}: "
+        f"compute {format_seconds(estimates.compute_seconds)}, "
+        f"communication {format_seconds(estimates.communication_seconds)}, "
+        f"{format_flops(estimates.flops)}"
+    )
+    memory = (
+        f"{format_bytes(estimates.peak_bytes_per_device)} at the peak on each device, "
+        f"{format_bytes(estimates.state_bytes_per_device)} of it state"
+    )
+    lines += [
+        f"  microbatches  {plan.num_microbatches} ({plan.reason_for_microbatches})",
+        f"  step          {step}",
+        f"  memory        {memory}",
+    ]
+    if plan.solver is not None:
+        lines.append(f"  solver        {describe_solver(plan.solver)}")
+    return lines
+
+
+def _tensors(title: str, tensors: Sequence[TensorPlan]) -> list[str]:
+    rows = [
+        (
+            f"  {group.path}",
+            group.tensor.role + (", donated" if group.tensor.donated else ""),
+            format_value(group.tensor),
+            str(group.count),
+            format_bytes(group.bytes_per_device),
+        )
+        for group in fold_tensors(tensors)
+    ]
+    header = (title, "role", "value (n/x: cut along x)", "of", "per device")
+    return _table(header, rows, "lllrr")
+
+
+def _collectives(collectives: Sequence[Collective]) -> list[str]:
+    rows = [
+        (
+            f"  {group.purpose}",
+            group.kind,
+            ",".join(group.axes),
+            str(group.count),
+            format_bytes(group.bytes),
+            format_seconds(group.seconds),
+        )
+        for group in group_collectives(collectives)
+    ]
+    if not rows:
+        return ["collectives a step: none"]
+    header = ("collectives a step", "kind", "axes", "times", "bytes", "estimate")
+    return _table(header, rows, "lllrrr")
+
+
+def _certificate(certificate: Sequence[OutputCertificate]) -> list[str]:
+    hows = dict.fromkeys(entry.how for entry in certificate)
+    rows = [
+        (f"  {path}", how)
+        for how in hows
+        for path in fold_paths(entry.path for entry in certificate if entry.how == how)
+    ]
+    return _table(("microbatch certificate", "how"), rows, "ll")
+
+
+def _candidates(candidates: Sequence[Candidate]) -> list[str]:
+    rows = [
+        (
+            f"{'*' if item.chosen else ' '} {item.method}",
+            "x".join(map(str, item.logical_mesh)),
+            str(item.num_microbatches),
+            "-" if item.step_seconds is None else format_seconds(item.step_seconds),
+            "-" if item.peak_bytes_per_device is None else format_bytes(item.peak_bytes_per_device),
+            item.note,
+        )
+        for item in candidates
+    ]
+    header = ("considered", "mesh", "microbatches", "step", "peak memory", "note")
+    return _table(header, rows, "llrrrl")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Aligned columns; `sides` has an "l" or "r" for each."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(row, widths, sides, strict=True)
+        ).rstrip()
+        for row in (header, *rows)
+    ]
