@@ -1,0 +1,182 @@
+"""Factor rules of all equations of a program, from Shardy's registry and a few of our own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.errors import UnknownPrimitiveWarning
+from autopar.passes.factors.own import OWN, elementwise, replicated
+from autopar.passes.factors.primitives import (
+    CONTROL_FLOW,
+    ELEMENTWISE,
+    SCATTERS,
+    is_known,
+    whole_dims,
+)
+from autopar.passes.factors.rule import Factor, FactorRule, ValueFactors
+from autopar.passes.factors.shardy import lower_rules
+from autopar.passes.graph import inner_jaxprs, user_source
+
+
+class Rules(Mapping[JaxprEqn, FactorRule]):
+    """The factor rule of every equation that is not control flow, keyed by the equation itself."""
+
+    def __init__(self, rules: Sequence[tuple[JaxprEqn, FactorRule]]):
+        self._rules = {id(eqn): (eqn, rule) for eqn, rule in rules}
+
+    def __getitem__(self, eqn: JaxprEqn) -> FactorRule:
+        try:
+            return self._rules[id(eqn)][1]
+        except KeyError:
+            raise KeyError(f"no rule was populated for the equation {eqn}") from None
+
+    def __iter__(self) -> Iterator[JaxprEqn]:
+        return (eqn for eqn, _ in self._rules.values())
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{eqn.primitive}: {rule}" for eqn, rule in self._rules.values())
+
+
+def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
+    """Find the rule of every equation, also inside scan, while and cond bodies.
+
+    Control-flow equations have no rule: who walks them recurses. Rules are cached in the process
+    by what determines them. A primitive without a rule is replicated, with one warning.
+
+    Args:
+      jaxprs: a flat jaxpr (see `autopar.passes.graph.flatten`), or several.
+
+    Returns:
+      A mapping from equations (by identity) to rules.
+    """
+    pairs: list[tuple[JaxprEqn, Any]] = []
+    for jaxpr in [jaxprs] if isinstance(jaxprs, Jaxpr) else jaxprs:
+        for eqn, zeros in _equations(jaxpr):
+            pairs.append((eqn, _key(eqn, zeros)))
+    missing: dict[Any, JaxprEqn] = {}
+    for eqn, key in pairs:
+        if key not in _CACHE:
+            missing.setdefault(key, eqn)
+    _CACHE.update(zip(missing, _new_rules(list(missing.items())), strict=True))
+    warned: set[str] = set()
+    for eqn, _ in pairs:
+        name = eqn.primitive.name
+        if not is_known(name) and name not in warned:
+            warned.add(name)
+            _warn(eqn)
+    return Rules([(eqn, _CACHE[key]) for eqn, key in pairs])
+
+
+_CACHE: dict[Any, FactorRule] = {}
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
+    """Equations, and which operands of a scatter are known to be zero."""
+    zeros: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in CONTROL_FLOW:
+            for inner in inner_jaxprs(eqn):
+                yield from _equations(inner)
+            continue
+        if name in _KEEPS_ZERO and _is_zero(eqn.invars[0], zeros):
+            zeros.add(eqn.outvars[0])
+        known = name in SCATTERS and _is_zero(eqn.invars[0], zeros)
+        yield eqn, frozenset({0} if known else ())
+
+
+_KEEPS_ZERO = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose"}
+)
+
+
+def _is_zero(atom: Any, zeros: set[Var]) -> bool:
+    if isinstance(atom, Literal):
+        return not np.any(np.asarray(atom.val))
+    return atom in zeros
+
+
+def _key(eqn: JaxprEqn, zeros: frozenset[int]) -> Any:
+    """What determines a rule: primitive, params, and the operands' shapes and dtypes."""
+    params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
+    avals = tuple((var.aval.shape, var.aval.dtype) for var in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive.name, params, avals, zeros
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Jaxpr) or type(value).__name__ == "ClosedJaxpr":
+        return str(value)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule]:
+    found: dict[int, FactorRule] = {}
+    to_lower: list[int] = []
+    for i, (key, eqn) in enumerate(missing):
+        name = eqn.primitive.name
+        if name in OWN:
+            found[i] = OWN[name](eqn, key[-1])
+        elif is_known(name):
+            to_lower.append(i)
+        else:
+            found[i] = replicated(eqn)
+    lowered = lower_rules([missing[i][1] for i in to_lower])
+    for i, rule in zip(to_lower, lowered, strict=True):
+        eqn = missing[i][1]
+        if rule is None:
+            rule = elementwise(eqn) if eqn.primitive.name in ELEMENTWISE else replicated(eqn)
+        found[i] = rule
+    return [_normal(_keep_whole(found[i], eqn)) for i, (_, eqn) in enumerate(missing)]
+
+
+def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:
+    """Replicate the factors of dimensions that `bind_local` cannot cut."""
+    whole: set[int] = set()
+    for values, all_dims in zip((rule.operands, rule.results), whole_dims(eqn), strict=True):
+        for value, dims in zip(values, all_dims, strict=True):
+            for dim in dims:
+                whole.update(value[dim])
+    if not whole:
+        return rule
+    factors = tuple(
+        Factor(factor.size, "replicated") if i in whole else factor
+        for i, factor in enumerate(rule.factors)
+    )
+    return FactorRule(factors, rule.operands, rule.results)
+
+
+def _normal(rule: FactorRule) -> FactorRule:
+    """Number factors in the order in which results, then operands, name them; drop the others."""
+    order: dict[int, int] = {}
+    for value in (*rule.results, *rule.operands):
+        for dim in value:
+            for factor in dim:
+                order.setdefault(factor, len(order))
+
+    def rename(values: tuple[ValueFactors, ...]) -> tuple[ValueFactors, ...]:
+        return tuple(tuple(tuple(order[i] for i in dim) for dim in value) for value in values)
+
+    return FactorRule(
+        tuple(rule.factors[i] for i in order), rename(rule.operands), rename(rule.results)
+    )
+
+
+def _warn(eqn: JaxprEqn) -> None:
+    warnings.warn(
+        f"autopar has no rule for the operation {eqn.primitive} at {user_source(eqn)}: every "
+        "device and every microbatch computes it whole.",
+        UnknownPrimitiveWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,325 @@
+"""What we know of JAX's primitives: which are elementwise, and which dimensions must stay whole.
+
+`whole_dims` is read by `bind_local`, which refuses to cut such a dimension, and by `populate`,
+which therefore never offers it: it is the one place where the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
+
+Dims = tuple[int, ...]
+ValueDims = tuple[Dims, ...]  # one entry per operand or result
+
+
+def names(text: str) -> frozenset[str]:
+    """A set of words."""
+    return frozenset(text.split())
+
+
+# One result element from the operands' elements at the same place. Operands may be of rank 0, or
+# have dimensions of size 1 that are repeated.
+UNARY = names(
+    """
+    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj
+    convert_element_type copy copy_p cos cosh device_put digamma erf erf_inv erfc exp exp2 expm1
+    floor imag integer_pow is_finite lgamma log log1p logistic name neg not population_count
+    random_clone real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
+    """
+)
+NARY = names(
+    """
+    add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt
+    lt_to max min mul mulhi ne nextafter or polygamma pow regularized_incomplete_beta rem select_n
+    shift_left shift_right_arithmetic shift_right_logical sub threefry2x32 tie xor zeta
+    """
+)
+ELEMENTWISE = UNARY | NARY
+
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+WINDOW_REDUCTIONS = frozenset(
+    {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"}
+)
+SCATTERS = {
+    "scatter": None,
+    "scatter-add": "sum",
+    "scatter-sub": "sum",
+    "scatter-mul": "prod",
+    "scatter-min": "min",
+    "scatter-max": "max",
+    "scatter_add": "sum",
+    "scatter_sub": "sum",
+    "scatter_mul": "prod",
+    "scatter_min": "min",
+    "scatter_max": "max",
+}
+# Functions of the trailing matrices, applied to each of a batch.
+MATRIX_FUNCTIONS = names(
+    """
+    cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu
+    lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal tridiagonal_solve
+    """
+)
+CONTROL_FLOW = frozenset({"scan", "while", "cond"})
+
+
+def random_implementation(aval: Any) -> str:
+    """The name of the generator that a typed key array's dtype stands for."""
+    return aval.dtype._impl.name
+
+
+def _none(values: Sequence[Any]) -> ValueDims:
+    return ((),) * len(values)
+
+
+def _all(values: Sequence[Any]) -> ValueDims:
+    return tuple(tuple(range(len(var.aval.shape))) for var in values)
+
+
+def whole_dims(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    """Dimensions of each operand and of each result that `bind_local` cannot cut."""
+    function = _WHOLE.get(eqn.primitive.name)
+    if function is not None:
+        return function(eqn)
+    if is_known(eqn.primitive.name):
+        return _none(eqn.invars), _none(eqn.outvars)
+    return _all(eqn.invars), _all(eqn.outvars)
+
+
+def is_known(name: str) -> bool:
+    """Whether there is a way to evaluate the primitive on slices."""
+    return name in ELEMENTWISE or name in _FREE or name in _WHOLE
+
+
+# Primitives whose every dimension can be cut in some way (the rule says together with which).
+_FREE = names(
+    """
+    broadcast_in_dim concatenate conv_general_dilated dot_general iota optimization_barrier pad
+    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape slice split squeeze
+    tile transpose
+    """
+)
+
+_Whole = Callable[[JaxprEqn], tuple[ValueDims, ValueDims]]
+_WHOLE: dict[str, _Whole] = {}
+
+
+def _whole(*names: str) -> Callable[[_Whole], _Whole]:
+    def register(function: _Whole) -> _Whole:
+        _WHOLE.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@_whole("random_seed", "random_fold_in", "random_split", "random_bits", "random_gamma")
+def _random(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    # Generators other than threefry may draw one stream for a whole batch of keys.
+    name, key = eqn.primitive.name, eqn.invars[0].aval
+    if name == "random_seed":
+        return ((),), ((),)
+    rank, out_rank = len(key.shape), len(eqn.outvars[0].aval.shape)
+    local_keys = random_implementation(key) == "threefry2x32"
+    if name == "random_fold_in":
+        return (_none(eqn.invars), ((),)) if local_keys else (_all(eqn.invars), _all(eqn.outvars))
+    if name == "random_bits":
+        return (((),) if local_keys else _all(eqn.invars)), ((),)
+    keys: Dims = () if local_keys else tuple(range(rank))
+    drawn = tuple(range(rank, out_rank))
+    if name == "random_gamma":
+        return (keys, (*keys, *drawn)), ((*keys, *drawn),)
+    return (keys,), ((*keys, *drawn),)
+
+
+@_whole("random_wrap")
+def _random_wrap(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    rank = len(eqn.outvars[0].aval.shape)
+    return (tuple(range(rank, len(eqn.invars[0].aval.shape))),), ((),)
+
+
+@_whole("random_unwrap")
+def _random_unwrap(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    rank = len(eqn.invars[0].aval.shape)
+    return ((),), (tuple(range(rank, len(eqn.outvars[0].aval.shape))),)
+
+
+def _along(dims_of: Callable[[JaxprEqn], Sequence[int]], results: bool = True) -> _Whole:
+    """The same dimensions of every operand (and result)."""
+
+    def function(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+        dims = tuple(dims_of(eqn))
+        return (dims,) * len(eqn.invars), (dims if results else (),) * len(eqn.outvars)
+
+    return function
+
+
+_WHOLE.update(dict.fromkeys(CUMULATIVE, _along(lambda eqn: (eqn.params["axis"],))))
+_WHOLE["sort"] = _along(lambda eqn: (eqn.params["dimension"],))
+_WHOLE["rev"] = _along(lambda eqn: eqn.params["dimensions"])
+_WHOLE["argmax"] = _WHOLE["argmin"] = _along(lambda eqn: eqn.params["axes"], results=False)
+_WHOLE["reduce_xor"] = _along(lambda eqn: eqn.params["axes"], results=False)
+
+
+@_whole("reduce")
+def _reduce(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    half = len(eqn.invars) // 2
+    dims = tuple(eqn.params["dimensions"])
+    return (*(dims,) * half, *((),) * half), _none(eqn.outvars)
+
+
+@_whole("top_k")
+def _top_k(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    rank = len(eqn.invars[0].aval.shape)
+    axis = eqn.params.get("axis", -1) % rank
+    return ((axis,),), ((axis,),) * 2
+
+
+@_whole("stack")
+def _stack(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    return _none(eqn.invars), ((eqn.params["axis"],),)
+
+
+@_whole("unstack")
+def _unstack(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    return ((eqn.params["axis"],),), _none(eqn.outvars)
+
+
+@_whole("fft")
+def _fft(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    rank = len(eqn.outvars[0].aval.shape)
+    dims = tuple(range(rank - len(eqn.params["fft_lengths"]), rank))
+    return (dims,), (dims,)
+
+
+@_whole("bitcast_convert_type")
+def _bitcast(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    ranks = len(eqn.invars[0].aval.shape), len(eqn.outvars[0].aval.shape)
+    common = min(ranks)
+    operand, result = (tuple(range(common, rank)) for rank in ranks)
+    return (operand,), (result,)
+
+
+def _matrix(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    batch = matrix_batch_rank(eqn)
+    operands, results = (
+        tuple(tuple(range(batch, len(var.aval.shape))) for var in values)
+        for values in (eqn.invars, eqn.outvars)
+    )
+    return operands, results
+
+
+def matrix_batch_rank(eqn: JaxprEqn) -> int:
+    """How many leading dimensions of a matrix function are a batch."""
+    vectors = ("lu_pivots_to_permutation", "tridiagonal_solve")
+    trailing = 1 if eqn.primitive.name in vectors else 2
+    return len(eqn.invars[0].aval.shape) - trailing
+
+
+_WHOLE.update(dict.fromkeys(MATRIX_FUNCTIONS, _matrix))
+
+
+@_whole("gather")
+def _gather(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    numbers: GatherDimensionNumbers = eqn.params["dimension_numbers"]
+    operand, indices = (var.aval.shape for var in eqn.invars)
+    windows = gather_windows(numbers, len(operand))
+    whole = tuple(
+        dim
+        for dim in range(len(operand))
+        if dim not in numbers.operand_batching_dims
+        and eqn.params["slice_sizes"][dim] != operand[dim]
+    )
+    result = tuple(offset for dim, offset in windows.items() if dim in whole)
+    return (whole, (len(indices) - 1,)), (result,)
+
+
+def gather_windows(numbers: GatherDimensionNumbers, operand_rank: int) -> dict[int, int]:
+    """The result dimension of each operand dimension that a gather takes a window of."""
+    taken = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    dims = [dim for dim in range(operand_rank) if dim not in taken]
+    return dict(zip(dims, numbers.offset_dims, strict=True))
+
+
+@_whole(*SCATTERS)
+def _scatter(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    numbers: ScatterDimensionNumbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = (var.aval.shape for var in eqn.invars)
+    windows = scatter_windows(numbers, len(operand))
+    whole = tuple(
+        dim
+        for dim in range(len(operand))
+        if dim not in numbers.operand_batching_dims
+        and (dim not in windows or updates[windows[dim]] != operand[dim])
+    )
+    window = tuple(update for dim, update in windows.items() if dim in whole)
+    return (whole, (len(indices) - 1,), window), (whole,)
+
+
+def scatter_windows(numbers: ScatterDimensionNumbers, operand_rank: int) -> dict[int, int]:
+    """The dimension of the updates that holds the window of each operand dimension."""
+    taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    dims = [dim for dim in range(operand_rank) if dim not in taken]
+    return dict(zip(dims, numbers.update_window_dims, strict=True))
+
+
+@_whole("dynamic_slice")
+def _dynamic_slice(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    dims = _differing(eqn.invars[0], eqn.outvars[0])
+    return (dims, *_none(eqn.invars[1:])), (dims,)
+
+
+@_whole("dynamic_update_slice")
+def _dynamic_update_slice(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    dims = _differing(eqn.invars[0], eqn.invars[1])
+    return (dims, dims, *_none(eqn.invars[2:])), (dims,)
+
+
+def _differing(one: Any, other: Any) -> Dims:
+    pairs = zip(one.aval.shape, other.aval.shape, strict=True)
+    return tuple(dim for dim, (a, b) in enumerate(pairs) if a != b)
+
+
+@_whole("conv_general_dilated")
+def _convolution(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    numbers = eqn.params["dimension_numbers"]
+    return (numbers.lhs_spec[2:], numbers.rhs_spec[2:]), (numbers.out_spec[2:],)
+
+
+@_whole(*WINDOW_REDUCTIONS, "select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
+def _windowed(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    params = eqn.params
+    rank = len(params["window_dimensions"])
+    ones = (1,) * rank
+    dims = tuple(
+        dim
+        for dim in range(rank)
+        if params["window_dimensions"][dim] != 1
+        or params["window_strides"][dim] != 1
+        or tuple(params["padding"][dim]) != (0, 0)
+        or params.get("base_dilation", ones)[dim] != 1
+        or params.get("window_dilation", ones)[dim] != 1
+    )
+    operands = tuple(dims if len(var.aval.shape) == rank else () for var in eqn.invars)
+    return operands, (dims,) * len(eqn.outvars)
+
+
+def _uncut(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    return _all(eqn.invars), _all(eqn.outvars)
+
+
+# Known, and never cut: their effect or their single stream of bits belongs to the whole.
+_WHOLE.update(
+    dict.fromkeys(("rng_bit_generator", "rng_uniform", "debug_callback", "debug_print"), _uncut)
+)

@@ -1,0 +1,421 @@
+"""Evaluate one equation on slices of its operands: what a microbatch or a device computes.
+
+`bind_local` takes local operands and how each dimension is cut, rewrites the params that hold
+shapes or positions, and binds the primitive: the result is the slice of the global result, or,
+where a reduced dimension is cut, its partial sum (maximum, ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.random import threefry2x32_p
+
+from autopar.passes.factors.primitives import random_implementation, whole_dims
+
+
+class NotLocalError(Exception):
+    """An equation cannot be evaluated on these slices. A rule never offers such a cut."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dimension of `major * parts * rest` seen as [major, parts, rest]; we hold [:, index, :].
+
+    `index` is a Python int or a traced int32 scalar. The local size is `major * rest`.
+    """
+
+    parts: int
+    index: Any
+    major: int = 1
+
+    def rest(self, size: int) -> int:
+        """The length of the contiguous pieces in which a dimension of `size` is cut."""
+        rest, left = divmod(size, self.major * self.parts)
+        if left:
+            raise NotLocalError(
+                f"a dimension of {size} is not {self.major} x {self.parts} x an integer"
+            )
+        return rest
+
+
+Cuts = tuple[Cut | None, ...]  # one entry per dimension of a value
+
+
+def local_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
+    """The shape of a slice."""
+    return tuple(
+        size if cut is None else cut.major * cut.rest(size)
+        for size, cut in zip(shape, cuts, strict=True)
+    )
+
+
+def take(value: Any, cuts: Cuts) -> Any:
+    """The slice of a whole array that `cuts` describes."""
+    for dim, cut in enumerate(cuts):
+        if cut is None:
+            continue
+        shape = value.shape
+        viewed = (*shape[:dim], cut.major, cut.parts, cut.rest(shape[dim]), *shape[dim + 1 :])
+        value = lax.dynamic_index_in_dim(
+            value.reshape(viewed), cut.index, axis=dim + 1, keepdims=False
+        ).reshape(local_shape(shape, (*(None,) * dim, cut, *(None,) * (len(shape) - dim - 1))))
+    return value
+
+
+def bind_local(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    """Evaluate an equation on slices.
+
+    Args:
+      eqn: the global equation (not control flow).
+      operands: its local operands, a literal as its value.
+      operand_cuts: how each operand is cut, one entry per dimension.
+      result_cuts: how each result shall be cut.
+
+    Returns:
+      The local results. Where a reduced dimension is cut, they are partial: combining those of
+      all indices with the reduction's monoid gives the whole.
+
+    Raises:
+      NotLocalError: these slices do not determine the local results.
+    """
+    if not any(cut for cuts in (*operand_cuts, *result_cuts) for cut in cuts):
+        return _bind(eqn, operands, {})
+    for values, all_cuts, all_dims in zip(
+        (eqn.invars, eqn.outvars), (operand_cuts, result_cuts), whole_dims(eqn), strict=True
+    ):
+        for value, cuts, dims in zip(values, all_cuts, all_dims, strict=True):
+            if any(cuts[dim] for dim in dims):
+                raise NotLocalError(f"{eqn.primitive} needs dimensions {dims} of {value} whole")
+    rewrite = _REWRITES.get(eqn.primitive.name)
+    shapes = [
+        local_shape(var.aval.shape, cuts)
+        for var, cuts in zip(eqn.outvars, result_cuts, strict=True)
+    ]
+    try:
+        if rewrite is None:
+            results = _bind(eqn, operands, {})
+        else:
+            results = rewrite(eqn, operands, operand_cuts, result_cuts)
+    except (TypeError, ValueError) as error:
+        raise NotLocalError(f"{eqn.primitive} does not fit these slices: {error}") from error
+    for result, shape in zip(results, shapes, strict=True):
+        if jnp.shape(result) != shape:
+            raise NotLocalError(f"{eqn.primitive} gives {jnp.shape(result)} instead of {shape}")
+    return results
+
+
+def _bind(eqn: JaxprEqn, operands: Sequence[Any], changes: dict[str, Any]) -> list[Any]:
+    params = {**eqn.params, **changes} if changes else eqn.params
+    bound = eqn.primitive.get_bind_params(params)  # older releases return functions apart
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    results = eqn.primitive.bind(*functions, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+# Params that hold shapes. Each function takes bind_local's arguments and returns its results.
+
+_Rewrite = Callable[[JaxprEqn, Sequence[Any], Sequence[Cuts], Sequence[Cuts]], list[Any]]
+_REWRITES: dict[str, _Rewrite] = {}
+
+
+def _rewrites(*names: str) -> Callable[[_Rewrite], _Rewrite]:
+    def register(function: _Rewrite) -> _Rewrite:
+        _REWRITES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@_rewrites("device_put")
+def _identity(
+    eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], __: Sequence[Cuts]
+) -> list[Any]:
+    return list(operands)
+
+
+@_rewrites("broadcast_in_dim")
+def _broadcast(
+    eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
+) -> list[Any]:
+    shape = local_shape(eqn.params["shape"], result_cuts[0])
+    return _bind(eqn, operands, {"shape": shape, "sharding": None})
+
+
+@_rewrites("reshape")
+def _reshape(
+    eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
+) -> list[Any]:
+    sizes = local_shape(eqn.params["new_sizes"], result_cuts[0])
+    return _bind(eqn, operands, {"new_sizes": sizes, "sharding": None})
+
+
+@_rewrites("tile")
+def _tile(
+    eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
+) -> list[Any]:
+    shape = local_shape(eqn.outvars[0].aval.shape, result_cuts[0])
+    reps = tuple(size // local for size, local in zip(shape, jnp.shape(operands[0]), strict=True))
+    return _bind(eqn, operands, {"reps": reps})
+
+
+def positions(size: int, cut: Cut | None, dtype: Any = np.int32) -> Any:
+    """Where the elements of a slice are in the whole dimension, an array of the local size."""
+    if cut is None:
+        return lax.iota(dtype, size)
+    rest = cut.rest(size)
+    shape = (cut.major, rest)
+    index = lax.convert_element_type(cut.index, dtype)
+    place = lax.broadcasted_iota(dtype, shape, 1) + index * np.array(rest, dtype)
+    if cut.major > 1:
+        place += lax.broadcasted_iota(dtype, shape, 0) * np.array(cut.parts * rest, dtype)
+    return place.reshape(cut.major * rest)
+
+
+@_rewrites("iota")
+def _iota(
+    eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
+) -> list[Any]:
+    (cuts,) = result_cuts
+    size, dim = eqn.params["shape"], eqn.params["dimension"]
+    shape = local_shape(size, cuts)
+    if cuts[dim] is None:
+        return _bind(eqn, operands, {"shape": shape, "sharding": None})
+    if size[dim] >= 2**32:
+        raise NotLocalError(f"iota over {size[dim]} positions")
+    places = positions(size[dim], cuts[dim], np.uint32)
+    places = lax.convert_element_type(places, eqn.outvars[0].aval.dtype)
+    return [lax.broadcast_in_dim(places, shape, (dim,))]
+
+
+# Cutting the dimension along which slice, pad, split and concatenate work: every boundary must be
+# a multiple of a whole period (parts * rest), so that each piece is cut alike.
+
+
+def _period(size: int, cut: Cut) -> int:
+    return cut.parts * cut.rest(size)
+
+
+def _aligned(
+    boundaries: Sequence[int], size: int, cut: Cut, others: Sequence[tuple[int, Cut | None]]
+) -> list[int]:
+    """Boundaries within the slice. `others` are the sizes and cuts of the pieces."""
+    period = _period(size, cut)
+    for other_size, other in others:
+        if other is None or other.parts != cut.parts or _period(other_size, other) != period:
+            raise NotLocalError(f"pieces of a dimension are not cut alike: {cut}, {other}")
+    if any(boundary % period for boundary in boundaries):
+        raise NotLocalError(f"{boundaries} are not multiples of {period}")
+    return [int(boundary) // cut.parts for boundary in boundaries]
+
+
+@_rewrites("slice")
+def _slice(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+    strides = eqn.params["strides"] or (1,) * len(starts)
+    for dim, cut in enumerate(operand_cuts[0]):
+        size, new_size = eqn.invars[0].aval.shape[dim], eqn.outvars[0].aval.shape[dim]
+        if cut is None:
+            continue
+        if strides[dim] != 1:
+            raise NotLocalError("a strided slice of a cut dimension")
+        starts[dim], limits[dim] = _aligned(
+            (starts[dim], limits[dim]), size, cut, [(new_size, result_cuts[0][dim])]
+        )
+    changes = {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
+    return _bind(eqn, operands, changes)
+
+
+@_rewrites("pad")
+def _pad(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    config = list(eqn.params["padding_config"])
+    for dim, cut in enumerate(operand_cuts[0]):
+        size, new_size = eqn.invars[0].aval.shape[dim], eqn.outvars[0].aval.shape[dim]
+        low, high, interior = config[dim]
+        if cut is None:
+            continue
+        if interior:
+            raise NotLocalError("interior padding of a cut dimension")
+        low, high = _aligned((low, high), size, cut, [(new_size, result_cuts[0][dim])])
+        config[dim] = (low, high, 0)
+    return _bind(eqn, operands, {"padding_config": tuple(config)})
+
+
+@_rewrites("split")
+def _split(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+    cut = operand_cuts[0][axis]
+    if cut is not None:
+        pieces = [(int(size), cuts[axis]) for size, cuts in zip(sizes, result_cuts, strict=True)]
+        sizes = tuple(_aligned(sizes, eqn.invars[0].aval.shape[axis], cut, pieces))
+    return _bind(eqn, operands, {"sizes": sizes})
+
+
+@_rewrites("concatenate")
+def _concatenate(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    axis = eqn.params["dimension"]
+    cut = result_cuts[0][axis]
+    if cut is not None:
+        sizes = [var.aval.shape[axis] for var in eqn.invars]
+        pieces = [(size, cuts[axis]) for size, cuts in zip(sizes, operand_cuts, strict=True)]
+        _aligned(sizes, eqn.outvars[0].aval.shape[axis], cut, pieces)
+    return _bind(eqn, operands, {})
+
+
+@_rewrites("gather")
+def _gather(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    batching = eqn.params["dimension_numbers"].operand_batching_dims
+    local = local_shape(eqn.invars[0].aval.shape, operand_cuts[0])
+    sizes = tuple(
+        size if cut is None or dim in batching else local[dim]
+        for dim, (size, cut) in enumerate(
+            zip(eqn.params["slice_sizes"], operand_cuts[0], strict=True)
+        )
+    )
+    return _bind(eqn, operands, {"slice_sizes": sizes})
+
+
+@_rewrites("dynamic_slice")
+def _dynamic_slice(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    sizes = local_shape(eqn.params["slice_sizes"], result_cuts[0])
+    return _bind(eqn, operands, {"slice_sizes": sizes})
+
+
+@_rewrites("conv_general_dilated")
+def _convolution(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    # With groups, features are [groups, features of a group] (batches likewise): a cut whose pieces
+    # hold whole groups divides the number of groups, any other cut is inside each group.
+    lhs_spec = eqn.params["dimension_numbers"].lhs_spec
+    changes = {}
+    for count, dim in (("feature_group_count", lhs_spec[1]), ("batch_group_count", lhs_spec[0])):
+        groups, cut = eqn.params[count], operand_cuts[0][dim]
+        size = eqn.invars[0].aval.shape[dim]
+        if groups > 1 and cut is not None and cut.rest(size) % (size // groups) == 0:
+            changes[count] = groups // cut.parts
+    return _bind(eqn, operands, changes)
+
+
+@_rewrites("random_bits")
+def _random_bits(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    (keys,), (cuts,) = operands, result_cuts
+    rank = len(operand_cuts[0])
+    partitionable = eqn.ctx.threefry_partitionable
+    if random_implementation(eqn.invars[0].aval) == "threefry2x32" and partitionable:
+        if cuts[:rank] != operand_cuts[0]:
+            raise NotLocalError("keys and their bits are not cut alike")
+        return [_threefry_bits(keys, eqn.params["shape"], cuts[rank:], eqn.outvars[0].aval.dtype)]
+    with jax.threefry_partitionable(partitionable):
+        (bits,) = _bind(eqn, operands, {})
+    # Keys that are cut have already cut their own dimensions of the bits.
+    wanted = list(cuts)
+    for dim, cut in enumerate(operand_cuts[0]):
+        if cut is not None:
+            wanted[dim] = None
+    return [take(bits, tuple(wanted))]
+
+
+def _threefry_bits(keys: Any, shape: Sequence[int], cuts: Cuts, dtype: Any) -> Any:
+    """The bits that each key draws for `shape`, of which only a slice is computed.
+
+    With `jax_threefry_partitionable` an element's bits are a function of the key and of its
+    position in the row-major order of `shape`, as a 64-bit counter.
+    """
+    local = local_shape(shape, cuts)
+    data = jax.random.key_data(keys)
+    out_shape = (*keys.shape, *local)
+    high, low = _counters(shape, cuts)
+    key_dims = tuple(range(keys.ndim))
+    counter_dims = tuple(range(keys.ndim, len(out_shape)))
+    first, second = threefry2x32_p.bind(
+        lax.broadcast_in_dim(data[..., 0], out_shape, key_dims),
+        lax.broadcast_in_dim(data[..., 1], out_shape, key_dims),
+        lax.broadcast_in_dim(high, out_shape, counter_dims),
+        lax.broadcast_in_dim(low, out_shape, counter_dims),
+    )
+    if np.dtype(dtype).itemsize == 8:
+        wide = lax.convert_element_type(first, dtype)
+        return (wide << np.array(32, dtype)) | lax.convert_element_type(second, dtype)
+    return lax.convert_element_type(first ^ second, dtype)
+
+
+def _counters(shape: Sequence[int], cuts: Cuts) -> tuple[Any, Any]:
+    """High and low words of the row-major positions of a slice's elements."""
+    local = local_shape(shape, cuts)
+    high = low = jnp.zeros((1,) * len(shape), np.uint32)
+    stride = math.prod(shape)
+    for dim, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
+        stride //= max(size, 1)
+        new_high, new_low = _multiply(positions(size, cut, np.uint32), stride)
+        alone = tuple(local[dim] if d == dim else 1 for d in range(len(shape)))
+        total = low + new_low.reshape(alone)
+        carry = lax.convert_element_type(total < low, np.uint32)
+        high, low = high + new_high.reshape(alone) + carry, total
+    return jnp.broadcast_to(high, local), jnp.broadcast_to(low, local)
+
+
+def _multiply(x: Any, stride: int) -> tuple[Any, Any]:
+    """High and low words of the product of 32-bit numbers with a constant of up to 64 bits."""
+    word, half = np.uint32(0xFFFFFFFF), np.uint32(16)
+    mask = np.uint32(0xFFFF)
+    stride_low = np.uint32(stride & 0xFFFFFFFF)
+    stride_high = np.uint32(stride >> 32 & int(word))
+    low = x * stride_low
+    a, b = x >> half, x & mask
+    c, d = stride_low >> half, stride_low & mask
+    middle = a * d + (b * d >> half)  # below 2^32: (2^16 - 1)^2 + 2^16 - 1
+    other = b * c + (middle & mask)
+    high = a * c + (middle >> half) + (other >> half)
+    return high + x * stride_high, low
