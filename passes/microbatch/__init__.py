@@ -1,0 +1,27 @@
+"""The exact split of a batch into microbatches: splitting the batch in time is sharding it in time.
+
+In the order in which a program passes through them:
+
+- `lattice`: how a value depends on the batch;
+- `equations`, `control_flow`: what an equation does to that;
+- `propagate`: the forward sweep that finds every value's state;
+- `demand`, `phases`: the backward sweep that finds what runs before, in and behind the loop;
+- `costs`: what has to run on the whole batch, and whether that is refused;
+- `execute`, `rewrite`: the program with the loop;
+- `analysis`: the two functions that do all this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar import _lazy
+
+if TYPE_CHECKING:
+    from .analysis import Analysis, analyze, split
+else:
+    __getattr__, __dir__ = _lazy.exports(
+        __name__, {"Analysis": ".analysis", "analyze": ".analysis", "split": ".analysis"}
+    )
+
+__all__ = ["Analysis", "analyze", "split"]

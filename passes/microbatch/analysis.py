@@ -1,0 +1,209 @@
+"""`analyze` and `split`: find an exact split of the batch into microbatches, and apply it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar.errors import InexactMicrobatchError
+from autopar.passes.factors.rule import FactorRule
+from autopar.passes.graph import Graph, user_source, walk
+from autopar.passes.microbatch.costs import Costs, Culprit, measure
+from autopar.passes.microbatch.demand import Step
+from autopar.passes.microbatch.equations import Context
+from autopar.passes.microbatch.lattice import State
+from autopar.passes.microbatch.phases import Phases, find_phases
+from autopar.passes.microbatch.propagate import Forward, forward, input_states
+from autopar.passes.microbatch.rewrite import rewrite
+from autopar.plans import OutputCertificate
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """How a program is split into microbatches, and the proof that this is exact.
+
+    Args:
+      num_microbatches: M; microbatch i has the rows b with b % M == i.
+      batch_size: rows of the batch.
+      states: for every value, how it depends on the batch.
+      phases: what is evaluated before, in and behind the loop.
+      certificate: for every output, how it is put together.
+      culprits: what forbids the split, worst first; empty if it is exact and cheap enough.
+    """
+
+    num_microbatches: int
+    batch_size: int
+    states: Mapping[Var, State]
+    phases: Phases
+    costs: Costs
+    certificate: tuple[OutputCertificate, ...]
+    culprits: tuple[Culprit, ...]
+    max_flops_share: float
+    max_bytes_share: float
+
+    def __str__(self) -> str:
+        parts, phases, costs = self.num_microbatches, self.phases, self.costs
+        total = costs.prologue_flops + costs.loop_flops + costs.epilogue_flops or 1.0
+        lines = [f"{parts} microbatches of {self.batch_size // parts} rows"]
+        for name, steps, amount in (
+            ("prologue", phases.prologue, costs.prologue_flops),
+            ("loop", phases.loop, costs.loop_flops),
+            ("epilogue", phases.epilogue, costs.epilogue_flops),
+        ):
+            lines.append(f"  {name:9}{len(steps):6} equations {amount / total:7.1%} of FLOPs")
+        monoids = Counter(monoid for _, monoid in phases.accumulated)
+        leaving = [f"{count} x {monoid}" for monoid, count in sorted(monoids.items())]
+        leaving += [f"{len(phases.collected)} collected"] if phases.collected else []
+        lines.append(f"  into the loop, row by row: {len(phases.sliced)}")
+        lines.append(f"  out of the loop: {', '.join(leaving) or 'nothing'}")
+        by_kind: dict[str, list[str]] = {}
+        for item in self.certificate:
+            by_kind.setdefault(item.how, []).append(item.path)
+        for how, paths in by_kind.items():
+            more = "" if len(paths) <= 4 else f" and {len(paths) - 4} more"
+            lines.append(f"  {how}: {', '.join(paths[:4])}{more}")
+        lines += [f"  batch-wide: {cause}" for cause in costs.causes]
+        lines += [f"  refused: {culprit}" for culprit in self.culprits[:1]]
+        return "\n".join(lines)
+
+
+def analyze(
+    graph: Graph,
+    rules: Mapping[JaxprEqn, FactorRule],
+    num_microbatches: int,
+    *,
+    max_flops_share: float = 0.01,
+    max_bytes_share: float = 0.05,
+) -> Analysis:
+    """Find out how every value depends on the batch, and so what runs before, in and behind a loop.
+
+    Args:
+      graph: the traced step, batch leaves labelled with their batch axis.
+      rules: the factor rules of its equations (`autopar.passes.factors.populate.populate`).
+      num_microbatches: M, a divisor of the batch size.
+      max_flops_share: the largest share of FLOPs that may be evaluated on the whole batch.
+      max_bytes_share: the same for the bytes of values that grow with the batch.
+
+    Returns:
+      The analysis. It raises nothing: `culprits` says what forbids the split.
+    """
+    batch_size = _batch_size(graph)
+    assert batch_size % num_microbatches == 0, (batch_size, num_microbatches)
+    context = Context(rules, num_microbatches, batch_size)
+    found = forward(graph.jaxpr, input_states(graph, num_microbatches), context)
+    phases = find_phases(found, context)
+    costs = measure(graph, found, phases, rules)
+    culprits = _ordered_effects(graph)
+    if costs.flops_share > max_flops_share or costs.bytes_share > max_bytes_share:
+        culprits += costs.causes
+    return Analysis(
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        states=found.states,
+        phases=phases,
+        costs=costs,
+        certificate=_certificate(graph, found, phases),
+        culprits=culprits if num_microbatches > 1 else (),
+        max_flops_share=max_flops_share,
+        max_bytes_share=max_bytes_share,
+    )
+
+
+def split(graph: Graph, analysis: Analysis) -> Graph:
+    """The graph with its batch split in time: prologue, one scan over the microbatches, epilogue.
+
+    It is again a plain flat graph with the same inputs and outputs, and computes the same numbers
+    up to the order in which sums are added up. With one microbatch it is `graph` itself.
+
+    Raises:
+      InexactMicrobatchError: part of the step needs the whole batch, and that part is too large.
+    """
+    if analysis.num_microbatches == 1:
+        return graph
+    if analysis.culprits:
+        raise refusal(analysis)
+    return rewrite(graph, analysis.phases, analysis.num_microbatches)
+
+
+def refusal(analysis: Analysis) -> InexactMicrobatchError:
+    """The error for an analysis that has culprits."""
+    culprit = analysis.culprits[0]
+    costs = analysis.costs
+    why = f"{culprit.reason[0].upper()}{culprit.reason[1:]}."
+    if not culprit.flops_share and not culprit.bytes_share:
+        hint = "use microbatches=1, or an unordered callback."
+    else:
+        why += (
+            f" Evaluating what depends on it on the whole batch takes {costs.flops_share:.1%} of the"
+            f" step's FLOPs and {costs.bytes_share:.1%} of its batch-sized bytes; allowed are"
+            f" {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
+        )
+        hint = (
+            "use microbatches=1; or make examples independent of each other here (for instance"
+            " normalise over features instead of the batch); or allow more batch-wide work by"
+            " max_flops_share and max_bytes_share."
+        )
+    return InexactMicrobatchError(
+        f"the step cannot be split into {analysis.num_microbatches} microbatches without changing"
+        f" what it computes: `{culprit.primitive}` needs the whole batch.",
+        where=culprit.source,
+        why=why,
+        hint=hint,
+    )
+
+
+def _batch_size(graph: Graph) -> int:
+    sizes = {
+        var.aval.shape[label.batch_axis]
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.role == "batch" and label.batch_axis is not None
+    }
+    assert len(sizes) == 1, f"batch leaves have {sorted(sizes)} rows"
+    return int(sizes.pop())
+
+
+def _ordered_effects(graph: Graph) -> tuple[Culprit, ...]:
+    """Ordered callbacks promise an order among the rows' computations, which a loop would change."""
+    return tuple(
+        Culprit(
+            source=user_source(eqn),
+            primitive=eqn.primitive.name,
+            reason="its effect is ordered, and microbatches would change the order",
+            flops_share=0.0,
+            bytes_share=0.0,
+        )
+        for eqn in walk(graph.jaxpr)
+        if eqn.params.get("ordered", False)
+        or any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
+    )
+
+
+def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCertificate, ...]:
+    accumulated = dict(phases.accumulated)
+    collected = dict(phases.collected)
+    items = []
+    for atom, label in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
+        state = found.state(atom)
+        if isinstance(atom, Literal) or (state.kind == "whole" and not state.batch):
+            how = "invariant"
+        elif atom in collected:
+            how = "collected"
+        elif atom in accumulated:
+            how = accumulated[atom]
+        elif state.kind == "partial":
+            how = str(state.monoid)
+        elif state.kind == "late":
+            how = "epilogue"
+        else:
+            how = "prologue"
+        items.append(OutputCertificate(label.path, how))
+    return tuple(items)
+
+
+def evaluations(analysis: Analysis) -> dict[str, tuple[Step, ...]]:
+    """The steps of each phase, for printing and for tests."""
+    phases = analysis.phases
+    return {"prologue": phases.prologue, "loop": phases.loop, "epilogue": phases.epilogue}

@@ -1,0 +1,275 @@
+"""The transfer function of one plain equation: from its operands' states to its results'.
+
+An equation is evaluated in the loop if one factor of its rule is cut by every operand that is
+split, or if it is linear in operands that are partial sums. Whatever is not proven to be either
+waits for the whole batch: before the loop if that can be had there, otherwise behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.factors.linear import linear_operands
+from autopar.passes.factors.primitives import random_implementation
+from autopar.passes.factors.rule import MONOIDS, FactorRule
+from autopar.passes.microbatch import lattice
+from autopar.passes.microbatch.lattice import WHOLE, Form, Occurrences, Place, State
+
+Mode = Literal["whole", "cut", "linear", "each", "early", "late", "inner", "mapped"]
+
+
+class Decision(NamedTuple):
+    """How one equation is evaluated.
+
+    `whole`: all operands are whole. `cut`: on slices. `linear`: on partial sums. `each`: every
+    operand for itself (a barrier). `early`: on the whole batch before the loop. `late`: on the whole
+    batch behind it. `inner`: control flow whose bodies run on slices. `mapped`: a scan over the batch.
+    The forms are those in the loop. `reason` says why an equation is early or late.
+    """
+
+    mode: Mode
+    operand_forms: tuple[Form, ...] = ()
+    result_forms: tuple[Form, ...] = ()
+    reason: str = ""
+    inner: Any = None
+
+
+ALL_WHOLE = Decision("whole")
+MEETS = "it combines rows of the batch with a value that only the whole batch determines"
+MIXES = "it mixes the rows of the batch"
+NONLINEAR = "it is not linear in a sum over the batch"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the analysis of every equation refers to.
+
+    `inside` is true in the body of a scan, while or cond, where no sum can be completed.
+    """
+
+    rules: Mapping[JaxprEqn, FactorRule]
+    parts: int
+    batch_size: int
+    inside: bool = False
+    occurrences: dict[int, Occurrences] = field(default_factory=dict)
+
+    def rule(self, eqn: JaxprEqn) -> Occurrences:
+        rule = self.rules[eqn]
+        known = self.occurrences.get(id(rule))
+        if known is None:
+            known = self.occurrences[id(rule)] = Occurrences(rule)
+        return known
+
+
+def transfer(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]]:
+    """How a plain equation is evaluated on operands in these states, and its results' states."""
+    kinds = {state.kind for state in states}
+    if kinds <= {"whole"}:
+        return ALL_WHOLE, _all_whole(eqn, states)
+    if eqn.primitive.name == "optimization_barrier":
+        forms = tuple(state.form for state in states)
+        return Decision("each", forms, forms), list(states)
+    if eqn.effects:
+        return _unsplit(eqn, states, context, "its effect happens once, on the whole batch")
+    if "late" in kinds:
+        return _unsplit(eqn, states, context, MEETS)
+    found = (_cut if "split" in kinds else _linear)(eqn, states, context)
+    if isinstance(found, str):
+        return _unsplit(eqn, states, context, found)
+    return found
+
+
+def _all_whole(eqn: JaxprEqn, states: Sequence[State]) -> list[State]:
+    state = lattice.whole(
+        zero=bool(states) and lattice.keeps_zero(eqn, states),
+        batch=any(state.batch for state in states),
+        params=any(state.params for state in states),
+        blurred=any(state.blurred for state in states),
+    )
+    return [state] * len(eqn.outvars)
+
+
+def _cut(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]] | str:
+    rule = context.rule(eqn)
+    # Which factor does each split operand cut? Those that can be had whole need not agree.
+    wanted: dict[int, tuple[int, int] | None] = {}
+    for k, state in enumerate(states):
+        if state.kind == "split":
+            target = rule.factor(rule.rule.operands[k], state.place, context.parts)
+            if target is not None and rule.rule.factors[target[0]].kind == "replicated":
+                target = None
+            wanted[k] = target
+    strict = {
+        target for k, target in wanted.items() if context.inside or not states[k].early
+    } or {_most_frequent(wanted.values())}
+    if len(strict) != 1 or None in strict:
+        return MIXES
+    ((factor, major),) = strict  # type: ignore[misc]
+    operand_forms = rule.places(rule.operands, factor, major)
+    places = rule.places(rule.results, factor, major)
+    if operand_forms is None or places is None:
+        return MIXES
+    for k, form in enumerate(operand_forms):
+        if states[k].kind == "partial":
+            return NONLINEAR
+        if context.inside and k in wanted and form != states[k].place:
+            return MIXES
+    kind = rule.rule.factors[factor].kind
+    params = any(state.params for state in states)
+    if kind == "pass":
+        if None in places:
+            return MIXES
+        results = [lattice.split(place, params) for place in places]  # type: ignore[arg-type]
+        return Decision("cut", tuple(operand_forms), tuple(places)), results
+    if kind not in MONOIDS or any(place is not None for place in places):
+        return MIXES
+    result_forms = (kind,) * len(places)
+    if context.inside or params:
+        results = [lattice.partial(kind, params)] * len(places)
+    else:  # It comes from the batch alone, so the whole can be had before the loop as well.
+        results = [lattice.whole(batch=True)] * len(places)
+    return Decision("cut", tuple(operand_forms), result_forms), results
+
+
+def _most_frequent(targets: Any) -> tuple[int, int] | None:
+    counts = Counter(target for target in targets if target is not None)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+# What an equation may do with partial results of a monoid that is not the sum.
+_HOMOMORPHIC = {"max": "max", "min": "min", "prod": "mul", "and": "and", "or": "or"}
+
+
+def _linear(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]] | str:
+    """Partial operands, the others whole: linear equations keep a sum a sum."""
+    positions = frozenset(k for k, state in enumerate(states) if state.kind == "partial")
+    monoids = {states[k].monoid for k in positions}
+    if len(monoids) != 1:
+        return NONLINEAR
+    (monoid,) = monoids
+    assert monoid is not None
+    jointly: frozenset[int] | None = None
+    if monoid == "sum":
+        jointly = next((set_ for set_ in linear_operands(eqn) if positions <= set_), None)
+    elif eqn.primitive.name == _HOMOMORPHIC[monoid]:
+        jointly = frozenset(range(len(states)))
+    elif lattice.moves_elements(eqn):
+        jointly = positions
+    if jointly is None:
+        return NONLINEAR
+    forms: list[Form] = []
+    for k, state in enumerate(states):
+        if k not in jointly or (monoid == "sum" and state.zero):
+            forms.append(WHOLE)
+        elif k in positions or context.inside:  # A whole operand is counted in one microbatch.
+            forms.append(monoid)
+        else:
+            return NONLINEAR
+    params = any(state.params for state in states)
+    results = [lattice.partial(monoid, params)] * len(eqn.outvars)
+    return Decision("linear", tuple(forms), (monoid,) * len(results)), results
+
+
+def _unsplit(
+    eqn: JaxprEqn, states: Sequence[State], context: Context, reason: str
+) -> tuple[Decision, list[State]]:
+    """The equation needs the whole batch."""
+    params = any(state.params for state in states)
+    if not any(state.wide for state in states):  # The optimizer: sums and parameters.
+        return Decision("late", reason=reason), [lattice.late(params=params)] * len(eqn.outvars)
+    rule = None if is_control_flow(eqn) else context.rule(eqn)
+    places = [
+        _row_place(rule, k, var.aval.shape, states, context) for k, var in enumerate(eqn.outvars)
+    ]
+    if not context.inside and all(state.early for state in states):
+        # Slices of a whole value are exact along any dimension, so its rows can be split again.
+        results = [
+            lattice.split(place, params=False)
+            if place is not None
+            else lattice.whole(batch=True, blurred=blurred)
+            for place, blurred in places
+        ]
+        return Decision("early", reason=reason), results
+    results = [lattice.late(place, params, blurred) for place, blurred in places]
+    return Decision("late", reason=reason), results
+
+
+def _row_place(
+    rule: Occurrences | None,
+    result: int,
+    shape: Sequence[int],
+    states: Sequence[State],
+    context: Context,
+) -> tuple[Place | None, bool]:
+    """Where the rows of the batch are in the result of an equation that needs all of them.
+
+    The place only decides what is sliced and what it costs, never whether the result is right.
+    The second value says that they are somewhere unknown.
+    """
+    reduced = False
+    for k, state in enumerate(states):
+        if rule is None or state.place is None:
+            continue
+        target = rule.factor(rule.rule.operands[k], state.place, context.parts)
+        if target is None:
+            continue
+        where = rule.results[result].get(target[0])
+        if where is not None and where is not Occurrences.TWICE:
+            return (where[0], where[1] * target[1]), False
+        reduced |= where is None and rule.rule.factors[target[0]].kind != "replicated"
+    if reduced:
+        return None, False
+    return guess_place(shape, context)
+
+
+def guess_place(shape: Sequence[int], context: Context) -> tuple[Place | None, bool]:
+    """The dimension that has the size of the batch, or a multiple of it."""
+    parts, batch_size = context.parts, context.batch_size
+    for exact in (True, False):
+        for dim, size in enumerate(shape):
+            if size == batch_size if exact else size and size % batch_size == 0:
+                return (dim, size // parts), False
+    count = 1
+    for size in shape:
+        count *= size
+    return None, count >= batch_size
+
+
+def is_control_flow(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("scan", "while", "cond")
+
+
+def regenerate(
+    eqn: JaxprEqn, result: int, place: Place, context: Context
+) -> tuple[tuple[Form, ...], tuple[Form, ...]] | None:
+    """Forms to evaluate an equation on whole operands for the rows of one microbatch only."""
+    if is_control_flow(eqn) or eqn.effects or _draws_one_stream(eqn):
+        return None
+    rule = context.rule(eqn)
+    target = rule.factor(rule.rule.results[result], place, context.parts)
+    if target is None or rule.rule.factors[target[0]].kind != "pass":
+        return None
+    operand_forms = rule.places(rule.operands, *target)
+    result_forms = rule.places(rule.results, *target)
+    if operand_forms is None or result_forms is None or None in result_forms:
+        return None
+    return tuple(operand_forms), tuple(result_forms)
+
+
+def _draws_one_stream(eqn: JaxprEqn) -> bool:
+    """Whether rows of random bits can only be had by drawing all of them."""
+    if eqn.primitive.name != "random_bits":
+        return False
+    partitionable = eqn.ctx.threefry_partitionable
+    return not (partitionable and random_implementation(eqn.invars[0].aval) == "threefry2x32")

@@ -1,0 +1,299 @@
+"""The three phases of a microbatched step: prologue, loop and epilogue.
+
+The backward sweep over the whole program: an equation is evaluated before the loop if the loop needs
+its whole result, in the loop if it works on rows of a microbatch, and behind it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+
+from autopar.passes.graph import Atom
+from autopar.passes.microbatch.control_flow import Bodies
+from autopar.passes.microbatch.demand import (
+    ABSENT,
+    Demand,
+    Step,
+    asked,
+    barrier_steps,
+    is_barrier,
+    loop_step,
+    regenerated,
+    whole_step,
+)
+from autopar.passes.microbatch.equations import Context, Decision
+from autopar.passes.microbatch.lattice import WHOLE, Form, Place
+from autopar.passes.microbatch.propagate import Forward
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What is evaluated when, and what passes between the phases.
+
+    `sliced` values enter the loop row by row, `accumulated` ones leave it combined by their
+    monoid, `collected` ones as the stack of all microbatches' rows.
+    """
+
+    prologue: tuple[Step, ...]
+    loop: tuple[Step, ...]
+    epilogue: tuple[Step, ...]
+    sliced: tuple[tuple[Var, Place], ...]
+    accumulated: tuple[tuple[Var, str], ...]
+    collected: tuple[tuple[Var, Place], ...]
+
+
+@dataclass
+class _Sweep:
+    """The state of the backward sweep. Steps are gathered last to first."""
+
+    forward: Forward
+    context: Context
+    pulled: frozenset[int]
+    loop_demand: Demand = field(default_factory=Demand)  # WHOLE here means: before the loop
+    late_demand: set[Var] = field(default_factory=set)
+    prologue: list[Step] = field(default_factory=list)
+    loop: list[Step] = field(default_factory=list)
+    epilogue: list[Step] = field(default_factory=list)
+    sliced: dict[tuple[Var, Place], None] = field(default_factory=dict)
+    accumulated: dict[Var, str] = field(default_factory=dict)
+    collected: dict[Var, Place] = field(default_factory=dict)
+
+    # Asking for values.
+
+    def want_whole(self, atoms: list[Atom]) -> None:
+        self.loop_demand.want(atoms, (WHOLE,) * len(atoms))
+
+    def want_late(self, atoms: list[Atom]) -> None:
+        self.late_demand.update(atom for atom in atoms if not isinstance(atom, Literal))
+
+    # Placing steps.
+
+    def before(self, step: Step) -> None:
+        self.prologue.append(step)
+        self.loop_demand.want(step.eqn.invars, step_wholes(step.operand_forms))
+
+    def within(self, steps: list[Step]) -> None:
+        for step in steps:
+            for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True):
+                if form != ABSENT and not isinstance(atom, Literal):
+                    state = self.forward.states[atom]
+                    # A partial result of a whole value is taken from the whole one.
+                    whole = isinstance(form, str) and state.kind == "whole" and form != state.form
+                    self.loop_demand.forms[atom].add(WHOLE if whole else form)
+        self.loop += steps
+
+    def behind(self, step: Step) -> None:
+        self.epilogue.append(step)
+        self.want_late(
+            [
+                atom
+                for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True)
+                if form != ABSENT
+            ]
+        )
+
+    def leave(self, var: Var, form: Form) -> None:
+        """`var` leaves the loop: its rows are collected, its partial results are combined."""
+        if isinstance(form, tuple):
+            self.collected[var] = form
+        else:
+            self.accumulated[var] = form
+
+    def slice(self, var: Var, forms: set[Form]) -> None:
+        for form in sorted(form for form in forms if isinstance(form, tuple)):
+            self.sliced[var, form] = None
+
+    # One equation.
+
+    def visit(self, index: int, eqn: JaxprEqn, decision: Decision) -> None:
+        forms = asked(eqn, self.loop_demand)
+        late = [not isinstance(var, DropVar) and var in self.late_demand for var in eqn.outvars]
+        if eqn.effects and not any(forms) and not any(late):
+            # Nobody asks for it, but its effect must happen, and happen once.
+            place = self.behind if decision.mode == "late" else self.before
+            place(whole_step(eqn))
+            return
+        if not any(forms) and not any(late):
+            return
+        if is_barrier(eqn):
+            self._barrier(eqn, forms, late)
+        elif decision.mode == "whole":
+            self._whole(eqn, forms)
+        elif decision.mode == "early":
+            self._before_and_sliced(eqn, forms)
+        elif decision.mode == "late":
+            self.behind(whole_step(eqn))
+        elif decision.mode == "linear":
+            if any(forms) or index in self.pulled:
+                self._in_loop(eqn, decision, forms, late)
+            else:
+                self.behind(whole_step(eqn))
+        else:
+            self._in_loop(eqn, decision, forms, late)
+
+    def _before_and_sliced(self, eqn: JaxprEqn, forms: list[set[Form]]) -> None:
+        self.before(whole_step(eqn))
+        for var, asked_for in zip(eqn.outvars, forms, strict=True):
+            self.slice(var, asked_for)
+
+    def _whole(self, eqn: JaxprEqn, forms: list[set[Form]]) -> None:
+        if eqn.effects:
+            self._before_and_sliced(eqn, forms)
+        elif any(forms):
+            rows, left = regenerated(eqn, forms, self.context)
+            self.within(rows)
+            if left:
+                self._before_and_sliced(eqn, forms)
+            elif self._is_late(eqn):
+                self.behind(whole_step(eqn))
+        else:
+            self.behind(whole_step(eqn))
+
+    def _is_late(self, eqn: JaxprEqn) -> bool:
+        return any(var in self.late_demand for var in eqn.outvars)
+
+    def _in_loop(
+        self, eqn: JaxprEqn, decision: Decision, forms: list[set[Form]], late: list[bool]
+    ) -> None:
+        """Results in their loop form; what else is asked for is evaluated before or behind."""
+        own = decision.result_forms
+        inner = decision.inner
+        kinds = [state.kind for state in inner.results] if isinstance(inner, Bodies) else []
+        keep, before, behind = [], [], []
+        for k, (var, asked_for) in enumerate(zip(eqn.outvars, forms, strict=True)):
+            kind = kinds[k] if kinds else "split"
+            # A value that a body computes alike for every microbatch is had without the loop.
+            in_loop = kind in ("split", "partial")
+            early = bool(asked_for - {own[k]}) if in_loop else bool(asked_for)
+            wanted_late = late[k] and not early
+            if wanted_late and kind == "late" and self.forward.states[var].early:
+                early, wanted_late = True, False
+            keep.append(in_loop and (own[k] in asked_for or wanted_late))
+            before.append(early)
+            behind.append(wanted_late and not in_loop)
+            if in_loop and wanted_late:
+                self.leave(var, own[k])
+            if early:
+                self.slice(var, asked_for - {own[k]} if in_loop else asked_for)
+        if any(before):
+            self.before(self._outside(eqn, decision, before, kinds))
+        if any(behind):
+            self.behind(self._outside(eqn, decision, behind, kinds))
+        if any(keep):
+            self.within([loop_step(eqn, decision, keep, self.context)])
+
+    def _outside(
+        self, eqn: JaxprEqn, decision: Decision, keep: list[bool], kinds: list[Any]
+    ) -> Step:
+        """The evaluation outside of the loop: whole, or only the part of a body that is whole."""
+        if kinds and all(kind == "whole" for kind, kept in zip(kinds, keep, strict=True) if kept):
+            return loop_step(eqn, decision, keep, self.context)
+        step = whole_step(eqn)
+        kept = tuple(WHOLE if kept else ABSENT for kept in keep)
+        return Step(step.eqn, step.operand_forms, kept)
+
+    def _barrier(self, eqn: JaxprEqn, forms: list[set[Form]], late: list[bool]) -> None:
+        before: list[set[Form]] = []
+        within: list[set[Form]] = []
+        behind: list[set[Form]] = []
+        for var, asked_for, wanted_late in zip(eqn.outvars, forms, late, strict=True):
+            state = None if isinstance(var, DropVar) else self.forward.states[var]
+            early = WHOLE in asked_for
+            before.append({WHOLE} if early else set())
+            rows = asked_for - {WHOLE}
+            if early:
+                own = state.form if state is not None else WHOLE
+                self.slice(var, rows - {own})
+                rows &= {own}
+            within.append(rows)
+            behind.append({WHOLE} if wanted_late and not early else set())
+        for step in barrier_steps(eqn, before):
+            self.before(step)
+        for step in barrier_steps(eqn, behind):
+            self.behind(step)
+        self.within(barrier_steps(eqn, within))
+
+
+def step_wholes(forms: tuple[Form, ...]) -> list[Form]:
+    return [ABSENT if form == ABSENT else WHOLE for form in forms]
+
+
+def find_phases(forward: Forward, context: Context) -> Phases:
+    """Assign every equation that a result needs to its phases."""
+    sweep = _Sweep(forward, context, _pulled(forward))
+    jaxpr = forward.jaxpr
+    sweep.want_late(list(jaxpr.outvars))
+    for index in range(len(jaxpr.eqns) - 1, -1, -1):
+        sweep.visit(index, jaxpr.eqns[index], forward.decisions[index])
+    for var in (*jaxpr.invars, *jaxpr.constvars):
+        sweep.slice(var, sweep.loop_demand.forms.get(var, set()))
+    return Phases(
+        prologue=tuple(reversed(sweep.prologue)),
+        loop=tuple(reversed(sweep.loop)),
+        epilogue=tuple(reversed(sweep.epilogue)),
+        sliced=tuple(sweep.sliced),
+        accumulated=tuple(sweep.accumulated.items()),
+        collected=tuple(sweep.collected.items()),
+    )
+
+
+# Where a linear equation on sums is evaluated: behind the loop, unless its result takes fewer bytes
+# in the loop's carry than its operands would.
+
+_CHEAP = frozenset(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type div mul neg reduce_sum reshape
+    select_n sub transpose
+    """.split()
+)
+
+
+def _pulled(forward: Forward) -> frozenset[int]:
+    """The linear equations that are evaluated on partial sums in the loop.
+
+    A value's cost is the least number of bytes that the carry needs for it; a value that is used
+    twice is in the carry anyway and costs its other users nothing.
+    """
+    jaxpr = forward.jaxpr
+    uses = Counter(
+        atom
+        for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
+        for atom in atoms
+        if not isinstance(atom, Literal)
+    )
+    cost: dict[Var, int] = {}
+    better: dict[Var, list[int]] = {}  # equations to pull so that a value has that cost
+    pulled: set[int] = set()
+    for index, (eqn, decision) in enumerate(zip(jaxpr.eqns, forward.decisions, strict=True)):
+        if decision.mode != "linear":
+            for var in eqn.outvars:
+                if not isinstance(var, DropVar) and forward.states[var].kind == "partial":
+                    cost[var], better[var] = _bytes(var), []
+            continue
+        operands = {
+            atom
+            for atom in eqn.invars
+            if not isinstance(atom, Literal) and forward.states[atom].kind == "partial"
+        }
+        if len(eqn.outvars) != 1 or eqn.primitive.name not in _CHEAP:
+            cost.update((var, 0) for var in eqn.outvars)
+            better.update((var, []) for var in eqn.outvars)
+            continue
+        (var,) = eqn.outvars
+        once = all(uses[atom] == 1 for atom in operands)
+        theirs = sum(cost[atom] for atom in operands) if once else 0
+        ours = _bytes(var)
+        chain = [index, *(i for atom in operands for i in better[atom])]
+        pull = once and ours < theirs
+        cost[var], better[var] = (ours, []) if pull else (theirs, chain)
+        if pull:
+            pulled.update(chain)
+    return frozenset(pulled)
+
+
+def _bytes(var: Any) -> int:
+    return int(var.aval.size) * max(4, int(var.aval.dtype.itemsize))

@@ -1,0 +1,89 @@
+"""Split a function and compare it with the function itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from autopar.passes import graph as graphs
+from autopar.passes.factors.populate import populate
+from autopar.passes.graph import Graph, Input, Output
+from autopar.passes.microbatch import Analysis, analyze, split
+
+
+def trace(
+    function: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int] = (-1,)
+) -> Graph:
+    """The flat graph of `function`; leaves of the batch arguments hold examples in dimension 0."""
+    numbers = {number % len(args) for number in batch_argnums}
+    inputs = []
+    for number, arg in enumerate(args):
+        for path, _ in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            name = f"args[{number}]{jax.tree_util.keystr(path)}"
+            batch = number in numbers
+            inputs.append(Input(name, "batch" if batch else "state", 0 if batch else None))
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    outputs = [
+        Output(f"out{jax.tree_util.keystr(path)}")
+        for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]
+    ]
+    graph = graphs.from_closed_jaxpr(closed, inputs, outputs)
+    graphs.check(graph)
+    return graph
+
+
+def analyzed(
+    function: Callable[..., Any], args: Sequence[Any], microbatches: int, **options: Any
+) -> tuple[Graph, Analysis]:
+    """The traced graph and its analysis."""
+    graph = trace(function, args, options.pop("batch_argnums", (-1,)))
+    return graph, analyze(graph, populate(graph.jaxpr), microbatches, **options)
+
+
+def run(graph: Graph, args: Sequence[Any]) -> list[np.ndarray]:
+    """The outputs of a graph, evaluated by plain `jax.jit` on one device."""
+    function = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(graph.jaxpr, ())))
+    results = function(*jax.tree.leaves(args), *graph.constants)
+    return [_plain(result) for result in results]
+
+
+def _plain(value: Any) -> np.ndarray:
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def check_split(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    microbatches: int,
+    *,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Analysis:
+    """Assert that the split program computes what the function does, and return its analysis."""
+    graph, analysis = analyzed(function, args, microbatches, **options)
+    new = split(graph, analysis)
+    graphs.check(new)
+    scans = [
+        eqn
+        for eqn in new.jaxpr.eqns
+        if eqn.primitive.name == "scan" and eqn.params["length"] == microbatches
+    ]
+    assert microbatches == 1 or scans, new
+    expected, found = run(graph, args), run(new, args)
+    for label, one, other in zip(graph.outputs, expected, found, strict=True):
+        assert one.dtype == other.dtype, label
+        assert one.shape == other.shape, label
+        if one.dtype.kind in "fc" or one.dtype.name == "bfloat16":
+            scale = np.max(np.abs(one.astype(np.complex128)), initial=1e-30)
+            error = np.max(np.abs(one.astype(np.complex128) - other.astype(np.complex128)), initial=0)
+            limit = tolerance or (1e-12 if one.dtype.itemsize >= 8 else 1e-5)
+            assert error <= limit * scale, (label, float(error / scale))
+        else:
+            np.testing.assert_array_equal(one, other, err_msg=label.path)
+    return analysis
