@@ -404,8 +404,6 @@ def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
 def _local_accelerators(first: Any, nodes: int, devices_per_node: int) -> Cluster:
     kind = first.device_kind
     name = hardware.preset_of(kind)
-    # An allocator that owns less than the chip's memory is the true limit of what programs can use.
-    limit = (first.memory_stats() or {}).get("bytes_limit")
     if name is None:
         name = "h100" if first.platform in ("gpu", "cuda", "rocm") else "tpu-v5e"
         warnings.warn(
@@ -415,7 +413,8 @@ def _local_accelerators(first: Any, nodes: int, devices_per_node: int) -> Cluste
             stacklevel=3,
         )
     preset = Cluster.preset(name, nodes=nodes, devices_per_node=devices_per_node)
-    memory = min(preset.device.memory_bytes, limit) if limit else preset.device.memory_bytes
+    # What the allocator owns is the true limit of what programs can use, and tells variants apart.
+    memory = (first.memory_stats() or {}).get("bytes_limit", preset.device.memory_bytes)
     return dataclasses.replace(
         preset,
         name=f"local {kind}",

@@ -19,11 +19,9 @@ def table() -> dict[str, Any]:
     def values(node: Any) -> Any:
         if not isinstance(node, dict):
             return node
-        return (
-            node["value"]
-            if "value" in node
-            else {key: values(child) for key, child in node.items()}
-        )
+        if "value" in node:
+            return node["value"]
+        return {key: values(child) for key, child in node.items()}
 
     plain: dict[str, Any] = values(tomllib.loads(text))
     return plain

@@ -7,25 +7,28 @@ from typing import TYPE_CHECKING
 
 from .summaries import (
     describe_cluster,
-    fold_paths,
     fold_tensors,
     format_mesh,
     format_value,
+    group_certificate,
     group_collectives,
+    results_of,
 )
 from .units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
-    from .plans import Candidate, Collective, OutputCertificate, Plan, SolverSummary, TensorPlan
+    from .plans import Candidate, Collective, Plan, SolverSummary, TensorPlan
 
 
 def render(plan: Plan) -> str:
     """The summary of a plan, its tensors, collectives, certificate and candidates."""
     blocks = [_summary(plan)]
-    blocks += [_tensors("inputs", plan.inputs), _tensors("outputs", plan.outputs)]
+    blocks.append(_tensors("inputs", plan.inputs))
+    if results := results_of(plan):
+        blocks.append(_tensors("results", results))
     blocks += [_collectives(stage.collectives) for stage in plan.stages]
     if plan.certificate:
-        blocks.append(_certificate(plan.certificate))
+        blocks.append(_certificate(plan))
     if plan.candidates:
         blocks.append(_candidates(plan.candidates))
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -100,14 +103,13 @@ def _collectives(collectives: Sequence[Collective]) -> list[str]:
     return _table(header, rows, "lllrrr")
 
 
-def _certificate(certificate: Sequence[OutputCertificate]) -> list[str]:
-    hows = dict.fromkeys(entry.how for entry in certificate)
+def _certificate(plan: Plan) -> list[str]:
     rows = [
-        (f"  {path}", how)
-        for how in hows
-        for path in fold_paths(entry.path for entry in certificate if entry.how == how)
+        (f"  {how}" if i == 0 else "", str(count) if i == 0 else "", name)
+        for how, count, names in group_certificate(plan)
+        for i, name in enumerate(names)
     ]
-    return _table(("microbatch certificate", "how"), rows, "ll")
+    return _table(("microbatch certificate", "outputs", ""), rows, "lrl")
 
 
 def _candidates(candidates: Sequence[Candidate]) -> list[str]:

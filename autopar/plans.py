@@ -288,8 +288,8 @@ class Plan(Record):
         )
         step = format_seconds(self.estimates.step_seconds)
         return (
-            f"<Plan {self.method} on {meshes}, {self.num_microbatches} microbatch"
-            f"{'' if self.num_microbatches == 1 else 'es'}, {step} a step, "
+            f"<Plan {self.method} on {meshes}, "
+            f"{summaries.format_microbatches(self.num_microbatches)}, {step} a step, "
             f"{format_bytes(self.estimates.peak_bytes_per_device)} a device>"
         )
 

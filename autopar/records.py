@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
-import operator
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -28,18 +26,18 @@ class Record:
     """
 
     def __post_init__(self) -> None:
-        for name, hint in self._types().items():
-            value = _convert(hint, getattr(self, name), f"{type(self).__name__}.{name}")
+        for name, convert in self._converters().items():
+            value = convert(getattr(self, name), f"{type(self).__name__}.{name}")
             object.__setattr__(self, name, value)
 
     @classmethod
-    def _types(cls) -> dict[str, Any]:
+    def _converters(cls) -> dict[str, _Converter]:
         # mypy does not see that the class of a dataclass is hashable.
-        return _field_types(typing.cast("Any", cls))
+        return _converters(typing.cast("Any", cls))
 
     def to_dict(self) -> dict[str, Any]:
         """This record as JSON values: dicts, lists, numbers, text."""
-        return {name: _plain(getattr(self, name)) for name in self._types()}
+        return {name: _plain(getattr(self, name)) for name in self._converters()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
@@ -78,64 +76,88 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+_Converter = Callable[[Any, str], Any]
+"""From a value and the name of its field to the same value in the field's type."""
+
+
 @functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
+def _converters(cls: type) -> dict[str, _Converter]:
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: _converter(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin = typing.get_origin(hint)
+def _converter(hint: Any) -> _Converter:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return value
+        return lambda value, where: value
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in typing.get_args(hint):
-            return None
-        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        return _convert(inner, value, where)
+        (inner,) = [_converter(arg) for arg in args if arg is not type(None)]
+        return lambda value, where: None if value is None else inner(value, where)
     if origin is tuple:
-        return _convert_tuple(typing.get_args(hint), value, where)
+        return _tuple_converter(args)
     if origin is not None and issubclass(origin, Mapping):
-        _require(isinstance(value, Mapping), hint, value, where)
-        key_hint, item_hint = typing.get_args(hint)
-        items = sorted(value.items())
-        return {
-            _convert(key_hint, key, where): _plain(_convert(item_hint, item, f"{where}[{key!r}]"))
-            for key, item in items
-        }
-    if hint is float:
-        _require(isinstance(value, (int, float, np.number)), hint, value, where)
-        _require(not isinstance(value, bool) and not np.iscomplexobj(value), hint, value, where)
-        return float(value)
-    if hint is int:
-        _require(
-            isinstance(value, (int, np.integer)) and not isinstance(value, bool), hint, value, where
-        )
-        return operator.index(value)
-    if hint is bool:
-        _require(isinstance(value, (bool, np.bool_)), hint, value, where)
-        return bool(value)
-    if isinstance(value, Mapping) and issubclass(hint, Record):
-        return hint.from_dict(value)
-    _require(isinstance(value, hint), hint, value, where)
-    return value
+        return _mapping_converter(args[1])
+    if issubclass(hint, Record):
+        return _record_converter(hint)
+    kinds = _ACCEPTED[hint]
+
+    def convert(value: Any, where: str) -> Any:
+        if type(value) is hint:
+            return value
+        if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
+            raise _wrong(hint.__name__, value, where)
+        return hint(value)
+
+    return convert
 
 
-def _convert_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    _require(is_sequence, tuple, value, where)
-    if len(hints) == 2 and hints[1] is Ellipsis:
-        hints = (hints[0],) * len(value)
-    _require(len(hints) == len(value), tuple, value, where)
-    return tuple(
-        _convert(hint, item, f"{where}[{i}]")
-        for i, (hint, item) in enumerate(zip(hints, value, strict=True))
-    )
+_ACCEPTED: dict[type, tuple[type, ...]] = {
+    bool: (bool, np.bool_),
+    int: (int, np.integer),
+    float: (int, float, np.integer, np.floating),
+    str: (str,),
+}
 
 
-def _require(condition: bool, hint: Any, value: Any, where: str) -> None:
-    if not condition:
-        raise TypeError(f"{where} must be {getattr(hint, '__name__', hint)}, not {value!r}")
+def _tuple_converter(hints: tuple[Any, ...]) -> _Converter:
+    repeated = len(hints) == 2 and hints[1] is Ellipsis
+    converters = [_converter(hint) for hint in hints[: 1 if repeated else None]]
+
+    def convert(value: Any, where: str) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise _wrong("a sequence", value, where)
+        if not repeated and len(value) != len(converters):
+            raise _wrong(f"{len(converters)} values", value, where)
+        each = converters * len(value) if repeated else converters
+        return tuple(to(item, where) for to, item in zip(each, value, strict=True))
+
+    return convert
+
+
+def _mapping_converter(item_hint: Any) -> _Converter:
+    to_item = _converter(item_hint)
+
+    def convert(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong("a mapping", value, where)
+        return {str(key): _plain(to_item(value[key], f"{where}[{key!r}]")) for key in sorted(value)}
+
+    return convert
+
+
+def _record_converter(kind: type[Record]) -> _Converter:
+    def convert(value: Any, where: str) -> Any:
+        if isinstance(value, Mapping):
+            return kind.from_dict(value)
+        if not isinstance(value, kind):
+            raise _wrong(f"a {kind.__name__}", value, where)
+        return value
+
+    return convert
+
+
+def _wrong(wanted: str, value: Any, where: str) -> TypeError:
+    return TypeError(f"{where} must be {wanted}, not {value!r}")
 
 
 def _plain(value: Any) -> Any:
@@ -151,17 +173,20 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(plain: Any, indent: str, width: int) -> str:
-    if isinstance(plain, float) and not math.isfinite(plain):
-        raise ValueError(f"{plain} cannot be written as JSON")
-    text = json.dumps(plain, sort_keys=True, allow_nan=False)
-    if len(indent) + len(text) <= width or not isinstance(plain, (dict, list)) or not plain:
-        return text
-    inside = indent + " "
-    if isinstance(plain, dict):
-        parts = [f"{json.dumps(key)}: {_lines(plain[key], inside, width)}" for key in sorted(plain)]
-        return "{\n" + ",\n".join(inside + part for part in parts) + f"\n{indent}}}"
-    parts = [_lines(item, inside, width) for item in plain]
-    return "[\n" + ",\n".join(inside + part for part in parts) + f"\n{indent}]"
+    """JSON on one line if that fits, else with an item on each line."""
+    if isinstance(plain, dict) and plain:
+        inside = [(f"{json.dumps(key)}: ", plain[key]) for key in sorted(plain)]
+        left, right = "{", "}"
+    elif isinstance(plain, list) and plain:
+        inside = [("", item) for item in plain]
+        left, right = "[", "]"
+    else:
+        return json.dumps(plain, allow_nan=False)
+    parts = [name + _lines(item, indent + " ", width) for name, item in inside]
+    short = left + ", ".join(parts) + right
+    if len(indent) + len(short) <= width and "\n" not in short:
+        return short
+    return f"{left}\n{indent} " + f",\n{indent} ".join(parts) + f"\n{indent}{right}"
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:

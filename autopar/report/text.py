@@ -1,0 +1,216 @@
+"""A plan as Rich tables for a terminal or a notebook."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..plan_text import describe_solver
+from ..plans import Candidate, Plan, StagePlan, TensorPlan
+from ..summaries import (
+    describe_cluster,
+    fold_tensors,
+    group_certificate,
+    group_collectives,
+    memory_limit,
+    results_of,
+)
+from ..units import format_bytes, format_flops, format_seconds
+
+# One colour for each mesh axis, in every table.
+_AXIS_STYLES = ("bold cyan", "bold magenta", "bold yellow")
+_BAR_WIDTH = 32
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints a plan as tables.
+
+    Args:
+      plan: what to print.
+      console: where; by default the terminal.
+    """
+    (console or Console()).print(plan_tables(plan))
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """The summary, state, batch, results, collectives, certificate and candidates of a plan."""
+    styles = _axis_styles(plan)
+    parts: list[RenderableType] = [_summary(plan, styles)]
+    for title, tensors in (("Inputs", plan.inputs), ("Results", results_of(plan))):
+        if tensors:
+            parts.append(_tensors(title, tensors, styles))
+    parts += [_collectives(stage, styles) for stage in plan.stages]
+    if plan.certificate:
+        parts.append(_certificate(plan))
+    if plan.candidates:
+        parts.append(_candidates(plan.candidates))
+    return Group(*parts)
+
+
+def _axis_styles(plan: Plan) -> dict[str, str]:
+    names = dict.fromkeys(name for stage in plan.stages for name in stage.axis_names)
+    return {name: _AXIS_STYLES[i % len(_AXIS_STYLES)] for i, name in enumerate(names)}
+
+
+def _summary(plan: Plan, styles: Mapping[str, str]) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("method", Text(plan.method, style="bold"))
+    for stage in plan.stages:
+        mesh = Text()
+        for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
+            mesh.append(f"{name}={size}  ", style=styles[name])
+        mesh.append(describe_cluster(plan.cluster))
+        grid.add_row("mesh", mesh)
+    microbatches = Text(str(plan.num_microbatches), style="bold")
+    grid.add_row("microbatches", microbatches.append(f"  {plan.reason_for_microbatches}", "dim"))
+    grid.add_row("step", _step(plan))
+    grid.add_row("memory", _memory(plan))
+    if plan.solver is not None:
+        grid.add_row("solver", describe_solver(plan.solver))
+    return Panel(grid, title="autopar plan", title_align="left", border_style="blue")
+
+
+def _step(plan: Plan) -> Text:
+    estimates = plan.estimates
+    text = Text(format_seconds(estimates.step_seconds), style="bold")
+    text.append(" estimated  ", "dim")
+    text.append_text(
+        _bar(
+            (estimates.compute_seconds, "green"),
+            (estimates.communication_seconds, "red"),
+            total=estimates.compute_seconds + estimates.communication_seconds,
+        )
+    )
+    text.append(f"  compute {format_seconds(estimates.compute_seconds)}", "green")
+    text.append(f"  communication {format_seconds(estimates.communication_seconds)}", "red")
+    return text.append(f"  {format_flops(estimates.flops)}", "dim")
+
+
+def _memory(plan: Plan) -> Text:
+    estimates = plan.estimates
+    state, peak = estimates.state_bytes_per_device, estimates.peak_bytes_per_device
+    limit = memory_limit(plan)
+    text = Text(format_bytes(peak), style="bold")
+    text.append(" a device  ", "dim")
+    text.append_text(_bar((state, "blue"), (peak - state, "yellow"), total=limit or peak))
+    text.append(f"  state {format_bytes(state)}", "blue")
+    text.append(f"  the rest {format_bytes(max(peak - state, 0))}", "yellow")
+    return text.append(f"  of {format_bytes(limit)}" if limit else "", "dim")
+
+
+def _bar(*parts: tuple[float, str], total: float) -> Text:
+    """Parts of a total side by side, each in its colour; what is left stays dim."""
+    text = Text()
+    for size, style in parts:
+        share = size / total if total else 0.0
+        text.append("━" * min(round(share * _BAR_WIDTH), _BAR_WIDTH - len(text)), style)
+    return text.append("━" * (_BAR_WIDTH - len(text)), "bright_black")
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        side = "right" if column in right else "left"
+        table.add_column(column, justify=side, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _tensors(title: str, tensors: Sequence[TensorPlan], styles: Mapping[str, str]) -> Table:
+    right = ("tensors", "all", "per device")
+    table = _table(title, "path", "role", "type", "shape, cut along", *right, right=right)
+    groups = fold_tensors(tensors)
+    for group in groups:
+        tensor = group.tensor
+        table.add_row(
+            group.path,
+            tensor.role + ("*" if tensor.donated else ""),
+            _short_dtype(tensor.dtype),
+            _shape(tensor, styles),
+            str(group.count),
+            format_bytes(group.bytes),
+            format_bytes(group.bytes_per_device),
+        )
+    table.add_section()
+    table.add_row(
+        "together",
+        "",
+        "",
+        "",
+        str(len(tensors)),
+        format_bytes(sum(tensor.bytes for tensor in tensors)),
+        format_bytes(sum(tensor.bytes_per_device for tensor in tensors)),
+        style="bold",
+    )
+    if any(tensor.donated for tensor in tensors):
+        table.caption = "* donated: the step reuses the buffer, the caller's array is gone"
+        table.caption_justify = "left"
+    return table
+
+
+def _short_dtype(dtype: str) -> str:
+    """As jaxprs print it: `f32` for float32, `bf16` for bfloat16."""
+    match = re.fullmatch(r"(bfloat|float|uint|int|complex)(\d+)", dtype)
+    short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+    return short[match[1]] + match[2] if match else dtype
+
+
+def _shape(tensor: TensorPlan, styles: Mapping[str, str]) -> Text:
+    text = Text()
+    for i, (size, axes) in enumerate(zip(tensor.shape, tensor.spec, strict=True)):
+        text.append(" x " if i else "", "dim").append(str(size))
+        for axis in axes:
+            text.append("/", "dim").append(axis, styles[axis])
+    return text if tensor.shape else Text("scalar", "dim")
+
+
+def _collectives(stage: StagePlan, styles: Mapping[str, str]) -> RenderableType:
+    groups = group_collectives(stage.collectives)
+    if not groups:
+        return Text("\nNo communication between devices.", "bold")
+    right = ("a step", "bytes", "estimate")
+    table = _table("Communication in a step", "purpose", "collective", "along", *right, right=right)
+    for group in groups:
+        along = Text(" ").join(Text(axis, styles[axis]) for axis in group.axes)
+        table.add_row(
+            group.purpose,
+            group.kind,
+            along,
+            f"{group.count} x",
+            format_bytes(group.bytes),
+            format_seconds(group.seconds),
+        )
+    return table
+
+
+def _certificate(plan: Plan) -> Table:
+    right = ("outputs",)
+    table = _table("How outputs come out of the microbatches", "how", *right, "which", right=right)
+    for how, count, names in group_certificate(plan):
+        table.add_row(how, str(count), "\n".join(names))
+    return table
+
+
+def _candidates(candidates: Sequence[Candidate]) -> Table:
+    right = ("microbatches", "step", "peak memory")
+    table = _table("Considered", "", "method", "mesh", *right, "note", right=right)
+    for item in candidates:
+        step, peak = item.step_seconds, item.peak_bytes_per_device
+        table.add_row(
+            "▶" if item.chosen else "",
+            item.method,
+            " x ".join(map(str, item.logical_mesh)),
+            str(item.num_microbatches),
+            "-" if step is None else format_seconds(step),
+            "-" if peak is None else format_bytes(peak),
+            item.note,
+            style="bold green" if item.chosen else "",
+        )
+    return table
