@@ -308,12 +308,13 @@ def _axis_link(cluster: Cluster, shape: tuple[int, ...], axes: tuple[int, ...]) 
     group_size = math.prod(shape[axis] for axis in axes)
     nodes = np.arange(size).reshape(shape) // cluster.devices_per_node
     others = [axis for axis in range(len(shape)) if axis not in axes]
-    groups = nodes.transpose(*others, *axes).reshape(-1, group_size)
+    groups = np.sort(nodes.transpose(*others, *axes).reshape(-1, group_size), axis=1)
     links = {"intra": cluster.intra_node, "inter": cluster.inter_node}
-    counts = [np.unique(group, return_counts=True)[1] for group in np.unique(groups, axis=0)]
-    across = max(len(count) for count in counts)
-    within = max(int(count.max()) for count in counts)
-    if within * across != group_size:
+    distinct = 1 + np.count_nonzero(np.diff(groups, axis=1), axis=1)
+    across = int(distinct.max())
+    within, rest = divmod(group_size, across)
+    blocks = groups[:, : across * within].reshape(-1, across, within)
+    if rest or (distinct != across).any() or (blocks[..., 0] != blocks[..., -1]).any():
         return AxisLink(kind="uneven", within=1, across=group_size, **links)
     kind = "intra" if across == 1 else "inter" if within == 1 else "mixed"
     return AxisLink(kind=kind, within=within, across=across, **links)
