@@ -10,7 +10,7 @@ ARGS ?=
 VERSION := $(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 ENV := .venvs/$(VERSION)$(if $(OLDEST),-oldest)
 BIN := $(ENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 ifdef OLDEST
 INSTALL += --constraint $(ENV)/constraints.txt
 endif
