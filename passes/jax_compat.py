@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import source_info_util
+from jax._src import core, source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 
@@ -93,3 +93,11 @@ def optimization_barrier_primitive() -> Any:
 @cache
 def _barrier_eqn() -> JaxprEqn:
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]
+
+
+def is_tracing() -> bool:
+    """Whether a JAX transformation (jit, grad, vmap, eval_shape, ...) is running the caller.
+
+    The public way builds an object to compare; this is asked on every call of a compiled step.
+    """
+    return not core.trace_state_clean()

@@ -1,9 +1,9 @@
 """What every argument leaf is used as: state, batch, or neither.
 
 The state is found, not declared: an argument whose structure comes back in the result *and* whose
-leaves flow there through updates (`p + u`, `where(ok, new, old)`), so gradients, which have the
-parameters' structure too, or predictions of a batch's shape, are not mistaken for a new state. Of the
-others, those that agree on a leading dimension are the batch. What stays ambiguous is refused.
+leaves flow there through updates (`p + u`, `where(ok, new, old)`). So gradients, which have the
+parameters' structure too, or predictions of a batch's shape, are not mistaken for a new state. Of
+the others, those that agree on a leading dimension are the batch. What is ambiguous is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Argnums = tuple[int, ...] | Literal["auto"]
 class Argument:
     """One argument of the step: its structure and its leaves, static ones (None) included.
 
-    `position` is its index among the function's parameters (None: keyword-only), `start` the index of
-    its first array leaf among all array leaves.
+    `position` is its index among the function's parameters (None: keyword-only), `start` the index
+    of its first array leaf among all array leaves.
     """
 
     name: str
@@ -146,8 +146,8 @@ def _warn_not_donated(argument: Argument, paths: Sequence[str], is_returned: boo
     )
     warnings.warn(
         f"{', '.join(paths[:3])}{more} cannot be donated: {why}. The old buffers are kept alive "
-        f"beside the new ones. Return {argument.name} with the shapes and dtypes it came with, or leave "
-        "it out of donate_argnums.",
+        f"beside the new ones. Return {argument.name} with the shapes and dtypes it came with, or "
+        "leave it out of donate_argnums.",
         DonationWarning,
         stacklevel=2,
     )
@@ -181,7 +181,7 @@ def _returned(
     flows = _Flows(jaxpr)
     found: dict[int, _Match] = {}
     taken: set[int] = set()
-    # The largest first: an optimizer's state contains subtrees with the structure of the parameters.
+    # The largest first: an optimizer's state contains subtrees with the parameters' structure.
     for number in sorted(range(len(arguments)), key=lambda n: -len(arguments[n].leaves)):
         argument = arguments[number]
         explicit = _is_named(argument, request)
@@ -244,15 +244,19 @@ def _match(
     return _Match(twins, outputs, flows.strongest(twins))
 
 
-_UPDATES = frozenset(
-    "add add_any sub max min clamp select_n convert_element_type reduce_precision copy copy_p "
-    "optimization_barrier reshape squeeze transpose concatenate slice split pad dynamic_slice "
-    "dynamic_update_slice scatter scatter-add scatter_add rev expand_dims and or xor not".split()
-)
-_SCALINGS = _UPDATES | frozenset(
-    "mul div neg sign abs square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh logistic pow "
-    "integer_pow round floor ceil rem nextafter is_finite sin cos erf".split()
-)
+# fmt: off
+_UPDATES = frozenset({
+    "add", "add_any", "sub", "max", "min", "clamp", "select_n", "and", "or", "xor", "not",
+    "convert_element_type", "reduce_precision", "copy", "copy_p", "optimization_barrier",
+    "reshape", "squeeze", "transpose", "rev", "concatenate", "slice", "split", "pad",
+    "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add",
+})
+_SCALINGS = _UPDATES | {
+    "mul", "div", "rem", "neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "pow",
+    "integer_pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "round", "floor",
+    "ceil", "sin", "cos", "erf",
+}
+# fmt: on
 _FIRST_OPERAND = ("dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 
 
@@ -339,21 +343,23 @@ class _Flows:
 # PRNG keys are never a batch, unless there is one for each example.
 
 _KEY_SHAPES = ((2,), (4,))
-_MOVES = frozenset(
-    "slice squeeze reshape dynamic_slice gather transpose broadcast_in_dim concatenate split copy "
-    "copy_p rev".split()
-)
+# fmt: off
+_MOVES = frozenset({
+    "slice", "squeeze", "reshape", "dynamic_slice", "gather", "transpose", "broadcast_in_dim",
+    "concatenate", "split", "copy", "copy_p", "rev",
+})
+# fmt: on
 
 
 def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
-    """Array leaves that are a PRNG key, typed or raw, or hold several for something else than a batch."""
+    """Array leaves that are one PRNG key, typed or raw."""
     used_as_keys = _raw_keys(jaxpr)
     used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, JaxprLiteral)}
     found = set()
     for argument in arguments:
         for index, _, leaf in argument.arrays():
             var = jaxpr.invars[index]
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 is_key = not leaf.shape
             else:
                 is_raw = leaf.dtype == np.uint32 and leaf.shape in _KEY_SHAPES
@@ -435,7 +441,7 @@ def _batch_axes(
 def _without_parameters(
     candidates: Mapping[int, list[tuple[int, str, int]]],
 ) -> dict[int, list[tuple[int, str, int]]]:
-    """Drop arguments that no batch can look like: of many sizes, none of which the others agree on."""
+    """Drop arguments of many leading sizes, none of which is the one that the others agree on."""
     sizes = {number: {size for *_, size in leaves} for number, leaves in candidates.items()}
     agreed = {next(iter(s)) for s in sizes.values() if len(s) == 1}
     if len(agreed) != 1:
@@ -444,7 +450,7 @@ def _without_parameters(
 
 
 def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
-    """`batch_axes`, a pytree prefix of the positional arguments as `jax.vmap`'s `in_axes`, per leaf."""
+    """`batch_axes`, a pytree prefix of the arguments as `jax.vmap`'s `in_axes`, for each leaf."""
     axes: dict[int, int] = {}
     if not isinstance(prefix, (int, tuple, list)):
         raise OptionError(
@@ -533,10 +539,10 @@ def _check_sizes(arguments: Sequence[Argument], axes: Mapping[int, int]) -> None
     raise BatchArgumentError(
         "The batch is ambiguous: its leaves disagree on the number of examples.",
         where=odd,
-        why="arguments that do not come back as the new state are taken for the batch, and their batch "
-        "dimensions are of different sizes:\n" + "\n".join(lines),
-        hint="name the arguments that hold the batch with batch_argnums, or give batch_axes, a pytree "
-        "prefix of the arguments as jax.vmap's in_axes, with None for what holds no batch: "
+        why="arguments that do not come back as the new state are taken for the batch, and their "
+        "batch dimensions are of different sizes:\n" + "\n".join(lines),
+        hint="name the arguments that hold the batch with batch_argnums, or give batch_axes, a "
+        "pytree prefix of the arguments as jax.vmap's in_axes, with None for what holds no batch: "
         "batch_axes=(None, {'x': 0, 'mask': None}).",
     )
 
@@ -561,7 +567,7 @@ def check_division(
             roles = ", ".join(dict.fromkeys(f"{x.path} ({x.role})" for x in inputs[:6]))
             raise BatchArgumentError(
                 f"{asked} needs a batch, and no argument holds one.",
-                why="the batch is found among array arguments that are not returned as new state and "
+                why="the batch is looked for among arrays that are not returned as new state and "
                 f"are neither scalars nor PRNG keys; there are {roles or 'no arguments'}.",
                 hint="pass the data as an argument, or name it with batch_argnums.",
             )

@@ -1,8 +1,8 @@
 """From a user's function and its arguments to a `Graph`: one flat program with labelled inputs.
 
-Nothing of the function's calling convention is left behind: `Signature` is what a trace depends on
-(equal signatures give the same program, as the cache of `jax.jit`), `Traced` knows how to take a call's
-arguments apart into the graph's inputs and how to put its outputs together again.
+A `Signature` is what a trace depends on: equal signatures give the same program, as in the cache
+of `jax.jit`. `Traced` knows how a call's arguments are taken apart into the graph's inputs, and how
+its outputs are put together again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Convention:
             return args, dict(kwargs), {}
         numbers = self.numbers(self.static_argnums, len(args))
         static: dict[Key, Any] = {i: a for i, a in enumerate(args) if i in numbers}
-        static |= {k: v for k, v in kwargs.items() if self.position(k) in numbers}
+        static |= {k: kwargs[k] for k in sorted(kwargs) if self.position(k) in numbers}
         return (
             tuple(a for i, a in enumerate(args) if i not in static),
             {k: v for k, v in kwargs.items() if k not in static},
@@ -115,11 +115,11 @@ class Signature:
             leaves[position] = leaf
         args, kwargs = self.tree.unflatten(leaves)
         args, kwargs = list(args), dict(kwargs)
-        for key, _, value in sorted(
-            (s for s in self.static_arguments if isinstance(s[0], int)), key=lambda s: s[0]
-        ):
-            args.insert(key, value)
-        kwargs |= {key: value for key, _, value in self.static_arguments if isinstance(key, str)}
+        for key, _, value in self.static_arguments:  # positions in ascending order
+            if isinstance(key, int):
+                args.insert(key, value)
+            else:
+                kwargs[key] = value
         return fn(*args, **kwargs)
 
 
@@ -128,8 +128,8 @@ class Traced:
     """A traced function: its program, and how its calls and results are put together.
 
     Args:
-      graph: its first inputs are the array leaves of the arguments in order, then come constants; its
-        outputs are the array leaves of the result in order.
+      graph: its first inputs are the array leaves of the arguments in order, then come constants;
+        its outputs are the array leaves of the result in order.
       signature: of the arguments it was traced for.
       convention: of the function.
       out_tree: structure of the result.
@@ -167,8 +167,8 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     static_argnums: Sequence[int] = (),
-    donate_argnums: Sequence[int] | Literal["auto"] = "auto",
-    batch_argnums: Sequence[int] | Literal["auto"] = "auto",
+    donate_argnums: Sequence[int] | str = "auto",
+    batch_argnums: Sequence[int] | str = "auto",
     batch_axes: Any = None,
     microbatches: int | str = "auto",
     method: str = "auto",
@@ -177,12 +177,15 @@ def trace(
 
     Args:
       fn: the function; it is called once, with tracers.
-      args, kwargs: arrays, Python numbers, `jax.ShapeDtypeStruct`s, PRNG keys, in any pytrees; other
-        leaves are static.
+      args: arrays, Python numbers, `jax.ShapeDtypeStruct`s, PRNG keys, in any pytrees; other leaves
+        are static.
+      kwargs: the same, by keyword.
       static_argnums: arguments that are passed through as they are.
       donate_argnums: arguments whose buffers may be reused; "auto": those found to be the state.
-      batch_argnums, batch_axes: which arguments, or which dimensions of which leaves, hold the batch.
-      microbatches, method: to check that there is a batch, and that it divides.
+      batch_argnums: arguments that hold the batch along the first dimension of their leaves.
+      batch_axes: a pytree prefix of the arguments, which names the batch dimension of their leaves.
+      microbatches: to check that the batch divides.
+      method: to check that there is a batch where the method needs one.
 
     Raises:
       TraceError: a leaf is neither an array nor hashable, or the result holds no array.
@@ -225,10 +228,9 @@ def trace(
         tuple(next(avals) if is_array else None for is_array in recorded["dynamic"]),
         recorded["paths"],
     )
-    arguments = tuple(_arguments(convention, args, kwargs))
+    arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
-    outputs = [graphs.Output(p) for p, x in zip(result.paths, result.leaves, strict=True) if x]
-    graph = graphs.from_closed_jaxpr(closed, unlabelled, outputs)
+    graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
     request = roles.Request(
         _positions(donate_argnums, convention, len(args)),
         _positions(batch_argnums, convention, len(args)),
@@ -250,7 +252,7 @@ def trace(
 
 @contextlib.contextmanager
 def logical_shapes() -> Iterator[None]:
-    """Within it, a mesh that the user has set has only Auto axes: programs see logical shapes alone."""
+    """Within it, all axes of a mesh that the user has set are Auto: values have no sharding."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         yield
@@ -280,7 +282,7 @@ def signature_of(
         elif _is_hashable(leaf) and not _is_foreign_array(leaf):
             statics.append((position, type(leaf), leaf))
         else:
-            arguments = _arguments(convention, args, kwargs)
+            arguments = arguments_of(convention, args, kwargs)
             path = [path for argument in arguments for path in argument.paths][position]
             raise _bad_leaf(leaf, path)
     for key, value in static.items():
@@ -290,7 +292,8 @@ def signature_of(
                 where=convention.name(key),
                 why=f"it is {_describe(value)}; a static argument is part of the key under which a "
                 "compiled program is kept.",
-                hint="pass a tuple for a list and a frozen dataclass for a dict, or do not make it static.",
+                hint="pass a tuple for a list, a frozen dataclass for a dict, or do not make it "
+                "static.",
             )
     return Signature(
         tree,
@@ -347,11 +350,12 @@ def _bad_leaf(leaf: Any, path: str) -> TraceError:
         f"The leaf {path} is neither an array nor a constant.",
         where=path,
         why=why,
-        hint="convert it with numpy.asarray, register its class as a pytree, or give it a __hash__.",
+        hint="convert it with numpy.asarray, register its class as a pytree, or give it a "
+        "__hash__.",
     )
 
 
-def _arguments(
+def arguments_of(
     convention: Convention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[roles.Argument]:
     """The arguments that are traced, in the order of their leaves."""
@@ -372,7 +376,7 @@ def _arguments(
 
 
 def _positions(
-    argnums: Sequence[int] | Literal["auto"], convention: Convention, num_args: int
+    argnums: Sequence[int] | str, convention: Convention, num_args: int
 ) -> tuple[int, ...] | Literal["auto"]:
     if isinstance(argnums, str):
         return "auto"
@@ -409,7 +413,8 @@ def _check_static_result(leaf: Any, path: str) -> Any:
             f"The result has a leaf that is neither an array nor a constant: {path}.",
             where=path,
             why=f"it is {_describe(leaf)}.",
-            hint="return pytrees of arrays; register the class with jax.tree_util.register_dataclass.",
+            hint="return pytrees of arrays; register the class as a pytree with "
+            "jax.tree_util.register_dataclass.",
         )
     return leaf
 
@@ -427,7 +432,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _where(fn: Callable[..., Any]) -> str | None:
     try:
-        code = inspect.unwrap(fn).__code__  # type: ignore[attr-defined]
+        code = inspect.unwrap(fn).__code__
     except AttributeError:
         return None
     return f"{code.co_filename}:{code.co_firstlineno} ({_name_of(fn)})"

@@ -1,0 +1,393 @@
+"""`parallelize`, `compile` and `plan`: an ordinary train step runs on every device."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+
+from .cluster import Cluster
+from .errors import AutoparError, AutoparWarning, DeviceError, OptionError
+from .executable import Executable, SignatureMismatch
+from .options import Options
+from .passes import jax_compat
+from .passes.compiler import Compiled, compile_graph
+from .passes.trace import Convention, Signature, Traced, signature_of, trace
+from .plans import Plan
+from .progress import Progress
+
+PlanOrPath = Plan | str | os.PathLike[str]
+
+
+class Parallelized:
+    """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
+
+    It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
+    static leaves. Inside another JAX transformation it is the plain function.
+    """
+
+    def __init__(self, fn: Callable[..., Any], request: _Request):
+        if not callable(fn):
+            raise OptionError(
+                f"parallelize takes a function, and got {fn!r}.",
+                hint="give options by keyword: @autopar.parallelize(method='data').",
+            )
+        self._fn = fn
+        self._request = request
+        self._convention = Convention.of(fn, request.options.static_argnums)
+        self._executables: dict[Signature, Executable] = {}
+        self._last: Executable | None = None
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, planning and compiling it first where these arguments are new.
+
+        Raises:
+          AutoparError: see `compile`.
+          DonatedBufferError: a leaf was consumed by an earlier call.
+        """
+        if jax_compat.is_tracing():
+            return self._fn(*args, **kwargs)
+        executable = self._last
+        if executable is not None:
+            try:
+                return executable.run(args, kwargs, strict=True)
+            except SignatureMismatch as mismatch:
+                signature = mismatch.signature
+        else:
+            signature = signature_of(self._convention, args, kwargs)
+        executable = self._find(signature, args, kwargs)
+        return executable.run(args, kwargs, strict=True)
+
+    def _find(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executable:
+        with self._lock:
+            executable = self._executables.get(signature)
+            if executable is None:
+                executable = _build(self._fn, args, kwargs, self._request)
+                self._executables[signature] = executable
+            self._last = executable
+            return executable
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the instance is argument 0 and positions count it, as in `jax.jit`."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran last.
+
+        Raises:
+          AutoparError: the step has not been called yet.
+        """
+        return self.executable.plan
+
+    @property
+    def executable(self) -> Executable:
+        """What ran last: its shardings, its compiled program.
+
+        Raises:
+          AutoparError: the step has not been called yet.
+        """
+        if self._last is None:
+            raise AutoparError(
+                f"{_name_of(self._fn)} has no plan yet.",
+                why="it is planned when it is first called, for the shapes of its arguments.",
+                hint="call it, or use autopar.compile or autopar.plan, which need shapes alone.",
+            )
+        return self._last
+
+    def __repr__(self) -> str:
+        count = len(self._executables)
+        return f"<{_name_of(self._fn)}, parallelized, {count} plan{'' if count == 1 else 's'}>"
+
+
+@overload
+def parallelize(
+    fn: Callable[..., Any],
+    *,
+    cluster: Cluster | None = None,
+    plan: PlanOrPath | None = None,
+    **options: Any,
+) -> Parallelized: ...
+
+
+@overload
+def parallelize(
+    fn: None = None,
+    *,
+    cluster: Cluster | None = None,
+    plan: PlanOrPath | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Parallelized]: ...
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    cluster: Cluster | None = None,
+    plan: PlanOrPath | None = None,
+    **options: Any,
+) -> Parallelized | Callable[[Callable[..., Any]], Parallelized]:
+    """Make a train step run on all devices; a decorator, with or without options.
+
+    The step is planned and compiled when it is first called, and again for new shapes. It returns
+    what the plain function returns, as `jax.Array`s that lie where the next call wants them.
+    The state that is passed in is consumed (donated), unless `donate_argnums=()`.
+
+    Args:
+      fn: an ordinary function of arrays in pytrees: state and batch to new state and metrics.
+      cluster: the devices to plan for; by default all that JAX sees.
+      plan: a plan to follow, or the path of its file, instead of planning.
+      **options: see `autopar.options.Options`.
+
+    Raises:
+      OptionError: an option does not exist or has an impossible value.
+
+    >>> import jax.numpy as jnp, autopar
+    >>> @autopar.parallelize(method="data")
+    ... def step(w, x):
+    ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    >>> step(jnp.ones((4, 2)), jnp.ones((8, 4))).shape
+    (4, 2)
+    """
+    if fn is None:
+        return functools.partial(parallelize, cluster=cluster, plan=plan, **options)
+    return Parallelized(fn, _request(options, cluster, plan))
+
+
+def compile(
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | None = None,
+    plan: PlanOrPath | None = None,
+    **options_and_kwargs: Any,
+) -> Executable:
+    """Plan and compile a step ahead of time.
+
+    Args:
+      fn: as for `parallelize`.
+      *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
+      cluster: the devices to plan for; by default all that JAX sees.
+      plan: a plan to follow, or the path of its file, instead of planning.
+      **options_and_kwargs: options (see `autopar.options.Options`); all other names are the step's
+        own arguments by keyword.
+
+    Raises:
+      OptionError: an option does not exist or has an impossible value.
+      TraceError: the function cannot be traced to a program with results.
+      BatchArgumentError: the batch is missing, ambiguous, or does not divide.
+      InexactMicrobatchError: no exact split into as many microbatches as asked exists.
+      PinError: a pin matches nothing, does not divide, or conflicts with another.
+      MemoryLimitError: nothing fits the memory of the devices.
+      PlanMismatchError: `plan` is not for this program and these options.
+      DeviceError: there are fewer devices than the plan needs.
+
+    >>> import jax.numpy as jnp, autopar
+    >>> step = autopar.compile(lambda w, x: (w + x.sum(0), x.mean()),
+    ...                        jnp.ones(4), jnp.ones((8, 4)), method="data")
+    >>> step.plan.method
+    'data'
+    """
+    fn, request, kwargs = _arguments(fn, cluster, plan, options_and_kwargs, "compile")
+    return _build(fn, args, kwargs, request)
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | None = None,
+    **options_and_kwargs: Any,
+) -> Plan:
+    """Decide how a step would run on a cluster; no device of it is needed.
+
+    Args:
+      fn: as for `parallelize`.
+      *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
+      cluster: the devices to plan for; by default all that JAX sees.
+      **options_and_kwargs: options (see `autopar.options.Options`); all other names are the step's
+        own arguments by keyword.
+
+    Raises:
+      AutoparError: as `compile`, but for errors of devices.
+
+    >>> import numpy as np, autopar
+    >>> shape = jax.ShapeDtypeStruct((64, 32), np.float32)
+    >>> plan = autopar.plan(lambda w, x: w + x.sum(0), jax.ShapeDtypeStruct((32,), np.float32),
+    ...                     shape, cluster=autopar.Cluster.preset("dgx-h100"), method="data")
+    >>> plan.stages[0].num_devices
+    8
+    """
+    fn, request, kwargs = _arguments(fn, cluster, None, options_and_kwargs, "plan")
+    with Progress(f"planning {_name_of(fn)}", request.progress) as progress:
+        return _plan(_trace(fn, args, kwargs, request, progress), request, progress).plan
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for besides the function and its arguments; `given`: the options, unchecked."""
+
+    options: Options
+    given: Mapping[str, Any]
+    cluster: Cluster | None
+    plan: PlanOrPath | None
+
+    @property
+    def progress(self) -> bool | None:
+        """Whether to show progress; None: in a terminal only, which is known when it begins."""
+        progress: bool | None = self.given.get("progress")
+        return progress
+
+    def load(self) -> tuple[Cluster, Plan | None]:
+        """The cluster and the plan to follow."""
+        made = self.plan
+        if made is not None and not isinstance(made, Plan):
+            made = Plan.load(made)
+        if self.cluster is not None:
+            return self.cluster, made
+        return (Cluster.local() if made is None else Cluster.from_dict(made.cluster)), made
+
+
+def _request(
+    options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+) -> _Request:
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise OptionError(
+            f"cluster={cluster!r} is not possible.",
+            why="it must be an autopar.Cluster, or None for the devices that JAX sees.",
+            hint="use Cluster.preset(name) or Cluster.local(devices).",
+        )
+    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
+        raise OptionError(
+            f"plan={plan!r} is not possible.", why="it must be a Plan or the path of its file."
+        )
+    given = dict(options)
+    if given.get("progress", False) is None:
+        del given["progress"]
+    return _Request(Options.from_kwargs(**given), given, cluster, plan)
+
+
+def _arguments(
+    fn: Callable[..., Any],
+    cluster: Cluster | None,
+    plan: PlanOrPath | None,
+    options_and_kwargs: Mapping[str, Any],
+    caller: str,
+) -> tuple[Callable[..., Any], _Request, dict[str, Any]]:
+    """The plain function, our options, and the step's own arguments by keyword."""
+    names = Options.names()
+    options = {k: v for k, v in options_and_kwargs.items() if k in names}
+    kwargs = {k: v for k, v in options_and_kwargs.items() if k not in names}
+    if isinstance(fn, Parallelized):  # what is asked for now goes before what it was given
+        made = fn._request
+        options = {**made.given, **options}
+        cluster = made.cluster if cluster is None else cluster
+        plan = made.plan if plan is None else plan
+        fn = fn._fn
+    if not callable(fn):
+        raise OptionError(
+            f"autopar.{caller} takes a function first, and got {fn!r}.",
+            hint=f"autopar.{caller}(train_step, state, batch).",
+        )
+    parameters, takes_any = _keywords(fn)
+    for name in options:
+        if name in parameters:
+            warnings.warn(
+                f"{name}={options[name]!r} is taken as autopar's option, and {_name_of(fn)} has a "
+                f"parameter {name!r} of its own. To give the function one by keyword, use "
+                f"functools.partial({_name_of(fn)}, {name}=...).",
+                AutoparWarning,
+                stacklevel=3,
+            )
+    unknown = [name for name in kwargs if name not in parameters]
+    if unknown and not takes_any:
+        closest = difflib.get_close_matches(unknown[0], [*names, *parameters], n=1)
+        raise OptionError(
+            f"There is no option {unknown[0]!r}, and {_name_of(fn)} has no such parameter.",
+            where=f"autopar.{caller}",
+            why=f"the options are {', '.join(names)}.",
+            hint=f"did you mean {closest[0]!r}?" if closest else None,
+        )
+    return fn, _request(options, cluster, plan), kwargs
+
+
+def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
+    """The names that a function takes by keyword, and whether it takes any name."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return set(), True
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return (
+        {p.name for p in parameters if p.kind in named},
+        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+    )
+
+
+def _trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    request: _Request,
+    progress: Progress,
+) -> Traced:
+    progress.report("tracing")
+    options = request.options
+    return trace(
+        fn,
+        args,
+        kwargs,
+        static_argnums=options.static_argnums,
+        donate_argnums=options.donate_argnums,
+        batch_argnums=options.batch_argnums,
+        batch_axes=options.batch_axes,
+        microbatches=options.microbatches,
+        method=options.method,
+    )
+
+
+def _plan(traced: Traced, request: _Request, progress: Progress) -> Compiled:
+    cluster, made = request.load()
+    return compile_graph(traced.graph, request.options, cluster, made, progress.report)
+
+
+def _build(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: _Request
+) -> Executable:
+    with Progress(f"compiling {_name_of(fn)}", request.progress) as progress:
+        _check_devices(request)
+        traced = _trace(fn, args, kwargs, request, progress)
+        compiled = _plan(traced, request, progress)
+        return Executable(fn, traced, compiled, progress)
+
+
+def _check_devices(request: _Request) -> None:
+    """Refuse early, before the minutes that planning may take."""
+    cluster, made = request.load()
+    needed = cluster.num_devices if made is None else max(s.num_devices for s in made.stages)
+    visible = len(jax.devices())
+    if needed > visible:
+        what = f"The cluster {cluster.name!r} has" if made is None else "The plan needs"
+        raise DeviceError(
+            f"{what} {needed} devices, and JAX sees {visible}.",
+            where=f"jax.devices() on {jax.default_backend()!r}",
+            why="compiling a step needs the devices that it will run on.",
+            hint="autopar.plan needs no devices; on a CPU, "
+            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used makes '
+            "virtual ones.",
+        )
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__

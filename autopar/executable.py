@@ -1,0 +1,446 @@
+"""`Executable`: a step that is planned and compiled, and is called like the plain function.
+
+A call does as little in Python as it can: flatten, check what JAX does not (a donated array used
+again, or one buffer behind two donated leaves, can end the process inside XLA), call the compiled
+program, unflatten. Whatever goes wrong there is looked into afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from .errors import DonatedBufferError, TraceError
+from .initialize import initialize
+from .mismatch import differences
+from .passes import jax_compat
+from .passes.compiler import Compiled
+from .passes.graph import Input
+from .passes.roles import Argument
+from .passes.trace import Key, Signature, Traced, signature_of
+from .plans import Plan
+from .progress import Progress
+from .runtime import local
+
+_notebook_was_told = False
+
+
+class SignatureMismatch(Exception):
+    """A call's arguments are not those that the program was compiled for."""
+
+    def __init__(self, signature: Signature):
+        super().__init__(signature)
+        self.signature = signature
+
+
+class Executable:
+    """A planned and compiled step; `autopar.compile` makes it.
+
+    It takes the arguments that the plain function takes, with the shapes and dtypes that it was
+    compiled for, in any sharding or as NumPy arrays, and returns the same pytrees with `jax.Array`
+    leaves. Donated leaves are consumed, as by `jax.jit(donate_argnums=...)`.
+
+    Attributes:
+      plan: what was decided.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        traced: Traced,
+        compiled: Compiled,
+        progress: Progress,
+    ):
+        program = local.load(compiled, jax.devices())
+        self.plan = compiled.plan
+        self._fn = fn
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._traced = traced
+        self._in_shardings = program.in_shardings[: traced.num_arrays]
+        self._out_shardings = program.out_shardings
+        self._constants = [
+            jax.device_put(value, sharding)
+            for value, sharding in zip(
+                traced.graph.constants, program.in_shardings[traced.num_arrays :], strict=True
+            )
+        ]
+        self._plan_calls()
+        progress.report("compiling")
+        self._compiled = self._compile(program.local_fn)
+
+    def _plan_calls(self) -> None:
+        """What a call needs to know, computed once."""
+        signature, inputs = self._traced.signature, self._traced.graph.inputs
+        self._donated = [
+            i
+            for i in range(self._traced.num_arrays)
+            if inputs[i].donated
+            and self._in_shardings[i].is_equivalent_to(
+                self._out_shardings[_twin(inputs[i])], len(signature.shapes[i].shape)
+            )
+        ]
+        donated = set(self._donated)
+        self._kept = [i for i in range(self._traced.num_arrays) if i not in donated]
+        self._pick_donated = _picker([signature.array_positions[i] for i in self._donated])
+        self._pick_kept = _picker([signature.array_positions[i] for i in self._kept])
+        self._pick_next = _picker([_twin(inputs[i]) for i in self._donated])
+        self._kept_shapes = [signature.shapes[i].shape for i in self._kept]
+        self._kept_weak = [signature.shapes[i].weak_type for i in self._kept]
+        # The leaves that the last call returned in place of the donated ones, by identity.
+        self._own: list[int] | None = None
+        self._strays: set[int] = set()  # kept leaves that once came in another sharding
+        self._told = not self._donated
+
+    def _compile(self, local_fn: Callable[..., list[Any]]) -> Any:
+        order = [*self._donated, *self._kept]
+        places = sorted(range(len(order)), key=order.__getitem__)
+
+        def step(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
+            arrays = [*donated, *kept]
+            return local_fn(*(arrays[i] for i in places), *constants)
+
+        step.__name__ = step.__qualname__ = self._name
+
+        def parts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            return [values[i] for i in self._donated], [values[i] for i in self._kept]
+
+        jitted = jax.jit(
+            step,
+            in_shardings=(
+                *parts(self._in_shardings),
+                [value.sharding for value in self._constants],
+            ),
+            out_shardings=list(self._out_shardings),
+            donate_argnums=(0,),
+        )
+        # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            shapes = self._traced.signature.shapes
+            return jitted.lower(*parts(shapes), self._constants).compile()
+
+    # Calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step.
+
+        Raises:
+          TraceError: the arguments have another structure, other shapes or other dtypes than those
+            it was compiled for.
+          DonatedBufferError: a leaf was consumed by an earlier call.
+        """
+        if jax_compat.is_tracing():
+            return self._fn(*args, **kwargs)
+        try:
+            return self.run(args, kwargs, strict=False)
+        except SignatureMismatch:
+            pass
+        raise self._wrong_arguments(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> Any:
+        """Run the step on these arguments.
+
+        Args:
+          args: positional arguments.
+          kwargs: arguments by keyword.
+          strict: whether another weak type counts as another signature.
+
+        Raises:
+          SignatureMismatch: the program was compiled for others.
+          DonatedBufferError: a leaf was consumed by an earlier call.
+        """
+        traced, call = self._traced, (args, kwargs)
+        signature = traced.signature
+        if traced.convention.static_argnums:
+            args, kwargs, static = traced.convention.split(args, kwargs)
+            if not _same_static_arguments(static, signature):
+                raise SignatureMismatch(signature_of(traced.convention, *call))
+        leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+        if tree != signature.tree or not _same_statics(leaves, signature):
+            raise SignatureMismatch(signature_of(traced.convention, *call))
+        donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
+        ids = list(map(id, donated))
+        is_own = ids == self._own
+        if (
+            [getattr(x, "shape", ()) for x in kept] != self._kept_shapes
+            or (strict and [_is_weak(x) for x in kept] != self._kept_weak)
+            or (strict and not is_own and not self._same_weak(donated))
+        ):
+            raise SignatureMismatch(signature_of(traced.convention, *call))
+        if _any_deleted(donated) or _any_deleted(kept):
+            raise self._deleted(donated, kept)
+        if not is_own or not set(ids).isdisjoint(map(id, kept)):
+            donated = self._without_aliases(donated, kept)
+        if self._strays:
+            kept = self._placed(kept, self._kept, self._strays)
+        if not self._told:
+            self._tell_notebook()
+        try:
+            results = self._compiled(donated, kept, self._constants)
+        except Exception as error:
+            results = self._second_try(error, donated, kept, call, strict)
+        self._own = list(map(id, self._pick_next(results)))
+        return traced.result(results)
+
+    def _same_weak(self, donated: Sequence[Any]) -> bool:
+        shapes = self._traced.signature.shapes
+        planned = (shapes[i].weak_type for i in self._donated)
+        return all(_is_weak(x) == weak for x, weak in zip(donated, planned, strict=True))
+
+    def _second_try(
+        self,
+        error: Exception,
+        donated: list[Any],
+        kept: list[Any],
+        call: tuple[tuple[Any, ...], Mapping[str, Any]],
+        strict: bool,
+    ) -> Any:
+        """Find out why a call failed, mend what can be mended, and run again."""
+        if _any_deleted(donated):
+            error.add_note(
+                f"autopar: {self._name} failed after it had taken over donated buffers, so the "
+                "state that was passed in is gone. Restore it from a checkpoint, or pass "
+                "donate_argnums=() while you look for the cause."
+            )
+            raise error
+        signature = signature_of(self._traced.convention, *call)
+        if not _same_signature(signature, self._traced.signature, strict):
+            raise SignatureMismatch(signature) from None
+        strays = [n for n, i in enumerate(self._kept) if self._is_stray(kept[n], i)]
+        others = [n for n, i in enumerate(self._donated) if self._is_stray(donated[n], i)]
+        if not strays and not others:
+            raise error
+        self._strays.update(strays)
+        return self._compiled(
+            self._placed(donated, self._donated, others),
+            self._placed(kept, self._kept, strays),
+            self._constants,
+        )
+
+    def _is_stray(self, leaf: Any, index: int) -> bool:
+        return (
+            isinstance(leaf, jax.Array)
+            and leaf.committed
+            and not leaf.sharding.is_equivalent_to(self._in_shardings[index], leaf.ndim)
+        )
+
+    def _placed(
+        self, leaves: Sequence[Any], indices: Sequence[int], which: Iterable[int]
+    ) -> list[Any]:
+        """The leaves, those of `which` that lie elsewhere copied to where they belong."""
+        result = list(leaves)
+        for n in which:
+            if self._is_stray(leaves[n], indices[n]):
+                result[n] = _copy(leaves[n], self._in_shardings[indices[n]])
+        return result
+
+    def _without_aliases(self, donated: list[Any], kept: list[Any]) -> list[Any]:
+        """The donated leaves, with a copy for each whose memory another leaf uses as well.
+
+        `{"params": p, "ema": p}` is a sound state, but memory can only be donated once.
+        """
+        seen: set[Any] = set()
+        for leaf in kept:
+            seen.update(_memory(leaf))
+        result = []
+        for leaf, index in zip(donated, self._donated, strict=True):
+            memory = list(_memory(leaf))
+            if not seen.isdisjoint(memory):
+                leaf = _copy(leaf, self._in_shardings[index])
+            seen.update(memory)
+            result.append(leaf)
+        return result
+
+    def _deleted(self, donated: list[Any], kept: list[Any]) -> DonatedBufferError:
+        leaves = [*zip(self._donated, donated, strict=True), *zip(self._kept, kept, strict=True)]
+        gone = [i for i, leaf in leaves if _any_deleted([leaf])]
+        path = self._traced.graph.inputs[gone[0]].path
+        count = f"{len(gone)} leaves, {path} first, were" if len(gone) > 1 else f"{path} was"
+        if gone[0] in set(self._donated):
+            why = (
+                f"{self._name} writes the new state into the memory of the old one, as jax.jit "
+                "with donate_argnums does, so what is passed in can be used once."
+            )
+            hint = (
+                f"go on with the state that was returned (state = {self._name}(state, ...)), or "
+                "pass donate_argnums=() to keep the old one, at the price of its memory."
+            )
+        else:
+            why = "another computation took over its memory, or its delete() was called."
+            hint = "pass an array that is alive."
+        return DonatedBufferError(
+            f"{count} donated by an earlier call: the values are gone.",
+            where=path,
+            why=why,
+            hint=hint,
+        )
+
+    def _wrong_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TraceError:
+        lines = differences(self._traced, args, kwargs)
+        more = [f"- ... {len(lines)} differences in all"] if len(lines) > 6 else []
+        return TraceError(
+            f"{self._name} was compiled for other arguments.",
+            where=self._name,
+            why="what it was compiled for, and what it was called with:\n"
+            + "\n".join([*lines[:6], *more]),
+            hint="compile it for these arguments too, or use autopar.parallelize, which plans "
+            "again when shapes change.",
+        )
+
+    def _tell_notebook(self) -> None:
+        """Once, where people run cells twice: what is passed in is consumed."""
+        self._told = True
+        global _notebook_was_told
+        if _notebook_was_told or not _in_notebook():
+            return
+        _notebook_was_told = True
+        names = dict.fromkeys(self._argument_of(i).name for i in self._donated)
+        print(
+            f"autopar: {self._name} reuses the memory of {', '.join(names)}: what you pass in is "
+            "consumed, so running a cell again needs the state that the call returned. "
+            "donate_argnums=() keeps the old one alive."
+        )
+
+    def _argument_of(self, index: int) -> Argument:
+        return next(a for a in reversed(self._traced.arguments) if a.start <= index)
+
+    # What was compiled
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """For each positional argument, a pytree of the shardings of its leaves (None: static)."""
+        shardings = {
+            argument.position: self._argument_shardings(argument)
+            for argument in self._traced.arguments
+            if argument.position is not None
+        }
+        last = max(shardings, default=-1)
+        return tuple(shardings.get(position) for position in range(last + 1))
+
+    @property
+    def kwargs_shardings(self) -> dict[str, Any]:
+        """The same for arguments that have a name only."""
+        return {
+            argument.name: self._argument_shardings(argument)
+            for argument in self._traced.arguments
+            if argument.position is None
+        }
+
+    @property
+    def out_shardings(self) -> Any:
+        """A pytree as the result, of the shardings of its leaves (None: static)."""
+        leaves: list[Sharding | None] = list(self._out_shardings)
+        for position, _ in self._traced.out_statics:
+            leaves.insert(position, None)
+        return self._traced.out_tree.unflatten(leaves)
+
+    def _argument_shardings(self, argument: Argument) -> Any:
+        shardings = iter(self._in_shardings[argument.start :])
+        leaves = [None if leaf is None else next(shardings) for leaf in argument.leaves]
+        return argument.tree.unflatten(leaves)
+
+    def as_text(self) -> str:
+        """The compiled program, as XLA's text (HLO)."""
+        return str(self._compiled.as_text())
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of one device's memory, as `jax.stages.Compiled` gives it."""
+        return self._compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """XLA's count of the program's operations, as `jax.stages.Compiled` gives it."""
+        return self._compiled.cost_analysis()
+
+    def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a state that is sharded from its first byte, never whole on one device.
+
+        Args:
+          init_fn: makes one of the step's arguments, or a tuple of several of them.
+          *args: its arguments, such as a PRNG key.
+          **kwargs: the same, by keyword.
+
+        Raises:
+          TraceError: what `init_fn` makes is none of the step's arguments.
+        """
+        return initialize(self._traced, self._in_shardings, init_fn, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Executable {self._name}: {self.plan!r}>"
+
+
+def _twin(label: Input) -> int:
+    assert label.twin is not None, label
+    return label.twin
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    if len(positions) < 2:
+        return lambda values: [values[i] for i in positions]
+    pick = operator.itemgetter(*positions)
+    return lambda values: list(pick(values))
+
+
+def _any_deleted(leaves: Sequence[Any]) -> bool:
+    is_deleted = getattr(type(leaves[0]), "is_deleted", None) if leaves else None
+    if is_deleted is not None:
+        try:
+            return any(map(is_deleted, leaves))
+        except TypeError:  # leaves of several types
+            pass
+    return any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
+
+
+def _is_weak(leaf: Any) -> bool:
+    if isinstance(leaf, (int, float, complex)):
+        # A numpy.float64 is a float, and a bool an int, but neither is weak.
+        return not hasattr(leaf, "dtype") and not isinstance(leaf, bool)
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def _memory(leaf: Any) -> Iterator[tuple[Any, int]]:
+    """Where a leaf's bytes are: the device and the address of each shard."""
+    if not isinstance(leaf, jax.Array) or not leaf.size:
+        return
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    for shard in leaf.addressable_shards:
+        yield shard.device, shard.data.unsafe_buffer_pointer()
+
+
+def _copy(leaf: Any, sharding: Sharding) -> Any:
+    """A leaf in a sharding, in memory of its own: what the caller holds outlives a donation."""
+    placed = jax.device_put(leaf, sharding)
+    if set(_memory(leaf)).isdisjoint(_memory(placed)):
+        return placed
+    # On the devices that it comes from, JAX may keep the old buffer; for one sharding it copies.
+    return jax.device_put(placed, sharding, may_alias=False)
+
+
+def _same_static_arguments(static: Mapping[Key, Any], signature: Signature) -> bool:
+    return signature.static_arguments == tuple((k, type(v), v) for k, v in static.items())
+
+
+def _same_statics(leaves: Sequence[Any], signature: Signature) -> bool:
+    return all(
+        leaves[position] is value or (type(leaves[position]) is kind and leaves[position] == value)
+        for position, kind, value in signature.statics
+    )
+
+
+def _same_signature(left: Signature, right: Signature, strict: bool) -> bool:
+    if strict:
+        return left == right
+    plain = [(s.tree, s.statics, s.static_arguments) for s in (left, right)]
+    shapes = [[(x.shape, x.dtype) for x in s.shapes] for s in (left, right)]
+    return plain[0] == plain[1] and shapes[0] == shapes[1]
+
+
+def _in_notebook() -> bool:
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and get_ipython() is not None

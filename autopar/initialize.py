@@ -1,0 +1,143 @@
+"""States that are born sharded: an init function compiled with the shardings that a step wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from .errors import TraceError
+from .mismatch import leaf_differences, suffixes
+from .passes.roles import Argument
+from .passes.trace import Convention, Traced, is_array, logical_shapes, signature_of
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What an init function makes: its structure, each leaf's path and shape (None: static)."""
+
+    tree: Any
+    paths: tuple[str, ...]
+    leaves: tuple[Any, ...]
+
+
+def initialize(
+    traced: Traced,
+    shardings: Sequence[Sharding],
+    init_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What `init_fn` makes, each array leaf in the sharding of the argument's leaf that it is for.
+
+    The result has the structure of the step's arguments, their static leaves included: an optimizer
+    that `init_fn` creates anew is another one to Python, and would make the step plan again.
+
+    Args:
+      traced: the step.
+      shardings: of the array leaves of its arguments.
+      init_fn: makes one of the arguments, or a tuple of several.
+      args: its arguments.
+      kwargs: its arguments by keyword.
+
+    Raises:
+      TraceError: what `init_fn` makes is none of the step's arguments.
+    """
+    signature = signature_of(Convention.of(init_fn), args, kwargs)
+    made: list[_Made] = []
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        with_paths, tree = jax.tree_util.tree_flatten_with_path(signature.call(init_fn, arrays))
+        paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
+        leaves = [leaf if is_array(leaf) else None for _, leaf in with_paths]
+        made.append(_Made(tree, paths, tuple(leaves)))
+        return [leaf for leaf in leaves if leaf is not None]
+
+    all_leaves = jax.tree.leaves((args, dict(kwargs)))
+    arrays = [all_leaves[i] for i in signature.array_positions]
+    with logical_shapes():
+        shapes = iter(jax.eval_shape(on_arrays, *signature.shapes))
+        first = made[0]
+        shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
+        targets, is_tuple = _targets(traced, _Made(first.tree, first.paths, shaped))
+        wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
+        values = iter(jax.jit(on_arrays, out_shardings=wanted)(*arrays))
+    made.clear()  # it holds tracers
+    result = []
+    for target in targets:
+        static = _static_leaves(traced, target)
+        leaves = [next(static) if leaf is None else next(values) for leaf in target.leaves]
+        result.append(target.tree.unflatten(leaves))
+    return tuple(result) if is_tuple else result[0]
+
+
+def _targets(traced: Traced, made: _Made) -> tuple[list[Argument], bool]:
+    """The arguments that were made: one, or as many as a tuple has."""
+    for argument in traced.arguments:
+        if _fits(argument, made.leaves, made.paths, ""):
+            return [argument], False
+    found: list[Argument] = []
+    start = 0
+    children = made.tree.children()
+    for number, child in enumerate(children):
+        part = slice(start, start + child.num_leaves)
+        start += child.num_leaves
+        fitting = (
+            argument
+            for argument in traced.arguments
+            if argument not in found
+            and _fits(argument, made.leaves[part], made.paths[part], f"[{number}]")
+        )
+        found.extend(argument for argument, _ in zip(fitting, "1", strict=False))
+    if not children or len(found) < len(children):
+        raise _fits_nothing(traced, made)
+    return found, True
+
+
+def _fits(argument: Argument, leaves: Sequence[Any], paths: Sequence[str], prefix: str) -> bool:
+    """Whether leaves have the paths, shapes and dtypes of an argument's."""
+    if [prefix + suffix for suffix in suffixes(argument)] != list(paths):
+        return False
+    return all(
+        (old is None) == (new is None)
+        and (old is None or (old.shape == new.shape and old.dtype == new.dtype))
+        for old, new in zip(argument.leaves, leaves, strict=True)
+    )
+
+
+def _fits_nothing(traced: Traced, made: _Made) -> TraceError:
+    inputs = traced.graph.inputs
+    states = [
+        argument
+        for argument in traced.arguments
+        if any(inputs[index].role == "state" for index, *_ in argument.arrays())
+    ]
+    got = dict(zip(made.paths, made.leaves, strict=True))
+    lines = []
+    for argument in states or traced.arguments:
+        wanted = dict(zip(suffixes(argument), argument.leaves, strict=True))
+        differing = leaf_differences(wanted, got)
+        lines += [f"{argument.name}, as the step takes it and as it was made:", *differing[:4]]
+        if len(differing) > 4:
+            lines.append(f"- ... {len(differing)} differences in all")
+    return TraceError(
+        "The init function makes none of the step's arguments.",
+        where="initialize",
+        why="\n".join(lines),
+        hint="return the state as the step takes it, or a tuple of several arguments.",
+    )
+
+
+def _static_leaves(traced: Traced, target: Argument) -> Iterator[Any]:
+    """The static leaves of one argument; their positions count all leaves of all arguments."""
+    start = 0
+    for argument in traced.arguments:
+        if argument is target:
+            break
+        start += len(argument.leaves)
+    for position, _, leaf in traced.signature.statics:
+        if start <= position < start + len(target.leaves):
+            yield leaf

@@ -1,0 +1,56 @@
+"""How the arguments of a call differ from those that a step was compiled for, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .passes.roles import Argument
+from .passes.trace import Traced, arguments_of
+
+
+def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """A line for each leaf that differs in presence, shape or dtype; else what else differs."""
+    now = tuple(arguments_of(traced.convention, args, kwargs))
+    lines = leaf_differences(
+        {path: leaf for a in traced.arguments for path, leaf in _leaves(a)},
+        {path: leaf for a in now for path, leaf in _leaves(a)},
+    )
+    if lines:
+        return lines
+    _, _, static = traced.convention.split(args, kwargs)
+    before = {key: value for key, _, value in traced.signature.static_arguments}
+    for key in dict.fromkeys((*before, *static)):
+        if key not in before or key not in static or before[key] != static[key]:
+            old, new = (repr(values.get(key, "nothing")) for values in (before, static))
+            lines.append(f"- static argument {traced.convention.name(key)}: {old}, {new}")
+    for argument, other in zip(traced.arguments, now, strict=False):
+        if argument.tree != other.tree:
+            lines.append(f"- {argument.name}: its structure differs in what is not a leaf")
+    return lines or ["- a static leaf (a function, a string) differs"]
+
+
+def leaf_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each path whose leaves (shapes with dtypes; None: static) are not the same."""
+    lines = []
+    for path in dict.fromkeys((*before, *now)):
+        old = _text(before[path]) if path in before else "nothing"
+        new = _text(now[path]) if path in now else "nothing"
+        if old != new:
+            lines.append(f"- {path or 'the whole'}: {old}, {new}")
+    return lines
+
+
+def suffixes(argument: Argument) -> list[str]:
+    """The paths of an argument's leaves, without its name."""
+    return [path.removeprefix(argument.name) for path in argument.paths]
+
+
+def _leaves(argument: Argument) -> Sequence[tuple[str, Any]]:
+    return list(zip(argument.paths, argument.leaves, strict=True))
+
+
+def _text(leaf: Any) -> str:
+    if leaf is None:
+        return "a constant"
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
