@@ -8,8 +8,8 @@ where a reduced dimension is cut, its partial sum (maximum, ...).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,15 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
-from autopar.passes.factors.primitives import random_implementation, whole_dims
+from autopar.passes.factors.primitives import (
+    SCATTERS,
+    gather_picks,
+    random_implementation,
+    scatter_picks,
+    scatter_windows,
+    whole_dims,
+)
+from autopar.passes.factors.rule import DimFactors, FactorRule
 
 
 class NotLocalError(Exception):
@@ -56,6 +64,38 @@ def local_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
         size if cut is None else cut.major * cut.rest(size)
         for size, cut in zip(shape, cuts, strict=True)
     )
+
+
+def rule_cuts(
+    rule: FactorRule, factors: Mapping[int, Cut]
+) -> tuple[tuple[Cuts, ...], tuple[Cuts, ...]]:
+    """How operands and results are cut when some factors of a rule are.
+
+    Args:
+      rule: an equation's rule.
+      factors: the cut factors; a cut's `major` counts within the factor (1: contiguous pieces).
+
+    Returns:
+      The cuts of the operands and of the results, as `bind_local` takes them.
+
+    Raises:
+      NotLocalError: two of the factors are in one dimension, which one `Cut` cannot express.
+    """
+
+    def dim_cut(dim: DimFactors) -> Cut | None:
+        inside = [place for place, factor in enumerate(dim) if factor in factors]
+        if not inside:
+            return None
+        if len(inside) > 1:
+            raise NotLocalError(f"factors {dim} of one dimension are cut together in {rule}")
+        outer = math.prod(rule.factors[factor].size for factor in dim[: inside[0]])
+        return replace(cut := factors[dim[inside[0]]], major=outer * cut.major)
+
+    operands, results = (
+        tuple(tuple(map(dim_cut, dims)) for dims in values)
+        for values in (rule.operands, rule.results)
+    )
+    return operands, results
 
 
 def take(value: Any, cuts: Cuts) -> Any:
@@ -120,6 +160,16 @@ def bind_local(
 
 def _bind(eqn: JaxprEqn, operands: Sequence[Any], changes: dict[str, Any]) -> list[Any]:
     params = {**eqn.params, **changes} if changes else eqn.params
+    if eqn.primitive.name in _DEPENDS_ON_PARTITIONABLE:
+        with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
+            return _bind_params(eqn, operands, params)
+    return _bind_params(eqn, operands, params)
+
+
+_DEPENDS_ON_PARTITIONABLE = ("random_bits", "random_split", "random_fold_in", "random_gamma")
+
+
+def _bind_params(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     bound = eqn.primitive.get_bind_params(params)  # older releases return functions apart
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     results = eqn.primitive.bind(*functions, *operands, **params)
@@ -302,15 +352,94 @@ def _gather(
     operand_cuts: Sequence[Cuts],
     result_cuts: Sequence[Cuts],
 ) -> list[Any]:
-    batching = eqn.params["dimension_numbers"].operand_batching_dims
-    local = local_shape(eqn.invars[0].aval.shape, operand_cuts[0])
+    numbers = eqn.params["dimension_numbers"]
+    shape, slice_sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    local = local_shape(shape, operand_cuts[0])
+    picked = {dim: cut for dim in gather_picks(eqn) if (cut := operand_cuts[0][dim]) is not None}
     sizes = tuple(
-        size if cut is None or dim in batching else local[dim]
-        for dim, (size, cut) in enumerate(
-            zip(eqn.params["slice_sizes"], operand_cuts[0], strict=True)
-        )
+        size if dim in picked or dim in numbers.operand_batching_dims else min(size, local[dim])
+        for dim, size in enumerate(slice_sizes)
     )
-    return _bind(eqn, operands, {"slice_sizes": sizes})
+    if not picked:
+        return _bind(eqn, operands, {"slice_sizes": sizes})
+    # Each place is in one part, which reads it; the others give zero. A filled place is in none,
+    # and the first part fills it.
+    operand, indices = operands
+    places, outside = _global_places(eqn, indices, numbers.start_index_map, shape, slice_sizes)
+    held, first = ~outside, outside
+    columns = _columns(indices)
+    for column, dim in enumerate(numbers.start_index_map):
+        if dim not in picked:
+            continue
+        here, place = _local_place(_columns(places)[column], shape[dim], picked[dim])
+        held &= here
+        first &= picked[dim].index == 0
+        columns[column] = jnp.where(outside, local[dim], jnp.where(here, place, 0))
+    changes = {"slice_sizes": sizes, "indices_are_sorted": False, "unique_indices": False}
+    (result,) = _bind(eqn, (operand, _rows(columns, indices.dtype)), changes)
+    batch_dims = tuple(d for d in range(result.ndim) if d not in numbers.offset_dims)
+    keep = lax.broadcast_in_dim(held | first, result.shape, batch_dims)
+    return [jnp.where(keep, result, jnp.zeros((), result.dtype))]
+
+
+def _global_places(
+    eqn: JaxprEqn, indices: Any, dims: Sequence[int], shape: Sequence[int], window: Sequence[int]
+) -> tuple[Any, Any]:
+    """Indices within the whole operand, and which of them a filling or dropping mode discards."""
+    last = np.array([shape[dim] - window[dim] for dim in dims])
+    places = jnp.clip(indices, 0, last.astype(indices.dtype))
+    outside = jnp.zeros(indices.shape[:-1], bool)
+    if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        outside = jnp.any(places != indices, axis=-1)
+    return places, outside
+
+
+def _local_place(place: Any, size: int, cut: Cut) -> tuple[Any, Any]:
+    """Whether a place of the whole dimension is in the slice, and where."""
+    rest = cut.rest(size)
+    piece, within = place // rest, place % rest
+    if cut.major == 1:
+        return piece == cut.index, within
+    return piece % cut.parts == cut.index, piece // cut.parts * rest + within
+
+
+def _columns(indices: Any) -> list[Any]:
+    """The coordinates of a gather's or scatter's indices, one array for each."""
+    last = indices.ndim - 1
+    count = indices.shape[last]
+    return [lax.index_in_dim(indices, i, axis=last, keepdims=False) for i in range(count)]
+
+
+def _rows(columns: Sequence[Any], dtype: Any) -> Any:
+    return jnp.stack([column.astype(dtype) for column in columns], axis=-1)
+
+
+@_rewrites(*SCATTERS)
+def _scatter(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
+) -> list[Any]:
+    numbers = eqn.params["dimension_numbers"]
+    shape, updates_shape = (eqn.invars[i].aval.shape for i in (0, 2))
+    picked = {dim: cut for dim in scatter_picks(eqn) if (cut := operand_cuts[0][dim]) is not None}
+    if not picked:
+        return _bind(eqn, operands, {})
+    # Each place is in one part; in the others it is out of bounds, and its update is dropped.
+    operand, indices, updates = operands
+    windows = scatter_windows(numbers, len(shape))
+    window = [updates_shape[windows[dim]] if dim in windows else 1 for dim in range(len(shape))]
+    dims = numbers.scatter_dims_to_operand_dims
+    places, outside = _global_places(eqn, indices, dims, shape, window)
+    clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    columns = _columns(places if clipped else indices)
+    for column, dim in enumerate(dims):
+        if dim in picked:
+            here, place = _local_place(_columns(places)[column], shape[dim], picked[dim])
+            columns[column] = jnp.where(here & ~outside, place, operand.shape[dim])
+    changes = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+    return _bind(eqn, (operand, _rows(columns, indices.dtype), updates), changes)
 
 
 @_rewrites("dynamic_slice")
@@ -357,8 +486,7 @@ def _random_bits(
         if cuts[:rank] != operand_cuts[0]:
             raise NotLocalError("keys and their bits are not cut alike")
         return [_threefry_bits(keys, eqn.params["shape"], cuts[rank:], eqn.outvars[0].aval.dtype)]
-    with jax.threefry_partitionable(partitionable):
-        (bits,) = _bind(eqn, operands, {})
+    (bits,) = _bind(eqn, operands, {})
     # Keys that are cut have already cut their own dimensions of the bits.
     wanted = list(cuts)
     for dim, cut in enumerate(operand_cuts[0]):

@@ -16,9 +16,11 @@ from autopar.passes.factors.primitives import (
     CUMULATIVE,
     MATRIX_FUNCTIONS,
     SCATTERS,
+    gather_picks,
     gather_windows,
     matrix_batch_rank,
     random_implementation,
+    scatter_picks,
     scatter_windows,
 )
 from autopar.passes.factors.rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
@@ -110,8 +112,14 @@ for _name in (*CUMULATIVE, "sort", "rev", "top_k", "random_wrap", "random_unwrap
     OWN[_name] = same_dims
 for _name in ("bitcast_convert_type", "random_gamma", "dynamic_slice", "dynamic_update_slice"):
     OWN[_name] = same_dims
-for _name in ("random_seed", "random_fold_in", "threefry2x32", "device_put", "tie"):
+for _name in ("random_seed", "random_fold_in", "device_put", "tie"):
     OWN[_name] = elementwise
+# Elementwise, but their lowerings are long, or loops.
+for _name in ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "lgamma", "nextafter", "zeta"):
+    OWN[_name] = elementwise
+for _name in ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "polygamma"):
+    OWN[_name] = elementwise
+OWN["threefry2x32"] = elementwise
 
 
 @_own("optimization_barrier")
@@ -238,6 +246,7 @@ def _tile(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 @_own("gather")
 def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    # Cutting a dimension of which each index picks one place leaves all parts but one zero there.
     numbers = eqn.params["dimension_numbers"]
     operand_shape, indices_shape = (_shape(var) for var in eqn.invars)
     result_shape = _shape(eqn.outvars[0])
@@ -252,6 +261,8 @@ def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     batching = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
+    picked = gather_picks(eqn)
+    one_of_all: Kind = "or" if eqn.outvars[0].aval.dtype == bool else "sum"
     operand = []
     for dim, size in enumerate(operand_shape):
         if dim in batching:
@@ -259,7 +270,7 @@ def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
         elif dim in windows and result_shape[windows[dim]] == size:
             operand.append(result[windows[dim]])
         else:
-            operand.append(loops.new(size, "replicated"))
+            operand.append(loops.new(size, one_of_all if dim in picked else "replicated"))
     return loops.rule([operand, indices], [result])
 
 
@@ -287,6 +298,7 @@ def _scatter(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     batching = dict(
         zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     )
+    picked = scatter_picks(eqn)
     operand = []
     for dim, size in enumerate(operand_shape):
         if dim in batching:
@@ -294,16 +306,42 @@ def _scatter(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
         elif dim in windows and updates_shape[windows[dim]] == size:
             operand.append(updates[windows[dim]])
         else:
-            operand.append(loops.new(size, "replicated"))
+            operand.append(loops.new(size, "pass" if dim in picked else "replicated"))
     indices.append(loops.new(indices_shape[-1], "replicated"))
     return loops.rule([operand, indices, updates], [operand])
 
 
 @_own("reduce")
-def _reduce(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    # The body may be any function: `whole_dims` keeps what it reduces whole.
-    loops = _Loops()
+def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     half = len(eqn.invars) // 2
-    dims = loops.value(_shape(eqn.invars[0]))
+    kind = _body_monoid(eqn.params["jaxpr"]) if half == 1 else "replicated"
+    if kind == "prod" or (kind == "sum" and 1 not in zeros):
+        kind = "replicated"  # each part would count the initial value
+    loops = _Loops()
+    dims = [
+        loops.new(size, kind if dim in eqn.params["dimensions"] else "pass")
+        for dim, size in enumerate(_shape(eqn.invars[0]))
+    ]
     kept = [dim for i, dim in enumerate(dims) if i not in eqn.params["dimensions"]]
     return loops.rule([dims] * half + [[]] * half, [kept] * half)
+
+
+_MONOID_OF_PRIMITIVE: dict[str, Kind] = {
+    "add": "sum",
+    "max": "max",
+    "min": "min",
+    "mul": "prod",
+    "and": "and",
+    "or": "or",
+}
+
+
+def _body_monoid(jaxpr: Any) -> Kind:
+    """What the body of a reduction combines its two arguments with, if it is that alone."""
+    if len(jaxpr.eqns) != 1:
+        return "replicated"
+    (eqn,) = jaxpr.eqns
+    combines = set(map(id, eqn.invars)) == set(map(id, jaxpr.invars))
+    if not combines or jaxpr.outvars[0] is not eqn.outvars[0]:
+        return "replicated"
+    return _MONOID_OF_PRIMITIVE.get(eqn.primitive.name, "replicated")

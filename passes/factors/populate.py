@@ -79,7 +79,7 @@ _CACHE: dict[Any, FactorRule] = {}
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
-    """Equations, and which operands of a scatter are known to be zero."""
+    """Equations, and which of the operands that would be counted several times are zero."""
     zeros: set[Var] = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -89,10 +89,12 @@ def _equations(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
             continue
         if name in _KEEPS_ZERO and _is_zero(eqn.invars[0], zeros):
             zeros.add(eqn.outvars[0])
-        known = name in SCATTERS and _is_zero(eqn.invars[0], zeros)
-        yield eqn, frozenset({0} if known else ())
+        positions = _ZERO_MATTERS.get(name, ())
+        yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], zeros))
 
 
+# A scatter adds to its first operand, a reduction to its initial value.
+_ZERO_MATTERS: dict[str, tuple[int, ...]] = {**dict.fromkeys(SCATTERS, (0,)), "reduce": (1,)}
 _KEEPS_ZERO = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose"}
 )
@@ -107,8 +109,12 @@ def _is_zero(atom: Any, zeros: set[Var]) -> bool:
 def _key(eqn: JaxprEqn, zeros: frozenset[int]) -> Any:
     """What determines a rule: primitive, params, and the operands' shapes and dtypes."""
     params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
-    avals = tuple((var.aval.shape, var.aval.dtype) for var in (*eqn.invars, *eqn.outvars))
+    avals = tuple(map(_signature, (*eqn.invars, *eqn.outvars)))
     return eqn.primitive.name, params, avals, zeros
+
+
+def _signature(var: Any) -> Any:
+    return var.aval.shape, var.aval.dtype
 
 
 def _hashable(value: Any) -> Any:
@@ -126,7 +132,9 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule]:
     to_lower: list[int] = []
     for i, (key, eqn) in enumerate(missing):
         name = eqn.primitive.name
-        if name in OWN:
+        if any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
+            found[i] = replicated(eqn)  # nothing to compute, nothing to cut
+        elif name in OWN:
             found[i] = OWN[name](eqn, key[-1])
         elif is_known(name):
             to_lower.append(i)

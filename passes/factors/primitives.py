@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
-from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
+from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
 Dims = tuple[int, ...]
 ValueDims = tuple[Dims, ...]  # one entry per operand or result
@@ -107,8 +109,8 @@ def is_known(name: str) -> bool:
 _FREE = names(
     """
     broadcast_in_dim concatenate conv_general_dilated dot_general iota optimization_barrier pad
-    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape slice split squeeze
-    tile transpose
+    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape slice split
+    squeeze tile transpose
     """
 )
 
@@ -172,13 +174,6 @@ _WHOLE["argmax"] = _WHOLE["argmin"] = _along(lambda eqn: eqn.params["axes"], res
 _WHOLE["reduce_xor"] = _along(lambda eqn: eqn.params["axes"], results=False)
 
 
-@_whole("reduce")
-def _reduce(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    half = len(eqn.invars) // 2
-    dims = tuple(eqn.params["dimensions"])
-    return (*(dims,) * half, *((),) * half), _none(eqn.outvars)
-
-
 @_whole("top_k")
 def _top_k(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     rank = len(eqn.invars[0].aval.shape)
@@ -234,14 +229,18 @@ _WHOLE.update(dict.fromkeys(MATRIX_FUNCTIONS, _matrix))
 def _gather(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     numbers: GatherDimensionNumbers = eqn.params["dimension_numbers"]
     operand, indices = (var.aval.shape for var in eqn.invars)
+    sizes = eqn.params["slice_sizes"]
     windows = gather_windows(numbers, len(operand))
+    picked = gather_picks(eqn)
     whole = tuple(
         dim
         for dim in range(len(operand))
         if dim not in numbers.operand_batching_dims
-        and eqn.params["slice_sizes"][dim] != operand[dim]
+        and sizes[dim] != operand[dim]
+        and dim not in picked
     )
-    result = tuple(offset for dim, offset in windows.items() if dim in whole)
+    # A window that is smaller than its dimension cannot be cut even where the dimension can.
+    result = tuple(place for dim, place in windows.items() if sizes[dim] != operand[dim])
     return (whole, (len(indices) - 1,)), (result,)
 
 
@@ -252,18 +251,39 @@ def gather_windows(numbers: GatherDimensionNumbers, operand_rank: int) -> dict[i
     return dict(zip(dims, numbers.offset_dims, strict=True))
 
 
+_CHECKED_MODES = (
+    GatherScatterMode.CLIP,
+    GatherScatterMode.FILL_OR_DROP,
+    GatherScatterMode.PROMISE_IN_BOUNDS,
+)
+
+
+def gather_picks(eqn: JaxprEqn) -> Dims:
+    """Operand dimensions of which each index picks one place: cut, all but one part give zero."""
+    shape, dtype = eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype
+    if eqn.params["mode"] not in _CHECKED_MODES or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return ()
+    return tuple(
+        dim
+        for dim in eqn.params["dimension_numbers"].start_index_map
+        if eqn.params["slice_sizes"][dim] == 1 and shape[dim] > 1
+    )
+
+
 @_whole(*SCATTERS)
 def _scatter(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     numbers: ScatterDimensionNumbers = eqn.params["dimension_numbers"]
     operand, indices, updates = (var.aval.shape for var in eqn.invars)
     windows = scatter_windows(numbers, len(operand))
-    whole = tuple(
+    picked = scatter_picks(eqn)
+    partial = [
         dim
         for dim in range(len(operand))
         if dim not in numbers.operand_batching_dims
         and (dim not in windows or updates[windows[dim]] != operand[dim])
-    )
-    window = tuple(update for dim, update in windows.items() if dim in whole)
+    ]
+    whole = tuple(dim for dim in partial if dim not in picked)
+    window = tuple(place for dim, place in windows.items() if dim in partial)
     return (whole, (len(indices) - 1,), window), (whole,)
 
 
@@ -272,6 +292,20 @@ def scatter_windows(numbers: ScatterDimensionNumbers, operand_rank: int) -> dict
     taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     dims = [dim for dim in range(operand_rank) if dim not in taken]
     return dict(zip(dims, numbers.update_window_dims, strict=True))
+
+
+def scatter_picks(eqn: JaxprEqn) -> Dims:
+    """Operand dimensions in which each index names one place: cut, other parts drop the update."""
+    numbers: ScatterDimensionNumbers = eqn.params["dimension_numbers"]
+    shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    if eqn.params["mode"] not in _CHECKED_MODES:
+        return ()
+    windows = scatter_windows(numbers, len(shape))
+    return tuple(
+        dim
+        for dim in numbers.scatter_dims_to_operand_dims
+        if shape[dim] > 1 and (dim not in windows or updates[windows[dim]] == 1)
+    )
 
 
 @_whole("dynamic_slice")

@@ -173,7 +173,7 @@ class _Composition:
             raise _NoRule(name)
         rule = parse(text)
         loops = [_Loop(size) for size in rule.sizes]
-        for index in rule.blocked:
+        for index in (*rule.blocked, *_one_sided(rule, name)):
             loops[index].blocked = True
         for value, value_dims in zip(operands, rule.operands, strict=True):
             for dim, indices in zip(value, value_dims, strict=True):
@@ -208,6 +208,17 @@ class _Composition:
             if value in inner.partial:
                 self.partial[result] = inner.partial[value]
         self.seen.extend(inner.seen)
+
+
+def _one_sided(rule: OpRule, name: str) -> set[int]:
+    """Loops of operands or of results only, which cannot be cut, except what is broadcast."""
+    left, right = (
+        {index for value in values for dim in value for index in dim}
+        for values in (rule.operands, rule.results)
+    )
+    if name == "stablehlo.broadcast_in_dim":
+        right &= left
+    return (left ^ right) - set(rule.reduced)
 
 
 def operation_rule(operation: Any) -> str | None:

@@ -1,0 +1,103 @@
+"""How many floating-point operations an equation takes: the compute side of every cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from autopar.passes.factors.primitives import (
+    CONTROL_FLOW,
+    CUMULATIVE,
+    MATRIX_FUNCTIONS,
+    REDUCTIONS,
+    SCATTERS,
+    WINDOW_REDUCTIONS,
+    names,
+)
+from autopar.passes.factors.rule import FactorRule
+from autopar.passes.graph import inner_jaxprs
+
+# They move, copy or reinterpret elements and compute nothing.
+_MOVES = names(
+    """
+    bitcast_convert_type broadcast_in_dim concatenate copy copy_p device_put dynamic_slice
+    dynamic_update_slice gather iota name optimization_barrier pad random_clone random_unwrap
+    random_wrap reshape rev scatter slice split squeeze stack stop_gradient tie tile transpose
+    unstack
+    """
+)
+_PER_OPERAND_ELEMENT = (
+    frozenset({"argmax", "argmin", "reduce", "reduce_xor"}) | CUMULATIVE | frozenset(REDUCTIONS)
+)
+
+
+def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
+    """Floating-point operations of one evaluation of an equation that is not control flow.
+
+    A contraction takes a multiplication and an addition per iteration of all its loops; a
+    convolution likewise, as if no tap fell on padding. A reduction takes one per operand element,
+    anything else one per result element, also a transcendental function. What only moves elements
+    takes none. Sorts, transforms and matrix factorizations count their usual orders.
+
+    Args:
+      eqn: the equation.
+      rule: its factor rule.
+    """
+    name = eqn.primitive.name
+    if name in _MOVES:
+        return 0
+    results = sum(_size(var) for var in eqn.outvars)
+    if name in ("dot_general", "ragged_dot_general"):
+        return 2 * math.prod(factor.size for factor in rule.factors)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * results * _size(eqn.invars[1]) // max(out_features, 1)
+    if name in _PER_OPERAND_ELEMENT:
+        return _size(eqn.invars[0])
+    if name in SCATTERS:
+        return _size(eqn.invars[2])
+    if name in WINDOW_REDUCTIONS or name.startswith("select_and_"):
+        window = math.prod(eqn.params["window_dimensions"])
+        if name.startswith("select_and_scatter"):
+            return window * _size(eqn.invars[0])
+        return window * results
+    if name in ("sort", "top_k", "approx_top_k"):
+        length = max(eqn.invars[0].aval.shape, default=1)
+        return _size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(length, 1))))
+    if name == "fft":
+        length = math.prod(eqn.params["fft_lengths"])
+        return 5 * results * max(1, math.ceil(math.log2(max(length, 1))))
+    if name in MATRIX_FUNCTIONS:
+        # Each of n columns updates the whole matrix once.
+        return _size(eqn.invars[-1]) * eqn.invars[0].aval.shape[-1]
+    return results
+
+
+def total_flops(jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
+    """Floating-point operations of a whole program.
+
+    A scan's body counts as often as it runs, a while loop's body and condition once (how often
+    they run is unknown), and of a cond the most expensive branch.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name not in CONTROL_FLOW:
+            total += flops(eqn, rules[eqn])
+            continue
+        bodies = [total_flops(body, rules) for body in inner_jaxprs(eqn)]
+        if name == "scan":
+            total += eqn.params["length"] * sum(bodies)
+        elif name == "cond":
+            total += max(bodies, default=0)
+        else:
+            total += sum(bodies)
+    return total
+
+
+def _size(var: Any) -> int:
+    return math.prod(var.aval.shape)
