@@ -134,7 +134,7 @@ def test_tolerance_covers_another_order_of_sums(program: Program) -> None:
     def shard(leaf: Any) -> Any:
         if not isinstance(leaf, (np.ndarray, jax.Array)) or data.BATCH not in leaf.shape:
             return leaf
-        spec = [None] * leaf.ndim
+        spec: list[str | None] = [None] * leaf.ndim
         spec[leaf.shape.index(data.BATCH)] = "x"
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
 

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Batches with leaves whose leading dimension is not the batch."""
 
 import jax

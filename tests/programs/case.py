@@ -65,7 +65,7 @@ class Case:
     batches: list[tuple[Any, ...]]
     keywords: list[dict[str, Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    plain: Callable[..., Any] | None = None
+    plain: Any = None
     arguments: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]] = state_then_batch
     next_state: Callable[[Any, Any], Any] = first_output
 

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Convolutional networks in Flax linen: a plain one, and one with batch norm."""
 
 import flax.linen as nn

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A contrastive loss: every example is compared with all others of the batch."""
 
 import jax

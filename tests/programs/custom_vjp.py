@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """User-defined derivatives: a quantizer with a straight-through gradient, and a `custom_jvp`."""
 
 import functools

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """`jax.debug.print` inside the loss and in the step."""
 
 import jax

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """An exponential moving average of the parameters, and a loss that also looks at it."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A transformer in Equinox: the model itself, functions among its leaves, is part of the state."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Steps without gradients: an evaluation of a batch, and greedy generation."""
 
 import jax

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A graph network by `segment_sum` on padded graphs, batched by `jax.vmap`."""
 
 import jax

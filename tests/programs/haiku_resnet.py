@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A ResNet in Haiku whose batch norm couples the examples of a batch."""
 
 from typing import NamedTuple

@@ -1,4 +1,7 @@
+# mypy: disallow-untyped-defs=False
 """Hugging Face's Flax models at tiny sizes, trained as its Flax examples do."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,7 @@ def decay_mask_fn(params):
     return traverse_util.unflatten_dict(mask)
 
 
-def _state(model) -> TrainState:
+def _state(model: Any) -> TrainState:
     init = jax.jit(model.init_weights, static_argnums=1)
     schedule = optax.join_schedules(
         [optax.linear_schedule(1e-3, 1e-2, 2), optax.linear_schedule(1e-2, 0.0, 10)], [2]

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A random key as a leaf of the state: typed, raw, and of a generator that is not counter-based."""
 
 import jax

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """States with leaves that are not float arrays: Python numbers, integers, booleans."""
 
 import jax

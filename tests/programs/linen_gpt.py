@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A GPT in Flax linen with dropout and a tied embedding, as in Flax's guide to dropout."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Dynamic loss scaling: a step whose gradients are not finite is skipped and the scale halved.
 
 The second batch holds an infinity, so that both outcomes happen in three steps.

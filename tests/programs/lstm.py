@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Recurrent networks by `jax.lax.scan` over time: batch first, time first, and Flax's `nn.RNN`."""
 
 import functools

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Computation in bfloat16 with parameters and optimizer state in float32."""
 
 import jax

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A multilayer perceptron in plain JAX, and the forms that a step's signature takes around it."""
 
 import functools
@@ -16,7 +17,7 @@ SIZES = (24, 64, 48, 10)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def init(key, dtype: Any = jnp.float32):
+def init(key: jax.Array, dtype: Any = jnp.float32) -> Any:
     """A list of layers."""
     keys = jax.random.split(key, len(SIZES) - 1)
     return [
@@ -40,7 +41,7 @@ def loss_fn(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), y).mean()
 
 
-def _arrays(index, dtype: Any = np.float32):
+def _arrays(index: int, dtype: Any = np.float32) -> Any:
     return data.vectors(index, SIZES[0], dtype=dtype), data.classes(index)
 
 

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Mixtures of experts: dispatch by one-hot einsums or by sorting, per sequence or over the batch.
 
 Where every sequence is a group of its own (routing, capacity and the balance loss are taken per

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A transformer in Flax NNX, trained through the functional interface (split and merge)."""
 
 import jax

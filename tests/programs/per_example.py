@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Quantities of every example: metrics that come back as arrays, gradients that are clipped."""
 
 import jax
@@ -60,7 +61,7 @@ def build_private() -> Case:
             (g + 0.1 * jax.random.normal(k, g.shape)) / x.shape[0]
             for g, k in zip(sums, keys, strict=True)
         ]
-        updates, opt_state = optimizer.update(treedef.unflatten(noisy), opt_state)
+        updates, opt_state = optimizer.update(jax.tree.unflatten(treedef, noisy), opt_state)
         metrics = {"loss": losses.mean(), "clipped": jnp.mean(factors < 1), "norms": norms}
         return (optax.apply_updates(params, updates), opt_state, key), metrics
 

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Transformers whose layers are one scan with rematerialization, in plain JAX and in Flax linen."""
 
 import functools

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Several losses in one step: a variational autoencoder, and two networks that train in turns."""
 
 import jax

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A loss averaged over the valid tokens of padded sequences: rows weigh differently."""
 
 import functools

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """Two views of every example, concatenated along the batch for one pass and split again."""
 
 import jax

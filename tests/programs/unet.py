@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False
 """A small U-Net that learns to remove noise, as diffusion models are trained."""
 
 import flax.linen as nn
