@@ -4,7 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,8 +102,10 @@ def imports_of(module: str) -> Iterator[Import]:
                 found = REEXPORTED.get(inner, inner if inner in modules() else base)
                 yield Import(source, node.lineno, found, lazy)
         lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        unseen = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for child in node.orelse if unseen else ast.iter_child_nodes(node):
+        children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            children = node.orelse
+        for child in children:
             yield from visit(child, lazy)
 
     yield from visit(ast.parse((ROOT / source).read_text()), False)
