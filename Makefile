@@ -39,7 +39,7 @@ check: $(ENV)/dev.stamp  ## lint, formatting, types and the fast part of the sui
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --ignore-glob='*/test_programs*' --ignore-glob='*/test_examples*' $(ARGS)
 
 format: $(ENV)/dev.stamp  ## mend lint and formatting
 	$(BIN)/ruff check --fix
