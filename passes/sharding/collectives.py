@@ -1,0 +1,62 @@
+"""The collectives that a sharded program will run: what the plan lists and a test compares with HLO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.passes.graph import user_source
+from autopar.passes.sharding.program import Block, Branch, Compute, Loop, Program, Reshard
+from autopar.passes.sharding.reshard import COLLECTIVES, Step
+from autopar.passes.sharding.scopes import itemsize
+from autopar.plans import Collective
+
+
+def collectives(program: Program) -> tuple[Collective, ...]:
+    """Every collective of a step: `bytes` is the larger of what one device puts in and gets out.
+
+    `times` counts a loop's trips; both branches of a cond are listed.
+    """
+    return tuple(_walk(program.block, 1, program))
+
+
+def _walk(block: Block, times: int, program: Program) -> Iterator[Collective]:
+    sources = _sources(block)
+    for instruction in block.instructions:
+        if isinstance(instruction, Reshard):
+            for step in instruction.steps:
+                if step.kind in COLLECTIVES:
+                    yield Collective(
+                        kind=step.kind,
+                        axes=tuple(program.axis_names[a] for a in step.axes),
+                        bytes=step_bytes(step, itemsize(instruction.source.atom.aval)),
+                        times=times,
+                        purpose=instruction.purpose,
+                        source=sources.get(instruction.source.atom, ""),
+                    )
+        elif isinstance(instruction, Loop):
+            yield from _walk(instruction.body, times * instruction.eqn.params["length"], program)
+        elif isinstance(instruction, Branch):
+            for inner in instruction.blocks:
+                yield from _walk(inner, times, program)
+
+
+def step_bytes(step: Step, size: int) -> int:
+    """Bytes of one device's buffer, before or after the step, whichever is larger."""
+    return size * max(step.elements_in, step.elements_out)
+
+
+def _sources(block: Block) -> dict[object, str]:
+    """Where in the user's code each variable of a block is computed: `file.py:12`."""
+    return {
+        version.atom: short_source(user_source(i.eqn))
+        for i in block.instructions
+        if isinstance(i, (Compute, Loop, Branch))
+        for version in i.results
+    }
+
+
+def short_source(source: str) -> str:
+    """`/a/b/train.py:12 (step)` as `train.py:12`: a plan must not depend on where files lie."""
+    return source.split(" (")[0].rsplit("/", 1)[-1]
+
+

@@ -1,0 +1,97 @@
+"""How one value lies on a logical mesh: which axes cut which dimension, and which leave it unreduced.
+
+`Layout(dims=((0, 1), ()), partial=())` on a mesh of shape (4, 2) cuts the first dimension into eight
+parts, axis 0 being the outer cut; `partial=((1, "sum"),)` says that the value is the sum of what the
+devices along axis 1 hold. Axes are numbers, in ascending order within a dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """Mesh axes per dimension (outermost first), and the axes over which the value is partial."""
+
+    dims: tuple[tuple[int, ...], ...]
+    partial: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Axes that cut a dimension or that the value is partial over."""
+        return frozenset(a for dim in self.dims for a in dim) | {a for a, _ in self.partial}
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+
+def replicated(rank: int) -> Layout:
+    """The layout in which every device holds the whole value."""
+    return Layout(((),) * rank)
+
+
+def without_partial(layout: Layout) -> Layout:
+    return Layout(layout.dims)
+
+
+def num_parts(axes: Iterable[int], mesh: Sequence[int]) -> int:
+    return math.prod(mesh[a] for a in axes)
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> tuple[int, ...]:
+    """The shape that one device holds; every cut divides."""
+    return tuple(
+        size // num_parts(axes, mesh) for size, axes in zip(shape, layout.dims, strict=True)
+    )
+
+
+def cuts_product(layout: Layout, mesh: Sequence[int]) -> int:
+    """Into how many parts the value is cut."""
+    return math.prod(num_parts(axes, mesh) for axes in layout.dims)
+
+
+def divides(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> bool:
+    """Whether every cut of `layout` divides its dimension."""
+    return all(
+        size % num_parts(axes, mesh) == 0 for size, axes in zip(shape, layout.dims, strict=True)
+    )
+
+
+def describe(layout: Layout, names: Sequence[str]) -> str:
+    """`x,y|-|z +sum(y)`: the axes of every dimension, then what is unreduced."""
+    dims = "|".join("".join(names[a] for a in axes) or "-" for axes in layout.dims)
+    partial = "".join(f" +{monoid}({names[a]})" for a, monoid in layout.partial)
+    return f"[{dims}]{partial}"
+
+
+def all_layouts(
+    shape: Sequence[int], mesh: Sequence[int], *, partial: bool = False
+) -> tuple[Layout, ...]:
+    """Every layout of a shape: each axis cuts one dimension, or none, or (`partial`) is unreduced.
+
+    The first one is the replicated layout; the order is deterministic.
+    """
+    found: list[Layout] = []
+
+    def extend(axis: int, dims: list[list[int]], sums: list[int]) -> None:
+        if axis == len(mesh):
+            layout = Layout(tuple(map(tuple, dims)), tuple((a, "sum") for a in sums))
+            found.append(layout)
+            return
+        if mesh[axis] == 1:
+            extend(axis + 1, dims, sums)
+            return
+        extend(axis + 1, dims, sums)
+        for d, size in enumerate(shape):
+            if size % (num_parts(dims[d], mesh) * mesh[axis]) == 0 and size > 1:
+                dims[d].append(axis)
+                extend(axis + 1, dims, sums)
+                dims[d].pop()
+        if partial:
+            extend(axis + 1, dims, [*sums, axis])
+
+    extend(0, [[] for _ in shape], [])
+    return tuple(found)

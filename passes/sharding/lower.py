@@ -1,0 +1,344 @@
+"""From an assignment of strategies to the program that every device runs.
+
+Resharding is emitted where a version is first read and found again after that. Sums of partial
+scalars stay partial until a nonlinear use, whatever group they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, Var
+
+from autopar.errors import AutoparError
+from autopar.passes.graph import Graph, user_source
+from autopar.passes.sharding import strategies as st
+from autopar.passes.sharding.build import Built, stacked
+from autopar.passes.sharding.layout import Layout, replicated, without_partial
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.program import (
+    Block,
+    Branch,
+    Compute,
+    Instruction,
+    Loop,
+    Program,
+    Reshard,
+    Version,
+)
+from autopar.passes.sharding.reshard import reshard_steps
+from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
+
+
+def lower(
+    graph: Graph,
+    built: Built,
+    assignment: Sequence[int],
+    pricing: Pricing,
+    axis_names: tuple[str, ...],
+    batch_dims: Mapping[Var, frozenset[int]],
+) -> Program:
+    """The program in which every group of equations takes its assigned strategy."""
+    assert built.scope is not None
+    context = _Context(built, tuple(assignment), pricing, batch_dims, frozenset(graph.jaxpr.invars))
+    jaxpr = graph.jaxpr
+    inputs = tuple(
+        Version(var, built.nodes[node].layouts[assignment[node]])
+        for var, node in zip(jaxpr.invars, built.inputs, strict=True)
+    )
+    lowering = _Lowering(context, None, inputs)
+    lowering.run(built.scope)
+    outputs = []
+    for atom, label in zip(jaxpr.outvars, graph.outputs, strict=True):
+        if label.twin is not None:
+            layout = inputs[label.twin].layout
+        else:
+            layout = without_partial(lowering.home(atom))
+        outputs.append(lowering.get(atom, layout))
+    return Program(
+        built.mesh,
+        axis_names,
+        Block(inputs, tuple(lowering.instructions), tuple(outputs)),
+    )
+
+
+class _Context:
+    """What all scopes of one lowering share."""
+
+    def __init__(
+        self,
+        built: Built,
+        assignment: tuple[int, ...],
+        pricing: Pricing,
+        batch_dims: Mapping[Var, frozenset[int]],
+        arguments: frozenset[Var],
+    ):
+        self.built, self.assignment, self.pricing = built, assignment, pricing
+        self.batch_dims, self.arguments = batch_dims, arguments
+        self.mesh = built.mesh
+
+    def layout(self, node: int) -> Layout:
+        return self.built.nodes[node].layouts[self.assignment[node]]
+
+
+class _Lowering:
+    """One scope: the versions that exist so far and the instructions that made them."""
+
+    def __init__(self, context: _Context, parent: _Lowering | None, inputs: Sequence[Version]):
+        self.context, self.parent = context, parent
+        self.instructions: list[Instruction] = []
+        self.versions: dict[Var, list[Layout]] = {}
+        self.flexible: dict[Var, Entry] = {}
+        self.aliases: dict[Var, Any] = {}  # a branch's variable -> the outer atom
+        self.captured: dict[Version, Version] = {}  # inner version -> outer version
+        self.stacked_small: set[Var] = set()
+        for version in inputs:
+            self.define(version)
+
+    def define(self, version: Version) -> None:
+        self.versions.setdefault(version.atom, []).append(version.layout)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def home(self, atom: Any) -> Layout:
+        """The layout in which a value was made; a flexible one counts as replicated."""
+        if isinstance(atom, jex_core.Literal):
+            return replicated(len(aval_shape(atom)))
+        if atom in self.versions:
+            return self.versions[atom][0]
+        if atom in self.aliases:
+            assert self.parent is not None
+            return self.parent.home(self.aliases[atom])
+        return replicated(len(aval_shape(atom)))
+
+    def get(self, atom: Any, layout: Layout) -> Version:
+        """`atom` in `layout`: an existing version, or instructions that make it."""
+        wanted = Version(atom, layout)
+        if isinstance(atom, jex_core.Literal):
+            return wanted
+        if atom in self.aliases and atom not in self.versions:
+            self._capture(atom, layout)
+        known = self.versions.get(atom)
+        if known is None:
+            known = [self._produce(atom, layout)]
+        if layout in known:
+            return wanted
+        shape, size = aval_shape(atom), itemsize(atom.aval)
+        pricing = self.context.pricing
+        source = min(known, key=lambda have: pricing.reshard(have, layout, shape, size))
+        steps = reshard_steps(source, layout, shape, self.context.mesh, pricing.reduce_scatter)
+        self.instructions.append(
+            Reshard(Version(atom, source), wanted, steps, self._purpose(atom, source), "")
+        )
+        self.define(wanted)
+        return wanted
+
+    def _produce(self, atom: Var, layout: Layout) -> Layout:
+        """Compute a flexible value as it is read."""
+        entry = self.flexible[atom]
+        assert entry.shape is not None
+        choice = st.produce(entry.shape, 0, without_partial(layout), self.context.mesh)
+        made = st.strategy(entry.shape, choice, self.context.mesh)
+        self._compute(entry, made)
+        return made.results[0]
+
+    def _capture(self, atom: Var, layout: Layout) -> None:
+        """Bring an outer value into a branch, in the layout that it has outside."""
+        assert self.parent is not None
+        outer = self.aliases[atom]
+        have = self.parent.home(outer)
+        if outer in self.parent.flexible and outer not in self.parent.versions:
+            have = without_partial(layout)
+        version = self.parent.get(outer, have)
+        self.captured[Version(atom, have)] = version
+        self.define(Version(atom, have))
+
+    def _purpose(self, atom: Any, source: Layout) -> str:
+        if self.context.batch_dims.get(atom):
+            return "activation"
+        if atom in self.context.arguments:
+            return "parameter"
+        if source.partial:
+            return "gradient" if aval_shape(atom) else "scalar"
+        return "state"
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def run(self, scope: Scope) -> None:
+        for entry in scope.entries:
+            if entry.kind == "flexible":
+                self.flexible[entry.eqn.outvars[0]] = entry
+            elif entry.kind == "small":
+                self._small(entry)
+            elif entry.kind == "grouped":
+                assert entry.node is not None
+                self._compute(entry, entry.strategies[self.context.assignment[entry.node]])
+            elif entry.kind == "opaque":
+                self._opaque(entry)
+            elif entry.kind == "scan":
+                self._scan(entry)
+            else:
+                self._cond(entry)
+
+    def _compute(self, entry: Entry, chosen: st.Strategy, once: bool = False) -> None:
+        eqn = entry.eqn
+        operands = tuple(
+            self.get(atom, layout) for atom, layout in zip(eqn.invars, chosen.operands, strict=True)
+        )
+        results = tuple(Version(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
+        self.instructions.append(Compute(eqn, operands, results, once))
+        for version, layout in zip(results, chosen.results, strict=True):
+            if isinstance(version.atom, jex_core.DropVar):
+                continue
+            self.define(version)
+            if layout != version.layout:
+                self.get(version.atom, layout)
+                # what follows reads the completed value
+                self.versions[version.atom].remove(version.layout)
+
+    def _small(self, entry: Entry) -> None:
+        """Scalars: partial sums pass through what is linear in them, else they are completed."""
+        eqn, shape = entry.eqn, entry.shape
+        assert shape is not None
+        homes = [self.home(atom) for atom in eqn.invars]
+        partial = {i for i, layout in enumerate(homes) if layout.partial}
+        sums = all(m == "sum" for i in partial for _, m in homes[i].partial)
+        axes = tuple(sorted({a for i in partial for a, _ in homes[i].partial}))
+        linear = next((s for s in shape.linear if partial and sums and partial <= s), frozenset())
+        unreduced = tuple((a, "sum") for a in axes) if linear else ()
+        chosen = st.strategy(shape, (st.REPLICATE,) * len(self.context.mesh), self.context.mesh)
+        operands = tuple(
+            layout._replace(partial=unreduced) if i in linear else layout
+            for i, layout in enumerate(chosen.operands)
+        )
+        results = tuple(layout._replace(partial=unreduced) for layout in chosen.results)
+        self._compute(entry, chosen._replace(operands=operands, results=results, left=results))
+
+    def _opaque(self, entry: Entry) -> None:
+        eqn = entry.eqn
+        if eqn.effects and any(not isinstance(v, jex_core.DropVar) for v in eqn.outvars):
+            raise AutoparError(
+                f"{eqn.primitive.name} has a side effect and returns a value that the step uses.",
+                where=user_source(eqn),
+                why="on several devices it would run several times.",
+                hint="return the value from the step and call the host after it.",
+            )
+        whole = st.Strategy(
+            (),
+            tuple(replicated(len(aval_shape(v))) for v in eqn.invars),
+            tuple(replicated(len(aval_shape(v))) for v in eqn.outvars),
+            1,
+            tuple(replicated(len(aval_shape(v))) for v in eqn.outvars),
+        )
+        self._compute(entry, whole, once=bool(eqn.effects))
+
+    def _scan(self, entry: Entry) -> None:
+        eqn = entry.eqn
+        body: Jaxpr = eqn.params["jaxpr"].jaxpr
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        inner: list[Layout] = []
+        for position, var in enumerate(body.invars):
+            node = entry.boundaries[position]
+            inner.append(
+                replicated(len(aval_shape(var))) if node is None else self.context.layout(node)
+            )
+        small = [
+            i for i in range(num_consts, num_consts + num_carry) if entry.boundaries[i] is None
+        ]
+        body_lowering = self._settle(entry, body, inner, small)
+        outs: list[Version] = []
+        results: list[Version] = []
+        for i, (atom, var) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
+            if i < num_carry:
+                layout = inner[num_consts + i]
+                outer = layout
+            else:
+                node = entry.boundaries[len(body.invars) + i - num_carry]
+                layout = body_lowering.home(atom) if node is None else self.context.layout(node)
+                outer = stacked(layout)
+            outs.append(body_lowering.get(atom, layout))
+            results.append(Version(var, outer))
+        operands = tuple(
+            self.get(atom, stacked(layout) if i >= num_consts + num_carry else layout)
+            for i, (atom, layout) in enumerate(zip(eqn.invars, inner, strict=True))
+        )
+        block = Block(
+            tuple(Version(v, x) for v, x in zip(body.invars, inner, strict=True)),
+            tuple(body_lowering.instructions),
+            tuple(outs),
+        )
+        self.instructions.append(Loop(eqn, operands, tuple(results), block))
+        for version in results:
+            if not isinstance(version.atom, jex_core.DropVar):
+                self.define(version)
+
+    def _settle(
+        self, entry: Entry, body: Jaxpr, inner: list[Layout], small: list[int]
+    ) -> _Lowering:
+        """Lower a body; its small carries stay partial where its results are (fixpoint, in `inner`)."""
+        num_consts = entry.eqn.params["num_consts"]
+        fixed: set[int] = set()
+        while True:
+            lowering = _Lowering(
+                self.context,
+                None,
+                [Version(v, x) for v, x in zip(body.invars, inner, strict=True)],
+            )
+            lowering.run(entry.scopes[0])
+            changed = False
+            for position in small:
+                if position in fixed:
+                    continue
+                result = body.outvars[position - num_consts]
+                home = lowering.home(result)
+                wanted = tuple(p for p in home.partial if p[1] == "sum")
+                have = inner[position].partial
+                if wanted == have:
+                    continue
+                changed = True
+                if have and not set(have) <= set(wanted):
+                    fixed.add(position)
+                    wanted = ()
+                inner[position] = inner[position]._replace(partial=wanted)
+            if not changed:
+                return lowering
+
+    def _cond(self, entry: Entry) -> None:
+        eqn = entry.eqn
+        index = self.get(eqn.invars[0], replicated(0))
+        layouts = [
+            replicated(len(aval_shape(var))) if node is None else self.context.layout(node)
+            for var, node in zip(eqn.outvars, entry.boundaries, strict=True)
+        ]
+        lowered: list[tuple[_Lowering, tuple[Version, ...]]] = []
+        for scope in entry.scopes:
+            branch = _Lowering(self.context, self, ())
+            branch.aliases.update(zip(scope.jaxpr.invars, eqn.invars[1:], strict=True))
+            branch.run(scope)
+            outs = tuple(
+                branch.get(atom, layout)
+                for atom, layout in zip(scope.jaxpr.outvars, layouts, strict=True)
+            )
+            lowered.append((branch, outs))
+        operands: list[Version] = []
+        blocks = []
+        for branch, _ in lowered:
+            operands += [v for v in branch.captured.values() if v not in operands]
+        for branch, outs in lowered:
+            inner_of: dict[Version, Version] = {}
+            for inner, outer in branch.captured.items():
+                inner_of.setdefault(outer, inner)
+            inputs = tuple(inner_of.get(outer, outer) for outer in operands)
+            duplicates = [
+                Reshard(inner_of[outer], inner, (), "alias", "")
+                for inner, outer in branch.captured.items()
+                if inner_of[outer] != inner
+            ]
+            blocks.append(Block(inputs, (*duplicates, *branch.instructions), outs))
+        results = tuple(Version(v, x) for v, x in zip(eqn.outvars, layouts, strict=True))
+        self.instructions.append(Branch(eqn, index, tuple(operands), results, tuple(blocks)))
+        for version in results:
+            if not isinstance(version.atom, jex_core.DropVar):
+                self.define(version)

@@ -1,0 +1,70 @@
+"""What resharding and computing cost on one logical mesh of one cluster."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from autopar.cluster import Cluster
+from autopar.passes.costs import alpha_beta, compute_seconds
+from autopar.passes.factors.flops import flops
+from autopar.passes.factors.rule import FactorRule
+from autopar.passes.sharding.layout import Layout
+from autopar.passes.sharding.memory import UNFUSED
+from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
+from autopar.passes.sharding.scopes import aval_shape, itemsize
+
+MATRIX_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+class Pricing:
+    """Prices of one mesh; `reduce_scatter=False` prices and lowers partial sums by all-reduces only."""
+
+    def __init__(self, cluster: Cluster, mesh: tuple[int, ...], reduce_scatter: bool = True):
+        self.cluster, self.mesh, self.reduce_scatter = cluster, mesh, reduce_scatter
+        self._alpha_beta: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
+        self._compute: dict[Any, float] = {}
+
+    def reshard(
+        self, source: Layout, target: Layout, shape: tuple[int, ...], size: int
+    ) -> float:
+        """Seconds of turning one layout of a value into another, once."""
+        if source == target:
+            return 0.0
+        steps = reshard_steps(source, target, shape, self.mesh, self.reduce_scatter)
+        return sum(self.step(step, size) for step in steps)
+
+    def step(self, step: Step, size: int) -> float:
+        """Seconds of one step for elements of `size` bytes."""
+        bytes_ = size * max(step.elements_in, step.elements_out)
+        if step.kind not in COLLECTIVES:
+            return bytes_ / self.cluster.device.memory_bandwidth
+        key = (step.kind, step.axes)
+        if key not in self._alpha_beta:
+            self._alpha_beta[key] = alpha_beta(step.kind, self.cluster, self.mesh, step.axes)
+        alpha, beta = self._alpha_beta[key]
+        return alpha + beta * bytes_
+
+    def compute(self, eqn: JaxprEqn, rule: FactorRule) -> float:
+        """Seconds of one equation on one device, undivided."""
+        key = (id(rule), eqn.primitive)
+        if key not in self._compute:
+            self._compute[key] = self._compute_seconds(eqn, rule)
+        return self._compute[key]
+
+    def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule) -> float:
+        def nbytes(atom: Any) -> int:
+            return math.prod(aval_shape(atom)) * itemsize(atom.aval)
+
+        moved = sum(map(nbytes, eqn.outvars))
+        if eqn.primitive.name in UNFUSED:  # a fused elementwise chain reads its operands once
+            moved += sum(map(nbytes, eqn.invars))
+        return compute_seconds(
+            flops(eqn, rule),
+            moved,
+            str(eqn.outvars[0].aval.dtype),
+            self.cluster,
+            is_matmul=eqn.primitive.name in MATRIX_PRODUCTS,
+        )

@@ -1,0 +1,130 @@
+"""The sharded program: what every device of one mesh runs, instruction by instruction.
+
+A *version* is a variable in a layout. `Compute` evaluates one equation on versions, `Reshard` makes
+another version of a variable, `Loop` and `Branch` hold blocks. Planner, plan and runtime read the
+same list, so what is priced and printed is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.sharding.layout import Layout, describe
+from autopar.passes.sharding.reshard import Step
+
+
+class Version(NamedTuple):
+    """A variable (or a literal) in a layout."""
+
+    atom: Any
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One equation on local slices. `once`: it has an effect, and one device alone runs it."""
+
+    eqn: JaxprEqn
+    operands: tuple[Version, ...]
+    results: tuple[Version, ...]
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Another version of a variable, by these steps. `purpose` is for people."""
+
+    source: Version
+    target: Version
+    steps: tuple[Step, ...]
+    purpose: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan: operands in the order of its equation (constants, carry, slices)."""
+
+    eqn: JaxprEqn
+    operands: tuple[Version, ...]
+    results: tuple[Version, ...]
+    body: Block
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A cond: the branch index, what the branches read, and one block per branch."""
+
+    eqn: JaxprEqn
+    index: Version
+    operands: tuple[Version, ...]
+    results: tuple[Version, ...]
+    blocks: tuple[Block, ...]
+
+
+Instruction = Compute | Reshard | Loop | Branch
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions from input versions to output versions."""
+
+    inputs: tuple[Version, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Version, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One mesh's program: its logical shape, its axes' names, and the block that a step runs."""
+
+    mesh: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    block: Block
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self.block, self.axis_names, _Names(), ""))
+
+
+class _Names:
+    """Short, stable names for variables, in the order in which they are printed."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, str] = {}
+
+    def __call__(self, atom: Any) -> str:
+        if isinstance(atom, jex_core.Literal):
+            return str(atom.val)
+        if atom not in self.known:
+            self.known[atom] = f"v{len(self.known)}"
+        return self.known[atom]
+
+
+def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> Iterator[str]:
+    def show(versions: tuple[Version, ...]) -> str:
+        return " ".join(
+            f"{name(v.atom)}:{v.atom.aval.str_short()}{describe(v.layout, axes)}" for v in versions
+        )
+
+    yield f"{indent}in  {show(block.inputs)}"
+    for i in block.instructions:
+        if isinstance(i, Reshard):
+            steps = ", ".join(f"{s.kind}({','.join(axes[a] for a in s.axes)})" for s in i.steps)
+            yield f"{indent}{show((i.target,))} = {steps or 'as is'} {show((i.source,))}  # {i.purpose}"
+        elif isinstance(i, Compute):
+            once = " on one device" if i.once else ""
+            yield f"{indent}{show(i.results)} = {i.eqn.primitive.name} {show(i.operands)}{once}"
+        elif isinstance(i, Loop):
+            yield f"{indent}{show(i.results)} = scan x{i.eqn.params['length']} {show(i.operands)}"
+            yield from _lines(i.body, axes, name, indent + "    ")
+        else:
+            yield f"{indent}{show(i.results)} = cond {show((i.index,))} {show(i.operands)}"
+            for number, inner in enumerate(i.blocks):
+                yield f"{indent}  branch {number}"
+                yield from _lines(inner, axes, name, indent + "    ")
+    yield f"{indent}out {show(block.outputs)}"

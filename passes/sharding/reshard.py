@@ -1,0 +1,131 @@
+"""From one layout to another: a short list of collectives, and what it costs.
+
+Cheap and shrinking steps come first: slices cost nothing, a reduce-scatter and an all-to-all move
+less than an all-reduce and an all-gather. The same list is priced by the planner, listed in the
+plan and executed by the runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from autopar.passes.sharding.layout import Layout, num_parts
+
+StepKind = Literal[
+    "slice", "to-partial", "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
+]
+COLLECTIVES: tuple[StepKind, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: over which axes, along which dimension (`target` for an all-to-all's new one).
+
+    `elements_in` and `elements_out` count what one device holds before and after.
+    """
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    dim: int = -1
+    target: int = -1
+    monoid: str = "sum"
+    elements_in: int = 0
+    elements_out: int = 0
+
+
+@lru_cache(maxsize=200_000)
+def reshard_steps(
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    reduce_scatter: bool = True,
+) -> tuple[Step, ...]:
+    """The steps that turn `source` into `target` for a value of global `shape`.
+
+    `reduce_scatter=False` (ZeRO-1) completes partial sums by an all-reduce and slices after it.
+    """
+    if source == target:
+        return ()
+    dims = [list(axes) for axes in source.dims]
+    partial = dict(source.partial)
+    wanted_partial = dict(target.partial)
+    elements = math.prod(shape) // math.prod(num_parts(axes, mesh) for axes in dims)
+    steps: list[Step] = []
+
+    def emit(kind: StepKind, axes: tuple[int, ...], after: int, **where: object) -> None:
+        nonlocal elements
+        steps.append(Step(kind, axes, elements_in=elements, elements_out=after, **where))  # type: ignore[arg-type]
+        elements = after
+
+    def next_axis(d: int) -> int | None:
+        """The axis to append to dimension d, if what it has is a prefix of what it should have."""
+        have, want = dims[d], target.dims[d]
+        if len(have) < len(want) and tuple(have) == want[: len(have)]:
+            return want[len(have)]
+        return None
+
+    def holder(axis: int) -> int | None:
+        return next((d for d, axes in enumerate(dims) if axis in axes), None)
+
+    def grow() -> bool:
+        """Cut some dimension further: for free, else by a reduce-scatter, else an all-to-all."""
+        candidates = [(d, a) for d in range(len(dims)) if (a := next_axis(d)) is not None]
+        for d, axis in candidates:
+            if axis not in partial and holder(axis) is None:
+                emit("slice", (axis,), elements // mesh[axis], dim=d)
+                dims[d].append(axis)
+                return True
+        for d, axis in candidates:
+            if partial.get(axis) == "sum" and reduce_scatter:
+                emit("reduce-scatter", (axis,), elements // mesh[axis], dim=d)
+                del partial[axis]
+                dims[d].append(axis)
+                return True
+        for d, axis in candidates:
+            other = holder(axis)
+            if other is not None and dims[other][-1] == axis:
+                emit("all-to-all", (axis,), elements, dim=other, target=d)
+                dims[other].pop()
+                dims[d].append(axis)
+                return True
+        return False
+
+    def reduce() -> bool:
+        for monoid in sorted(set(partial.values())):
+            axes = tuple(
+                a for a in sorted(partial) if partial[a] == monoid and a not in wanted_partial
+            )
+            if axes:
+                emit("all-reduce", axes, elements, monoid=monoid)
+                for axis in axes:
+                    del partial[axis]
+                return True
+        return False
+
+    def gather() -> bool:
+        for d, axes in enumerate(dims):
+            want = target.dims[d]
+            keep = 0
+            while keep < min(len(axes), len(want)) and axes[keep] == want[keep]:
+                keep += 1
+            if keep < len(axes):
+                gone = tuple(axes[keep:])
+                emit("all-gather", gone, elements * num_parts(gone, mesh), dim=d)
+                del axes[keep:]
+                return True
+        return False
+
+    while grow() or reduce() or gather():
+        pass
+    missing = tuple(a for a in wanted_partial if a not in partial)
+    if missing:
+        emit("to-partial", missing, elements)
+    assert tuple(map(tuple, dims)) == target.dims, (source, target, steps)
+    return tuple(steps)
+
+

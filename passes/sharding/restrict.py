@@ -1,0 +1,242 @@
+"""What each method lets the integer program choose from.
+
+`shard` and `auto` leave everything open. The others use one mesh axis and are the textbook methods,
+stated as restrictions of the same search space:
+
+- `data`: the state is replicated; only the batch is cut, gradients are all-reduced.
+- `zero1`: the optimizer's state is cut; gradients are all-reduced and then sliced.
+- `zero2`: gradients are reduce-scattered to the slices of the optimizer's state.
+- `zero3`: the parameters are stored cut as well, and gathered where they are used.
+
+(ZeRO: Rajbhandari et al., SC 2020. With microbatches, all of them synchronise gradients once a step.)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Var
+
+from autopar.errors import BatchArgumentError, PinError
+from autopar.passes.graph import Graph
+from autopar.passes.sharding.batch_dims import NONE, BatchDims, parameters
+from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
+from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.strategies import Shape, outer_factor
+
+ONE_AXIS_METHODS = ("data", "zero1", "zero2", "zero3")
+TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The layouts and factors that a method, the pins and the devices allow."""
+
+    graph: Graph
+    method: str
+    dims: BatchDims
+    pins: Mapping[int, Layout]
+    parameters: frozenset[int]
+    state_bytes: int
+
+    @property
+    def reduce_scatter(self) -> bool:
+        return self.method != "zero1"
+
+    def input_layouts(self, index: int, mesh: tuple[int, ...]) -> tuple[Layout, ...]:
+        """The layouts that an input leaf may be stored in, the replicated one first if allowed."""
+        var, label = self.graph.jaxpr.invars[index], self.graph.inputs[index]
+        shape = aval_shape(var)
+        whole = replicated(len(shape))
+        if index in self.pins:
+            return (self.pins[index],)
+        if math.prod(shape) <= 1 or is_key(var.aval):
+            return (whole,)
+        bytes_ = math.prod(shape) * itemsize(var.aval)
+        if label.role == "batch":
+            return self._batch_layouts(shape, label.batch_axis, label.path, mesh)
+        if label.role != "state":
+            return (whole,)
+        if self.method in ONE_AXIS_METHODS:
+            stored_cut = self.method == "zero3" or (
+                self.method != "data" and index not in self.parameters
+            )
+            return (largest_dim_cut(shape, mesh) if stored_cut else whole,)
+        if bytes_ * TINY_SHARE < self.state_bytes:
+            return (whole,)
+        return all_layouts(shape, mesh)
+
+    def _batch_layouts(
+        self, shape: tuple[int, ...], axis: int | None, path: str, mesh: tuple[int, ...]
+    ) -> tuple[Layout, ...]:
+        if self.method not in ONE_AXIS_METHODS:
+            return all_layouts(shape, mesh)
+        if axis is None:
+            return (replicated(len(shape)),)
+        cut = Layout(tuple((0,) if d == axis else () for d in range(len(shape))))
+        if not divides(shape, cut, mesh):
+            raise BatchArgumentError(
+                f"A batch of {shape[axis]} examples cannot be divided among {mesh[0]} devices.",
+                where=path,
+                why=f"method={self.method!r} gives every device an equal share of the batch.",
+                hint=f"use a batch size that is a multiple of {mesh[0]}, or method='shard'.",
+            )
+        return (cut,)
+
+    def allowed_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
+        """Factors that an equation may cut; None: all of them."""
+        if self.method not in ONE_AXIS_METHODS:
+            return None
+        factors = {
+            outer_factor(shape.rule, value, dim)
+            for atom, value in zip(eqn.invars, shape.rule.operands, strict=True)
+            for dim in self._dims(atom)
+        } - {None}
+        if not factors and self.method != "data":
+            return None
+        return frozenset(f for f in factors if f is not None)
+
+    def boundary_layouts(
+        self, atom: Any, value: Any, mesh: tuple[int, ...], partial: bool
+    ) -> tuple[Layout, ...]:
+        """Layouts of what enters or leaves a loop or a branch."""
+        shape = aval_shape(atom)
+        if is_key(atom.aval):
+            return (replicated(len(shape)),)
+        partial = partial and jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
+        layouts = all_layouts(shape, mesh, partial=partial)
+        if self.method not in ONE_AXIS_METHODS:
+            bytes_ = math.prod(shape) * itemsize(atom.aval)
+            if bytes_ * TINY_SHARE < self.state_bytes and not self._dims(atom):
+                layouts = tuple(x for x in layouts if not any(x.dims))
+            return layouts
+        dims = self._dims(atom)
+        if not dims and self.method != "data":
+            return layouts
+        return tuple(x for x in layouts if all(d in dims for d, axes in enumerate(x.dims) if axes))
+
+    def _dims(self, atom: Any) -> frozenset[int]:
+        return self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
+
+
+def restriction(
+    graph: Graph,
+    method: str,
+    dims: BatchDims,
+    pins: Mapping[int, Layout],
+) -> Restriction:
+    """The restriction of a method on one program."""
+    state_bytes = sum(
+        math.prod(aval_shape(var)) * itemsize(var.aval)
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.role == "state"
+    )
+    return Restriction(graph, method, dims, pins, parameters(graph, dims), state_bytes)
+
+
+def is_key(aval: Any) -> bool:
+    """Whether a value is an array of typed PRNG keys, which collectives cannot carry."""
+    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended))
+
+
+def largest_dim_cut(shape: Sequence[int], mesh: tuple[int, ...]) -> Layout:
+    """The largest dimension that one axis divides is cut (the first of equals), or none."""
+    best = max(
+        (d for d, size in enumerate(shape) if size % mesh[0] == 0 and size),
+        key=lambda d: (shape[d], -d),
+        default=None,
+    )
+    return Layout(tuple((0,) if d == best else () for d in range(len(shape))))
+
+
+def resolve_pins(
+    graph: Graph,
+    pins: Sequence[tuple[str, tuple[tuple[str, ...], ...]]],
+    mesh: tuple[int, ...],
+    axis_names: tuple[str, ...],
+) -> dict[int, Layout]:
+    """The layout that each pinned input must have.
+
+    Raises:
+      PinError: a pattern matches no input, a spec names an unknown axis, has too many dimensions or does
+        not divide its tensor, or two pins disagree.
+    """
+    found: dict[int, tuple[Layout, str]] = {}
+    for pattern, spec in pins:
+        matches = [i for i, x in enumerate(graph.inputs) if matches_path(x.path, pattern)]
+        if not matches:
+            some = [x.path for x in graph.inputs if x.role == "state"][:8]
+            raise PinError(
+                f"The pin {pattern!r} matches no input.",
+                why=f"paths look like {', '.join(some) or 'nothing: there are no inputs'}.",
+                hint="use a shell pattern such as '*kernel*'.",
+            )
+        for index in matches:
+            layout = _pinned_layout(graph, index, pattern, spec, mesh, axis_names)
+            if index in found and found[index][0] != layout:
+                raise PinError(
+                    f"The pins {found[index][1]!r} and {pattern!r} give one tensor two shardings.",
+                    where=graph.inputs[index].path,
+                    hint="make one of the patterns narrower.",
+                )
+            found[index] = (layout, pattern)
+    return {index: layout for index, (layout, _) in found.items()}
+
+
+def matches_path(path: str, pattern: str) -> bool:
+    """Whether a shell pattern matches a path, or its end; brackets and quotes count as slashes.
+
+    >>> matches_path("state.params['Dense_0']['kernel']", "Dense_0/kernel")
+    True
+    """
+    plain = simple_path(path)
+    return any(
+        fnmatch.fnmatchcase(candidate, form)
+        for candidate in (path, plain)
+        for form in (pattern, f"*/{pattern}")
+    )
+
+
+def simple_path(path: str) -> str:
+    """`state.params['Dense_0']['kernel']` as `state/params/Dense_0/kernel`."""
+    for old, new in (("['", "/"), ("']", ""), ("[", "/"), ("]", ""), (".", "/")):
+        path = path.replace(old, new)
+    return path
+
+
+def _pinned_layout(
+    graph: Graph,
+    index: int,
+    pattern: str,
+    spec: tuple[tuple[str, ...], ...],
+    mesh: tuple[int, ...],
+    axis_names: tuple[str, ...],
+) -> Layout:
+    shape, path = aval_shape(graph.jaxpr.invars[index]), graph.inputs[index].path
+    unknown = [a for axes in spec for a in axes if a not in axis_names]
+    if unknown:
+        raise PinError(
+            f"The pin {pattern!r} names the mesh axis {unknown[0]!r}.",
+            where=path,
+            why=f"the axes of this mesh {mesh} are {', '.join(axis_names)}.",
+            hint="set logical_mesh=... to the mesh that the pin means.",
+        )
+    if len(spec) > len(shape):
+        raise PinError(
+            f"The pin {pattern!r} has {len(spec)} dimensions, the tensor has {len(shape)}.", where=path
+        )
+    dims = tuple(tuple(sorted(axis_names.index(a) for a in axes)) for axes in spec)
+    layout = Layout(dims + ((),) * (len(shape) - len(dims)))
+    if not divides(shape, layout, mesh):
+        raise PinError(
+            f"The pin {pattern!r} does not divide its tensor.",
+            where=path,
+            why=f"the shape is {shape}, the mesh is {dict(zip(axis_names, mesh, strict=True))}.",
+            hint="pin a dimension whose size is a multiple of the mesh axes that cut it.",
+        )
+    return layout

@@ -1,0 +1,112 @@
+"""The program as the integer program sees it: groups of equations that share one strategy.
+
+Every equation becomes an `Entry` of the `Scope` (the program, or the body of a scan or a cond) that
+holds it. An entry is one of
+
+- `grouped`: it has a strategy for every strategy of its group (a node of the integer program);
+  matrix products and joins of big values open a group, what merely follows an operand belongs to
+  that operand's group;
+- `flexible`: made from little (an iota, random bits, a broadcast), it is computed wherever it is read,
+  in the layout in which it is read;
+- `small`: scalars; they are replicated, and sums of partial scalars stay partial until a nonlinear use;
+- `scan`, `cond`: boundary nodes for what enters and leaves, and inner scopes;
+- `opaque`: no factor may be cut, every device computes it whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.passes.sharding.layout import Layout
+from autopar.passes.sharding.strategies import Shape, Strategy
+
+EntryKind = Literal["grouped", "flexible", "small", "scan", "cond", "opaque"]
+
+
+@dataclass
+class Entry:
+    """One equation: how it is handled, the node that decides, and its strategy for each of the node's."""
+
+    kind: EntryKind
+    eqn: JaxprEqn
+    shape: Shape | None = None
+    node: int | None = None
+    strategies: tuple[Strategy, ...] = ()
+    scopes: tuple[Scope, ...] = ()
+    boundaries: tuple[int | None, ...] = ()  # scan: consts, carry, xs, ys; cond: results
+
+
+@dataclass
+class Scope:
+    """A jaxpr, how many times a step it runs, and one entry per equation."""
+
+    jaxpr: Jaxpr
+    times: int
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Rigid:
+    """A value whose layout is decided by a node: one layout for each of the node's strategies."""
+
+    node: int
+    layouts: tuple[Layout, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    live: Live
+
+
+@dataclass
+class Live:
+    """When a rigid value is alive: from its definition to its last use, in equations walked."""
+
+    name: str
+    first: int
+    last: int
+    fused: bool
+
+
+@dataclass(frozen=True)
+class Flexible:
+    """A value that is computed in whatever layout it is read: its equation and operands' values."""
+
+    shape: Shape
+    result: int
+    operands: tuple[Value | None, ...]
+
+
+@dataclass(frozen=True)
+class Small:
+    """A scalar, or a handful of numbers."""
+
+
+Value = Any  # Rigid | Flexible | Small
+
+
+@dataclass
+class Node:
+    """One decision of the integer program.
+
+    `seconds[s]` is what strategy s costs a step by itself; `label` and `source` are for people.
+    """
+
+    label: str
+    source: str
+    num_strategies: int
+    layouts: tuple[Layout, ...]
+    times: int
+    seconds: list[float] = field(default_factory=list)
+    choices: tuple[Strategy, ...] = ()
+
+
+def aval_shape(var: Var | Any) -> tuple[int, ...]:
+    return tuple(var.aval.shape)
+
+
+def itemsize(aval: Any) -> int:
+    """Bytes of one element; a PRNG key counts as what it wraps."""
+    dtype = aval.dtype
+    return int(getattr(dtype, "itemsize", 8) or 8)

@@ -1,0 +1,151 @@
+"""Strategies of one equation: each mesh axis cuts one factor, or nothing, or stays unreduced.
+
+A *choice* gives every mesh axis a factor index, or `REPLICATE`, or `LINEAR - k`: the k-th set of
+operands in which the equation is jointly linear is partial over the axis, and so are the results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.passes.factors.rule import FactorRule, ValueFactors
+from autopar.passes.sharding.layout import Layout, num_parts
+
+REPLICATE = -1
+LINEAR = -2
+Choice = tuple[int, ...]
+LinearSets = tuple[frozenset[int], ...]
+
+
+class Strategy(NamedTuple):
+    """What a choice asks of each operand, leaves in each result, and divides the work by.
+
+    `completed` results are all-reduced right after the equation: `left` is what it leaves before.
+    """
+
+    choice: Choice
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    division: int
+    left: tuple[Layout, ...]
+
+    @property
+    def completed(self) -> bool:
+        return self.left != self.results
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What strategies depend on: the rule and in which operands the equation is linear."""
+
+    rule: FactorRule
+    linear: LinearSets
+    cuttable: tuple[bool, ...]
+
+
+def shape_of(rule: FactorRule, linear: LinearSets) -> Shape:
+    """A factor can be cut by a mesh axis if it is the outermost one wherever it occurs."""
+    outermost = [factor.kind != "replicated" and factor.size > 1 for factor in rule.factors]
+    for value in (*rule.operands, *rule.results):
+        for dim in value:
+            loops = [f for f in dim if rule.factors[f].size > 1]
+            for factor in loops[1:]:
+                outermost[factor] = False
+    return Shape(rule, linear, tuple(outermost))
+
+
+def outer_factor(rule: FactorRule, value: ValueFactors, dim: int) -> int | None:
+    """The outermost factor of a dimension that is a real loop."""
+    return next((f for f in value[dim] if rule.factors[f].size > 1), None)
+
+
+def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:
+    """The layouts that a valid choice implies."""
+    rule = shape.rule
+    axes_of: dict[int, list[int]] = {}
+    for axis, picked in enumerate(choice):
+        if picked >= 0:
+            axes_of.setdefault(picked, []).append(axis)
+    linear_axes = [(axis, shape.linear[LINEAR - p]) for axis, p in enumerate(choice) if p <= LINEAR]
+
+    def dims(value: ValueFactors) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(a for f in dim for a in axes_of.get(f, ())) for dim in value)
+
+    operands = tuple(
+        Layout(dims(value), tuple((a, "sum") for a, sets in linear_axes if i in sets))
+        for i, value in enumerate(rule.operands)
+    )
+    reduced = {
+        axis: rule.factors[f].kind
+        for f, axes in axes_of.items()
+        if rule.factors[f].kind != "pass"
+        for axis in axes
+    }
+    partial = tuple(sorted({**reduced, **{a: "sum" for a, _ in linear_axes}}.items()))
+    results = tuple(Layout(dims(value), partial) for value in rule.results)
+    division = num_parts((a for axes in axes_of.values() for a in axes), mesh)
+    return Strategy(choice, operands, results, division, results)
+
+
+def completed(found: Strategy) -> Strategy:
+    """The same strategy with its results all-reduced at once."""
+    return found._replace(results=tuple(Layout(r.dims) for r in found.results))
+
+
+def is_valid(shape: Shape, choice: Choice, mesh: Sequence[int]) -> bool:
+    """Whether every cut factor may be cut and divides evenly."""
+    parts: dict[int, int] = {}
+    for axis, picked in enumerate(choice):
+        if picked >= 0:
+            if not shape.cuttable[picked]:
+                return False
+            parts[picked] = parts.get(picked, 1) * mesh[axis]
+    return all(shape.rule.factors[f].size % n == 0 for f, n in parts.items())
+
+
+def choices(shape: Shape, mesh: Sequence[int], *, linear: bool) -> list[Choice]:
+    """Every valid choice, the replicated one first."""
+    factors = [f for f, ok in enumerate(shape.cuttable) if ok]
+    sets = [LINEAR - k for k in range(len(shape.linear))] if linear else []
+    options = [[REPLICATE] if size == 1 else [REPLICATE, *factors, *sets] for size in mesh]
+    return [c for c in itertools.product(*options) if is_valid(shape, c, mesh)]
+
+
+def follow(shape: Shape, lead: int, layout: Layout, mesh: Sequence[int]) -> Choice:
+    """The choice that takes operand `lead` as it lies, as far as the rule allows."""
+    picked = [REPLICATE] * len(mesh)
+    value = shape.rule.operands[lead]
+    _take_dims(shape, value, layout, picked, mesh)
+    for axis, monoid in layout.partial:
+        if monoid == "sum":
+            position = next((k for k, s in enumerate(shape.linear) if lead in s), None)
+            if position is not None:
+                picked[axis] = LINEAR - position
+    return tuple(picked)
+
+
+def produce(shape: Shape, result: int, layout: Layout, mesh: Sequence[int]) -> Choice:
+    """The choice that leaves result `result` in `layout`, as far as the rule allows (for `pass`)."""
+    picked = [REPLICATE] * len(mesh)
+    _take_dims(shape, shape.rule.results[result], layout, picked, mesh)
+    return tuple(picked)
+
+
+def _take_dims(
+    shape: Shape, value: ValueFactors, layout: Layout, picked: list[int], mesh: Sequence[int]
+) -> None:
+    for dim, axes in enumerate(layout.dims):
+        if not axes:
+            continue
+        factor = outer_factor(shape.rule, value, dim)
+        if factor is None or not shape.cuttable[factor]:
+            continue
+        parts = num_parts((a for a, p in enumerate(picked) if p == factor), mesh)
+        for axis in axes:
+            parts *= mesh[axis]
+            if shape.rule.factors[factor].size % parts:
+                break
+            picked[axis] = factor

@@ -1,0 +1,77 @@
+"""The embedded runtime: one process, all its devices, one jitted program for a one-stage plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import DeviceError
+from autopar.passes.compiler import Compiled
+from autopar.passes.sharding.layout import Layout
+from autopar.runtime.spmd import local_function
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """A plan on real devices.
+
+    `local_fn(*arrays) -> list` takes global arrays, one per graph input (constants last), and is to
+    be called inside a `jax.jit` with these shardings.
+    """
+
+    local_fn: Callable[..., list[Any]]
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    mesh: Mesh
+
+
+def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> LocalProgram:
+    """Place a compiled plan on `devices` (all visible ones by default, in their own order).
+
+    Raises:
+      DeviceError: there are fewer devices than the plan needs.
+    """
+    program = compiled.program
+    devices = jax.devices() if devices is None else list(devices)
+    needed = int(np.prod(program.mesh))
+    if len(devices) < needed:
+        raise DeviceError(
+            f"The plan needs {needed} devices and {len(devices)} are visible.",
+            why=f"it was made for a logical mesh of {' x '.join(map(str, program.mesh))}.",
+            hint="plan for the devices at hand, or set jax_num_cpu_devices before JAX is first used.",
+        )
+    mesh = Mesh(
+        np.asarray(devices[:needed]).reshape(program.mesh),
+        program.axis_names,
+        axis_types=(AxisType.Auto,) * len(program.mesh),
+    )
+
+    def spec(layout: Layout) -> PartitionSpec:
+        return PartitionSpec(*(_entry(axes, program.axis_names) for axes in layout.dims))
+
+    in_specs = tuple(spec(v.layout) for v in program.block.inputs)
+    out_specs = [spec(v.layout) for v in program.block.outputs]
+    function = jax.shard_map(
+        local_function(program),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return LocalProgram(
+        local_fn=function,
+        in_shardings=tuple(NamedSharding(mesh, s) for s in in_specs),
+        out_shardings=tuple(NamedSharding(mesh, s) for s in out_specs),
+        mesh=mesh,
+    )
+
+
+def _entry(axes: Sequence[int], names: Sequence[str]) -> Any:
+    if not axes:
+        return None
+    return names[axes[0]] if len(axes) == 1 else tuple(names[a] for a in axes)

@@ -1,0 +1,214 @@
+"""Runs a sharded program's block on one device's slices, inside `jax.shard_map`.
+
+Every instruction becomes ordinary JAX operations on local arrays, and every resharding step one
+explicit collective, so the compiled program contains the collectives that the plan lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
+
+from autopar.passes.jax_compat import source_context
+from autopar.passes.localize import Cut, bind_local
+from autopar.passes.sharding.layout import Layout, num_parts
+from autopar.passes.sharding.program import (
+    Block,
+    Branch,
+    Compute,
+    Loop,
+    Program,
+    Reshard,
+    Version,
+)
+from autopar.passes.sharding.reshard import Step
+
+Env = dict[Version, Any]
+
+
+def local_function(program: Program) -> Callable[..., list[Any]]:
+    """The function of local arrays that `jax.shard_map` runs on every device of the mesh."""
+
+    def run(*arrays: Any) -> list[Any]:
+        return _Device(program.mesh, program.axis_names).block(program.block, arrays)
+
+    return run
+
+
+class _Device:
+    """One device's view: its place on the mesh, and how it evaluates instructions."""
+
+    def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...]):
+        self.mesh, self.names = mesh, names
+
+    def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.names[a] for a in axes)
+
+    def index(self, axes: Sequence[int]) -> Any:
+        """This device's place along several axes, the first one being the outermost."""
+        return lax.axis_index(self.axes(axes))
+
+    def cuts(self, layout: Layout) -> tuple[Cut | None, ...]:
+        return tuple(
+            Cut(num_parts(axes, self.mesh), self.index(axes)) if axes else None
+            for axes in layout.dims
+        )
+
+    # -- instructions ------------------------------------------------------------------------
+
+    def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
+        env: Env = dict(zip(block.inputs, arrays, strict=True))
+        for instruction in block.instructions:
+            if isinstance(instruction, Reshard):
+                value = self.read(env, instruction.source)
+                for step in instruction.steps:
+                    value = self.step(step, value)
+                env[instruction.target] = value
+            elif isinstance(instruction, Compute):
+                self.compute(env, instruction)
+            elif isinstance(instruction, Loop):
+                self.loop(env, instruction)
+            else:
+                self.branch(env, instruction)
+        return [self.read(env, version) for version in block.outputs]
+
+    def read(self, env: Env, version: Version) -> Any:
+        if not isinstance(version.atom, jex_core.Literal):
+            return env[version]
+        value = version.atom.val
+        if not version.layout.partial:
+            return value
+        array = jnp.asarray(value, version.atom.aval.dtype)
+        return self.to_partial(array, [a for a, _ in version.layout.partial])
+
+    def compute(self, env: Env, instruction: Compute) -> None:
+        eqn = instruction.eqn
+        operands = [self.read(env, version) for version in instruction.operands]
+        with source_context(eqn):
+            if instruction.once:
+                self.once(eqn, operands)
+                return
+            results = bind_local(
+                eqn,
+                operands,
+                [self.cuts(v.layout) for v in instruction.operands],
+                [self.cuts(v.layout) for v in instruction.results],
+            )
+        env.update(zip(instruction.results, results, strict=True))
+
+    def once(self, eqn: Any, operands: Sequence[Any]) -> None:
+        """An equation with an effect (jax.debug.print): the first device alone runs it."""
+        first = self.index(range(len(self.mesh))) == 0
+
+        def run(*values: Any) -> None:
+            whole = [(None,) * len(atom.aval.shape) for atom in (*eqn.invars, *eqn.outvars)]
+            bind_local(eqn, values, whole[: len(values)], whole[len(values) :])
+
+        lax.cond(first, run, lambda *values: None, *operands)
+
+    def loop(self, env: Env, instruction: Loop) -> None:
+        params = instruction.eqn.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        operands = [self.read(env, version) for version in instruction.operands]
+        consts = operands[:num_consts]
+        carry = [jnp.asarray(x) for x in operands[num_consts : num_consts + num_carry]]
+        slices = operands[num_consts + num_carry :]
+
+        def body(carry: Any, xs: Any) -> Any:
+            results = self.block(instruction.body, [*consts, *carry, *xs])
+            outs = [
+                _like(result, initial)
+                for result, initial in zip(results[:num_carry], carry, strict=True)
+            ]
+            return outs, results[num_carry:]
+
+        with source_context(instruction.eqn):
+            carried, stacks = lax.scan(
+                body,
+                carry,
+                slices,
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+            )
+        env.update(zip(instruction.results, [*carried, *stacks], strict=True))
+
+    def branch(self, env: Env, instruction: Branch) -> None:
+        index = self.read(env, instruction.index)
+        operands = [self.read(env, version) for version in instruction.operands]
+        avals = [var.aval for var in instruction.eqn.outvars]
+
+        def runner(block: Block) -> Callable[..., list[Any]]:
+            def run(*values: Any) -> list[Any]:
+                results = self.block(block, values)
+                return [
+                    lax.convert_element_type(r, a.dtype) if not _is_key(r) else r
+                    for r, a in zip(results, avals, strict=True)
+                ]
+
+            return run
+
+        with source_context(instruction.eqn):
+            results = lax.switch(index, [runner(b) for b in instruction.blocks], *operands)
+        env.update(zip(instruction.results, results, strict=True))
+
+    # -- resharding --------------------------------------------------------------------------
+
+    def step(self, step: Step, value: Any) -> Any:
+        value = jnp.asarray(value)
+        names = self.axes(step.axes)
+        if step.kind == "slice":
+            size = value.shape[step.dim] // num_parts(step.axes, self.mesh)
+            start = self.index(step.axes) * size
+            return lax.dynamic_slice_in_dim(value, start, size, step.dim)
+        if step.kind == "to-partial":
+            return self.to_partial(value, step.axes)
+        if step.kind == "all-reduce":
+            return _all_reduce(value, names, step.monoid)
+        if step.kind == "reduce-scatter":
+            return lax.psum_scatter(value, names, scatter_dimension=step.dim, tiled=True)
+        if step.kind == "all-gather":
+            return lax.all_gather(value, names, axis=step.dim, tiled=True)
+        return lax.all_to_all(
+            value, names, split_axis=step.target, concat_axis=step.dim, tiled=True
+        )
+
+    def to_partial(self, value: Any, axes: Sequence[int]) -> Any:
+        """One device along `axes` keeps the value, the others hold zeros."""
+        return jnp.where(self.index(axes) == 0, value, jnp.zeros_like(value))
+
+
+def _like(value: Any, reference: Any) -> Any:
+    """A carry must keep its dtype and weak type through the loop."""
+    value = jnp.asarray(value)
+    if _is_key(value) or (
+        value.dtype == reference.dtype and value.weak_type == getattr(reference, "weak_type", False)
+    ):
+        return value
+    return lax.convert_element_type(value, reference.dtype)
+
+
+def _is_key(value: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(jnp.asarray(value).dtype, jax.dtypes.extended))
+
+
+def _all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:
+    if monoid == "sum":
+        return lax.psum(value, names)
+    if monoid in ("max", "or"):
+        return _on_integers(lambda x: lax.pmax(x, names), value)
+    if monoid in ("min", "and"):
+        return _on_integers(lambda x: lax.pmin(x, names), value)
+    assert monoid == "prod", monoid
+    return jnp.prod(lax.all_gather(value, names), axis=0, dtype=value.dtype)
+
+
+def _on_integers(function: Callable[[Any], Any], value: Any) -> Any:
+    if value.dtype != jnp.bool_:
+        return function(value)
+    return function(value.astype(jnp.int32)).astype(jnp.bool_)
