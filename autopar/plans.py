@@ -400,6 +400,10 @@ def _differences(left: Any, right: Any, where: str) -> list[str]:
             for key in dict.fromkeys((*left_named, *right_named)):
                 a, b = left_named.get(key, _ABSENT), right_named.get(key, _ABSENT)
                 lines += _differences(a, b, f"{where}[{key}]")
+            if [k for k in left_named if k in right_named] != [
+                k for k in right_named if k in left_named
+            ]:
+                lines.append(f"{where}: in another order")
             return lines
     if left == right:
         return []

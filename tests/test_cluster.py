@@ -4,6 +4,8 @@ import dataclasses
 import doctest
 import json
 import math
+import subprocess
+import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -271,3 +273,12 @@ def test_a_cluster_of_ones_own() -> None:
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     with pytest.raises(OptionError, match="none of float8"):
         dataclasses.replace(cluster, device=dataclasses.replace(device, peak_flops={"int8": 1e9}))
+
+
+def test_the_ground_imports_neither_jax_nor_what_draws() -> None:
+    modules = "cluster, errors, options, plans, report, summaries"
+    code = f"import sys; from autopar import {modules}; print(*sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert "autopar.plans" in loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "ray", "ortools", "matplotlib", "rich"}

@@ -22,8 +22,10 @@ def test_defaults_are_what_the_manual_says() -> None:
     made = Options()
     assert (made.method, made.microbatches, made.runtime) == ("auto", "auto", "local")
     assert made.donate_argnums == made.batch_argnums == "auto"
-    assert made.static_argnums == made.pins == ()
-    assert made.memory_limit is made.logical_mesh is made.solver_time_limit is None
+    assert (made.static_argnums, made.pins) == ((), ())
+    assert made.memory_limit is None
+    assert made.logical_mesh is None
+    assert made.solver_time_limit is None
     assert (made.max_flops_share, made.max_bytes_share, made.seed) == (0.01, 0.05, 0)
 
 

@@ -1,0 +1,250 @@
+"""Tables say what the plan says, and in pictures no two texts overlap."""
+
+import io
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from rich.console import Console
+
+from autopar.cluster import Cluster, axis_names
+from autopar.options import Options
+from autopar.passes import costs
+from autopar.plans import (
+    Candidate,
+    Collective,
+    Estimates,
+    OutputCertificate,
+    Plan,
+    SolverSummary,
+    StagePlan,
+    TensorPlan,
+    check,
+)
+from autopar.report import plot_plan, print_plan, save_plot
+from autopar.units import format_bytes
+
+
+def transformer_plan(
+    mesh: tuple[int, ...], *, preset: str = "dgx-h100", layers: int = 6, width: int = 512
+) -> Plan:
+    """A plan for a GPT with Adam: ZeRO-1 on x, tensor parallelism on the other axes."""
+    cluster = Cluster.preset(preset)
+    names = axis_names(mesh)
+    inner = names[1:]
+
+    def tensor(path: str, role: str, shape: tuple[int, ...], *spec: tuple[str, ...]) -> TensorPlan:
+        cut = math.prod(mesh[names.index(axis)] for dim in spec for axis in dim)
+        size = 4 * math.prod(shape)
+        return TensorPlan(path, role, shape, "float32", spec, size, size // cut, role == "state")
+
+    weights: list[tuple[str, tuple[int, ...], tuple[tuple[str, ...], ...]]] = [
+        ("['embedding']", (50304, width), ((), inner))
+    ]
+    for i in range(layers):
+        block = f"['Block_{i}']"
+        weights += [
+            (f"{block}['LayerNorm_0']['scale']", (width,), ((),)),
+            (f"{block}['attention']['qkv']['kernel']", (width, 3 * width), ((), inner)),
+            (f"{block}['attention']['qkv']['bias']", (3 * width,), (inner,)),
+            (f"{block}['attention']['out']['kernel']", (width, width), (inner, ())),
+            (f"{block}['mlp']['up']['kernel']", (width, 4 * width), ((), inner)),
+            (f"{block}['mlp']['down']['kernel']", (4 * width, width), (inner, ())),
+        ]
+    inputs = [tensor("state.step", "state", ())]
+    inputs += [tensor(f"state.params{p}", "state", shape, *spec) for p, shape, spec in weights]
+    for moment in ("mu", "nu"):
+        inputs += [
+            tensor(f"state.opt_state[0].{moment}{p}", "state", shape, ("x", *spec[0]), *spec[1:])
+            for p, shape, spec in weights
+        ]
+    state = inputs.copy()
+    inputs.append(tensor("batch['tokens']", "batch", (64, 257), ("x",), ()))
+    outputs = [*state, tensor("[1]['loss']", "result", ())]
+
+    def collective(kind: str, axes: tuple[str, ...], size: int, times: int, why: str) -> Collective:
+        numbers = [names.index(axis) for axis in axes]
+        seconds = costs.collective_seconds(kind, size, cluster, mesh, numbers)
+        return Collective(kind, axes, size, times, why, seconds=seconds)
+
+    collectives = []
+    for item in state:
+        if ".params" in item.path:
+            size = item.bytes_per_device
+            collectives.append(collective("reduce-scatter", ("x",), size, 1, "gradient"))
+            collectives.append(collective("all-gather", ("x",), size, 1, "parameter"))
+    if inner:
+        collectives.append(collective("all-reduce", inner, 2**22, 16 * layers, "activation"))
+    communication = sum(item.seconds * item.times for item in collectives)
+    compute = 4 * communication
+    step = compute + communication
+    state_bytes = sum(item.bytes_per_device for item in state)
+    return Plan(
+        autopar_version="0.1.0",
+        jax_version="0.10.2",
+        program_hash="0123456789abcdef",
+        options=Options().to_dict(),
+        cluster=cluster.to_dict(),
+        method="shard",
+        num_microbatches=4,
+        reason_for_microbatches="the fewest that fit",
+        stages=(StagePlan(mesh, names, math.prod(mesh), (), tuple(collectives)),),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        certificate=(
+            *(OutputCertificate(item.path, "epilogue") for item in state),
+            OutputCertificate("[1]['loss']", "sum"),
+        ),
+        estimates=Estimates(
+            compute + communication, compute, communication, 3 * state_bytes, state_bytes, 1e13
+        ),
+        solver=SolverSummary(1000, 1000, 0.0, 900, 1500, 7000),
+        candidates=(
+            *(
+                Candidate(method, shape, 4, (1 + i / 7) * step, (3 + i) * state_bytes, i == 0)
+                for i, (method, shape) in enumerate(
+                    itertools.product(("shard", "zero1", "zero2", "data"), ((8,), (4, 2)))
+                )
+            ),
+            Candidate("data", (8,), 1, None, None, note="more than a device has"),
+        ),
+    )
+
+
+def convolution_plan() -> Plan:
+    """State that is one level of layers, kernels of four dimensions, three axes, nothing sent."""
+    names = ("x", "y", "z")
+    inputs = []
+    for i in range(6):
+        shape = (3, 3, 16 << i, 32 << i)
+        size = 4 * math.prod(shape)
+        spec: tuple[tuple[str, ...], ...] = ((), (), ("x",), ("y", "z"))
+        path = f"args[0]['a_rather_long_name_of_a_layer{i}_{'abcdef'[i]}']['kernel']"
+        inputs.append(TensorPlan(path, "state", shape, "float32", spec, size, size // 8))
+    inputs.append(TensorPlan("args[1]", "batch", (32, 8), "int32", (names, ()), 1024, 128))
+    return Plan(
+        autopar_version="0.1.0",
+        jax_version="0.10.2",
+        program_hash="0123456789abcdef",
+        options=Options.from_kwargs(memory_limit="1GiB").to_dict(),
+        cluster=Cluster.preset("cpu").to_dict(),
+        method="data",
+        num_microbatches=1,
+        reason_for_microbatches="batch norm needs the whole batch",
+        stages=(StagePlan((2, 2, 2), names, 8),),
+        inputs=tuple(inputs),
+        outputs=(TensorPlan("", "result", (), "float32", (), 4, 4),),
+        certificate=(),
+        estimates=Estimates(1.0, 1.0, 0.0, 10**7, 10**6, 1e9),
+    )
+
+
+PLANS = {
+    "one axis": transformer_plan((8,)),
+    "two axes": transformer_plan((4, 2)),
+    "three axes": transformer_plan((2, 2, 2), preset="cpu", layers=2, width=64),
+    "convolutions": convolution_plan(),
+}
+
+
+def rendered(plan: Plan, width: int = 120) -> str:
+    text = io.StringIO()
+    print_plan(plan, Console(width=width, file=text))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_samples_are_plans(plan: Plan) -> None:
+    check(plan)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_tables_fit_their_console(plan: Plan) -> None:
+    for width in (100, 140):
+        lines = rendered(plan, width).splitlines()
+        assert max(len(line.rstrip()) for line in lines) <= width
+
+
+def test_tables_say_what_the_plan_says() -> None:
+    plan = PLANS["two axes"]
+    text = rendered(plan)
+    assert "x=4  y=2" in text
+    assert "the fewest that fit" in text
+    assert "proved optimal for the cost model" in text
+    assert "state/params/Block_{0..5}/attention/qkv/kernel" in text
+    assert "512 x 1536/y" in text
+    assert format_bytes(plan.estimates.peak_bytes_per_device) in text
+    assert "39 leaves of the new state" not in text
+    count = sum(item.role == "state" for item in plan.outputs)
+    assert f"{count} leaves of the new state" in text
+    assert "reduce-scatter" in text
+    assert "more than a device has" in text
+    assert text.count("▶") == 1
+
+
+def test_repeated_layers_take_one_row() -> None:
+    few, many = transformer_plan((4, 2), layers=2), transformer_plan((4, 2), layers=24)
+    assert len(rendered(few).splitlines()) == len(rendered(many).splitlines())
+
+
+def test_a_plan_without_communication_says_so() -> None:
+    assert "No communication between devices." in rendered(PLANS["convolutions"])
+
+
+def texts(figure: Figure) -> list[Text]:
+    figure.draw_without_rendering()
+    found = [text for text in figure.findobj(Text) if isinstance(text, Text)]
+    return [text for text in found if text.get_text().strip() and text.get_visible()]
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_no_text_of_a_picture_overlaps_another_or_is_cut(plan: Plan) -> None:
+    figure = plot_plan(plan)
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    assert len(boxes) > 10
+    for text, box in boxes:
+        inside = figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        inside = inside and figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+        assert inside, f"{text!r} is cut off"
+    for (text, box), (other_text, other) in itertools.combinations(boxes, 2):
+        # Lines of one label may touch: boxes have the height of the tallest letters.
+        across = min(box.x1, other.x1) - max(box.x0, other.x0)
+        down = min(box.y1, other.y1) - max(box.y0, other.y0)
+        assert across <= 0 or down <= 0.25 * min(box.height, other.height), (text, other_text)
+
+
+def test_a_picture_tells_what_is_where() -> None:
+    shown = [text.get_text() for text in texts(plot_plan(PLANS["two axes"]))]
+    assert any(text.startswith("shard on 1 node of 8 x H100") for text in shown)
+    assert {"params", "the part on device 0", "cut along x (4 ways)"} <= set(shown)
+    assert "Communication in a step" in shown
+    assert any(text.endswith(", chosen") for text in shown)
+    assert "and 2 slower, 1 not possible" in shown
+
+
+def test_device_0_holds_its_share_of_each_tile() -> None:
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import Rectangle
+
+    from autopar.report.palette import MINE, OTHERS, WHOLE
+
+    figure = plot_plan(PLANS["three axes"])
+    tiles = figure.axes[0]
+    areas: dict[str, float] = dict.fromkeys((MINE, OTHERS, WHOLE), 0.0)
+    for patch in tiles.patches:
+        color = to_hex(patch.get_facecolor())
+        if isinstance(patch, Rectangle) and patch.get_fill() and color in areas:
+            areas[color] += patch.get_width() * patch.get_height()
+    # Cuts make two to eight parts. A light rectangle lies below each dark one and is the whole tile.
+    assert areas[OTHERS] / 8 < areas[MINE] < areas[OTHERS] / 3
+    assert areas[WHOLE] > 0
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures_are_saved_by_their_ending(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"plan.{suffix}"
+    save_plot(PLANS["one axis"], path)
+    assert path.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
