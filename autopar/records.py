@@ -161,32 +161,33 @@ def _wrong(wanted: str, value: Any, where: str) -> TypeError:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float)) or value is None:
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
     if isinstance(value, Record):
         return value.to_dict()
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in sorted(value)}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _lines(plain: Any, indent: str, width: int) -> str:
     """JSON on one line if that fits, else with an item on each line."""
-    if isinstance(plain, dict) and plain:
-        inside = [(f"{json.dumps(key)}: ", plain[key]) for key in sorted(plain)]
+    is_container = isinstance(plain, (dict, list)) and plain
+    # Items take three characters or more, so long lists need no trial.
+    if not is_container or 3 * len(plain) <= width:
+        text = json.dumps(plain, sort_keys=True, allow_nan=False)
+        if not is_container or len(indent) + len(text) <= width:
+            return text
+    inside = indent + " "
+    if isinstance(plain, dict):
+        parts = [f"{json.dumps(key)}: {_lines(plain[key], inside, width)}" for key in sorted(plain)]
         left, right = "{", "}"
-    elif isinstance(plain, list) and plain:
-        inside = [("", item) for item in plain]
-        left, right = "[", "]"
     else:
-        return json.dumps(plain, allow_nan=False)
-    parts = [name + _lines(item, indent + " ", width) for name, item in inside]
-    short = left + ", ".join(parts) + right
-    if len(indent) + len(short) <= width and "\n" not in short:
-        return short
-    return f"{left}\n{indent} " + f",\n{indent} ".join(parts) + f"\n{indent}{right}"
+        parts = [_lines(item, inside, width) for item in plain]
+        left, right = "[", "]"
+    return f"{left}\n{inside}" + f",\n{inside}".join(parts) + f"\n{indent}{right}"
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:

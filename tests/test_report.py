@@ -238,7 +238,7 @@ def test_device_0_holds_its_share_of_each_tile() -> None:
         color = to_hex(patch.get_facecolor())
         if isinstance(patch, Rectangle) and patch.get_fill() and color in areas:
             areas[color] += patch.get_width() * patch.get_height()
-    # Cuts make two to eight parts. A light rectangle lies below each dark one and is the whole tile.
+    # Cuts make two to eight parts. A light rectangle is the whole tile, the dark one lies on it.
     assert areas[OTHERS] / 8 < areas[MINE] < areas[OTHERS] / 3
     assert areas[WHOLE] > 0
 
