@@ -212,6 +212,20 @@ def memory_limit(plan: Plan) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
+def relative_path(path: str, category: str) -> str:
+    """What follows a category in a short path, without leading numbers.
+
+    >>> relative_path("state/opt_state/0/mu/w", "opt_state")
+    'mu/w'
+    """
+    names = path.split("/")
+    if category in names[:-1]:
+        names = names[names.index(category) + 1 :]
+    while len(names) > 1 and names[0].isdigit():
+        del names[0]
+    return "/".join(names)
+
+
 def input_categories(plan: Plan) -> dict[str, str]:
     """A name for what each input belongs to: the part of the state, or its role.
 

@@ -174,7 +174,8 @@ def test_tables_say_what_the_plan_says() -> None:
     assert "x=4  y=2" in text
     assert "the fewest that fit" in text
     assert "proved optimal for the cost model" in text
-    assert "state/params/Block_{0..5}/attention/qkv/kernel" in text
+    assert "  Block_{0..5}/attention/qkv/kernel" in text
+    assert "params (donated)" in text
     assert "512 x 1536/y" in text
     assert format_bytes(plan.estimates.peak_bytes_per_device) in text
     assert "39 leaves of the new state" not in text

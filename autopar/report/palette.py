@@ -1,7 +1,7 @@
 """The colours of pictures."""
 
 AXIS_COLORS = ("#b3261e", "#00695c", "#6a1b9a")
-INK, QUIET, FAINT, GREY = "#1f2933", "#6b7280", "#e5e7eb", "#cbd2d9"
+INK, QUIET, GREY = "#1f2933", "#6b7280", "#cbd2d9"
 MINE, OTHERS, WHOLE = "#3b7dd8", "#d6e4f7", "#f3d9a4"
 PARTS = ("#3b7dd8", "#7fb069", "#e8a33d", "#8e6bbf", "#4fa3a5", "#c95d63", "#9aa5b1")
 KINDS = {

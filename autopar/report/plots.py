@@ -16,7 +16,7 @@ from ..summaries import (
     memory_limit,
 )
 from ..units import format_bytes, format_seconds
-from .palette import FAINT, GREY, INK, KINDS, MINE, PARTS, QUIET
+from .palette import GREY, INK, KINDS, MINE, PARTS, QUIET
 from .tiles import draw_tiles
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     axes.axis("off")
     caption = f"{format_bytes(plan.estimates.peak_bytes_per_device)} at the peak"
     if limit:
-        caption += f", {plan.estimates.peak_bytes_per_device / limit:.1%} of {format_bytes(limit)}"
+        share = plan.estimates.peak_bytes_per_device / limit
+        caption += f", {f'{share:.1%}' if share >= 0.001 else 'little'} of {format_bytes(limit)}"
     axes.annotate(
         caption,
         (0, 1),
@@ -212,12 +213,10 @@ def _draw_bars(
         )
     axes.set_yticks(positions, labels, fontsize=9, color=INK)
     axes.set_xlim(0, longest)
-    axes.set_ylim(max(len(sizes), 3) - 0.5, -0.5)
+    axes.set_ylim(_MAX_BARS - 0.5, -0.5)
     axes.set_xticks([])
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(FAINT)
+    axes.spines[:].set_visible(False)
 
 
 def _footnote(axes: Axes, text: str) -> None:

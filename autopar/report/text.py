@@ -18,14 +18,16 @@ from ..summaries import (
     fold_tensors,
     group_certificate,
     group_collectives,
+    input_categories,
     memory_limit,
+    relative_path,
     results_of,
 )
 from ..units import format_bytes, format_flops, format_seconds
 
 # One colour for each mesh axis, in every table.
 _AXIS_STYLES = ("bold cyan", "bold magenta", "bold yellow")
-_BAR_WIDTH = 32
+_BAR_WIDTH = 20
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -44,7 +46,7 @@ def plan_tables(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_summary(plan, styles)]
     for title, tensors in (("Inputs", plan.inputs), ("Results", results_of(plan))):
         if tensors:
-            parts.append(_tensors(title, tensors, styles))
+            parts.append(_tensors(title, tensors, plan))
     parts += [_collectives(stage, styles) for stage in plan.stages]
     if plan.certificate:
         parts.append(_certificate(plan))
@@ -116,43 +118,52 @@ def _bar(*parts: tuple[float, str], total: float) -> Text:
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1)
+    )
     for column in columns:
         side = "right" if column in right else "left"
         table.add_column(column, justify=side, overflow="fold")  # type: ignore[arg-type]
     return table
 
 
-def _tensors(title: str, tensors: Sequence[TensorPlan], styles: Mapping[str, str]) -> Table:
+def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> Table:
+    """A row for each group of tensors, under a heading for each part of the state and each role."""
+    styles = _axis_styles(plan)
+    categories = input_categories(plan)
     right = ("tensors", "all", "per device")
-    table = _table(title, "path", "role", "type", "shape, cut along", *right, right=right)
-    groups = fold_tensors(tensors)
-    for group in groups:
-        tensor = group.tensor
-        table.add_row(
-            group.path,
-            tensor.role + ("*" if tensor.donated else ""),
-            _short_dtype(tensor.dtype),
-            _shape(tensor, styles),
-            str(group.count),
-            format_bytes(group.bytes),
-            format_bytes(group.bytes_per_device),
-        )
-    table.add_section()
-    table.add_row(
-        "together",
-        "",
-        "",
-        "",
+    table = _table(title, "path", "type", "shape, cut along", *right, right=right)
+    members: dict[str, list[TensorPlan]] = {}
+    for tensor in tensors:
+        members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
+    for category, kind in members.items():
+        donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
+        table.add_section()
+        table.add_row(category + donated, "", "", *_totals(kind), style="bold")
+        for group in fold_tensors(kind):
+            table.add_row(
+                "  " + relative_path(group.path, category),
+                _short_dtype(group.tensor.dtype),
+                _shape(group.tensor, styles),
+                str(group.count),
+                format_bytes(group.bytes),
+                format_bytes(group.bytes_per_device),
+            )
+    if len(members) > 1:
+        table.add_section()
+        table.add_row("together", "", "", *_totals(tensors), style="bold")
+    if any(tensor.donated for tensor in tensors):
+        table.caption = "donated: the step reuses the buffer, the caller's array is gone"
+        table.caption_justify = "left"
+    return table
+
+
+def _totals(tensors: Sequence[TensorPlan]) -> tuple[str, str, str]:
+    return (
         str(len(tensors)),
         format_bytes(sum(tensor.bytes for tensor in tensors)),
         format_bytes(sum(tensor.bytes_per_device for tensor in tensors)),
-        style="bold",
     )
-    if any(tensor.donated for tensor in tensors):
-        table.caption = "* donated: the step reuses the buffer, the caller's array is gone"
-        table.caption_justify = "left"
-    return table
 
 
 def _short_dtype(dtype: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..plans import Plan
-from ..summaries import TensorGroup, fold_tensors, input_categories
+from ..summaries import TensorGroup, fold_tensors, input_categories, relative_path
 from .palette import AXIS_COLORS, INK, MINE, OTHERS, QUIET, WHOLE
 
 if TYPE_CHECKING:
@@ -172,11 +172,7 @@ def _cuts(
 
 def _name_lines(path: str, category: str, width: int = 26) -> list[str]:
     """A path in at most two lines; what does not fit is cut at the front."""
-    names = path.split("/")
-    if category in names[:-1]:
-        names = names[names.index(category) + 1 :]
-    while len(names) > 1 and names[0].isdigit():
-        del names[0]
+    names = relative_path(path, category).split("/")
     lines = [names.pop()]
     while names:
         longer = f"{names[-1]}/{lines[0]}"
