@@ -21,7 +21,8 @@ from .executable import Executable, SignatureMismatch
 from .options import Options
 from .passes import jax_compat
 from .passes.compiler import Compiled, compile_graph
-from .passes.trace import Convention, Signature, Traced, signature_of, trace
+from .passes.signature import Convention, Signature, signature_of
+from .passes.trace import Traced, trace
 from .plans import Plan
 from .progress import Progress
 
@@ -236,7 +237,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for besides the function and its arguments; `given`: the options, unchecked."""
+    """What was asked for besides the function and its arguments; `given`: options, unchecked."""
 
     options: Options
     given: Mapping[str, Any]

@@ -22,7 +22,8 @@ from .passes import jax_compat
 from .passes.compiler import Compiled
 from .passes.graph import Input
 from .passes.roles import Argument
-from .passes.trace import Key, Signature, Traced, signature_of
+from .passes.signature import Key, Signature, signature_of
+from .passes.trace import Traced
 from .plans import Plan
 from .progress import Progress
 from .runtime import local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from jax.sharding import Sharding
 from .errors import TraceError
 from .mismatch import leaf_differences, suffixes
 from .passes.roles import Argument
-from .passes.trace import Convention, Traced, is_array, logical_shapes, signature_of
+from .passes.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
+from .passes.trace import Traced, logical_shapes
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,27 @@ def initialize(
     signature = signature_of(Convention.of(init_fn), args, kwargs)
     made: list[_Made] = []
 
-    def on_arrays(*arrays: Any) -> list[Any]:
-        with_paths, tree = jax.tree_util.tree_flatten_with_path(signature.call(init_fn, arrays))
+    @functools.wraps(init_fn)
+    def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        args, kwargs = unsealed((args, kwargs))
+        result = init_fn(*args, **kwargs)
+        with_paths, tree = jax.tree_util.tree_flatten_with_path(result)
         paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
-        leaves = [leaf if is_array(leaf) else None for _, leaf in with_paths]
+        flat = [leaf for _, leaf in with_paths]
+        traced = zip(flat, traced_leaves(result, flat), strict=True)
+        leaves = [leaf if is_traced else None for leaf, is_traced in traced]
         made.append(_Made(tree, paths, tuple(leaves)))
         return [leaf for leaf in leaves if leaf is not None]
 
-    all_leaves = jax.tree.leaves((args, dict(kwargs)))
-    arrays = [all_leaves[i] for i in signature.array_positions]
+    flat = jax.tree.leaves((args, dict(kwargs)))
+    args, kwargs = signature.arguments([flat[i] for i in signature.array_positions], seal=Sealed)
     with logical_shapes():
-        shapes = iter(jax.eval_shape(on_arrays, *signature.shapes))
+        shapes = iter(jax.eval_shape(on_arrays, *args, **kwargs))
         first = made[0]
         shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
         targets, is_tuple = _targets(traced, _Made(first.tree, first.paths, shaped))
         wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
-        values = iter(jax.jit(on_arrays, out_shardings=wanted)(*arrays))
+        values = iter(jax.jit(on_arrays, out_shardings=wanted)(*args, **kwargs))
     made.clear()  # it holds tracers
     result = []
     for target in targets:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .passes.roles import Argument
-from .passes.trace import Traced, arguments_of
+from .passes.signature import arguments_of
+from .passes.trace import Traced
 
 
 def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -432,21 +432,29 @@ def _batch_axes(
         elif leaves and not (match is not None and match.is_state):
             candidates[number] = leaves
     if request.batch_argnums == "auto":
-        candidates = _without_parameters(candidates)
+        candidates = _without_parameters(arguments, candidates)
     axes = {index: 0 for leaves in candidates.values() for index, *_ in leaves}
     _check_sizes(arguments, axes)
     return axes
 
 
 def _without_parameters(
-    candidates: Mapping[int, list[tuple[int, str, int]]],
+    arguments: Sequence[Argument], candidates: Mapping[int, list[tuple[int, str, int]]]
 ) -> dict[int, list[tuple[int, str, int]]]:
-    """Drop arguments of many leading sizes, none of which is the one that the others agree on."""
+    """Drop what cannot be a batch: the parameters of an evaluation step have many leading sizes.
+
+    The others must agree on a size. An argument of several sizes is dropped if that is none of
+    them; the first argument, where functions take their parameters, even if one happens to be.
+    """
     sizes = {number: {size for *_, size in leaves} for number, leaves in candidates.items()}
     agreed = {next(iter(s)) for s in sizes.values() if len(s) == 1}
     if len(agreed) != 1:
         return dict(candidates)
-    return {n: leaves for n, leaves in candidates.items() if agreed & sizes[n]}
+    return {
+        number: leaves
+        for number, leaves in candidates.items()
+        if len(sizes[number]) == 1 or (agreed & sizes[number] and arguments[number].position != 0)
+    }
 
 
 def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
