@@ -92,24 +92,35 @@ def analyze(
     """
     batch_size = _batch_size(graph)
     assert batch_size % num_microbatches == 0, (batch_size, num_microbatches)
-    context = Context(rules, num_microbatches, batch_size)
-    found = forward(graph.jaxpr, input_states(graph, num_microbatches), context)
-    phases = find_phases(found, context)
-    costs = measure(graph, found, phases, rules)
-    culprits = _ordered_effects(graph)
-    if costs.flops_share > max_flops_share or costs.bytes_share > max_bytes_share:
-        culprits += costs.causes
-    return Analysis(
-        num_microbatches=num_microbatches,
-        batch_size=batch_size,
-        states=found.states,
-        phases=phases,
-        costs=costs,
-        certificate=_certificate(graph, found, phases),
-        culprits=culprits if num_microbatches > 1 else (),
-        max_flops_share=max_flops_share,
-        max_bytes_share=max_bytes_share,
-    )
+
+    def attempt(before_loop: bool) -> Analysis:
+        context = Context(rules, num_microbatches, batch_size)
+        states = input_states(graph, num_microbatches, params=not before_loop)
+        found = forward(graph.jaxpr, states, context)
+        phases = find_phases(found, context)
+        costs = measure(graph, found, phases, rules)
+        culprits = _ordered_effects(graph)
+        if costs.flops_share > max_flops_share or costs.bytes_share > max_bytes_share:
+            culprits += costs.causes
+        return Analysis(
+            num_microbatches=num_microbatches,
+            batch_size=batch_size,
+            states=found.states,
+            phases=phases,
+            costs=costs,
+            certificate=_certificate(graph, found, phases),
+            culprits=culprits if num_microbatches > 1 else (),
+            max_flops_share=max_flops_share,
+            max_bytes_share=max_bytes_share,
+        )
+
+    # Mostly it is of no use to compute before the loop, on the whole batch, what depends on the
+    # parameters; where that alone saves the split, it may still be cheap enough.
+    usual = attempt(before_loop=False)
+    if not usual.culprits:
+        return usual
+    other = attempt(before_loop=True)
+    return usual if other.culprits else other
 
 
 def split(graph: Graph, analysis: Analysis) -> Graph:
@@ -137,8 +148,8 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
         hint = "use microbatches=1, or an unordered callback."
     else:
         why += (
-            f" Evaluating what depends on it on the whole batch takes {costs.flops_share:.1%} of the"
-            f" step's FLOPs and {costs.bytes_share:.1%} of its batch-sized bytes; allowed are"
+            f" Evaluating what depends on it on the whole batch takes {costs.flops_share:.1%} of"
+            f" the step's FLOPs and {costs.bytes_share:.1%} of its batch-sized bytes; allowed are"
             f" {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
         )
         hint = (
@@ -166,7 +177,7 @@ def _batch_size(graph: Graph) -> int:
 
 
 def _ordered_effects(graph: Graph) -> tuple[Culprit, ...]:
-    """Ordered callbacks promise an order among the rows' computations, which a loop would change."""
+    """Ordered callbacks: a loop would change the order that they promise."""
     return tuple(
         Culprit(
             source=user_source(eqn),

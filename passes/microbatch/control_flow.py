@@ -44,7 +44,9 @@ def transfer(
     if kinds <= {"whole"}:
         return ALL_WHOLE, _whole_results(eqn, states)
     if eqn.effects:
-        return _unsplit(eqn, states, context, "an effect in its body happens once, on the whole batch")
+        return _unsplit(
+            eqn, states, context, "an effect in its body happens once, on the whole batch"
+        )
     if "late" in kinds:
         return _unsplit(eqn, states, context, MEETS)
     if "split" not in kinds and not context.inside:
@@ -121,6 +123,7 @@ def _failure(decision: Decision) -> str:
 
 
 def body_of(params: Any) -> Jaxpr:
+    """The jaxpr of a body, closed or not."""
     return params.jaxpr if isinstance(params, ClosedJaxpr) else params
 
 
@@ -243,12 +246,14 @@ def _mapped(
 
 
 def _only_adds(body: Jaxpr, operand: int, result: int) -> bool:
-    """Whether a carry goes through the body in one chain of additions, and is not read otherwise."""
+    """Whether a carry goes through the body in one chain of additions, and nothing else."""
     current, out = body.invars[operand], body.outvars[result]
     chain = {current}
     for eqn in body.eqns:
         read = [
-            k for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal) and atom in chain
+            k
+            for k, atom in enumerate(eqn.invars)
+            if not isinstance(atom, Literal) and atom in chain
         ]
         if not read:
             continue

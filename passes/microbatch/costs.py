@@ -1,7 +1,7 @@
 """What is evaluated on the whole batch, what that costs, and who caused it.
 
-A completed value that meets rows of the batch is no error: what follows runs batch-wide on collected
-values, exactly. It is refused when it costs more than a stated share of the step.
+A completed value that meets rows of the batch is no error: what follows runs batch-wide on
+collected values, exactly. It is refused when it costs more than a stated share of the step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from autopar.passes.factors.flops import flops
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, inner_jaxprs, user_source, walk
 from autopar.passes.microbatch.equations import MEETS, is_control_flow
@@ -25,8 +26,8 @@ Rules = Mapping[JaxprEqn, FactorRule]
 class Culprit:
     """An equation that needs the whole batch: the user's line, why, and what follows from it.
 
-    The shares are those of the step's FLOPs and of the bytes of its batch-sized values that would be
-    evaluated batch-wide because of it.
+    The shares are those of the step's FLOPs and of the bytes of its batch-sized values that would
+    be evaluated batch-wide because of it.
     """
 
     source: str
@@ -59,21 +60,14 @@ class Costs:
         return self.loop_flops / total if total else 1.0
 
 
-def total_flops(eqn: JaxprEqn, rules: Rules) -> float:
+def equation_flops(eqn: JaxprEqn, rules: Rules) -> float:
     """FLOPs of an equation, a scan's body times its length (a while's once, a cond's worst)."""
     if not is_control_flow(eqn):
-        return _loop_trips(eqn, rules[eqn])
-    bodies = [sum(total_flops(e, rules) for e in body.eqns) for body in inner_jaxprs(eqn)]
+        return float(flops(eqn, rules[eqn]))
+    bodies = [sum(equation_flops(e, rules) for e in body.eqns) for body in inner_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
         return max(bodies)
     return sum(bodies) * float(eqn.params.get("length", 1))
-
-
-def _loop_trips(eqn: JaxprEqn, rule: FactorRule) -> float:
-    trips = 1.0
-    for factor in rule.factors:
-        trips *= factor.size
-    return 2 * trips if eqn.primitive.name in ("dot_general", "conv_general_dilated") else trips
 
 
 def _bytes(var: Var) -> float:
@@ -82,9 +76,7 @@ def _bytes(var: Var) -> float:
 
 def _inner_bytes(eqn: JaxprEqn) -> float:
     """Bytes of all values inside control flow, a scan's body times its length."""
-    total = sum(
-        _bytes(var) for body in inner_jaxprs(eqn) for e in walk(body) for var in e.outvars
-    )
+    total = sum(_bytes(var) for body in inner_jaxprs(eqn) for e in walk(body) for var in e.outvars)
     return total * float(eqn.params.get("length", 1))
 
 
@@ -98,7 +90,7 @@ def _wide_bytes(eqn: JaxprEqn, forward: Forward) -> float:
 def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Costs:
     """What the phases cost, and what of it is batch-wide."""
     jaxpr = graph.jaxpr
-    flops_of = {id(eqn): total_flops(eqn, rules) for eqn in jaxpr.eqns}
+    flops_of = {id(eqn): equation_flops(eqn, rules) for eqn in jaxpr.eqns}
     all_flops = sum(flops_of.values()) or 1.0
     all_bytes = sum(_wide_bytes(eqn, forward) for eqn in jaxpr.eqns) or 1.0
     charged: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])

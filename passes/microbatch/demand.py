@@ -1,7 +1,8 @@
 """The backward sweep: which equation is evaluated in which phase, and in which form.
 
-Results ask for what they need, so nothing is computed that nobody reads. A whole value that only its
-rows of one microbatch are asked of is regenerated for these rows, by running its rule backwards.
+Results ask for what they need, so nothing is computed that nobody reads. A whole value of which
+only the rows of one microbatch are asked for is regenerated for these rows, by its rule run
+backwards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ABSENT: Form = "absent"  # an operand or a result of control flow that nobody as
 
 @dataclass(frozen=True)
 class Body:
-    """An inner jaxpr to be evaluated on slices: its steps, and the forms of its inputs and results."""
+    """An inner jaxpr evaluated on slices: its steps, and the forms of its inputs and results."""
 
     jaxpr: Jaxpr
     steps: tuple[Step, ...]
@@ -136,6 +137,7 @@ def regenerated(
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
+    """Whether an equation passes every operand on unchanged."""
     return eqn.primitive.name == "optimization_barrier"
 
 
@@ -149,9 +151,7 @@ def barrier_steps(eqn: JaxprEqn, forms: Sequence[set[Form]]) -> list[Step]:
     return steps
 
 
-def loop_step(
-    eqn: JaxprEqn, decision: Decision, keep: Sequence[bool], context: Context
-) -> Step:
+def loop_step(eqn: JaxprEqn, decision: Decision, keep: Sequence[bool], context: Context) -> Step:
     """The evaluation of an equation in the loop, for the results that are kept."""
     result_forms = tuple(
         form if kept else ABSENT for form, kept in zip(decision.result_forms, keep, strict=True)
@@ -200,9 +200,7 @@ def _scan_step(
         body = demand_body(forward, [*carry, *ys], context)
         return [body], body.in_forms[first:last]
 
-    carry, (body,) = _carried(
-        bodies.forwards, count, result_forms[:count], carry_forms, demand
-    )
+    carry, (body,) = _carried(bodies.forwards, count, result_forms[:count], carry_forms, demand)
     # The carry is passed as the fixpoint has it, whatever the body reads of it.
     in_forms = (*body.in_forms[:first], *carry, *body.in_forms[last:])
     body = Body(body.jaxpr, body.steps, in_forms, body.out_forms)
@@ -232,15 +230,11 @@ def _while_step(
         ]
         return [body], needed
 
-    carry, (body,) = _carried(
-        bodies.forwards, len(carry_forms), result_forms, carry_forms, demand
-    )
+    carry, (body,) = _carried(bodies.forwards, len(carry_forms), result_forms, carry_forms, demand)
     condition = Body(
         condition.jaxpr, condition.steps, (*condition.in_forms[:first], *carry), (WHOLE,)
     )
-    body = Body(
-        body.jaxpr, body.steps, (*body.in_forms[: second - first], *carry), body.out_forms
-    )
+    body = Body(body.jaxpr, body.steps, (*body.in_forms[: second - first], *carry), body.out_forms)
     operand_forms = (*condition.in_forms[:first], *body.in_forms)
     return Step(eqn, operand_forms, tuple(carry), (condition, body))
 

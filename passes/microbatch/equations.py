@@ -27,9 +27,9 @@ class Decision(NamedTuple):
     """How one equation is evaluated.
 
     `whole`: all operands are whole. `cut`: on slices. `linear`: on partial sums. `each`: every
-    operand for itself (a barrier). `early`: on the whole batch before the loop. `late`: on the whole
-    batch behind it. `inner`: control flow whose bodies run on slices. `mapped`: a scan over the batch.
-    The forms are those in the loop. `reason` says why an equation is early or late.
+    operand for itself (a barrier). `early`: on the whole batch before the loop. `late`: on the
+    whole batch behind it. `inner`: control flow whose bodies run on slices. `mapped`: a scan over
+    the batch. The forms are those in the loop. `reason` says why an equation is early or late.
     """
 
     mode: Mode
@@ -108,9 +108,9 @@ def _cut(
             if target is not None and rule.rule.factors[target[0]].kind == "replicated":
                 target = None
             wanted[k] = target
-    strict = {
-        target for k, target in wanted.items() if context.inside or not states[k].early
-    } or {_most_frequent(wanted.values())}
+    strict = {target for k, target in wanted.items() if context.inside or not states[k].early} or {
+        _most_frequent(wanted.values())
+    }
     if len(strict) != 1 or None in strict:
         return MIXES
     ((factor, major),) = strict  # type: ignore[misc]
@@ -120,7 +120,7 @@ def _cut(
         return MIXES
     for k, form in enumerate(operand_forms):
         if states[k].kind == "partial":
-            return NONLINEAR
+            return MEETS
         if context.inside and k in wanted and form != states[k].place:
             return MIXES
     kind = rule.rule.factors[factor].kind
@@ -247,6 +247,7 @@ def guess_place(shape: Sequence[int], context: Context) -> tuple[Place | None, b
 
 
 def is_control_flow(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds bodies, which are analysed in their turn."""
     return eqn.primitive.name in ("scan", "while", "cond")
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.graph import Atom
+from autopar.passes.graph import Atom, used_vars
 from autopar.passes.localize import Cut, Cuts, bind_local, take
 from autopar.passes.microbatch.demand import ABSENT, Body, Step, is_barrier
 from autopar.passes.microbatch.lattice import IDEMPOTENT, WHOLE, Form
@@ -26,7 +26,7 @@ Values = MutableMapping[tuple[Var, Form], Any]
 
 
 class Env:
-    """Values by variable and form, in one microbatch (`index` of `parts`) or outside of the loop."""
+    """Values by variable and form, in microbatch `index` of `parts` or outside of the loop."""
 
     def __init__(self, values: Values, parts: int = 1, index: Any = None):
         self.values, self.parts, self.index = values, parts, index
@@ -97,6 +97,7 @@ _COMBINE = {
 
 
 def combine(monoid: str, one: Any, other: Any) -> Any:
+    """Two partial results as one."""
     return _COMBINE[monoid](one, other)
 
 
@@ -140,20 +141,27 @@ def _evaluate(step: Step, operands: list[Any], env: Env) -> list[Any]:
     return bind_local(
         eqn,
         operands,
-        [env.cuts(atom.aval, form) for atom, form in zip(eqn.invars, step.operand_forms, strict=True)],
-        [env.cuts(var.aval, form) for var, form in zip(eqn.outvars, step.result_forms, strict=True)],
+        [
+            env.cuts(atom.aval, form)
+            for atom, form in zip(eqn.invars, step.operand_forms, strict=True)
+        ],
+        [
+            env.cuts(var.aval, form)
+            for var, form in zip(eqn.outvars, step.result_forms, strict=True)
+        ],
     )
 
 
-# Control flow: trace each body on slices and bind the same primitive with it. The microbatch's index is
-# one more operand of every body.
+# Control flow: trace each body on slices and bind the same primitive with it. A body that reads the
+# microbatch's index takes it as one more operand.
 
 
-def _trace(body: Body, consts: Sequence[Any], env: Env) -> ClosedJaxpr:
-    """`body` as a jaxpr of (index, *its inputs that are passed)."""
+def _trace(body: Body, original: Any, env: Env) -> ClosedJaxpr:
+    """`body`, the rewritten `original`, as a jaxpr of (index, *its inputs that are passed)."""
+    consts = original.consts if isinstance(original, ClosedJaxpr) else ()
 
     def function(index: Any, *inputs: Any) -> list[Any]:
-        inner = Env({}, env.parts, index if env.index is not None else None)
+        inner = Env({}, env.parts, None if env.index is None else index)
         for var, value in zip(body.jaxpr.constvars, consts, strict=True):
             inner.write(var, WHOLE, value)
         passed = iter(inputs)
@@ -189,14 +197,29 @@ def local_struct(aval: Any, form: Form, parts: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=weak)
 
 
-def _consts(closed: Any) -> Sequence[Any]:
-    return closed.consts if isinstance(closed, ClosedJaxpr) else ()
+def _without_index(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A body that does not read the index, without it."""
+    return ClosedJaxpr(
+        jax_compat.replace_jaxpr(closed.jaxpr, invars=closed.jaxpr.invars[1:]), closed.consts
+    )
 
 
-def _like(closed: ClosedJaxpr, original: Any) -> Any:
-    """A traced body in the form in which the primitive keeps its own."""
-    assert not closed.consts, closed.consts
-    return closed if isinstance(original, ClosedJaxpr) else closed.jaxpr
+def _bodies(pairs: Sequence[tuple[Body, Any]], env: Env) -> tuple[list[Any], list[Any]]:
+    """Traced bodies as the primitive keeps them, and the operand that they need before others.
+
+    That is the microbatch's index, or nothing if no body reads it.
+    """
+    traced = [_trace(body, original, env) for body, original in pairs]
+    assert not any(closed.consts for closed in traced), "a body holds arrays that are not operands"
+    index = []
+    if any(closed.jaxpr.invars[0] in used_vars(closed.jaxpr) for closed in traced):
+        index = [env.index]
+    else:
+        traced = [_without_index(closed) for closed in traced]
+    return [
+        closed if isinstance(original, ClosedJaxpr) else closed.jaxpr
+        for closed, (_, original) in zip(traced, pairs, strict=True)
+    ], index
 
 
 def _kept(values: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
@@ -208,58 +231,43 @@ def _spread(results: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
     return [None if form == ABSENT else next(left) for form in forms]
 
 
-def _index(env: Env) -> Any:
-    return np.int32(0) if env.index is None else env.index
-
-
 def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
-    params = step.eqn.params
-    (body,) = step.bodies
+    params, forms = step.eqn.params, step.operand_forms
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    forms = step.operand_forms
-    closed = _trace(body, _consts(params["jaxpr"]), env)
-    changes = {
-        "jaxpr": _like(closed, params["jaxpr"]),
-        "num_consts": 1 + len(_kept(forms[:first], forms[:first])),
-        "num_carry": len(_kept(forms[first:last], forms[first:last])),
-    }
-    passed = _kept(operands, forms)
+    (jaxpr,), index = _bodies([(step.bodies[0], params["jaxpr"])], env)
+    consts = [*index, *_kept(operands[:first], forms[:first])]
+    carry = _kept(operands[first:last], forms[first:last])
+    passed = [*consts, *carry, *_kept(operands[last:], forms[last:])]
+    changes = {"jaxpr": jaxpr, "num_consts": len(consts), "num_carry": len(carry)}
     if "linear" in params:
-        changes["linear"] = (False,) * (1 + len(passed))
-    return _spread(bind(step.eqn, [_index(env), *passed], **changes), step.result_forms)
-
-
-def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
-    params = step.eqn.params
-    condition, body = step.bodies
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
-    forms = step.operand_forms
-    changes = {
-        "cond_jaxpr": _like(
-            _trace(condition, _consts(params["cond_jaxpr"]), env), params["cond_jaxpr"]
-        ),
-        "body_jaxpr": _like(_trace(body, _consts(params["body_jaxpr"]), env), params["body_jaxpr"]),
-        "cond_nconsts": 1 + len(_kept(forms[:first], forms[:first])),
-        "body_nconsts": 1 + len(_kept(forms[first:second], forms[first:second])),
-    }
-    passed = [
-        _index(env),
-        *_kept(operands[:first], forms[:first]),
-        _index(env),
-        *_kept(operands[first:], forms[first:]),
-    ]
+        changes["linear"] = (False,) * len(passed)
     return _spread(bind(step.eqn, passed, **changes), step.result_forms)
 
 
+def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
+    params, forms = step.eqn.params, step.operand_forms
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    (condition,), one = _bodies([(step.bodies[0], params["cond_jaxpr"])], env)
+    (body,), other = _bodies([(step.bodies[1], params["body_jaxpr"])], env)
+    condition_consts = [*one, *_kept(operands[:first], forms[:first])]
+    body_consts = [*other, *_kept(operands[first:second], forms[first:second])]
+    changes = {
+        "cond_jaxpr": condition,
+        "body_jaxpr": body,
+        "cond_nconsts": len(condition_consts),
+        "body_nconsts": len(body_consts),
+    }
+    carry = _kept(operands[second:], forms[second:])
+    results = bind(step.eqn, [*condition_consts, *body_consts, *carry], **changes)
+    return _spread(results, step.result_forms)
+
+
 def _cond(step: Step, operands: list[Any], env: Env) -> list[Any]:
-    branches = step.eqn.params["branches"]
-    traced = tuple(
-        _like(_trace(body, _consts(branch), env), branch)
-        for body, branch in zip(step.bodies, branches, strict=True)
-    )
-    passed = [operands[0], _index(env), *_kept(operands[1:], step.operand_forms[1:])]
-    return _spread(bind(step.eqn, passed, branches=traced), step.result_forms)
+    pairs = list(zip(step.bodies, step.eqn.params["branches"], strict=True))
+    branches, index = _bodies(pairs, env)
+    passed = [operands[0], *index, *_kept(operands[1:], step.operand_forms[1:])]
+    return _spread(bind(step.eqn, passed, branches=tuple(branches)), step.result_forms)
 
 
 _CONTROL_FLOW = {"scan": _scan, "while": _while, "cond": _cond}

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.factors.primitives import names
 from autopar.passes.factors.rule import DimFactors, FactorRule, ValueFactors
 
 Kind = Literal["whole", "split", "partial", "late"]
@@ -71,21 +72,25 @@ class State:
 def whole(
     zero: bool = False, batch: bool = False, params: bool = False, blurred: bool = False
 ) -> State:
+    """The same for every microbatch."""
     return State("whole", zero=zero, batch=batch, params=params, blurred=blurred)
 
 
 @cache
 def split(place: Place, params: bool = True) -> State:
+    """Every microbatch has its own rows."""
     return State("split", place=place, batch=True, params=params)
 
 
 @cache
 def partial(monoid: str, params: bool = True) -> State:
+    """Every microbatch has a partial result."""
     return State("partial", monoid=monoid, batch=True, params=params)
 
 
 @cache
 def late(place: Place | None = None, params: bool = True, blurred: bool = False) -> State:
+    """Known when the loop is done."""
     return State("late", place=place, batch=True, params=params, blurred=blurred)
 
 
@@ -175,16 +180,14 @@ class Occurrences:
 # Structure that moves elements and computes nothing: zeros stay zeros, and every monoid's partial
 # results stay partial results.
 
-_MOVES = frozenset(
+_MOVES = names("broadcast_in_dim copy copy_p expand_dims reshape rev slice squeeze transpose")
+_KEEPS_ZERO = _MOVES | names(
     """
-    broadcast_in_dim copy copy_p expand_dims reshape rev slice squeeze transpose
-    """.split()
+    add add_any concatenate convert_element_type cumsum dynamic_slice neg pad real reduce_precision
+    reduce_sum select_n sub
+    """
 )
-_KEEPS_ZERO = _MOVES | {
-    "add", "add_any", "concatenate", "convert_element_type", "cumsum", "dynamic_slice", "gather",
-    "neg", "pad", "real", "reduce_precision", "reduce_sum", "select_n", "sub",
-}  # fmt: skip
-_NOT_DATA = {"select_n": lambda k: k == 0, "dynamic_slice": lambda k: k > 0, "gather": lambda k: k > 0}
+_NOT_DATA = {"select_n": lambda k: k == 0, "dynamic_slice": lambda k: k > 0}
 
 
 def keeps_zero(eqn: JaxprEqn, states: Sequence[State]) -> bool:

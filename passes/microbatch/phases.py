@@ -1,7 +1,7 @@
 """The three phases of a microbatched step: prologue, loop and epilogue.
 
-The backward sweep over the whole program: an equation is evaluated before the loop if the loop needs
-its whole result, in the loop if it works on rows of a microbatch, and behind it otherwise.
+The backward sweep over the whole program: an equation is evaluated before the loop if the loop
+needs its whole result, in the loop if it works on rows of a microbatch, and behind it otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
+from autopar.passes.factors.primitives import names
 from autopar.passes.graph import Atom
 from autopar.passes.microbatch.control_flow import Bodies
 from autopar.passes.microbatch.demand import (
@@ -219,6 +220,7 @@ class _Sweep:
 
 
 def step_wholes(forms: tuple[Form, ...]) -> list[Form]:
+    """The whole of each operand that a step takes."""
     return [ABSENT if form == ABSENT else WHOLE for form in forms]
 
 
@@ -244,11 +246,11 @@ def find_phases(forward: Forward, context: Context) -> Phases:
 # Where a linear equation on sums is evaluated: behind the loop, unless its result takes fewer bytes
 # in the loop's carry than its operands would.
 
-_CHEAP = frozenset(
+_CHEAP = names(
     """
     add add_any broadcast_in_dim concatenate convert_element_type div mul neg reduce_sum reshape
     select_n sub transpose
-    """.split()
+    """
 )
 
 

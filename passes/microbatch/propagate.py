@@ -49,10 +49,11 @@ def forward(jaxpr: Jaxpr, in_states: Sequence[State], context: Context) -> Forwa
     return Forward(jaxpr, states, tuple(decisions))
 
 
-def input_states(graph: Graph, num_microbatches: int) -> list[State]:
+def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> list[State]:
     """What the input leaves are: batch leaves are split, everything else is whole.
 
-    Heavy work depends on parameters: arrays of floats that are not part of the batch.
+    With `params`, what depends on parameters (arrays of floats in the state) is never computed
+    before the loop on the whole batch; what depends on the batch alone may be.
     """
     states = []
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
@@ -65,7 +66,8 @@ def input_states(graph: Graph, num_microbatches: int) -> list[State]:
                 place = (axis, aval.shape[axis] // num_microbatches)
                 states.append(lattice.split(place, params=False))
         else:
-            states.append(lattice.whole(params=_is_parameter(aval)))
+            is_parameter = params and label.role == "state" and _is_parameter(aval)
+            states.append(lattice.whole(params=is_parameter))
     return states
 
 

@@ -6,7 +6,6 @@ the result is an ordinary flat graph with the same inputs and outputs.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from autopar.passes import graph as graphs
 from autopar.passes import jax_compat
 from autopar.passes.graph import Graph
 from autopar.passes.microbatch.execute import Env, combine, identity, local_struct, run
-from autopar.passes.microbatch.lattice import WHOLE, Form, Place
+from autopar.passes.microbatch.lattice import WHOLE, Place
 from autopar.passes.microbatch.phases import Phases
 
 
@@ -81,14 +80,17 @@ def _accumulator(monoid: str, var: Var) -> Any:
 
 
 def microbatches(value: Any, place: Place, parts: int) -> Any:
-    """[.., major * parts * rest, ..] as [parts, .., major * rest, ..]: one row block per microbatch."""
-    dim, major = place
-    shape = value.shape
+    """[.., major * parts * rest, ..] as [parts, .., major * rest, ..]: rows by microbatch."""
+    (dim, major), shape = place, value.shape
     rest = shape[dim] // (major * parts)
-    viewed = lax.reshape(value, (*shape[:dim], major, parts, rest, *shape[dim + 1 :]))
+    inner = (rest,) if rest > 1 else ()
+    viewed = lax.reshape(value, (*shape[:dim], major, parts, *inner, *shape[dim + 1 :]))
     order = (dim + 1, *(k for k in range(len(viewed.shape)) if k != dim + 1))
-    return lax.reshape(
-        lax.transpose(viewed, order), (parts, *shape[:dim], major * rest, *shape[dim + 1 :])
+    rows = lax.transpose(viewed, order)
+    return (
+        rows
+        if rest == 1
+        else _reshape(rows, (parts, *shape[:dim], major * rest, *shape[dim + 1 :]))
     )
 
 
@@ -97,12 +99,11 @@ def collect(stacked: Any, place: Place, shape: tuple[int, ...]) -> Any:
     dim, major = place
     parts = stacked.shape[0]
     rest = shape[dim] // (major * parts)
-    viewed = lax.reshape(stacked, (parts, *shape[:dim], major, rest, *shape[dim + 1 :]))
+    inner = (rest,) if rest > 1 else ()
+    viewed = _reshape(stacked, (parts, *shape[:dim], major, *inner, *shape[dim + 1 :]))
     order = (*range(1, dim + 2), 0, *range(dim + 2, len(viewed.shape)))
     return lax.reshape(lax.transpose(viewed, order), shape)
 
 
-def loop_bytes(var: Var, form: Form, parts: int) -> int:
-    """Bytes of what the loop holds of a value."""
-    struct = local_struct(var.aval, form, parts)
-    return math.prod(struct.shape) * struct.dtype.itemsize
+def _reshape(value: Any, shape: tuple[int, ...]) -> Any:
+    return value if value.shape == shape else lax.reshape(value, shape)

@@ -81,7 +81,9 @@ def check_split(
         assert one.shape == other.shape, label
         if one.dtype.kind in "fc" or one.dtype.name == "bfloat16":
             scale = np.max(np.abs(one.astype(np.complex128)), initial=1e-30)
-            error = np.max(np.abs(one.astype(np.complex128) - other.astype(np.complex128)), initial=0)
+            error = np.max(
+                np.abs(one.astype(np.complex128) - other.astype(np.complex128)), initial=0
+            )
             limit = tolerance or (1e-12 if one.dtype.itemsize >= 8 else 1e-5)
             assert error <= limit * scale, (label, float(error / scale))
         else:
