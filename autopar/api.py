@@ -21,6 +21,7 @@ from .executable import Executable, SignatureMismatch
 from .options import Options
 from .passes import jax_compat
 from .passes.compiler import Compiled, compile_graph
+from .passes.logical import no_mesh
 from .passes.signature import Convention, Signature, signature_of
 from .passes.trace import Traced, trace
 from .plans import Plan
@@ -360,7 +361,8 @@ def _trace(
 
 def _plan(traced: Traced, request: _Request, progress: Progress) -> Compiled:
     cluster, made = request.load()
-    return compile_graph(traced.graph, request.options, cluster, made, progress.report)
+    with no_mesh():
+        return compile_graph(traced.graph, request.options, cluster, made, progress.report)
 
 
 def _build(

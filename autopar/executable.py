@@ -21,6 +21,7 @@ from .mismatch import differences
 from .passes import jax_compat
 from .passes.compiler import Compiled
 from .passes.graph import Input
+from .passes.logical import no_mesh
 from .passes.roles import Argument
 from .passes.signature import Key, Signature, signature_of
 from .passes.trace import Traced
@@ -122,7 +123,7 @@ class Executable:
             donate_argnums=(0,),
         )
         # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with no_mesh():
             shapes = self._traced.signature.shapes
             return jitted.lower(*parts(shapes), self._constants).compile()
 
@@ -388,12 +389,10 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def _any_deleted(leaves: Sequence[Any]) -> bool:
-    is_deleted = getattr(type(leaves[0]), "is_deleted", None) if leaves else None
-    if is_deleted is not None:
-        try:
-            return any(map(is_deleted, leaves))
-        except TypeError:  # leaves of several types
-            pass
+    kinds = set(map(type, leaves))
+    if len(kinds) == 1:  # the usual state: only arrays
+        is_deleted = getattr(kinds.pop(), "is_deleted", None)
+        return is_deleted is not None and any(map(is_deleted, leaves))
     return any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
 
 

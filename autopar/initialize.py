@@ -12,9 +12,10 @@ from jax.sharding import Sharding
 
 from .errors import TraceError
 from .mismatch import leaf_differences, suffixes
+from .passes.logical import logical_shapes
 from .passes.roles import Argument
 from .passes.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
-from .passes.trace import Traced, logical_shapes
+from .passes.trace import Traced
 
 
 @dataclass(frozen=True)

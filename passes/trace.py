@@ -6,20 +6,19 @@ are put together again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 from autopar.errors import OptionError, TraceError
 from autopar.passes import graph as graphs
 from autopar.passes import roles
 from autopar.passes.graph import Graph
+from autopar.passes.logical import logical_shapes, without_mesh
 from autopar.passes.signature import (
     Convention,
     Sealed,
@@ -119,7 +118,7 @@ def trace(
     # The function is traced under its own name and argument names, for JAX's error messages.
     args_, kwargs_ = signature.arguments(signature.shapes, seal=Sealed)
     with logical_shapes():
-        closed = jax.make_jaxpr(on_arrays)(*args_, **kwargs_)
+        closed = without_mesh(jax.make_jaxpr(on_arrays)(*args_, **kwargs_))
     (result,) = made
     if not closed.out_avals:
         raise TraceError(
@@ -156,18 +155,6 @@ def trace(
         batch_size=size,
         arguments=tuple(replace(argument, value=None) for argument in arguments),
     )
-
-
-@contextlib.contextmanager
-def logical_shapes() -> Iterator[None]:
-    """Within it, all axes of a mesh that the user has set are Auto: values have no sharding."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        yield
-        return
-    auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
-    with jax.sharding.use_abstract_mesh(auto):
-        yield
 
 
 def _positions(
