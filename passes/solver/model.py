@@ -11,7 +11,7 @@ Usages are relative: what every strategy of a node uses has been moved to `base`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,44 @@ class Rows:
         return Rows(self.starts, self.ends, self.usage[:, strategies])
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Only the listed strategies of `node` were kept."""
+
+    node: int
+    strategies: Integers
+
+    def undo(self, assignment: list[int]) -> None:
+        assignment[self.node] = int(self.strategies[assignment[self.node]])
+
+
+@dataclass(frozen=True)
+class Merged:
+    """`node` was merged into `owner`, whose strategy `s` leaves it `strategy_of[s]`."""
+
+    node: int
+    owner: int
+    strategy_of: Integers
+
+    def undo(self, assignment: list[int]) -> None:
+        assignment[self.node] = int(self.strategy_of[assignment[self.owner]])
+
+
+@dataclass(frozen=True)
+class Eliminated:
+    """`node` is chosen last, the cheapest strategy given what its `neighbours` have."""
+
+    node: int
+    costs: Integers
+    neighbours: tuple[tuple[int, Integers], ...]
+
+    def undo(self, assignment: list[int]) -> None:
+        total = self.costs
+        for v, matrix in self.neighbours:
+            total = saturated(total + matrix[:, assignment[v]])
+        assignment[self.node] = int(total.argmin())
+
+
 class Contradiction(Exception):
     """No assignment is left; `usage` and `point` say where memory made that certain, if it did."""
 
@@ -52,12 +90,12 @@ class Model:
     """Nodes with costs, edges as oriented matrices, memory as rows; see the module's text."""
 
     def __init__(self, problem: Problem, *, with_memory: bool = True) -> None:
-        self.problem = problem
+        self.num_nodes = problem.num_nodes
         self.shift = _shift(problem)
         self.offset = 0
         self.costs: list[Integers | None] = []
         self.edges: list[dict[int, Integers]] = [{} for _ in range(problem.num_nodes)]
-        self.trail: list[Callable[[list[int]], None]] = []
+        self.trail: list[Kept | Merged | Eliminated] = []
         self.dirty_nodes: set[int] = set()
         self.dirty_edges: set[tuple[int, int]] = set()
         for costs in problem.node_costs:
@@ -73,7 +111,7 @@ class Model:
         self.base: Integers = np.zeros(0, np.int64)
         self.times: list[tuple[int, int]] = []
         if self.limit is not None:
-            self._start_memory()
+            self._start_memory(problem)
 
     def _internal(self, costs: Integers) -> Integers:
         """Costs shifted to be zero at their least, forbidden ones `INFINITE`."""
@@ -85,8 +123,7 @@ class Model:
         self.offset += least
         return np.where(forbidden, INFINITE, finite - least)
 
-    def _start_memory(self) -> None:
-        problem = self.problem
+    def _start_memory(self, problem: Problem) -> None:
         times = sorted({time for interval in problem.intervals for time in interval})
         index = {time: i for i, time in enumerate(times)}
         self.times = list(itertools.pairwise(times))
@@ -122,6 +159,15 @@ class Model:
         self.dirty_edges.add((u, v) if u < v else (v, u))
         self.dirty_nodes.update((u, v))
 
+    def replace_costs(self, u: int, costs: Integers) -> None:
+        self.costs[u] = costs
+        self.dirty_nodes.add(u)
+
+    def replace_edge(self, u: int, v: int, matrix: Integers) -> None:
+        self.edges[u][v] = matrix
+        self.edges[v][u] = matrix.T
+        self.dirty_edges.add((u, v) if u < v else (v, u))
+
     def remove_edge(self, u: int, v: int) -> None:
         del self.edges[u][v]
         del self.edges[v][u]
@@ -141,10 +187,7 @@ class Model:
         if self.memory[u]:
             self.memory[u] = [_joined(self.memory[u]).select(strategies)]
 
-        def undo(assignment: list[int]) -> None:
-            assignment[u] = int(strategies[assignment[u]])
-
-        self.trail.append(undo)
+        self.trail.append(Kept(u, strategies))
 
     def merge(self, v: int, u: int, strategy_of: Integers) -> None:
         """Merges `v` into `u`, whose strategy `s` leaves `v` only `strategy_of[s]`."""
@@ -159,11 +202,7 @@ class Model:
             self.memory[u] = self.memory[u] + [_joined(self.memory[v]).select(strategy_of)]
             self.memory[v] = []
         self.costs[v] = None
-
-        def undo(assignment: list[int]) -> None:
-            assignment[v] = int(strategy_of[assignment[u]])
-
-        self.trail.append(undo)
+        self.trail.append(Merged(v, u, strategy_of))
 
     def eliminate(self, u: int) -> None:
         """Eliminates a memory-free node of at most two neighbours."""
@@ -183,14 +222,7 @@ class Model:
             (v, left), (w, right) = neighbours
             joint = _min_plus((costs[:, None] + left).T, right)
             self.add_edge(v, w, self._settle(saturated(joint)))
-
-        def undo(assignment: list[int]) -> None:
-            total = costs
-            for v, matrix in neighbours:
-                total = saturated(total + matrix[:, assignment[v]])
-            assignment[u] = int(total.argmin())
-
-        self.trail.append(undo)
+        self.trail.append(Eliminated(u, costs, tuple(neighbours)))
 
     def fix(self, u: int) -> None:
         """Removes a node of one strategy: its edges become costs, its usage part of the base."""
@@ -204,11 +236,7 @@ class Model:
             _add_rows(self.base, rows.starts, rows.ends, rows.usage[:, 0])
         self.memory[u] = []
         self.costs[u] = None
-
-        def undo(assignment: list[int]) -> None:
-            assignment[u] = 0
-
-        self.trail.append(undo)
+        self.trail.append(Eliminated(u, costs, ()))
 
     def _spend(self, cost: int) -> None:
         if cost >= INFINITE:
@@ -221,13 +249,17 @@ class Model:
         self._spend(least)
         return np.where(costs < INFINITE, costs - least, INFINITE) if least else costs
 
-    def reconstruct(self, chosen: dict[int, int]) -> tuple[int, ...]:
-        """The problem's assignment for a choice of strategies of the nodes that are left."""
-        assignment = [-1] * self.problem.num_nodes
+    def reconstruct(self, chosen: dict[int, int], since: int = 0) -> tuple[int, ...]:
+        """The problem's assignment for a choice of strategies of the nodes that are left.
+
+        With `since`, only the changes from there on are undone: the result is an assignment for the
+        model that had a trail of that length, -1 for the nodes that were gone by then.
+        """
+        assignment = [-1] * self.num_nodes
         for u, strategy in chosen.items():
             assignment[u] = strategy
-        for undo in reversed(self.trail):
-            undo(assignment)
+        for change in reversed(self.trail[since:]):
+            change.undo(assignment)
         return tuple(assignment)
 
     def value(self, chosen: dict[int, int]) -> int:

@@ -1,20 +1,49 @@
-"""`solve`: the order in which the solver tries its methods."""
+"""`solve`: the order in which the solver tries its methods.
+
+1. Without the memory limit: reduce, then eliminate nodes exactly. If that is practical and the
+   optimum fits into memory, it is the answer; most problems of a compiler's stage end here.
+2. With memory: reduce, then dual ascent with prices, which gives bounds and feasible choices.
+3. What the bound excludes goes, the rest is reduced again; what is left may be small enough for an
+   exact model, or worth another ascent.
+4. Large-neighbourhood search on the best choice until the limit.
+"""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from autopar.passes.solver.arrays import Arrays, flatten
+from autopar.passes.solver.ascent import ascend
+from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.certificate import certified_bound
+from autopar.passes.solver.dual import Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
+from autopar.passes.solver.exclude import excluded
 from autopar.passes.solver.model import Contradiction, Model
+from autopar.passes.solver.neighbourhood import search_neighbourhoods
 from autopar.passes.solver.plain import solve_cp_sat
-from autopar.passes.solver.problem import Problem, evaluate, is_allowed, peak_usage
+from autopar.passes.solver.problem import Integers, Problem, evaluate, is_allowed, peak_usage
 from autopar.passes.solver.reduce import reduce
 from autopar.passes.solver.solution import Infeasible, Solution, relative_gap
 
 TABLE_CELLS = 20_000_000
 ALL_CELLS = 200_000_000
-DEFAULT_WORK = 60.0
+DEFAULT_WORK = 20.0
+RELAX_FIRST_NODES = 5_000
+"""Problems up to this size are first tried without memory from the start."""
+
+EXACT_CELLS = 60_000
+"""Models of at most so many edge cells are given to CP-SAT as a whole."""
+
+SWEEPS = 240
+ROUNDS = 4
+
+Progress = Callable[[int | None, int | None, float], None]
+"""Called with the best cost, the lower bound and the seconds so far."""
 
 
 def solve(
@@ -23,88 +52,198 @@ def solve(
     time_limit: float | None = None,
     work_limit: float | None = None,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> Solution:
     """Finds the cheapest assignment that fits, with a proven bound on what it may lack.
 
     Args:
         problem: what to solve.
         time_limit: seconds of wall clock after which the best solution so far is returned.
-        work_limit: deterministic work, about a second each; the result depends on it and on
-            nothing else. By default 60 if there is no time limit.
+        work_limit: deterministic work, about a second each; without a time limit the result depends
+            on it and on nothing else. By default 20 if there is no time limit.
         seed: of the randomised parts.
+        progress: called whenever the best cost or the bound has changed.
 
     Raises:
         Infeasible: if there is no solution, or none was found within the limits.
     """
-    start = time.monotonic()
     if work_limit is None and time_limit is None:
         work_limit = DEFAULT_WORK
-    stats: dict[str, Any] = {}
+    search = _Search(problem, Budget(work_limit, time_limit), seed, progress)
     try:
-        model = Model(problem, with_memory=False)
-        chosen = _exact(model, stats)
-        if chosen is not None and _fits(problem, model.reconstruct(chosen)):
-            return _solution(problem, model, chosen, model.value(chosen), stats)
-        bound = None if chosen is None else (model.offset + model.value(chosen)) << model.shift
+        search.run()
+    except Contradiction as contradiction:
+        if search.best is None:
+            raise search.infeasible(contradiction) from None
+        search.bound = search.best_cost
+    return search.solution()
+
+
+@dataclass
+class _Search:
+    """The state of one call of `solve`: the best assignment and bound so far, in the problem."""
+
+    problem: Problem
+    budget: Budget
+    seed: int
+    progress: Progress | None
+    best: tuple[int, ...] | None = None
+    best_cost: int | None = None
+    bound: int | None = None
+    smallest_peak: tuple[int, tuple[int, int]] | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        problem = self.problem
+        if problem.usage_limit is None or problem.num_nodes <= RELAX_FIRST_NODES:
+            model = Model(problem, with_memory=False)
+            reduce(model)
+            if self.try_elimination(model) or problem.usage_limit is None and self.closed:
+                return
         model = Model(problem)
         reduce(model)
-        stats["reduced_nodes"] = len(model.nodes)
-    except Contradiction as contradiction:
-        raise _infeasible(problem, model, contradiction) from None
-    left = None if time_limit is None else time_limit - (time.monotonic() - start)
-    answer = solve_cp_sat(model, time_limit=left, work_limit=work_limit, seed=seed)
-    stats["method"] = "cp-sat"
-    if answer.chosen is None:
+        self.stats["reduced_nodes"] = len(model.nodes)
+        self.stats["seconds_reduced"] = self.budget.seconds
+        if not model.nodes:
+            self.offer(model, {})
+            self.bound = self.best_cost
+            return
+        chosen = self.rounds(model)
+        if not self.closed and not self.budget.exhausted and chosen is not None:
+            self.stats["neighbourhoods"] = search_neighbourhoods(
+                model, chosen, self.budget, self.seed, lambda found: self.offer(model, found)
+            )
+
+    @property
+    def closed(self) -> bool:
+        return self.best_cost is not None and self.bound == self.best_cost
+
+    def try_elimination(self, model: Model) -> bool:
+        """Whether the model's optimum without memory was found and fits: it is the answer then."""
+        order = elimination_order(model, TABLE_CELLS, ALL_CELLS)
+        if order is None:
+            return False
+        self.budget.spend(1e-8 * order.total_cells)
+        chosen = eliminate(model, order)
+        self.raise_bound(model, model.value(chosen))
+        if not self.offer(model, chosen):
+            return False
+        self.stats["method"] = "elimination"
+        self.stats["largest_table"] = order.largest_cells
+        return True
+
+    def rounds(self, model: Model) -> dict[int, int] | None:
+        """Ascents on smaller and smaller models; the best choice found for the first of them."""
+        current = model
+        prices: dict[tuple[int, int], float] = {}
+        best: dict[int, int] | None = None
+        for index in range(ROUNDS):
+            arrays = flatten(current)
+            dual = Dual(arrays, np.array([prices.get(time, 0.0) for time in current.times]))
+
+            def found(choice: Integers, arrays: Arrays = arrays, current: Model = current) -> float:
+                nonlocal best
+                chosen = arrays.chosen(choice)
+                if self.offer(current, chosen):
+                    assignment = current.reconstruct(chosen, len(model.trail))
+                    best = {u: assignment[u] for u in model.nodes}
+                return self.upper(current)
+
+            result = ascend(dual, SWEEPS, self.budget, found, upper=self.upper(current), until=0.6)
+            self.raise_bound(current, certified_bound(dual))
+            if self.closed or self.budget.exhausted:
+                break
+            prices = dict(zip(current.times, dual.prices.tolist(), strict=True))
+            if self.best_cost is None:
+                self.exact(current)
+                break
+            cells = len(arrays.low.cells)
+            current = excluded(current, dual, self.upper(current))
+            left = sum(m.size for u in current.nodes for m in current.edges[u].values()) // 2
+            self.stats["excluded_nodes"] = len(current.nodes)
+            self.stats["excluded_cells"] = left
+            if self.exact(current) or left > 0.8 * cells:
+                break
+        return best
+
+    def exact(self, model: Model) -> bool:
+        """Whether the model, small by now, was solved exactly."""
+        relaxed = model.copy()
+        relaxed.forget_memory()
+        relaxed.dirty_nodes.update(relaxed.nodes)
+        reduce(relaxed)
+        order = elimination_order(relaxed, TABLE_CELLS, ALL_CELLS)
+        if order is not None:
+            chosen = eliminate(relaxed, order)
+            self.raise_bound(relaxed, relaxed.value(chosen))
+            if self.offer(relaxed, chosen) or self.closed:
+                self.bound = self.best_cost
+                self.stats["method"] = "ascent and elimination"
+                return True
+        cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
+        if cells > EXACT_CELLS:
+            return False
+        work, seconds = self.budget.share(0.5)
+        answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
+        self.budget.spend(answer.deterministic_time)
+        self.stats["cp_sat_cells"] = cells
+        if answer.chosen is not None:
+            self.offer(model, answer.chosen)
         if answer.infeasible:
-            raise _infeasible(problem, model, Contradiction())
-        raise Infeasible("no solution was found within the limits")
-    return _solution(problem, model, answer.chosen, answer.bound, stats, bound)
+            raise Contradiction
+        self.raise_bound(model, answer.bound)
+        return self.closed
 
+    def upper(self, model: Model) -> float:
+        """The best cost in a model's terms."""
+        if self.best_cost is None:
+            return np.inf
+        return float((self.best_cost >> model.shift) - model.offset)
 
-def _exact(model: Model, stats: dict[str, Any]) -> dict[int, int] | None:
-    """Reduces a model without memory and returns its optimal choice, if that is practical."""
-    reduce(model)
-    stats["relaxed_nodes"] = len(model.nodes)
-    order = elimination_order(model, TABLE_CELLS, ALL_CELLS)
-    if order is None:
-        return None
-    stats["method"] = "elimination"
-    stats["largest_table"] = order.largest_cells
-    return eliminate(model, order)
+    def raise_bound(self, model: Model, bound: int) -> None:
+        """Takes note of a bound of a model, which is one of the problem unless it beats the best."""
+        bound = (model.offset + bound) << model.shift
+        if self.bound is None or bound > self.bound:
+            self.bound = bound
+        if self.best_cost is not None:
+            self.bound = min(self.bound, self.best_cost)
+        self.report()
 
+    def offer(self, model: Model, chosen: dict[int, int]) -> bool:
+        """Whether a choice is allowed and fits and is the best so far, or as good."""
+        assignment = model.reconstruct(chosen)
+        peak = peak_usage(self.problem, assignment)
+        limit = self.problem.usage_limit
+        if not is_allowed(self.problem, assignment):
+            return False
+        if self.smallest_peak is None or peak[0] < self.smallest_peak[0]:
+            self.smallest_peak = peak
+        if limit is not None and peak[0] > limit:
+            return False
+        cost = evaluate(self.problem, assignment)
+        if self.best_cost is not None and cost > self.best_cost:
+            return False
+        if self.best is None:
+            self.stats["seconds_first"] = self.budget.seconds
+        if self.best_cost is None or cost < self.best_cost:
+            self.best, self.best_cost = assignment, cost
+            self.stats["seconds_best"] = self.budget.seconds
+            self.report()
+        return True
 
-def _fits(problem: Problem, assignment: tuple[int, ...]) -> bool:
-    return problem.usage_limit is None or (
-        peak_usage(problem, assignment)[0] <= problem.usage_limit
-    )
+    def report(self) -> None:
+        if self.progress is not None:
+            self.progress(self.best_cost, self.bound, self.budget.seconds)
 
-
-def _solution(
-    problem: Problem,
-    model: Model,
-    chosen: dict[int, int],
-    bound: int,
-    stats: dict[str, Any],
-    other_bound: int | None = None,
-) -> Solution:
-    assignment = model.reconstruct(chosen)
-    cost = evaluate(problem, assignment)
-    assert is_allowed(problem, assignment) and _fits(problem, assignment)
-    bound = (model.offset + bound) << model.shift
-    if other_bound is not None:
-        bound = max(bound, other_bound)
-    bound = min(cost, bound)
-    return Solution(assignment, cost, bound, relative_gap(cost, bound), stats)
-
-
-def _infeasible(problem: Problem, model: Model, reason: Contradiction) -> Infeasible:
-    if reason.usage is not None and reason.point is not None:
-        return Infeasible(
-            f"every assignment uses at least {reason.usage} at {model.times[reason.point]}, "
-            f"the limit is {problem.usage_limit}",
-            smallest_usage=reason.usage,
-            interval=model.times[reason.point],
-            proven=True,
-            lower_bound=reason.usage,
+    def solution(self) -> Solution:
+        if self.best is None or self.best_cost is None:
+            raise self.infeasible(Contradiction(), proven=False)
+        bound = self.best_cost if self.bound is None else min(self.bound, self.best_cost)
+        self.stats["seconds"] = self.budget.seconds
+        self.stats["work"] = round(self.budget.work, 6)
+        return Solution(
+            self.best, self.best_cost, bound, relative_gap(self.best_cost, bound), self.stats
         )
-    return Infeasible("every assignment is forbidden or exceeds the usage limit", proven=True)
+
+    def infeasible(self, reason: Contradiction, proven: bool = True) -> Infeasible:
+        return Infeasible("no solution", proven=proven)

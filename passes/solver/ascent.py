@@ -1,0 +1,118 @@
+"""Dual ascent: alternately improve the messages and the memory prices, and round on the way.
+
+Every pass also makes a choice. Where the choices of the last passes use more than there is room
+for, the price rises, where they use less it falls, by a factor each: prices then adapt to scales
+that differ between points of time by orders of magnitude. The steps shrink towards the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solver.arrays import Arrays, Floats
+from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.dual import Chooser, Dual
+from autopar.passes.solver.primal import ALLOWED, improve, repair
+from autopar.passes.solver.problem import Integers
+
+STEP = 0.3
+"""The exponent's factor on the relative excess of usage over room."""
+
+SMOOTHING = 0.5
+"""The weight of the newest choice's usage in the average that prices react to."""
+
+
+@dataclass
+class Ascent:
+    """What an ascent has reached; costs and bounds are without the model's offset."""
+
+    dual: Dual
+    bound: float = -np.inf
+    best_prices: Floats | None = None
+    smallest_peak: tuple[float, int] | None = None  # largest excess over room, and its point
+
+
+def ascend(
+    dual: Dual,
+    sweeps: int,
+    budget: Budget,
+    found: Callable[[Integers], float],
+    *,
+    upper: float = np.inf,
+    repair_every: int = 10,
+    until: float = 1.0,
+) -> Ascent:
+    """Runs passes until `sweeps` or the part `until` of the budget is used.
+
+    `found` takes each feasible choice and returns the least cost known so far. The prices are left
+    at the best ones found.
+    """
+    arrays = dual.arrays
+    result = Ascent(dual)
+    limit = float(arrays.limit)
+    average: Floats | None = None
+    started = budget.used
+    work = sweep_work(arrays)
+    for index in range(sweeps):
+        chooser = Chooser(arrays)
+        bound = dual.sweep(index % 2 == 0, chooser)
+        budget.spend(work * 1.3)
+        if bound > result.bound:
+            result.bound, result.best_prices = bound, dual.prices
+        used = (budget.used - started) / max(until - started, 1e-9)
+        progress = max((index + 1) / sweeps, used)
+        if upper - result.bound < 1.0 or progress >= 1.0 or budget.exhausted:
+            break
+        if index % repair_every == repair_every - 1 or progress >= 1.0:
+            choice = _feasible(arrays, chooser.choice, budget, result)
+            if choice is not None:
+                upper = min(upper, found(choice))
+        if len(arrays.room):
+            excess = (arrays.profile(chooser.choice) - arrays.room) / limit
+            average = excess if average is None else average + SMOOTHING * (excess - average)
+            scale = upper if np.isfinite(upper) else max(bound, arrays.costs_of(chooser.choice))
+            dual.set_prices(_adapted(dual, average, scale, _step(progress)))
+    if result.best_prices is not None and result.best_prices is not dual.prices:
+        dual.set_prices(result.best_prices)
+    return result
+
+
+def sweep_work(arrays: Arrays) -> float:
+    """The work of a pass."""
+    return 1e-8 * len(arrays.low.cells) + 6e-5 * arrays.num_levels
+
+
+def _step(progress: float) -> float:
+    return STEP * (1.0 if progress < 0.4 else max(0.02, (1.0 - progress) / 0.6))
+
+
+def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
+    """Prices multiplied according to the excess; those still zero start small where there is any."""
+    arrays = dual.arrays
+    limit = float(arrays.limit)
+    relative = np.clip(excess * limit / np.maximum(arrays.room, 0.01 * limit), -0.9, 3.0)
+    least = 1e-3 * min(scale, ALLOWED) / (len(arrays.room) * limit)
+    return np.maximum(dual.prices, np.where(excess > 0, least, 0.0)) * np.exp(step * relative)
+
+
+def _feasible(arrays: Arrays, choice: Integers, budget: Budget, result: Ascent) -> Integers | None:
+    """The choice made to fit and improved, None if that fails."""
+    if arrays.costs_of(choice) >= ALLOWED:
+        return None
+
+    def stop() -> bool:
+        budget.spend(4e-8 * len(arrays.low.slot_start) + 1e-3)
+        return budget.exhausted
+
+    repaired = repair(arrays, choice, stop)
+    if repaired is None:
+        if len(arrays.room):
+            excess = arrays.profile(choice) - arrays.room
+            point = int(excess.argmax())
+            if result.smallest_peak is None or excess[point] < result.smallest_peak[0]:
+                result.smallest_peak = float(excess[point]), point
+        return None
+    return improve(arrays, repaired, stop)
