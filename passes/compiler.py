@@ -56,6 +56,8 @@ from autopar.plans import (
 )
 
 Report = Callable[[str], None]
+# Meshes of three axes have an order of magnitude more strategies: they are planned when logical_mesh asks.
+AUTO_MAX_AXES = 2
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -206,7 +208,9 @@ def _meshes(options: Options, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
                 why=f"the cluster has {cluster.num_devices}.",
             )
         return (options.logical_mesh,)
-    meshes = cluster.logical_meshes()
+    meshes = cluster.logical_meshes(AUTO_MAX_AXES)
+    if any(axis == "z" for _, spec in options.pins for axes in spec for axis in axes):
+        meshes = cluster.logical_meshes()
     pinned = {axis for _, spec in options.pins for axes in spec for axis in axes}
     return tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
 

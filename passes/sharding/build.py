@@ -53,6 +53,7 @@ HEAVY = frozenset(
     }
 )
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
+MANY_OPTIONS = 16
 FREE_EXPANSION = 4  # a result this many times larger than what it is made from is recomputed, not moved
 
 
@@ -184,19 +185,14 @@ class _Builder:
             self.built.edges[a, b] = matrix if known is None else known + matrix
 
     def _table(self, value: Rigid, wanted: tuple[Layout, ...]) -> np.ndarray:
-        key = (self._id(value.layouts), self._id(wanted), value.shape, value.itemsize)
-        table = self._tables.get(key)
-        if table is None:
+        key = (self._id(value.layouts), self._id(wanted))
+        tables = self._tables.get(key)
+        if tables is None:
             rows, row_of = _unique(value.layouts)
             columns, column_of = _unique(wanted)
-            small = np.array(
-                [
-                    [self.pricing.reshard(a, b, value.shape, value.itemsize) for b in columns]
-                    for a in rows
-                ]
-            )
-            table = self._tables[key] = small[np.ix_(row_of, column_of)]
-        return table
+            linear = np.array([[self.pricing.linear(a, b) for b in columns] for a in rows])
+            tables = self._tables[key] = linear[np.ix_(row_of, column_of)]
+        return tables[..., 0] + tables[..., 1] * (math.prod(value.shape) * value.itemsize)
 
     def _id(self, layouts: tuple[Layout, ...]) -> int:
         return self._ids.setdefault(layouts, len(self._ids))
@@ -227,9 +223,10 @@ class _Builder:
     def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> tuple[st.Strategy, ...]:
         """Strategies of an equation that opens a group, without duplicates."""
         allowed = self.restriction.allowed_factors(eqn, shape)
-        key = (id(shape), heavy, allowed)
+        key = (id(shape), heavy, allowed, self.restriction.may_scatter(eqn))
         if key in self._options:
             return self._options[key]
+        scatter = self.restriction.may_scatter(eqn)
         found: dict[Any, st.Strategy] = {}
         for choice in st.choices(shape, self.mesh, linear=not heavy):
             if allowed is not None and any(c >= 0 and c not in allowed for c in choice):
@@ -237,12 +234,13 @@ class _Builder:
             strategy = self.strategy(shape, choice)
             found.setdefault((strategy.operands, strategy.results), strategy)
             if any(c >= 0 and shape.rule.factors[c].kind != "pass" for c in choice):
-                whole = st.completed(strategy)
-                found.setdefault((whole.operands, whole.results), whole)
+                shape_out = aval_shape(eqn.outvars[0])
+                for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
+                    found.setdefault((reduced.operands, reduced.results), reduced)
         options = tuple(found.values())
-        if heavy and len(options) > 40:
-            # Three-axis meshes: a heavy equation that divides its work less than it could is kept only
-            # as the replicated strategy.
+        if heavy and len(options) > MANY_OPTIONS:
+            # On meshes of several axes, a heavy equation that divides its work less than it could is
+            # kept only as the replicated strategy.
             most = max(option.division for option in options)
             options = tuple(o for o in options if o.division in (1, most))
         self._options[key] = options

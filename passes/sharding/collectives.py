@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from autopar.passes.graph import user_source
 from autopar.passes.sharding.program import Block, Branch, Compute, Loop, Program, Reshard
 from autopar.passes.sharding.reshard import COLLECTIVES, Step
-from autopar.passes.sharding.scopes import itemsize
+from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.plans import Collective
 
 
@@ -28,7 +30,7 @@ def _walk(block: Block, times: int, program: Program) -> Iterator[Collective]:
                     yield Collective(
                         kind=step.kind,
                         axes=tuple(program.axis_names[a] for a in step.axes),
-                        bytes=step_bytes(step, itemsize(instruction.source.atom.aval)),
+                        bytes=step_bytes(step, instruction.source.atom),
                         times=times,
                         purpose=instruction.purpose,
                         source=sources.get(instruction.source.atom, ""),
@@ -40,9 +42,9 @@ def _walk(block: Block, times: int, program: Program) -> Iterator[Collective]:
                 yield from _walk(inner, times, program)
 
 
-def step_bytes(step: Step, size: int) -> int:
+def step_bytes(step: Step, atom: Any) -> int:
     """Bytes of one device's buffer, before or after the step, whichever is larger."""
-    return size * max(step.elements_in, step.elements_out)
+    return itemsize(atom.aval) * step.elements(math.prod(aval_shape(atom)))
 
 
 def _sources(block: Block) -> dict[object, str]:

@@ -128,7 +128,7 @@ class _Lowering:
         shape, size = aval_shape(atom), itemsize(atom.aval)
         pricing = self.context.pricing
         source = min(known, key=lambda have: pricing.reshard(have, layout, shape, size))
-        steps = reshard_steps(source, layout, shape, self.context.mesh, pricing.reduce_scatter)
+        steps = reshard_steps(source, layout, self.context.mesh, pricing.reduce_scatter)
         self.instructions.append(
             Reshard(Version(atom, source), wanted, steps, self._purpose(atom, source), "")
         )

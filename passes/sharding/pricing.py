@@ -25,27 +25,40 @@ class Pricing:
     def __init__(self, cluster: Cluster, mesh: tuple[int, ...], reduce_scatter: bool = True):
         self.cluster, self.mesh, self.reduce_scatter = cluster, mesh, reduce_scatter
         self._alpha_beta: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
+        self._linear: dict[tuple[Layout, Layout], tuple[float, float]] = {}
         self._compute: dict[Any, float] = {}
 
     def reshard(
         self, source: Layout, target: Layout, shape: tuple[int, ...], size: int
     ) -> float:
         """Seconds of turning one layout of a value into another, once."""
-        if source == target:
-            return 0.0
-        steps = reshard_steps(source, target, shape, self.mesh, self.reduce_scatter)
-        return sum(self.step(step, size) for step in steps)
+        fixed, per_byte = self.linear(source, target)
+        return fixed + per_byte * math.prod(shape) * size
 
-    def step(self, step: Step, size: int) -> float:
-        """Seconds of one step for elements of `size` bytes."""
-        bytes_ = size * max(step.elements_in, step.elements_out)
-        if step.kind not in COLLECTIVES:
-            return bytes_ / self.cluster.device.memory_bandwidth
+    def linear(self, source: Layout, target: Layout) -> tuple[float, float]:
+        """Seconds of a resharding as (a, b): a + b x the whole value's bytes, whatever its shape."""
+        key = (source, target)
+        known = self._linear.get(key)
+        if known is None:
+            fixed = per_byte = 0.0
+            if source != target:
+                for step in reshard_steps(source, target, self.mesh, self.reduce_scatter):
+                    alpha, beta = self.step(step)
+                    fixed += alpha
+                    per_byte += beta / min(step.parts_in, step.parts_out)
+            known = self._linear[key] = (fixed, per_byte)
+        return known
+
+    def step(self, step: Step) -> tuple[float, float]:
+        """Seconds of one step as (a, b): a + b x the bytes of a device's larger buffer."""
         key = (step.kind, step.axes)
         if key not in self._alpha_beta:
-            self._alpha_beta[key] = alpha_beta(step.kind, self.cluster, self.mesh, step.axes)
-        alpha, beta = self._alpha_beta[key]
-        return alpha + beta * bytes_
+            self._alpha_beta[key] = (
+                alpha_beta(step.kind, self.cluster, self.mesh, step.axes)
+                if step.kind in COLLECTIVES
+                else (0.0, 1 / self.cluster.device.memory_bandwidth)
+            )
+        return self._alpha_beta[key]
 
     def compute(self, eqn: JaxprEqn, rule: FactorRule) -> float:
         """Seconds of one equation on one device, undivided."""

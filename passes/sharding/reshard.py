@@ -25,7 +25,7 @@ COLLECTIVES: tuple[StepKind, ...] = ("all-reduce", "reduce-scatter", "all-gather
 class Step:
     """One step: over which axes, along which dimension (`target` for an all-to-all's new one).
 
-    `elements_in` and `elements_out` count what one device holds before and after.
+    One device holds the whole value's elements over `parts_in` before and over `parts_out` after.
     """
 
     kind: StepKind
@@ -33,19 +33,19 @@ class Step:
     dim: int = -1
     target: int = -1
     monoid: str = "sum"
-    elements_in: int = 0
-    elements_out: int = 0
+    parts_in: int = 1
+    parts_out: int = 1
+
+    def elements(self, whole: int) -> int:
+        """Elements of one device's buffer, before or after the step, whichever is larger."""
+        return whole // min(self.parts_in, self.parts_out)
 
 
-@lru_cache(maxsize=200_000)
+@lru_cache(maxsize=500_000)
 def reshard_steps(
-    source: Layout,
-    target: Layout,
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
-    reduce_scatter: bool = True,
+    source: Layout, target: Layout, mesh: tuple[int, ...], reduce_scatter: bool = True
 ) -> tuple[Step, ...]:
-    """The steps that turn `source` into `target` for a value of global `shape`.
+    """The steps that turn `source` into `target`; both divide the value's shape.
 
     `reduce_scatter=False` (ZeRO-1) completes partial sums by an all-reduce and slices after it.
     """
@@ -54,13 +54,13 @@ def reshard_steps(
     dims = [list(axes) for axes in source.dims]
     partial = dict(source.partial)
     wanted_partial = dict(target.partial)
-    elements = math.prod(shape) // math.prod(num_parts(axes, mesh) for axes in dims)
+    parts = math.prod(num_parts(axes, mesh) for axes in dims)
     steps: list[Step] = []
 
     def emit(kind: StepKind, axes: tuple[int, ...], after: int, **where: object) -> None:
-        nonlocal elements
-        steps.append(Step(kind, axes, elements_in=elements, elements_out=after, **where))  # type: ignore[arg-type]
-        elements = after
+        nonlocal parts
+        steps.append(Step(kind, axes, parts_in=parts, parts_out=after, **where))  # type: ignore[arg-type]
+        parts = after
 
     def next_axis(d: int) -> int | None:
         """The axis to append to dimension d, if what it has is a prefix of what it should have."""
@@ -77,19 +77,19 @@ def reshard_steps(
         candidates = [(d, a) for d in range(len(dims)) if (a := next_axis(d)) is not None]
         for d, axis in candidates:
             if axis not in partial and holder(axis) is None:
-                emit("slice", (axis,), elements // mesh[axis], dim=d)
+                emit("slice", (axis,), parts * mesh[axis], dim=d)
                 dims[d].append(axis)
                 return True
         for d, axis in candidates:
             if partial.get(axis) == "sum" and reduce_scatter:
-                emit("reduce-scatter", (axis,), elements // mesh[axis], dim=d)
+                emit("reduce-scatter", (axis,), parts * mesh[axis], dim=d)
                 del partial[axis]
                 dims[d].append(axis)
                 return True
         for d, axis in candidates:
             other = holder(axis)
             if other is not None and dims[other][-1] == axis:
-                emit("all-to-all", (axis,), elements, dim=other, target=d)
+                emit("all-to-all", (axis,), parts, dim=other, target=d)
                 dims[other].pop()
                 dims[d].append(axis)
                 return True
@@ -101,7 +101,7 @@ def reshard_steps(
                 a for a in sorted(partial) if partial[a] == monoid and a not in wanted_partial
             )
             if axes:
-                emit("all-reduce", axes, elements, monoid=monoid)
+                emit("all-reduce", axes, parts, monoid=monoid)
                 for axis in axes:
                     del partial[axis]
                 return True
@@ -115,7 +115,7 @@ def reshard_steps(
                 keep += 1
             if keep < len(axes):
                 gone = tuple(axes[keep:])
-                emit("all-gather", gone, elements * num_parts(gone, mesh), dim=d)
+                emit("all-gather", gone, parts // num_parts(gone, mesh), dim=d)
                 del axes[keep:]
                 return True
         return False
@@ -124,7 +124,7 @@ def reshard_steps(
         pass
     missing = tuple(a for a in wanted_partial if a not in partial)
     if missing:
-        emit("to-partial", missing, elements)
+        emit("to-partial", missing, parts)
     assert tuple(map(tuple, dims)) == target.dims, (source, target, steps)
     return tuple(steps)
 

@@ -101,6 +101,12 @@ class Restriction:
             return None
         return frozenset(f for f in factors if f is not None)
 
+    def may_scatter(self, eqn: JaxprEqn) -> bool:
+        """Whether a partial result may be reduce-scattered where it is made."""
+        if self.method in ("data", "zero1"):
+            return False
+        return self.method not in ONE_AXIS_METHODS or not any(map(self._dims, eqn.outvars))
+
     def boundary_layouts(
         self, atom: Any, value: Any, mesh: tuple[int, ...], partial: bool
     ) -> tuple[Layout, ...]:
