@@ -1,8 +1,8 @@
 """A reduced model as flat arrays, so that NumPy can work on all nodes of a level at once.
 
 Nodes are numbered level by level: a node's level is one more than the highest among its earlier
-neighbours, so no edge joins nodes of a level, and a pass over the levels is a pass over the nodes in
-order. For an edge from the earlier node i to the later node j there are two copies of its costs:
+neighbours, so no edge joins nodes of a level, and a pass over the levels is a pass over the nodes
+in order. For an edge from the earlier node i to the later node j there are two copies of its costs:
 
 - `low`: row-major over the strategies of i, edges sorted by the level of i;
 - `high`: row-major over the strategies of j, edges sorted by the level of j.
@@ -45,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Everything about a reduced model that the search needs; strategies are numbered throughout."""
+    """All that the search needs of a reduced model; strategies are numbered throughout."""
 
     names: Integers  # [nodes] the model's own node numbers
     first: Integers  # [nodes + 1] a node's first strategy among all

@@ -54,6 +54,7 @@ def ascend(
     result = Ascent(dual)
     limit = float(arrays.limit)
     average: Floats | None = None
+    best = np.inf
     started = budget.used
     work = sweep_work(arrays)
     for index in range(sweeps):
@@ -69,11 +70,13 @@ def ascend(
         if index % repair_every == repair_every - 1 or progress >= 1.0:
             choice = _feasible(arrays, chooser.choice, budget, result)
             if choice is not None:
-                upper = min(upper, found(choice))
+                best = found(choice)
+                upper = min(upper, best)
         if len(arrays.room):
             excess = (arrays.profile(chooser.choice) - arrays.room) / limit
             average = excess if average is None else average + SMOOTHING * (excess - average)
-            scale = upper if np.isfinite(upper) else max(bound, arrays.costs_of(chooser.choice))
+            cost = arrays.costs_of(chooser.choice)
+            scale = best if np.isfinite(best) else max(bound, cost, 1.0)
             dual.set_prices(_adapted(dual, average, scale, _step(progress)))
     if result.best_prices is not None and result.best_prices is not dual.prices:
         dual.set_prices(result.best_prices)
@@ -90,7 +93,7 @@ def _step(progress: float) -> float:
 
 
 def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
-    """Prices multiplied according to the excess; those still zero start small where there is any."""
+    """Prices multiplied according to the excess; where there is any, zero prices start small."""
     arrays = dual.arrays
     limit = float(arrays.limit)
     relative = np.clip(excess * limit / np.maximum(arrays.room, 0.01 * limit), -0.9, 3.0)

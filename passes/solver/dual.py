@@ -41,7 +41,7 @@ class Visitor(Protocol):
 
 
 class Dual:
-    """Messages and prices of a model, improved by `sweep`; bounds are without the model's offset."""
+    """Messages and prices of a model, improved by `sweep`; bounds leave out the model's offset."""
 
     def __init__(self, arrays: Arrays, prices: Floats | None = None) -> None:
         self.arrays = arrays
@@ -70,11 +70,12 @@ class Dual:
         arrays = self.arrays
         total = np.concatenate([[0.0], np.cumsum(prices)])
         row_price = total[arrays.row_end] - total[arrays.row_start]
-        return np.bincount(
+        added: Floats = np.bincount(
             arrays.usage_strategy,
             arrays.usage * row_price[arrays.usage_row],
             minlength=len(arrays.costs),
-        )
+        ).astype(np.float64, copy=False)
+        return added
 
     def sweep(self, forward: bool, visit: Visitor | None = None) -> float:
         """One pass; returns the bound after it, in floating point."""

@@ -272,6 +272,22 @@ class Model:
                     total += int(matrix[strategy, chosen[v]])
         return total
 
+    def largest_cost(self) -> int:
+        """More than no choice for the nodes that are left can cost."""
+        tables = [self.cost_of(u) for u in self.nodes]
+        tables += [m for u in self.nodes for v, m in self.edges[u].items() if u < v]
+        return sum(int(t.max(where=t < INFINITE, initial=0)) for t in tables)
+
+    def fits(self, chosen: dict[int, int]) -> bool:
+        """Whether a choice for the nodes that are left keeps within the limit at all points."""
+        if self.limit is None:
+            return True
+        used = self.base.copy()
+        for u, strategy in chosen.items():
+            for rows in self.memory[u]:
+                _add_rows(used, rows.starts, rows.ends, rows.usage[:, strategy])
+        return bool((used <= self.limit).all())
+
     def compress_time(self) -> None:
         """Makes each node's rows disjoint, drops the points at which memory cannot bind.
 

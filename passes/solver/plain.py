@@ -31,6 +31,7 @@ class Answer:
     chosen: dict[int, int] | None
     bound: int  # internal cost without the model's offset
     infeasible: bool
+    optimal: bool
     deterministic_time: float = 0.0
 
 
@@ -65,7 +66,9 @@ def plain(
         )
     if answer.chosen is None:
         raise Infeasible(
-            "the plain model has no solution" if answer.infeasible else "no solution in time",
+            "The plain model has no solution."
+            if answer.infeasible
+            else "The plain model found no solution in time.",
             proven=answer.infeasible,
         )
     assignment = model.reconstruct(answer.chosen)
@@ -88,7 +91,7 @@ def solve_cp_sat(
     Costs above 2^50 in sum are divided by a power of two, rounding down, so the bound stays valid;
     the choice is then optimal only up to that rounding.
     """
-    shift = max(0, _largest_total(model).bit_length() - 50)
+    shift = max(0, model.largest_cost().bit_length() - 50)
     program = cp_model.CpModel()
     pick = {u: [program.new_bool_var("") for _ in model.cost_of(u)] for u in model.nodes}
     variables: list[cp_model.IntVar] = []
@@ -145,6 +148,7 @@ def solve_cp_sat(
         chosen,
         max(0, bound << shift),
         status == cp_model.INFEASIBLE,
+        status == cp_model.OPTIMAL,
         solver.response_proto.deterministic_time,
     )
 
@@ -197,19 +201,18 @@ def solve_highs(model: Model, *, time_limit: float | None = None) -> Answer:
         values = result.variable_values()
         chosen = {u: max(range(len(row)), key=lambda s: values[row[s]]) for u, row in pick.items()}
     bound = result.termination.objective_bounds.dual_bound / scale
-    return Answer(chosen, max(0, math.floor(bound)) if math.isfinite(bound) else 0, infeasible)
+    return Answer(
+        chosen,
+        max(0, math.floor(bound)) if math.isfinite(bound) else 0,
+        infeasible,
+        result.termination.reason == mathopt.TerminationReason.OPTIMAL,
+    )
 
 
 def _largest_cost(model: Model) -> int:
     tables = [model.cost_of(u) for u in model.nodes]
     tables += [m for u in model.nodes for v, m in model.edges[u].items() if u < v]
     return max((int(t.max(where=t < INFINITE, initial=0)) for t in tables), default=0)
-
-
-def _largest_total(model: Model) -> int:
-    tables = [model.cost_of(u) for u in model.nodes]
-    tables += [m for u in model.nodes for v, m in model.edges[u].items() if u < v]
-    return sum(int(t.max(where=t < INFINITE, initial=0)) for t in tables)
 
 
 def _memory_terms(model: Model) -> list[tuple[list[tuple[int, int]], list[int], int]]:

@@ -24,7 +24,8 @@ from autopar.passes.solver.dual import Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
 from autopar.passes.solver.exclude import excluded
 from autopar.passes.solver.model import Contradiction, Model
-from autopar.passes.solver.neighbourhood import search_neighbourhoods
+from autopar.passes.solver.neighbourhood import Neighbourhoods
+from autopar.passes.solver.peak import smallest_peak
 from autopar.passes.solver.plain import solve_cp_sat
 from autopar.passes.solver.problem import Integers, Problem, evaluate, is_allowed, peak_usage
 from autopar.passes.solver.reduce import reduce
@@ -38,6 +39,9 @@ RELAX_FIRST_NODES = 5_000
 
 EXACT_CELLS = 60_000
 """Models of at most so many edge cells are given to CP-SAT as a whole."""
+
+PEAK_WORK = 2.0
+"""The work for each step of the search for the smallest peak of an infeasible problem."""
 
 SWEEPS = 240
 ROUNDS = 4
@@ -72,9 +76,9 @@ def solve(
     search = _Search(problem, Budget(work_limit, time_limit), seed, progress)
     try:
         search.run()
-    except Contradiction as contradiction:
+    except Contradiction:
         if search.best is None:
-            raise search.infeasible(contradiction) from None
+            raise search.infeasible(proven=True) from None
         search.bound = search.best_cost
     return search.solution()
 
@@ -98,7 +102,7 @@ class _Search:
         if problem.usage_limit is None or problem.num_nodes <= RELAX_FIRST_NODES:
             model = Model(problem, with_memory=False)
             reduce(model)
-            if self.try_elimination(model) or problem.usage_limit is None and self.closed:
+            if self.try_elimination(model) or self.closed:
                 return
         model = Model(problem)
         reduce(model)
@@ -108,11 +112,12 @@ class _Search:
             self.offer(model, {})
             self.bound = self.best_cost
             return
-        chosen = self.rounds(model)
+        chosen, dual = self.rounds(model)
         if not self.closed and not self.budget.exhausted and chosen is not None:
-            self.stats["neighbourhoods"] = search_neighbourhoods(
-                model, chosen, self.budget, self.seed, lambda found: self.offer(model, found)
-            )
+            neighbourhoods = Neighbourhoods(model, dual, chosen, self.seed)
+            neighbourhoods.search(self.budget, lambda found: self.offer(model, found))
+            self.stats["neighbourhoods"] = neighbourhoods.looked_at
+            self.stats["neighbourhoods_improved"] = neighbourhoods.improved
 
     @property
     def closed(self) -> bool:
@@ -132,12 +137,13 @@ class _Search:
         self.stats["largest_table"] = order.largest_cells
         return True
 
-    def rounds(self, model: Model) -> dict[int, int] | None:
-        """Ascents on smaller and smaller models; the best choice found for the first of them."""
+    def rounds(self, model: Model) -> tuple[dict[int, int] | None, Dual]:
+        """Ascents on smaller and smaller models; the best choice for the first, and its dual."""
         current = model
         prices: dict[tuple[int, int], float] = {}
         best: dict[int, int] | None = None
-        for index in range(ROUNDS):
+        first: Dual | None = None
+        for _ in range(ROUNDS):
             arrays = flatten(current)
             dual = Dual(arrays, np.array([prices.get(time, 0.0) for time in current.times]))
 
@@ -149,8 +155,13 @@ class _Search:
                     best = {u: assignment[u] for u in model.nodes}
                 return self.upper(current)
 
-            result = ascend(dual, SWEEPS, self.budget, found, upper=self.upper(current), until=0.6)
-            self.raise_bound(current, certified_bound(dual))
+            first = first or dual
+            upper = min(self.upper(current), current.largest_cost() + 2.0)
+            ascend(dual, SWEEPS, self.budget, found, upper=upper, until=0.6)
+            bound = certified_bound(dual)
+            if bound > current.largest_cost():
+                raise Contradiction
+            self.raise_bound(current, bound)
             if self.closed or self.budget.exhausted:
                 break
             prices = dict(zip(current.times, dual.prices.tolist(), strict=True))
@@ -164,7 +175,8 @@ class _Search:
             self.stats["excluded_cells"] = left
             if self.exact(current) or left > 0.8 * cells:
                 break
-        return best
+        assert first is not None
+        return best, first
 
     def exact(self, model: Model) -> bool:
         """Whether the model, small by now, was solved exactly."""
@@ -183,7 +195,7 @@ class _Search:
         cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
         if cells > EXACT_CELLS:
             return False
-        work, seconds = self.budget.share(0.5)
+        work, seconds = self.budget.share(0.2)
         answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
         self.budget.spend(answer.deterministic_time)
         self.stats["cp_sat_cells"] = cells
@@ -201,7 +213,7 @@ class _Search:
         return float((self.best_cost >> model.shift) - model.offset)
 
     def raise_bound(self, model: Model, bound: int) -> None:
-        """Takes note of a bound of a model, which is one of the problem unless it beats the best."""
+        """Takes note of a model's bound; with the best cost so far it is the problem's."""
         bound = (model.offset + bound) << model.shift
         if self.bound is None or bound > self.bound:
             self.bound = bound
@@ -237,7 +249,7 @@ class _Search:
 
     def solution(self) -> Solution:
         if self.best is None or self.best_cost is None:
-            raise self.infeasible(Contradiction(), proven=False)
+            raise self.infeasible(proven=False)
         bound = self.best_cost if self.bound is None else min(self.bound, self.best_cost)
         self.stats["seconds"] = self.budget.seconds
         self.stats["work"] = round(self.budget.work, 6)
@@ -245,5 +257,39 @@ class _Search:
             self.best, self.best_cost, bound, relative_gap(self.best_cost, bound), self.stats
         )
 
-    def infeasible(self, reason: Contradiction, proven: bool = True) -> Infeasible:
-        return Infeasible("no solution", proven=proven)
+    def feasible(self, problem: Problem) -> tuple[tuple[int, ...] | None, bool]:
+        """An assignment of a related problem, or None and whether it is proven to have none."""
+        search = _Search(problem, Budget(PEAK_WORK, self.budget.share(1.0)[1]), self.seed, None)
+        try:
+            search.run()
+        except Contradiction:
+            return search.best, search.best is None
+        return search.best, False
+
+    def infeasible(self, proven: bool) -> Infeasible:
+        """The error to raise: with the smallest peak usage, which takes a search of its own."""
+        peak = smallest_peak(self.problem, self.feasible)
+        if peak is None:
+            what = (
+                "Every assignment is forbidden." if proven else "No assignment was found in time."
+            )
+            return Infeasible(what, proven=proven)
+        usage, interval = peak.usage, peak.interval
+        if self.smallest_peak is not None and self.smallest_peak[0] < usage:
+            usage, interval = self.smallest_peak
+        limit = self.problem.usage_limit
+        if proven:
+            what = f"No assignment keeps within the usage limit of {limit}."
+        else:
+            what = f"No assignment within the usage limit of {limit} was found in time."
+        exact = usage == peak.lower_bound
+        return Infeasible(
+            what,
+            why=f"the smallest peak usage {'is' if exact else 'found is'} {usage}, "
+            f"in the interval {interval}",
+            hint=f"raise the limit by {usage - limit}" if limit is not None else None,
+            smallest_usage=usage,
+            interval=interval,
+            proven=proven,
+            lower_bound=peak.lower_bound,
+        )

@@ -36,6 +36,8 @@ class Infeasible(AutoparError):
 
     Args:
         what: one sentence that says what is the matter.
+        why: the reason.
+        hint: what to try.
         smallest_usage: the smallest peak usage found, None if only forbidden pairs are in the way.
         interval: when that peak occurs, in the problem's time.
         proven: whether it is proven that there is no solution.
@@ -46,12 +48,14 @@ class Infeasible(AutoparError):
         self,
         what: str,
         *,
+        why: str | None = None,
+        hint: str | None = None,
         smallest_usage: int | None = None,
         interval: tuple[int, int] | None = None,
         proven: bool = False,
         lower_bound: int | None = None,
     ) -> None:
-        super().__init__(what)
+        super().__init__(what, why=why, hint=hint)
         self.smallest_usage = smallest_usage
         self.interval = interval
         self.proven = proven
