@@ -204,20 +204,25 @@ class Executable:
         strict: bool,
     ) -> Any:
         """Find out why a call failed, mend what can be mended, and run again."""
+        if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
+            found = error.args[-1]
+            error = FloatingPointError(
+                f"{found} in the results of {self._name}, and jax_debug_{found}s is set."
+            )
         if _any_deleted(donated):
             error.add_note(
                 f"autopar: {self._name} failed after it had taken over donated buffers, so the "
                 "state that was passed in is gone. Restore it from a checkpoint, or pass "
                 "donate_argnums=() while you look for the cause."
             )
-            raise error
+            raise error from None
         signature = signature_of(self._traced.convention, *call)
         if not _same_signature(signature, self._traced.signature, strict):
             raise SignatureMismatch(signature) from None
         strays = [n for n, i in enumerate(self._kept) if self._is_stray(kept[n], i)]
         others = [n for n, i in enumerate(self._donated) if self._is_stray(donated[n], i)]
         if not strays and not others:
-            raise error
+            raise error from None
         self._strays.update(strays)
         return self._compiled(
             self._placed(donated, self._donated, others),
@@ -320,10 +325,11 @@ class Executable:
         shardings = {
             argument.position: self._argument_shardings(argument)
             for argument in self._traced.arguments
-            if argument.position is not None
         }
-        last = max(shardings, default=-1)
-        return tuple(shardings.get(position) for position in range(last + 1))
+        convention, signature = self._traced.convention, self._traced.signature
+        static = [convention.position(key) for key, *_ in signature.static_arguments]
+        positions = [position for position in (*shardings, *static) if position is not None]
+        return tuple(shardings.get(position) for position in range(max(positions, default=-1) + 1))
 
     @property
     def kwargs_shardings(self) -> dict[str, Any]:

@@ -239,7 +239,9 @@ def _match(
         if leaf.shape == other.shape and leaf.dtype == other.dtype:
             twins[index] = int(offsets[position])
         index += 1
-    if not total or (not explicit and 2 * len(twins) <= total):
+    # A single leaf has the structure of any other.
+    is_likely = 2 * len(twins) > total or (explicit and total > 1)
+    if not total or not is_likely:
         return None
     return _Match(twins, outputs, flows.strongest(twins))
 

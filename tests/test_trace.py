@@ -1,0 +1,679 @@
+"""Tracing: every kind of leaf, what each is used as, and what is refused."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from jax import P
+from jax.extend import core as jex_core
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding
+
+from autopar.errors import BatchArgumentError, DonationWarning, OptionError, TraceError
+from autopar.passes import graph
+from autopar.passes.signature import Convention, signature_of
+from autopar.passes.trace import Traced, trace
+
+W = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+B = jax.ShapeDtypeStruct((4,), jnp.float32)
+X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+Y = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+PARAMS = {"w": W, "b": B}
+
+
+def loss_fn(params: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
+
+
+def sgd(params: Any, gradients: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def train(params: Any, x: Any, y: Any) -> Any:
+    loss, gradients = jax.value_and_grad(loss_fn)(params, x, y)
+    return sgd(params, gradients), loss
+
+
+def check(traced: Traced) -> dict[str, graph.Input]:
+    """The labels by path, of a graph that is sound."""
+    graph.check(traced.graph)
+    return {label.path: label for label in traced.graph.inputs}
+
+
+def roles(traced: Traced) -> dict[str, str]:
+    return {path: label.role for path, label in check(traced).items()}
+
+
+def run(traced: Traced, *args: Any, **kwargs: Any) -> Any:
+    """Evaluate the graph as the executable does."""
+    leaves = jax.tree.leaves((args, kwargs))
+    arrays = [leaves[i] for i in traced.signature.array_positions]
+    function = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(traced.graph.jaxpr, ()))
+    return traced.result(function(*arrays, *traced.graph.constants))
+
+
+# Leaves
+
+
+def test_kinds_of_leaves_become_inputs_with_their_types() -> None:
+    key = jax.random.key(0)
+    arguments = {
+        "array": jnp.ones(2, jnp.bfloat16),
+        "bool": True,
+        "float": 2.5,
+        "int": 3,
+        "key": key,
+        "none": None,
+        "numpy": np.ones((2, 3), np.int8),
+        "numpy64": np.ones(2),  # JAX holds it in 32 bits, unless x64 is enabled
+        "raw": jax.random.key_data(key),
+        "scalar": np.float32(1),
+        "shape": jax.ShapeDtypeStruct((5,), jnp.float16),
+        "weak": jax.ShapeDtypeStruct((), jnp.float32, weak_type=True),
+    }
+    traced = trace(lambda tree: tree, (arguments,), batch_argnums=())
+    found = [str(v.aval.str_short(short_dtypes=True)) for v in traced.graph.jaxpr.invars]
+    expected = "bf16[2] bool[] f32[] i32[] key<fry>[] i8[2,3] f32[2] u32[2] f32[] f16[5] f32[]"
+    assert found == expected.split()
+    weak = [v.aval.weak_type for v in traced.graph.jaxpr.invars]
+    assert [n for n, is_weak in enumerate(weak) if is_weak] == [2, 3, 10]
+    assert list(check(traced)) == [f"tree['{name}']" for name in arguments if name != "none"]
+
+
+def test_shardings_of_inputs_are_stripped() -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    assert mesh.axis_types == (AxisType.Explicit,)
+    x = jax.device_put(np.ones((16, 8), np.float32), NamedSharding(mesh, P("x")))
+    as_shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    traced = trace(train, (PARAMS, x, Y))
+    assert traced.signature == trace(train, (PARAMS, as_shape, Y)).signature
+    assert traced.signature == trace(train, (PARAMS, X, Y)).signature
+    assert str(traced.graph.jaxpr) == str(trace(train, (PARAMS, X, Y)).graph.jaxpr)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_a_mesh_of_the_user_leaves_no_trace(axis_type: AxisType) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def body(h: Any, wi: Any) -> Any:
+            h = jax.lax.with_sharding_constraint(jnp.tanh(h @ wi), P("x"))
+            return h, jnp.zeros(3).sum()
+
+        gradient = jax.grad(lambda w: jax.lax.scan(body, x, w)[0].sum())(w)
+        return w - gradient
+
+    def plain(w: Any, x: Any) -> Any:
+        body = lambda h, wi: (jnp.tanh(h @ wi), jnp.zeros(3).sum())  # noqa: E731
+        return w - jax.grad(lambda w: jax.lax.scan(body, x, w)[0].sum())(w)
+
+    w = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(axis_type,))):
+        traced = trace(step, (w, X))
+    check(traced)
+    assert "AbstractMesh" not in str(traced.graph)
+    expected = trace(plain, (w, X)).graph
+    assert graph.fingerprint(traced.graph.jaxpr) == graph.fingerprint(expected.jaxpr)
+    for value in (*traced.graph.jaxpr.invars, *traced.graph.jaxpr.outvars):
+        assert value.aval.sharding.mesh.empty
+
+
+def test_equinox_model_is_returned_with_its_functions() -> None:
+    model = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
+    dropout = eqx.nn.Dropout(0.25, inference=True)
+
+    def step(models: Any, x: Any, y: Any) -> Any:
+        def loss(models: Any) -> Any:
+            model, dropout = models
+            return jnp.mean((jax.vmap(lambda x: dropout(model(x)))(x) - y) ** 2)
+
+        loss_value, gradients = eqx.filter_value_and_grad(loss)(models)
+        return eqx.apply_updates(models, jax.tree.map(lambda g: -0.1 * g, gradients)), loss_value
+
+    x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
+    traced = trace(step, ((model, dropout), x, y))
+    (new_model, new_dropout), loss = run(traced, (model, dropout), x, y)
+    assert new_model.activation is model.activation
+    # Numbers of a model are its definition, as in equinox.filter_jit.
+    assert (new_dropout.p, new_dropout.inference) == (0.25, True)
+    assert type(new_dropout.inference) is bool
+    _, expected_loss = eqx.filter_jit(step)((model, dropout), x, y)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert len(traced.signature.statics) == 4
+    labels = check(traced)
+    assert labels["models[0].layers[0].weight"].donated
+    assert traced.signature != signature_of(
+        Convention.of(step), ((model, eqx.nn.Dropout(0.5, inference=True)), x, y), {}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    power: int
+    name: str
+
+
+def test_static_leaves_and_arguments() -> None:
+    def step(w: Any, x: Any, config: Frozen, *, mode: str) -> Any:
+        return {"w": w - (x.sum(0) ** config.power).sum(), "name": config.name + mode}
+
+    config, kwargs = Frozen(power=2, name="a"), {"mode": "train"}
+    traced = trace(step, (B, Y, config), kwargs, static_argnums=(2,))
+    by_name = trace(step, (B, Y), {**kwargs, "config": config}, static_argnums=(2,))
+    as_leaf = trace(step, (B, Y, config), kwargs)
+    w, y = np.ones(4, np.float32), np.ones((16, 4), np.float32)
+    for one, args in ((traced, (w, y)), (by_name, (w, y)), (as_leaf, (w, y, config))):
+        result = run(one, *args, **kwargs)
+        assert result["name"] == "atrain"
+        np.testing.assert_allclose(result["w"], step(w, y, config, mode="train")["w"])
+    other = trace(step, (B, Y, Frozen(3, "a")), kwargs, static_argnums=(2,))
+    assert traced.signature != other.signature
+
+
+def test_true_and_one_are_different_static_arguments() -> None:
+    convention = Convention.of(lambda x, flag: x, (1,))
+    signatures = [signature_of(convention, (B, flag), {}) for flag in (True, 1, 1.0)]
+    assert len(set(signatures)) == 3
+
+
+class NotHashable:
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OtherArray:
+    """As an array of another library: hashable by identity, with a shape and a dtype."""
+
+    shape, dtype = (16,), "float32"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "why"),
+    [
+        (NotHashable(), "NotHashable"),
+        (np.array(["a", "b"]), "<U1"),
+        (np.array([object()]), "object"),
+        (OtherArray(), "another library"),
+    ],
+)
+def test_a_leaf_that_is_neither_an_array_nor_hashable(leaf: Any, why: str) -> None:
+    with pytest.raises(TraceError, match=why) as caught:
+        trace(lambda state, batch: batch["x"], ({"w": W}, {"x": X, "names": leaf}))
+    assert caught.value.where == "batch['names']"
+    assert caught.value.hint is not None
+
+
+def test_a_static_argument_that_is_not_hashable() -> None:
+    with pytest.raises(TraceError, match="static argument config is not hashable"):
+        trace(lambda x, config: x, (X, {"a": 1}), static_argnums=(1,))
+
+
+def test_errors_of_the_function_pass_as_they_are() -> None:
+    class Mine(Exception):
+        pass
+
+    def raises(x: Any) -> Any:
+        raise Mine("as it is")
+
+    with pytest.raises(Mine) as caught:
+        trace(raises, (X,))
+    assert caught.value.args == ("as it is",)
+
+    def branches(state: Any, batch: Any) -> Any:
+        return state if batch["flag"] else -state
+
+    # The message names the user's function and argument, not our wrapper's.
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=r"branches(.|\n)*batch\['flag'\]"
+    ):
+        trace(branches, (B, {"flag": True}))
+
+
+@pytest.mark.parametrize("result", [None, {}, {"name": "x"}, (None, "text")])
+def test_a_function_without_arrays_in_its_result(result: Any) -> None:
+    def step(x: Any) -> Any:
+        return result
+
+    with pytest.raises(TraceError, match="step returns no arrays") as caught:
+        trace(step, (X,))
+    assert caught.value.where is not None
+    assert "test_trace.py" in caught.value.where
+
+
+def test_a_result_that_hides_a_tracer_or_cannot_be_a_constant() -> None:
+    class Plain:
+        def __init__(self, x: Any):
+            self.x = x
+
+    for make in (Plain, lambda x: NotHashable(), lambda x: Frozen(x, "a")):
+        with pytest.raises(TraceError, match="neither an array nor a constant") as caught:
+            trace(lambda x, make=make: (x, {"state": make(x)}), (X,))
+        assert caught.value.where == "result[1]['state']"
+
+
+def test_closed_over_arrays_become_constants() -> None:
+    table = jnp.arange(32.0).reshape(8, 4)
+    traced = trace(lambda w, x: w + (x @ table).mean(0), (B, X))
+    assert roles(traced) == {"w": "state", "x": "batch", "constant[0]": "constant"}
+    assert traced.graph.constants[0] is table
+
+
+# Roles
+
+
+def test_train_state_and_optimizer_state() -> None:
+    class TrainState(struct.PyTreeNode):
+        step: Any
+        params: Any
+        opt_state: Any
+        name: str = struct.field(pytree_node=False)
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(state: TrainState, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_fn)(state.params, *batch)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        return new, {"loss": loss}
+
+    opt_state = jax.eval_shape(optimizer.init, PARAMS)
+    state = TrainState(step=0, params=PARAMS, opt_state=opt_state, name="mine")
+    traced = trace(step, (state, (X, Y)))
+    labels = check(traced)
+    assert {p: x.role for p, x in labels.items() if p.startswith("batch")} == {
+        "batch[0]": "batch",
+        "batch[1]": "batch",
+    }
+    states = {p: x for p, x in labels.items() if p.startswith("state")}
+    assert all(x.role == "state" and x.donated for x in states.values())
+    for path, label in states.items():
+        assert label.twin is not None
+        assert traced.graph.outputs[label.twin].path == path.replace("state", "result[0]", 1)
+    assert traced.batch_size == 16
+
+
+def test_arguments_come_back_in_another_order() -> None:
+    optimizer = optax.adam(1e-3)
+
+    def step(opt_state: Any, params: Any, x: Any, y: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_fn)(params, x, y)
+        updates, opt_state = optimizer.update(gradients, opt_state)
+        return loss, gradients, {"new": optax.apply_updates(params, updates)}, opt_state
+
+    traced = trace(step, (jax.eval_shape(optimizer.init, PARAMS), PARAMS, X, Y))
+    labels = check(traced)
+    # Gradients and moments have the structure of the parameters too.
+    pairs = {
+        path: traced.graph.outputs[label.twin].path
+        for path, label in labels.items()
+        if label.twin is not None
+    }
+    assert pairs["params['w']"] == "result[2]['new']['w']"
+    assert pairs["opt_state[0].mu['w']"] == "result[3][0].mu['w']"
+    assert pairs["opt_state[0].count"] == "result[3][0].count"
+
+
+def test_two_arguments_of_one_structure_are_told_apart_by_what_updates_them() -> None:
+    def step(fast: Any, slow: Any, x: Any, y: Any) -> Any:
+        new, _ = train(fast, x, y)
+        average = jax.tree.map(lambda s, f: 0.9 * s + 0.1 * f, slow, new)
+        return average, new
+
+    labels = check(traced := trace(step, (PARAMS, PARAMS, X, Y)))
+    twins = {p: x.twin for p, x in labels.items()}
+    outputs = [o.path for o in traced.graph.outputs]
+    assert outputs[twins["fast['w']"]] == "result[1]['w']"  # type: ignore[index]
+    assert outputs[twins["slow['w']"]] == "result[0]['w']"  # type: ignore[index]
+
+
+def test_gradients_are_not_a_new_state() -> None:
+    traced = trace(lambda params, x, y: jax.value_and_grad(loss_fn)(params, x, y), (PARAMS, X, Y))
+    labels = check(traced)
+    assert labels["params['w']"] == graph.Input("params['w']", "state")
+    assert not any(label.donated for label in labels.values())
+
+
+def test_gradients_of_a_weight_decay_are_not_a_new_state() -> None:
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return loss_fn(params, x, y) + 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+    traced = trace(lambda p, x, y: jax.value_and_grad(loss)(p, x, y), (PARAMS, X, Y))
+    assert not any(label.donated for label in check(traced).values())
+
+
+def test_predictions_of_the_batch_shape_are_not_a_new_state() -> None:
+    def step(state: Any, x: Any) -> Any:
+        reconstruction = jnp.tanh(x @ state["w"]) @ state["w"].T
+        return {"w": state["w"] + reconstruction.mean()}, reconstruction
+
+    labels = check(trace(step, ({"w": W}, X)))
+    assert labels["x"] == graph.Input("x", "batch", 0)
+    assert labels["state['w']"].donated
+
+
+def test_a_batch_that_is_passed_through_stays_a_batch() -> None:
+    def step(params: Any, x: Any, y: Any) -> Any:
+        return train(params, x, y)[0], {"targets": y, "x": x}
+
+    assert roles(trace(step, (PARAMS, X, Y)))["y"] == "batch"
+
+
+def test_momentum_and_statistics_are_state_although_they_are_scaled() -> None:
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def step(params: Any, trace_: Any, mean: Any, x: Any, y: Any) -> Any:
+        gradients = jax.grad(loss_fn)(params, x, y)
+        updates, trace_ = optimizer.update(gradients, trace_)
+        mean = 0.9 * mean + 0.1 * x.mean(0)
+        return optax.apply_updates(params, updates), trace_, mean
+
+    arguments = (PARAMS, jax.eval_shape(optimizer.init, PARAMS), np.ones(8, np.float32), X, Y)
+    labels = check(trace(step, arguments))
+    assert all(x.donated == (x.role == "state") for x in labels.values())
+    assert labels["mean"].role == "state"
+
+
+def through_scan(params: Any, x: Any, y: Any) -> Any:
+    return jax.lax.scan(lambda p, _: (train(p, x, y)[0], None), params, None, length=2)[0]
+
+
+def through_while(params: Any, x: Any, y: Any) -> Any:
+    return jax.lax.fori_loop(0, jnp.int32(y.sum()), lambda _, p: train(p, x, y)[0], params)
+
+
+def through_cond(params: Any, x: Any, y: Any) -> Any:
+    new, loss = train(params, x, y)
+    return jax.lax.cond(jnp.isfinite(loss), lambda: new, lambda: params)
+
+
+def through_where(params: Any, x: Any, y: Any) -> Any:
+    new, loss = train(params, x, y)
+    return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(loss), n, o), new, params)
+
+
+def through_one_vector(params: Any, x: Any, y: Any) -> Any:
+    flat, unravel = ravel_pytree(params)
+    return unravel(flat - 0.1 * jax.grad(lambda f: loss_fn(unravel(f), x, y))(flat))
+
+
+def through_jit(params: Any, x: Any, y: Any) -> Any:
+    return jax.jit(jax.checkpoint(train))(params, x, y)[0]
+
+
+def through_queue(params: Any, x: Any, y: Any) -> Any:
+    return {
+        "b": jnp.concatenate([params["b"][1:], y.mean()[None]]),
+        "w": jax.lax.dynamic_update_slice(params["w"], x.mean(0)[:, None], (0, 1)),
+    }
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        through_scan,
+        through_while,
+        through_cond,
+        through_where,
+        through_one_vector,
+        through_jit,
+        through_queue,
+    ],
+    ids=lambda step: step.__name__,
+)
+def test_updates_are_followed(step: Callable[..., Any]) -> None:
+    labels = check(trace(step, (PARAMS, X, Y)))
+    expected = [("state", True), ("state", True), ("batch", False), ("batch", False)]
+    assert [(x.role, x.donated) for x in labels.values()] == expected
+
+
+def test_an_evaluation_step_reads_its_parameters() -> None:
+    params = {"w": W, "b": B, "embed": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+
+    def evaluate(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch["x"] + params["embed"], batch["y"])
+
+    # The size of the embedding happens to be the batch's.
+    labels = check(trace(evaluate, (params, {"x": X, "y": Y})))
+    assert {x.role for p, x in labels.items() if p.startswith("params")} == {"state"}
+    assert {x.role for p, x in labels.items() if p.startswith("batch")} == {"batch"}
+    assert not any(x.donated for x in labels.values())
+
+
+def test_frozen_parameters_between_state_and_batch() -> None:
+    def step(params: Any, frozen: Any, x: Any, y: Any) -> Any:
+        return train(params, jnp.tanh(x @ frozen["w"] + frozen["b"]), y)
+
+    frozen = {"w": np.ones((8, 8), np.float32), "b": np.ones((2, 8), np.float32)[0]}
+    frozen["scale"] = np.ones(3, np.float32)
+    labels = check(trace(step, (PARAMS, frozen, X, Y)))
+    assert labels["frozen['w']"] == graph.Input("frozen['w']", "state")
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_keys_are_not_a_batch(make: Callable[[int], Any]) -> None:
+    key = make(0)
+
+    def step(params: Any, key: Any, batch: Any) -> Any:
+        key, dropout = jax.random.split(key)
+        mask = jax.random.bernoulli(dropout, 0.5, batch["x"].shape)
+        noise = jax.random.normal(batch["rng"], batch["x"].shape)
+        return *train(params, batch["x"] * mask + noise, batch["y"]), key
+
+    labels = check(trace(step, (PARAMS, key, {"x": X, "y": Y, "rng": key})))
+    assert labels["key"].donated
+    assert labels["key"].role == "state"
+    assert labels["batch['rng']"].role == "other"
+    assert labels["batch['rng']"].batch_axis is None
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_for_each_example_is_a_batch(make: Callable[[int], Any]) -> None:
+    keys = jax.random.split(make(0), 16)
+
+    def step(params: Any, x: Any, y: Any, keys: Any) -> Any:
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
+        return train(params, x + noise, y)
+
+    assert check(trace(step, (PARAMS, X, Y, keys)))["keys"] == graph.Input("keys", "batch", 0)
+
+
+def test_labels_of_two_or_four_examples_are_not_keys() -> None:
+    def step(params: Any, x: Any, label: Any) -> Any:
+        return sgd(params, jax.grad(lambda p: (x @ p["w"])[jnp.arange(4), label].sum())(params))
+
+    x, label = np.ones((4, 8), np.float32), np.zeros(4, np.uint32)
+    assert roles(trace(step, (PARAMS, x, label)))["label"] == "batch"
+
+
+def test_a_raw_key_that_goes_through_control_flow_is_a_key() -> None:
+    def step(params: Any, x: Any, y: Any, key: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            key, p = carry
+            key, use = jax.random.split(key)
+            return (key, train(p, x + jax.random.normal(use, x.shape), y)[0]), None
+
+        return jax.lax.scan(body, (key, params), None, length=2)[0][1]
+
+    assert roles(trace(step, (PARAMS, X, Y, jax.random.PRNGKey(0))))["key"] == "other"
+
+
+def test_scalars_are_not_a_batch() -> None:
+    def step(params: Any, batch: Any, rate: Any) -> Any:
+        gradients = jax.grad(loss_fn)(params, batch["x"], batch["y"])
+        return jax.tree.map(lambda p, g: p - rate * batch["weight"] * g, params, gradients)
+
+    labels = check(trace(step, (PARAMS, {"x": X, "y": Y, "weight": 2.0}, 0.1)))
+    assert labels["rate"].role == labels["batch['weight']"].role == "other"
+
+
+# The batch, as the user names it
+
+
+def masked(params: Any, batch: Any) -> Any:
+    return train(params, batch["mask"] @ batch["x"], batch["y"])
+
+
+MASKED = {
+    "x": jax.ShapeDtypeStruct((16, 8, 8), jnp.float32),
+    "y": jax.ShapeDtypeStruct((16, 8, 4), jnp.float32),
+    "mask": jax.ShapeDtypeStruct((8, 8), jnp.float32),
+}
+
+
+def test_leaves_that_disagree_are_ambiguous() -> None:
+    with pytest.raises(BatchArgumentError) as caught:
+        trace(masked, (PARAMS, MASKED))
+    text = str(caught.value)
+    assert caught.value.where == "batch['mask']"
+    for part in ("batch_argnums", "batch_axes", "batch['mask']: 8", "batch['x']: 16"):
+        assert part in text
+
+
+def test_batch_axes_name_what_holds_no_batch() -> None:
+    axes = {"x": 0, "y": 0, "mask": None}
+    for prefix in ((None, axes), [None, axes]):
+        labels = check(traced := trace(masked, (PARAMS, MASKED), batch_axes=prefix))
+        assert labels["batch['mask']"].role == "other"
+        assert labels["batch['x']"] == graph.Input("batch['x']", "batch", 0)
+        assert labels["params['w']"].donated
+        assert traced.batch_size == 16
+
+
+def test_batch_axes_may_be_negative_and_apply_to_a_subtree() -> None:
+    def step(params: Any, batch: Any, *, extra: Any) -> Any:
+        return train(params, batch[0].T + extra[:, :1], batch[1].T)
+
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    y = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    labels = check(trace(step, (PARAMS, (x, y)), {"extra": X}, batch_axes=(None, -1)))
+    assert [labels[f"batch[{i}]"].batch_axis for i in (0, 1)] == [1, 1]
+    assert labels["extra"].batch_axis == 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "text"),
+    [
+        ((None,), OptionError, "has 1 entries"),
+        ((None, {"x": 0}), OptionError, "does not fit argument batch"),
+        ((None, "x"), OptionError, "'x' for batch"),
+        ((None, 3), BatchArgumentError, "dimension 3"),
+        ((None, {"x": 1, "y": 0, "mask": None}), BatchArgumentError, "disagree"),
+        ({"batch": 0}, OptionError, "must be an integer, or a tuple"),
+    ],
+)
+def test_batch_axes_that_do_not_fit(axes: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        trace(masked, (PARAMS, MASKED), batch_axes=axes)
+
+
+def test_batch_argnums() -> None:
+    def step(table: Any, params: Any, x: Any, y: Any) -> Any:
+        return train(params, x + table.sum(), y)
+
+    table = jax.ShapeDtypeStruct((5, 8), jnp.float32)
+    with pytest.raises(BatchArgumentError, match="ambiguous"):
+        trace(step, (table, PARAMS, X, Y))
+    for argnums in ((2, 3), (-2, -1)):
+        found = roles(trace(step, (table, PARAMS, X, Y), batch_argnums=argnums))
+        assert found["x"] == found["y"] == "batch"
+        assert found["table"] == "state"
+    by_name = trace(step, (table, PARAMS), {"x": X, "y": Y}, batch_argnums=(2, 3))
+    assert roles(by_name)["x"] == "batch"
+    with pytest.raises(OptionError, match="names argument 7"):
+        trace(step, (table, PARAMS, X, Y), batch_argnums=(7,))
+    with pytest.raises(BatchArgumentError, match="Argument rate holds no batch"):
+        trace(lambda params, rate: sgd(params, params), (PARAMS, 0.1), batch_argnums=(1,))
+
+
+def test_no_batch_argument() -> None:
+    def step(params: Any) -> Any:
+        return sgd(params, params)
+
+    assert trace(step, (PARAMS,)).batch_size is None
+    assert trace(step, (PARAMS,), microbatches=1).batch_size is None
+    for request in ({"microbatches": 4}, {"method": "data"}, {"method": "zero3"}):
+        with pytest.raises(BatchArgumentError, match="needs a batch, and no argument holds one"):
+            trace(step, (PARAMS,), **request)
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(BatchArgumentError, match="16 examples cannot be divided into 3") as caught:
+        trace(train, (PARAMS, X, Y), microbatches=3)
+    assert caught.value.where == "x"
+    assert "1, 2, 4, 8, 16" in str(caught.value.hint)
+
+
+# Donation
+
+
+def test_what_cannot_be_donated_is_warned_about_and_kept() -> None:
+    def step(params: Any, x: Any, y: Any) -> Any:
+        new, loss = train(params, x, y)
+        return {"w": new["w"].astype(jnp.bfloat16), "b": new["b"]}, loss
+
+    with pytest.warns(DonationWarning, match=r"params\['w'\] cannot be donated"):
+        labels = check(trace(step, (PARAMS, X, Y), donate_argnums=(0,)))
+    assert not labels["params['w']"].donated
+    assert labels["params['b']"].donated
+    with pytest.warns(
+        DonationWarning, match="x cannot be donated: the argument does not come back"
+    ):
+        labels = check(trace(train, (PARAMS, X, Y), donate_argnums=(1,)))
+    assert not any(label.donated for label in labels.values())
+    assert labels["params['w']"].twin is not None
+
+
+def test_nothing_is_donated_where_the_user_says_so() -> None:
+    labels = check(trace(train, (PARAMS, X, Y), donate_argnums=()))
+    assert not any(label.donated for label in labels.values())
+    assert labels["params['w']"].role == "state"
+
+
+# Arguments
+
+
+def test_arguments_by_keyword_and_variadic_ones() -> None:
+    def step(params: Any, *batch: Any, **more: Any) -> Any:
+        return train(params, batch[0] + more["shift"], batch[1])
+
+    traced = trace(step, (PARAMS, X, Y), {"shift": X})
+    assert list(check(traced)) == ["params['b']", "params['w']", "batch[0]", "batch[1]", "shift"]
+    assert roles(traced)["shift"] == "batch"
+
+
+def test_partial_functions_methods_and_callables() -> None:
+    class Trainer:
+        rate = 0.1
+
+        def step(self, params: Any, x: Any, y: Any) -> Any:
+            gradients = jax.grad(loss_fn)(params, x, y)
+            return jax.tree.map(lambda p, g: p - self.rate * g, params, gradients)
+
+        __call__ = step
+
+    for fn in (Trainer().step, Trainer(), partial(train), jax.jit(train)):
+        assert list(check(trace(fn, (PARAMS, X, Y))))[-2:] == ["x", "y"]
+    # An unbound method: the instance is a static leaf, and argument 0.
+    assert roles(trace(Trainer.step, (Trainer(), PARAMS, X, Y)))["x"] == "batch"
+
+
+def test_an_argument_number_that_does_not_exist() -> None:
+    with pytest.raises(OptionError, match="static_argnums"):
+        trace(train, (PARAMS, X, Y), static_argnums=(3,))
+    with pytest.raises(OptionError, match="donate_argnums"):
+        trace(train, (PARAMS, X, Y), donate_argnums=(5,))
+
+
+def test_the_graph_computes_what_the_function_does() -> None:
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(8, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
+    x, y = rng.normal(size=(16, 8)).astype(np.float32), np.ones((16, 4), np.float32)
+    traced = trace(train, (params, x, y))
+    found, expected = run(traced, params, x, y), jax.jit(train)(params, x, y)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
