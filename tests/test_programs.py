@@ -41,7 +41,7 @@ def combinations() -> Iterator[Any]:
             )
 
 
-every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=str)
+every_program = pytest.mark.parametrize("program", list(PROGRAMS.values()), ids=str)
 
 
 @functools.lru_cache(maxsize=2)
@@ -58,15 +58,11 @@ def plain_run(name: str) -> tuple[Case, compare.Run]:
 
 def parallelize(case: Case, **options: Any) -> Callable[..., Any]:
     """The case's step, compiled for its first batch."""
-    options = {**case.options, **options}
-    if case.keywords[0]:
-        # Which keywords are the step's own is only unambiguous when the step is called.
-        return autopar.parallelize(case.step, **options)
-    state = compare.copy_tree(case.state)
-    return autopar.compile(case.step, *case.arguments(state, case.batch), **options)
+    arguments = case.arguments(compare.copy_tree(case.state), case.batch)
+    return autopar.compile(case.step, *arguments, **case.keywords[0], **{**case.options, **options})
 
 
-@pytest.mark.parametrize(("program", "method", "microbatches"), combinations())
+@pytest.mark.parametrize(("program", "method", "microbatches"), list(combinations()))
 def test_parallel_step_equals_plain_step(program: Program, method: str, microbatches: int) -> None:
     case, plain = plain_run(program.name)
     with program.context():
@@ -165,8 +161,9 @@ class TestCompare:
                 "weak": jnp.asarray(2.0),
                 "limits": jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0]),
             }
+            text = changes.pop("print", "seven")
             outputs |= changes
-            jax.debug.print("{}", changes.get("print", 7))
+            jax.debug.print(text)
             return {"x": total}, outputs
 
         batches = [(np.ones(4, np.float32),)] * 3
@@ -196,7 +193,7 @@ class TestCompare:
             ({"limits": np.array([np.inf, -np.inf, 1.0, 1.0])}, "infinite"),
             ({"limits": np.array([1.0, -np.inf, np.nan, 1.0])}, "infinite"),
             ({"more": 1}, r"another tree: without \[\], with \[.*'more'"),
-            ({"print": 8}, "printed"),
+            ({"print": "eight"}, "printed"),
         ],
     )
     def test_notices(self, changes: dict[str, Any], message: str) -> None:
