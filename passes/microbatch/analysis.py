@@ -12,7 +12,7 @@ from autopar.errors import InexactMicrobatchError
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, user_source, walk
 from autopar.passes.microbatch.costs import Costs, Culprit, measure
-from autopar.passes.microbatch.demand import Step
+from autopar.passes.microbatch.demand import ABSENT, Step
 from autopar.passes.microbatch.equations import Context
 from autopar.passes.microbatch.lattice import State
 from autopar.passes.microbatch.phases import Phases, find_phases
@@ -195,6 +195,15 @@ def _ordered_effects(graph: Graph) -> tuple[Culprit, ...]:
 def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCertificate, ...]:
     accumulated = dict(phases.accumulated)
     collected = dict(phases.collected)
+    before = {
+        *graph.jaxpr.invars,
+        *(
+            var
+            for step in phases.prologue
+            for var, form in zip(step.eqn.outvars, step.result_forms, strict=True)
+            if form != ABSENT
+        ),
+    }
     items = []
     for atom, label in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
         state = found.state(atom)
@@ -206,10 +215,8 @@ def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCe
             how = accumulated[atom]
         elif state.kind == "partial":
             how = str(state.monoid)
-        elif state.kind == "late":
-            how = "epilogue"
         else:
-            how = "prologue"
+            how = "prologue" if atom in before else "epilogue"
         items.append(OutputCertificate(label.path, how))
     return tuple(items)
 

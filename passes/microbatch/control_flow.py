@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from autopar.passes.graph import inner_jaxprs
 from autopar.passes.microbatch import lattice
 from autopar.passes.microbatch.equations import (
     ALL_WHOLE,
@@ -120,6 +121,19 @@ def _failure(decision: Decision) -> str:
             if found.mode == "late":
                 return found.reason if found.inner is None else _failure(found)
     return MIXES
+
+
+def whole_bodies(eqn: JaxprEqn) -> Bodies:
+    """The bodies of control flow on whole operands."""
+    from autopar.passes.microbatch.propagate import Forward
+
+    forwards = []
+    for body in inner_jaxprs(eqn):
+        made = (var for inner in body.eqns for var in inner.outvars)
+        states = dict.fromkeys((*body.invars, *body.constvars, *made), lattice.whole())
+        forwards.append(Forward(body, states, (ALL_WHOLE,) * len(body.eqns)))
+    operands = (lattice.whole(),) * len(eqn.invars)
+    return Bodies(tuple(forwards), operands, (lattice.whole(),) * len(eqn.outvars))
 
 
 def body_of(params: Any) -> Jaxpr:

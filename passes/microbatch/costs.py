@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.passes.factors.flops import flops
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, inner_jaxprs, user_source, walk
+from autopar.passes.microbatch.demand import Step
 from autopar.passes.microbatch.equations import MEETS, is_control_flow
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.propagate import Forward
@@ -70,6 +71,16 @@ def equation_flops(eqn: JaxprEqn, rules: Rules) -> float:
     return sum(bodies) * float(eqn.params.get("length", 1))
 
 
+def step_flops(step: Step, rules: Rules) -> float:
+    """FLOPs of a step over all microbatches: of control flow, only what its bodies compute."""
+    if not step.bodies:
+        return equation_flops(step.eqn, rules)
+    bodies = [sum(step_flops(inner, rules) for inner in body.steps) for body in step.bodies]
+    if step.eqn.primitive.name == "cond":
+        return max(bodies)
+    return sum(bodies) * float(step.eqn.params.get("length", 1))
+
+
 def _bytes(var: Var) -> float:
     return float(var.aval.size * var.aval.dtype.itemsize)
 
@@ -99,7 +110,7 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
     paid: set[Var] = set()
     for step in phases.epilogue:
         eqn = step.eqn
-        if not _is_wide(eqn, forward):
+        if not _is_wide(step, forward):
             continue
         index = index_of[id(eqn)]
         charge = charged[origins.get(index, index)]
@@ -125,9 +136,9 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
     ]
     causes.sort(key=lambda cause: -max(cause.flops_share, cause.bytes_share))
     return Costs(
-        prologue_flops=sum(flops_of[id(step.eqn)] for step in phases.prologue),
-        loop_flops=sum(flops_of[id(step.eqn)] for step in phases.loop),
-        epilogue_flops=sum(flops_of[id(step.eqn)] for step in phases.epilogue),
+        prologue_flops=sum(step_flops(step, rules) for step in phases.prologue),
+        loop_flops=sum(step_flops(step, rules) for step in phases.loop),
+        epilogue_flops=sum(step_flops(step, rules) for step in phases.epilogue),
         flops_share=sum(found[0] for found in charged.values()) / all_flops,
         bytes_share=sum(found[1] for found in charged.values()) / all_bytes,
         causes=tuple(causes),
@@ -138,7 +149,15 @@ def _variables(eqn: JaxprEqn) -> Iterable[Var]:
     return (atom for atom in eqn.invars if not isinstance(atom, Literal))
 
 
-def _is_wide(eqn: JaxprEqn, forward: Forward) -> bool:
+def _is_wide(step: Step, forward: Forward) -> bool:
+    """Whether a step outside of the loop works on the whole batch.
+
+    Of control flow with rewritten bodies, only what all examples share is evaluated there.
+    """
+    return not step.bodies and _touches_rows(step.eqn, forward)
+
+
+def _touches_rows(eqn: JaxprEqn, forward: Forward) -> bool:
     return any(forward.states[var].wide for var in (*_variables(eqn), *eqn.outvars))
 
 
@@ -147,7 +166,9 @@ def _origins(jaxpr: Jaxpr, forward: Forward) -> dict[int, int]:
     origin_of: dict[Var, int] = {}
     origins: dict[int, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if forward.decisions[index].mode not in ("late", "inner") or not _is_wide(eqn, forward):
+        if forward.decisions[index].mode not in ("late", "inner") or not _touches_rows(
+            eqn, forward
+        ):
             continue
         known = [origin_of[var] for var in _variables(eqn) if var in origin_of]
         origins[index] = min(known, default=index)
@@ -179,7 +200,7 @@ def _prologue_charges(
     charges: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for step in reversed(phases.prologue):
         eqn = step.eqn
-        if not _is_wide(eqn, forward):
+        if not _is_wide(step, forward):
             continue
         index = max((asked_by[var] for var in eqn.outvars if var in asked_by), default=None)
         if index is None:

@@ -15,8 +15,8 @@ from typing import Any
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import Atom
-from autopar.passes.microbatch.control_flow import Bodies
-from autopar.passes.microbatch.equations import Context, Decision, regenerate
+from autopar.passes.microbatch.control_flow import Bodies, whole_bodies
+from autopar.passes.microbatch.equations import Context, Decision, is_control_flow, regenerate
 from autopar.passes.microbatch.lattice import WHOLE, Form
 from autopar.passes.microbatch.propagate import Forward
 
@@ -114,7 +114,11 @@ def _body_steps(
     if decision.mode == "whole":
         rows, left = regenerated(eqn, forms, context)
         return [whole_step(eqn), *rows] if left else rows
-    return [loop_step(eqn, decision, [bool(form) for form in forms], context)]
+    kept = [
+        given_form(eqn, k, own, asked_for) if asked_for else ABSENT
+        for k, (own, asked_for) in enumerate(zip(decision.result_forms, forms, strict=True))
+    ]
+    return [loop_step(eqn, decision, kept, context)]
 
 
 def regenerated(
@@ -127,6 +131,14 @@ def regenerated(
     rows = {(k, form) for k, asked_for in enumerate(forms) for form in asked_for}
     if any(not isinstance(form, tuple) for _, form in rows):
         return [], True
+    if is_control_flow(eqn):
+        kept = [
+            given_form(eqn, k, WHOLE, asked_for) if asked_for else ABSENT
+            for k, asked_for in enumerate(forms)
+        ]
+        if WHOLE in kept or eqn.effects:
+            return [], True
+        return [_INNER_STEPS[eqn.primitive.name](eqn, whole_bodies(eqn), kept, context)], False
     steps: dict[tuple[Form, ...], Step] = {}
     for k, form in sorted(rows):
         found = regenerate(eqn, k, form, context)
@@ -151,15 +163,28 @@ def barrier_steps(eqn: JaxprEqn, forms: Sequence[set[Form]]) -> list[Step]:
     return steps
 
 
-def loop_step(eqn: JaxprEqn, decision: Decision, keep: Sequence[bool], context: Context) -> Step:
-    """The evaluation of an equation in the loop, for the results that are kept."""
-    result_forms = tuple(
-        form if kept else ABSENT for form, kept in zip(decision.result_forms, keep, strict=True)
-    )
+def given_form(eqn: JaxprEqn, result: int, own: Form, asked_for: set[Form]) -> Form:
+    """The form in which an equation in the loop gives a result that is asked for in some forms.
+
+    Of a whole result of a scan or a cond it can give just the rows of the microbatch.
+    """
+    if own is not WHOLE or len(asked_for) != 1:
+        return own
+    (form,) = asked_for
+    if not isinstance(form, tuple):
+        return own
+    name = eqn.primitive.name
+    stacked = name == "scan" and result >= eqn.params["num_carry"] and form[0] > 0
+    return form if stacked or name == "cond" else own
+
+
+def loop_step(
+    eqn: JaxprEqn, decision: Decision, result_forms: Sequence[Form], context: Context
+) -> Step:
+    """The evaluation of an equation in the loop, for the results that are not absent."""
     if decision.mode != "inner":
         return Step(eqn, decision.operand_forms, decision.result_forms)
-    build = {"scan": _scan_step, "while": _while_step, "cond": _cond_step}
-    return build[eqn.primitive.name](eqn, decision.inner, result_forms, context)
+    return _INNER_STEPS[eqn.primitive.name](eqn, decision.inner, result_forms, context)
 
 
 def _shifted(form: Form, by: int) -> Form:
@@ -167,8 +192,6 @@ def _shifted(form: Form, by: int) -> Form:
 
 
 def _carried(
-    bodies: Sequence[Forward],
-    count: int,
     kept: Sequence[Form],
     forms: Sequence[Form],
     demand: Any,
@@ -200,7 +223,7 @@ def _scan_step(
         body = demand_body(forward, [*carry, *ys], context)
         return [body], body.in_forms[first:last]
 
-    carry, (body,) = _carried(bodies.forwards, count, result_forms[:count], carry_forms, demand)
+    carry, (body,) = _carried(result_forms[:count], carry_forms, demand)
     # The carry is passed as the fixpoint has it, whatever the body reads of it.
     in_forms = (*body.in_forms[:first], *carry, *body.in_forms[last:])
     body = Body(body.jaxpr, body.steps, in_forms, body.out_forms)
@@ -230,7 +253,7 @@ def _while_step(
         ]
         return [body], needed
 
-    carry, (body,) = _carried(bodies.forwards, len(carry_forms), result_forms, carry_forms, demand)
+    carry, (body,) = _carried(result_forms, carry_forms, demand)
     condition = Body(
         condition.jaxpr, condition.steps, (*condition.in_forms[:first], *carry), (WHOLE,)
     )
@@ -242,8 +265,7 @@ def _while_step(
 def _cond_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
 ) -> Step:
-    own = [state.form for state in bodies.results]
-    wanted = [ABSENT if form == ABSENT else own[k] for k, form in enumerate(result_forms)]
+    wanted = list(result_forms)
     branches = [demand_body(forward, wanted, context) for forward in bodies.forwards]
     merged = [
         one_form({form for form in forms if form != ABSENT}, state.form)
@@ -255,3 +277,6 @@ def _cond_step(
     ]
     branches = [Body(body.jaxpr, body.steps, tuple(merged), tuple(wanted)) for body in branches]
     return Step(eqn, (WHOLE, *merged), tuple(wanted), tuple(branches))
+
+
+_INNER_STEPS = {"scan": _scan_step, "while": _while_step, "cond": _cond_step}

@@ -21,6 +21,7 @@ from autopar.passes.microbatch.demand import (
     Step,
     asked,
     barrier_steps,
+    given_form,
     is_barrier,
     loop_step,
     regenerated,
@@ -164,38 +165,45 @@ class _Sweep:
         own = decision.result_forms
         inner = decision.inner
         kinds = [state.kind for state in inner.results] if isinstance(inner, Bodies) else []
-        keep, before, behind = [], [], []
+        kept: list[Form] = []
+        before, behind = [], []
         for k, (var, asked_for) in enumerate(zip(eqn.outvars, forms, strict=True)):
             kind = kinds[k] if kinds else "split"
-            # A value that a body computes alike for every microbatch is had without the loop.
             in_loop = kind in ("split", "partial")
-            early = bool(asked_for - {own[k]}) if in_loop else bool(asked_for)
+            form = own[k]
+            if kind == "whole":
+                # What a body computes alike for every microbatch is had outside of the loop,
+                # unless it is asked for its rows.
+                form = given_form(eqn, k, WHOLE, asked_for)
+                in_loop = form is not WHOLE
+            early = bool(asked_for - {form}) if in_loop else bool(asked_for)
             wanted_late = late[k] and not early
             if wanted_late and kind == "late" and self.forward.states[var].early:
                 early, wanted_late = True, False
-            keep.append(in_loop and (own[k] in asked_for or wanted_late))
-            before.append(early)
-            behind.append(wanted_late and not in_loop)
-            if in_loop and wanted_late:
-                self.leave(var, own[k])
+            leaves = in_loop and wanted_late and kind != "whole"
+            if leaves:
+                self.leave(var, form)
             if early:
-                self.slice(var, asked_for - {own[k]} if in_loop else asked_for)
+                self.slice(var, asked_for - {form} if in_loop else asked_for)
+            kept.append(form if in_loop and (form in asked_for or leaves) else ABSENT)
+            before.append(early)
+            behind.append(wanted_late and not leaves)
         if any(before):
             self.before(self._outside(eqn, decision, before, kinds))
         if any(behind):
             self.behind(self._outside(eqn, decision, behind, kinds))
-        if any(keep):
-            self.within([loop_step(eqn, decision, keep, self.context)])
+        if any(form != ABSENT for form in kept):
+            self.within([loop_step(eqn, decision, kept, self.context)])
 
     def _outside(
         self, eqn: JaxprEqn, decision: Decision, keep: list[bool], kinds: list[Any]
     ) -> Step:
         """The evaluation outside of the loop: whole, or only the part of a body that is whole."""
+        forms = tuple(WHOLE if kept else ABSENT for kept in keep)
         if kinds and all(kind == "whole" for kind, kept in zip(kinds, keep, strict=True) if kept):
-            return loop_step(eqn, decision, keep, self.context)
+            return loop_step(eqn, decision, forms, self.context)
         step = whole_step(eqn)
-        kept = tuple(WHOLE if kept else ABSENT for kept in keep)
-        return Step(step.eqn, step.operand_forms, kept)
+        return Step(step.eqn, step.operand_forms, forms)
 
     def _barrier(self, eqn: JaxprEqn, forms: list[set[Form]], late: list[bool]) -> None:
         before: list[set[Form]] = []
