@@ -37,6 +37,9 @@ class Parallelized:
     static leaves. Inside another JAX transformation it is the plain function.
     """
 
+    __name__: str
+    __wrapped__: Callable[..., Any]
+
     def __init__(self, fn: Callable[..., Any], request: _Request):
         if not callable(fn):
             raise OptionError(

@@ -53,7 +53,8 @@ def copy(tree: Any) -> Any:
 
 
 def assert_equal(found: Any, expected: Any, rtol: float = 2e-5) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    structure: Any = jax.tree.structure(found)
+    assert structure == jax.tree.structure(expected)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=1e-6), found, expected)
 
 
@@ -245,7 +246,8 @@ def test_typed_keys_are_donated_and_their_aliases_copied() -> None:
         state = compiled(state, x)
         np.testing.assert_allclose(state["w"], expected["w"], rtol=1e-5)
         for name in ("key", "other"):
-            np.testing.assert_array_equal(*map(jax.random.key_data, (state[name], expected[name])))
+            found, wanted = (jax.random.key_data(tree[name]) for tree in (state, expected))
+            np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_batch_on_another_device_is_placed_every_time(sharded: autopar.Executable) -> None:
@@ -419,7 +421,7 @@ def test_notebooks_are_told_once_that_a_state_is_consumed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell = types.SimpleNamespace(get_ipython=lambda: object())
-    monkeypatch.setitem(sys.modules, "IPython", shell)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython", shell)
     monkeypatch.setattr(module, "_notebook_was_told", False)
 
     def step(w: Any, x: Any) -> Any:
