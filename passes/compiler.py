@@ -24,7 +24,13 @@ import jax
 
 from autopar import __version__
 from autopar.cluster import Cluster, axis_names
-from autopar.errors import InexactMicrobatchError, MemoryLimitError, OptionError, PlanMismatchError
+from autopar.errors import (
+    BatchArgumentError,
+    InexactMicrobatchError,
+    MemoryLimitError,
+    OptionError,
+    PlanMismatchError,
+)
 from autopar.options import Options
 from autopar.passes import microbatch
 from autopar.passes.costs import PICOSECONDS
@@ -41,7 +47,12 @@ from autopar.passes.sharding.memory import Peak, peak, version_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.problem import to_problem
 from autopar.passes.sharding.program import Program, Version
-from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, resolve_pins, restriction
+from autopar.passes.sharding.restrict import (
+    ONE_AXIS_METHODS,
+    check_batch,
+    resolve_pins,
+    restriction,
+)
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.solver import Infeasible, Solution, solve
 from autopar.plans import (
@@ -130,11 +141,13 @@ def compile_graph(
     reason = ""
     for count in _microbatch_counts(graph, options):
         try:
+            for mesh in _meshes(options, cluster):
+                check_batch(graph, options.method, mesh, count)
             split = _split(graph, rules, options, count, report)
-        except InexactMicrobatchError as error:
-            if options.microbatches != "auto":
+        except (InexactMicrobatchError, BatchArgumentError) as error:
+            if options.microbatches != "auto" or count == 1:
                 raise
-            reason = f"an exact split does not exist: {error.what}"
+            reason = f"{count} microbatches are not possible: {error.what}"
             break
         found = [
             _plan_mesh(split, mesh, count, options, cluster, report)

@@ -223,10 +223,10 @@ class _Builder:
     def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> tuple[st.Strategy, ...]:
         """Strategies of an equation that opens a group, without duplicates."""
         allowed = self.restriction.allowed_factors(eqn, shape)
-        key = (id(shape), heavy, allowed, self.restriction.may_scatter(eqn))
+        scatter = self.restriction.may_scatter(eqn)
+        key = (id(shape), heavy, allowed, scatter, self.restriction.must_divide(eqn))
         if key in self._options:
             return self._options[key]
-        scatter = self.restriction.may_scatter(eqn)
         found: dict[Any, st.Strategy] = {}
         for choice in st.choices(shape, self.mesh, linear=not heavy):
             if allowed is not None and any(c >= 0 and c not in allowed for c in choice):
@@ -238,6 +238,8 @@ class _Builder:
                 for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
                     found.setdefault((reduced.operands, reduced.results), reduced)
         options = tuple(found.values())
+        if self.restriction.must_divide(eqn):
+            options = tuple(o for o in options if o.division > 1) or options
         if heavy and len(options) > MANY_OPTIONS:
             # On meshes of several axes, a heavy equation that divides its work less than it could is
             # kept only as the replicated strategy.
@@ -395,6 +397,8 @@ class _Builder:
                 boundaries.append(None)
                 return
             layouts = self.restriction.boundary_layouts(var, value, self.mesh, partial)
+            if partial:
+                layouts = self.restriction.accumulator_layouts(var, layouts)
             node = self.boundary(f"{label} {what}", user_source(eqn), layouts, scope.times)
             if what == "carry":
                 self._state_nodes.add(node)
@@ -422,7 +426,7 @@ class _Builder:
                     continue
                 layouts = self.built.nodes[node].layouts
                 self.link(value, layouts, node, inner.times)
-                results.append(self.rigid(node, layouts, var, ""))
+                results.append(self.completed(self.rigid(node, layouts, var, ""), var, label))
                 continue
             if isinstance(value, Small) or math.prod(aval_shape(atom)) <= 1:
                 boundaries.append(None)
@@ -434,16 +438,27 @@ class _Builder:
             boundaries.append(node)
             stack = self.rigid(node, tuple(map(stacked, layouts)), var, "")
             stack.live.first = start  # it is allocated before the loop and filled by it
-            results.append(stack)
+            results.append(self.completed(stack, var, label))
         for value in self.built.values:  # what a loop reads is alive until its last trip
             if value.live.first <= start < value.live.last:
                 value.live.last = self.built.time
         for value in entered:
             value.live.last = self.built.time
-        return (
-            Entry("scan", eqn, scopes=(inner,), boundaries=tuple(boundaries)),
-            results,
+        completions = tuple(
+            value.node if isinstance(value, Rigid) and value.node not in boundaries else None
+            for value in results
         )
+        entry = Entry("scan", eqn, None, None, (), (inner,), tuple(boundaries), completions)
+        return entry, results
+
+    def completed(self, value: Rigid, var: Any, label: str) -> Rigid:
+        """A loop's sums, completed once for all who read them, if they may leave it unreduced."""
+        if not any(layout.partial for layout in value.layouts):
+            return value
+        layouts = self.restriction.boundary_layouts(var, value, self.mesh, False)
+        node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
+        self.link(value, layouts, node, self.built.nodes[value.node].times)
+        return self.rigid(node, layouts, var, "")
 
     def cond(self, scope: Scope, eqn: JaxprEqn, values: list[Value]) -> tuple[Entry, list[Value]]:
         label = f"cond {eqn.source_info.name_stack}".strip()

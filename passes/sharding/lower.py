@@ -193,10 +193,13 @@ class _Lowering:
             if isinstance(version.atom, jex_core.DropVar):
                 continue
             self.define(version)
-            if layout != version.layout:
-                self.get(version.atom, layout)
-                # what follows reads the completed value
-                self.versions[version.atom].remove(version.layout)
+            self._complete(version, layout)
+
+    def _complete(self, version: Version, layout: Layout) -> None:
+        """Bring a value to the layout that all who read it start from."""
+        if layout != version.layout:
+            self.get(version.atom, layout)
+            self.versions[version.atom].remove(version.layout)
 
     def _small(self, entry: Entry) -> None:
         """Scalars: partial sums pass through what is linear in them, else they are completed."""
@@ -270,9 +273,12 @@ class _Lowering:
             tuple(outs),
         )
         self.instructions.append(Loop(eqn, operands, tuple(results), block))
-        for version in results:
-            if not isinstance(version.atom, jex_core.DropVar):
-                self.define(version)
+        for version, node in zip(results, entry.completions, strict=True):
+            if isinstance(version.atom, jex_core.DropVar):
+                continue
+            self.define(version)
+            if node is not None:
+                self._complete(version, self.context.layout(node))
 
     def _settle(
         self, entry: Entry, body: Jaxpr, inner: list[Layout], small: list[int]

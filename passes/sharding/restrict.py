@@ -59,7 +59,7 @@ class Restriction:
             return (whole,)
         bytes_ = math.prod(shape) * itemsize(var.aval)
         if label.role == "batch":
-            return self._batch_layouts(shape, label.batch_axis, label.path, mesh)
+            return self._batch_layouts(shape, label.batch_axis, mesh)
         if label.role != "state":
             return (whole,)
         if self.method in ONE_AXIS_METHODS:
@@ -72,20 +72,13 @@ class Restriction:
         return all_layouts(shape, mesh)
 
     def _batch_layouts(
-        self, shape: tuple[int, ...], axis: int | None, path: str, mesh: tuple[int, ...]
+        self, shape: tuple[int, ...], axis: int | None, mesh: tuple[int, ...]
     ) -> tuple[Layout, ...]:
         if self.method not in ONE_AXIS_METHODS:
             return all_layouts(shape, mesh)
         if axis is None:
             return (replicated(len(shape)),)
         cut = Layout(tuple((0,) if d == axis else () for d in range(len(shape))))
-        if not divides(shape, cut, mesh):
-            raise BatchArgumentError(
-                f"A batch of {shape[axis]} examples cannot be divided among {mesh[0]} devices.",
-                where=path,
-                why=f"method={self.method!r} gives every device an equal share of the batch.",
-                hint=f"use a batch size that is a multiple of {mesh[0]}, or method='shard'.",
-            )
         return (cut,)
 
     def allowed_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
@@ -100,6 +93,12 @@ class Restriction:
         if not factors and self.method != "data":
             return None
         return frozenset(f for f in factors if f is not None)
+
+    def must_divide(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation on the batch must cut it where it can: data parallelism and ZeRO."""
+        return self.method in ONE_AXIS_METHODS and any(
+            self._dims(atom) for atom in (*eqn.invars, *eqn.outvars)
+        )
 
     def may_scatter(self, eqn: JaxprEqn) -> bool:
         """Whether a partial result may be reduce-scattered where it is made."""
@@ -124,7 +123,18 @@ class Restriction:
         dims = self._dims(atom)
         if not dims and self.method != "data":
             return layouts
-        return tuple(x for x in layouts if all(d in dims for d, axes in enumerate(x.dims) if axes))
+        layouts = tuple(
+            x for x in layouts if all(d in dims for d, axes in enumerate(x.dims) if axes)
+        )
+        return tuple(x for x in layouts if any(x.dims)) or layouts if dims else layouts
+
+    def accumulator_layouts(
+        self, atom: Any, layouts: tuple[Layout, ...]
+    ) -> tuple[Layout, ...]:
+        """Of a loop's accumulator: data parallelism and ZeRO synchronise once a step, so it is a sum."""
+        if self.method not in ONE_AXIS_METHODS or self._dims(atom):
+            return layouts
+        return tuple(x for x in layouts if x.partial) or layouts
 
     def _dims(self, atom: Any) -> frozenset[int]:
         return self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
@@ -143,6 +153,28 @@ def restriction(
         if label.role == "state"
     )
     return Restriction(graph, method, dims, pins, parameters(graph, dims), state_bytes)
+
+
+def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:
+    """Refuse microbatches whose examples the devices of a data-parallel method cannot share evenly.
+
+    Raises:
+      BatchArgumentError: names the batch leaf, its size, and what would do.
+    """
+    if method not in ONE_AXIS_METHODS:
+        return
+    for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
+        if label.batch_axis is None:
+            continue
+        size = aval_shape(var)[label.batch_axis]
+        if size % (count * mesh[0]):
+            each = "" if count == 1 else f" in {count} microbatches"
+            raise BatchArgumentError(
+                f"A batch of {size} examples{each} cannot be divided among {mesh[0]} devices.",
+                where=label.path,
+                why=f"method={method!r} gives every device an equal share of every microbatch.",
+                hint=f"use a batch size that is a multiple of {count * mesh[0]}, or method='shard'.",
+            )
 
 
 def is_key(aval: Any) -> bool:

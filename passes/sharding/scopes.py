@@ -37,6 +37,7 @@ class Entry:
     strategies: tuple[Strategy, ...] = ()
     scopes: tuple[Scope, ...] = ()
     boundaries: tuple[int | None, ...] = ()  # scan: consts, carry, xs, ys; cond: results
+    completions: tuple[int | None, ...] = ()  # scan: the nodes that decide how its sums are completed
 
 
 @dataclass
