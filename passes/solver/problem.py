@@ -107,6 +107,8 @@ class Problem:
         intervals = _member(nodes, "intervals", list, "problem.nodes")
         costs = _member(nodes, "costs", list, "problem.nodes")
         usages = _member(nodes, "usages", list, "problem.nodes")
+        if not len(intervals) == len(costs) == len(usages):
+            raise ProblemError(_uneven(len(costs), len(intervals), len(usages)))
         edges = _member(body, "edges", dict, "problem") if "edges" in body else {}
         edge_nodes = _member(edges, "nodes", list, "problem.edges") if edges else []
         edge_costs = _member(edges, "costs", list, "problem.edges") if edges else []
@@ -210,10 +212,7 @@ def peak_usage(problem: Problem, assignment: Sequence[int]) -> tuple[int, tuple[
 def _validate(problem: Problem) -> None:
     count = problem.num_nodes
     if len(problem.intervals) != count or len(problem.usages) != count:
-        raise ProblemError(
-            f"{count} nodes have costs, {len(problem.intervals)} have intervals and "
-            f"{len(problem.usages)} have usages: the three must be as many"
-        )
+        raise ProblemError(_uneven(count, len(problem.intervals), len(problem.usages)))
     if len(problem.edges) != len(problem.edge_costs):
         raise ProblemError(
             f"{len(problem.edges)} edges, but costs for {len(problem.edge_costs)} of them"
@@ -248,6 +247,13 @@ def _validate(problem: Problem) -> None:
             raise ProblemError(f"edge {e}: the cost {matrix.min()} is out of range")
     if problem.usage_limit is not None and problem.usage_limit < 0:
         raise ProblemError(f"the usage limit is negative ({problem.usage_limit})")
+
+
+def _uneven(costs: int, intervals: int, usages: int) -> str:
+    return (
+        f"{costs} nodes have costs, {intervals} have intervals and {usages} have usages: "
+        "the three must be as many"
+    )
 
 
 def _member(value: Any, key: str, kind: type, where: str) -> Any:

@@ -1,0 +1,184 @@
+"""`solve` against brute force and against plain models, and what it promises about limits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from solver.instances import assignments, brute_force, grid, make, problems, transformer
+
+from autopar.passes.solver import (
+    FORBIDDEN,
+    Infeasible,
+    Problem,
+    evaluate,
+    is_allowed,
+    peak_usage,
+    plain,
+    solve,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problem=problems())
+def test_equals_brute_force(problem: Problem) -> None:
+    least, peak = brute_force(problem)
+    if least is None:
+        with pytest.raises(Infeasible) as caught:
+            solve(problem)
+        assert caught.value.proven
+        assert caught.value.smallest_usage == caught.value.lower_bound == peak
+        return
+    solution = solve(problem)
+    assert solution.cost == solution.lower_bound == least
+    assert solution.gap == 0
+    check(problem, solution.assignment, solution.cost)
+
+
+def check(problem: Problem, assignment: tuple[int, ...], cost: int) -> None:
+    assert is_allowed(problem, assignment)
+    assert evaluate(problem, assignment) == cost
+    if problem.usage_limit is not None:
+        assert peak_usage(problem, assignment)[0] <= problem.usage_limit
+
+
+@pytest.mark.parametrize("tightness", [0.3, 0.6, 0.85])
+def test_equals_brute_force_where_memory_binds(tightness: float) -> None:
+    problem = grid(3, 3, 3, seed=7, tightness=tightness)
+    solution = solve(problem)
+    assert solution.cost == solution.lower_bound == brute_force(problem)[0]
+    assert solution.cost > solve(replace(problem, usage_limit=None)).cost
+
+
+@pytest.mark.parametrize("engine", ["cp-sat", "highs"])
+def test_equals_the_plain_model(engine: str) -> None:
+    problem = grid(4, 8, 4, seed=3, tightness=0.6)
+    mine = solve(problem)
+    theirs = plain(problem, engine=engine)  # type: ignore[arg-type]
+    check(problem, mine.assignment, mine.cost)
+    assert mine.cost == theirs.cost == mine.lower_bound
+
+
+def test_a_wide_grid_has_a_small_gap() -> None:
+    problem = grid(8, 20, 6, seed=1, tightness=0.5)
+    solution = solve(problem, work_limit=3)
+    check(problem, solution.assignment, solution.cost)
+    assert solution.lower_bound <= solution.cost
+    assert solution.gap < 0.01
+
+
+def test_a_thousand_nodes_of_a_transformer_are_solved_exactly() -> None:
+    problem = transformer(layers=48, strategies=16)
+    assert problem.num_nodes > 1000
+    free = solve(problem)
+    assert free.gap == 0
+    check(problem, free.assignment, free.cost)
+    peak = peak_usage(problem, free.assignment)[0]
+    assert solve(replace(problem, usage_limit=peak)).cost == free.cost
+
+
+def test_a_transformer_with_little_memory() -> None:
+    problem = transformer(layers=4, strategies=8)
+    free = solve(problem)
+    peak, _ = peak_usage(problem, free.assignment)
+    least, _ = peak_usage(
+        replace(problem, usages=tuple(np.full_like(u, u.min()) for u in problem.usages)),
+        free.assignment,
+    )
+    tight = replace(problem, usage_limit=(peak + least) // 2)
+    solution = solve(tight, work_limit=4)
+    check(tight, solution.assignment, solution.cost)
+    assert free.cost <= solution.lower_bound <= solution.cost
+    assert solution.gap < 0.005
+
+
+def test_the_same_work_gives_the_same_solution() -> None:
+    problem = grid(6, 12, 5, seed=5, tightness=0.7)
+    first, second = (solve(problem, work_limit=1.5, seed=3) for _ in range(2))
+    assert first.assignment == second.assignment
+    assert first.lower_bound == second.lower_bound
+    assert first.stats["work"] == second.stats["work"]
+
+
+def test_a_time_limit_returns_what_there_is() -> None:
+    problem = grid(10, 30, 8, seed=2, tightness=0.6)
+    start = time.monotonic()
+    solution = solve(problem, time_limit=3.0)
+    check(problem, solution.assignment, solution.cost)
+    assert solution.stats["seconds"] <= time.monotonic() - start
+    assert 0 < solution.lower_bound <= solution.cost
+
+
+def test_progress_improves_steadily() -> None:
+    seen: list[tuple[int | None, int | None]] = []
+    problem = grid(6, 12, 5, seed=4, tightness=0.7)
+    solution = solve(problem, work_limit=1.0, progress=lambda c, b, _: seen.append((c, b)))
+    costs = [cost for cost, _ in seen if cost is not None]
+    bounds = [bound for _, bound in seen if bound is not None]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == solution.cost
+    assert max(bounds) == solution.lower_bound
+
+
+def test_trivial_problems() -> None:
+    assert solve(make([])).assignment == ()
+    assert solve(make([[5]])).cost == 5
+    assert solve(make([[5, -3], [0]])).assignment == (1, 0)
+    assert solve(make([[1, 0]], usages=[[0, 1]], limit=0)).assignment == (0,)
+
+
+def test_costs_near_the_largest_integers() -> None:
+    large = FORBIDDEN - 1
+    problem = make(
+        [[large, large - 1], [large - 7, large], [0, large]],
+        {(0, 1): [[0, large], [large, 3]], (1, 2): [[large, 0], [1, large]]},
+    )
+    solution = solve(problem)
+    least = min(evaluate(problem, assignment) for assignment in assignments(problem))
+    # Such sums do not fit into 64 bits: costs are rounded inside, the bound stays a bound.
+    assert solution.lower_bound <= least <= solution.cost
+    assert solution.gap < 1e-9
+
+
+def test_nothing_is_allowed() -> None:
+    with pytest.raises(Infeasible, match="forbidden") as caught:
+        solve(make([[0, 0], [0]], {(0, 1): [[FORBIDDEN], [FORBIDDEN + 5]]}))
+    assert caught.value.proven
+    assert caught.value.smallest_usage is None
+
+
+def test_too_little_memory_names_the_peak() -> None:
+    problem = make(
+        [[0, 0], [0, 0]],
+        {(0, 1): [[FORBIDDEN, 0], [0, FORBIDDEN]]},
+        usages=[[3, 9], [4, 8]],
+        intervals=[(0, 5), (2, 7)],
+        limit=10,
+    )
+    with pytest.raises(Infeasible) as caught:
+        solve(problem)
+    error = caught.value
+    assert error.proven
+    assert error.smallest_usage == error.lower_bound == 11
+    assert error.interval == (2, 5)
+    assert "limit of 10" in str(error)
+
+
+def test_a_large_infeasible_problem_is_proven_infeasible() -> None:
+    problem = grid(8, 20, 6, seed=1, tightness=0.5)
+    least, interval = peak_usage(problem, [int(usage.argmin()) for usage in problem.usages])
+    with pytest.raises(Infeasible) as caught:
+        solve(replace(problem, usage_limit=least - 1))
+    assert caught.value.proven
+    assert caught.value.smallest_usage == least
+    assert caught.value.interval == interval
+
+
+def test_the_solver_does_not_import_jax() -> None:
+    code = "import autopar.passes.solver, sys; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
