@@ -1,7 +1,7 @@
 """The map of the compiler: the passes in the order in which a train step flows through them.
 
-`compile_graph` takes a traced graph (`autopar.passes.trace`) and returns the plan and the program that
-every device runs. Each pass is a function from values to values:
+`compile_graph` takes a traced graph (`autopar.passes.trace`) and returns the plan and the program
+that every device runs. Each pass is a function from values to values:
 
     rules      = populate(jaxpr)                    what each equation's dimensions have in common
     split      = microbatch.split(graph, analysis)  prologue, loop over microbatches, epilogue
@@ -9,8 +9,8 @@ every device runs. Each pass is a function from values to values:
     assignment = solve(to_problem(built))           the integer program
     program    = lower(graph, built, assignment)    instructions and collectives for every device
 
-Pipeline stages will stand between the microbatches and the mesh: a plan already holds a tuple of stages,
-and what follows `split` here is the work on one of them.
+Pipeline stages will stand between the microbatches and the mesh: a plan already holds a tuple of
+stages, and what follows `split` here is the work on one of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from autopar.errors import (
 from autopar.options import Options
 from autopar.passes import microbatch
 from autopar.passes.costs import PICOSECONDS
-from autopar.passes.factors.populate import populate
 from autopar.passes.factors.flops import flops
+from autopar.passes.factors.populate import populate
 from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph, fingerprint, inner_jaxprs
 from autopar.passes.sharding.batch_dims import batch_dims
@@ -67,14 +67,14 @@ from autopar.plans import (
 )
 
 Report = Callable[[str], None]
-# Meshes of three axes have an order of magnitude more strategies: they are planned when logical_mesh asks.
+# Meshes of three axes have ten times as many strategies: they are planned when logical_mesh asks.
 AUTO_MAX_AXES = 2
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A plan, the program that follows from it, and the (microbatched) graph that the program evaluates."""
+    """A plan, the program that follows from it, and the (microbatched) graph that it evaluates."""
 
     plan: Plan
     program: Program
@@ -217,8 +217,8 @@ def _meshes(options: Options, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     if options.logical_mesh is not None:
         if math.prod(options.logical_mesh) > cluster.num_devices:
             raise OptionError(
-                f"logical_mesh={options.logical_mesh} needs {math.prod(options.logical_mesh)} devices.",
-                why=f"the cluster has {cluster.num_devices}.",
+                f"logical_mesh={options.logical_mesh} is larger than the cluster.",
+                why=f"the cluster has {cluster.num_devices} devices.",
             )
         return (options.logical_mesh,)
     meshes = cluster.logical_meshes(AUTO_MAX_AXES)
@@ -264,9 +264,7 @@ def _plan_mesh(
         assignment = solution.assignment[: len(built.nodes)]
         program = lower(split.graph, built, assignment, pricing, axis_names(mesh), dims)
         worst = peak(program, names, donated)
-        return _Planned(
-            mesh, count, split, built, solution, program, worst, worst.bytes <= limit
-        )
+        return _Planned(mesh, count, split, built, solution, program, worst, worst.bytes <= limit)
 
     found = attempt(None)
     target = limit
@@ -310,8 +308,7 @@ def _out_of_memory(
     if options.microbatches != "auto":
         hints.insert(0, "microbatches='auto'")
     return MemoryLimitError(
-        f"No plan keeps within {limit:,} bytes per device"
-        + (f" ({reason})." if reason else "."),
+        f"No plan keeps within {limit:,} bytes per device" + (f" ({reason})." if reason else "."),
         where=f"method={options.method!r}, {cluster.num_devices} devices",
         hint=f"raise memory_limit, or use {', '.join(hints)}.",
         least_bytes=best.peak.bytes,
@@ -322,9 +319,7 @@ def _out_of_memory(
 # Plans
 
 
-def _follow(
-    plan: Plan, graph: Graph, rules: Any, options: Options, cluster: Cluster
-) -> _Planned:
+def _follow(plan: Plan, graph: Graph, rules: Any, options: Options, cluster: Cluster) -> _Planned:
     """The program of a plan that was made before."""
     stage = plan.stages[0]
     split = _split(graph, rules, options, plan.num_microbatches, lambda message: None)
@@ -339,10 +334,12 @@ def _follow(
         )
     assignment = []
     for strategy, node in zip(stage.strategies, built.nodes, strict=True):
-        texts = [_choice_text(node.layouts, s, stage.axis_names) for s in range(node.num_strategies)]
+        texts = [
+            _choice_text(node.layouts, s, stage.axis_names) for s in range(node.num_strategies)
+        ]
         if strategy.choice not in texts:
             raise PlanMismatchError(
-                f"The plan chooses {strategy.choice!r} for {strategy.node!r}, which does not exist.",
+                f"The plan's choice {strategy.choice!r} for {strategy.node!r} does not exist.",
                 hint="plan again.",
             )
         assignment.append(texts.index(strategy.choice))

@@ -104,7 +104,7 @@ _CALLED_JAXPR: dict[str, str] = {
     "custom_lin": "call_jaxpr",
 }
 _REMAT = ("remat", "remat2", "checkpoint")
-# A user's sharding hints for a mesh of their own say nothing about the numbers: they are identities here.
+# A user's sharding hints for a mesh of their own do not change the numbers: they are identities.
 _IDENTITIES = ("sharding_constraint", "mesh_cast", "reshard")
 
 

@@ -43,7 +43,7 @@ def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> Loc
         raise DeviceError(
             f"The plan needs {needed} devices and {len(devices)} are visible.",
             why=f"it was made for a logical mesh of {' x '.join(map(str, program.mesh))}.",
-            hint="plan for the devices at hand, or set jax_num_cpu_devices before JAX is first used.",
+            hint="plan for the devices at hand, or set jax_num_cpu_devices before JAX is used.",
         )
     mesh = Mesh(
         np.asarray(devices[:needed]).reshape(program.mesh),

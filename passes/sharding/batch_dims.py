@@ -1,4 +1,4 @@
-"""Which dimensions hold the batch, and which state leaves are parameters rather than optimizer state."""
+"""Which dimensions hold the batch, and which state leaves are parameters, not optimizer state."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def _scan(eqn: Any, rules: Any, found: BatchDims, read: Any) -> None:
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
         dims = read(atom)
-        found[var] = (
-            frozenset(d - 1 for d in dims if d) if i >= num_consts + num_carry else dims
-        )
+        found[var] = frozenset(d - 1 for d in dims if d) if i >= num_consts + num_carry else dims
     while True:
         _walk(body, rules, found)
         grown = False
@@ -77,7 +75,7 @@ def _scan(eqn: Any, rules: Any, found: BatchDims, read: Any) -> None:
 
 
 def parameters(graph: Graph, dims: BatchDims) -> frozenset[int]:
-    """Indices of state inputs that meet the batch: what an optimizer alone reads is not among them."""
+    """Indices of state inputs that meet the batch, so not of what an optimizer alone reads."""
     met = 0
     reach: dict[Var, int] = {}
     for index, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):

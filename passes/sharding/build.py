@@ -16,7 +16,7 @@ from autopar.passes.factors.linear import linear_operands
 from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph, user_source
 from autopar.passes.sharding import strategies as st
-from autopar.passes.sharding.layout import Layout, all_layouts, replicated, without_partial
+from autopar.passes.sharding.layout import Layout, replicated, without_partial
 from autopar.passes.sharding.memory import UNFUSED
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
@@ -54,12 +54,13 @@ HEAVY = frozenset(
 )
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 MANY_OPTIONS = 16
-FREE_EXPANSION = 4  # a result this many times larger than what it is made from is recomputed, not moved
+# A result this many times larger than what it is made from is recomputed, not moved.
+FREE_EXPANSION = 4
 
 
 @dataclass
 class Built:
-    """The integer program in the making: nodes, priced edges, and the scopes that lowering walks."""
+    """The integer program in the making: nodes, priced edges, and scopes for lowering to walk."""
 
     mesh: tuple[int, ...]
     nodes: list[Node] = field(default_factory=list)
@@ -122,10 +123,10 @@ class _Builder:
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
         self.walk(built.scope, env)
-        for atom, label in zip(jaxpr.outvars, self.graph.outputs, strict=True):
+        for atom, output in zip(jaxpr.outvars, self.graph.outputs, strict=True):
             value = self.read(env, atom)
-            if label.twin is not None:
-                node = inputs[label.twin]
+            if output.twin is not None:
+                node = inputs[output.twin]
                 self.link(value, built.nodes[node].layouts, node, 1)
             elif isinstance(value, Rigid):
                 wanted = tuple(map(without_partial, value.layouts))
@@ -241,8 +242,8 @@ class _Builder:
         if self.restriction.must_divide(eqn):
             options = tuple(o for o in options if o.division > 1) or options
         if heavy and len(options) > MANY_OPTIONS:
-            # On meshes of several axes, a heavy equation that divides its work less than it could is
-            # kept only as the replicated strategy.
+            # On meshes of several axes, a heavy equation that divides its work less than it could
+            # is kept only as the replicated strategy.
             most = max(option.division for option in options)
             options = tuple(o for o in options if o.division in (1, most))
         self._options[key] = options
@@ -389,7 +390,9 @@ class _Builder:
         boundaries: list[int | None] = []
         entered: list[Rigid] = []
 
-        def enter(position: int, what: str, partial: bool, lift: Callable[[Layout], Layout]) -> None:
+        def enter(
+            position: int, what: str, partial: bool, lift: Callable[[Layout], Layout]
+        ) -> None:
             var, value = body.invars[position], values[position]
             shape = aval_shape(var)
             if math.prod(shape) <= 1 or isinstance(value, Small):
@@ -497,7 +500,7 @@ def stacked(layout: Layout) -> Layout:
 
 
 def accumulates(eqn: JaxprEqn, carry: int) -> bool:
-    """Whether a scan's carry may stay unreduced: its body is linear in it along a chain of additions."""
+    """Whether a scan's carry may stay unreduced: the body adds to it and does nothing else."""
     body: Jaxpr = eqn.params["jaxpr"].jaxpr
     var = body.invars[eqn.params["num_consts"] + carry]
     result = body.outvars[carry]

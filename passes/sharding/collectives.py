@@ -1,4 +1,4 @@
-"""The collectives that a sharded program will run: what the plan lists and a test compares with HLO."""
+"""The collectives that a sharded program runs: the plan lists them, a test compares with HLO."""
 
 from __future__ import annotations
 
@@ -60,5 +60,3 @@ def _sources(block: Block) -> dict[object, str]:
 def short_source(source: str) -> str:
     """`/a/b/train.py:12 (step)` as `train.py:12`: a plan must not depend on where files lie."""
     return source.split(" (")[0].rsplit("/", 1)[-1]
-
-

@@ -1,8 +1,8 @@
-"""How one value lies on a logical mesh: which axes cut which dimension, and which leave it unreduced.
+"""How a value lies on a logical mesh: which axes cut which dimension, and which leave it unreduced.
 
-`Layout(dims=((0, 1), ()), partial=())` on a mesh of shape (4, 2) cuts the first dimension into eight
-parts, axis 0 being the outer cut; `partial=((1, "sum"),)` says that the value is the sum of what the
-devices along axis 1 hold. Axes are numbers, in ascending order within a dimension.
+`Layout(dims=((0, 1), ()), partial=())` on a mesh of shape (4, 2) cuts the first dimension into
+eight parts, axis 0 being the outer cut; `partial=((1, "sum"),)` says that the value is the sum of
+what the devices along axis 1 hold. Axes are numbers, in ascending order within a dimension.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ def replicated(rank: int) -> Layout:
 
 
 def without_partial(layout: Layout) -> Layout:
+    """The same cuts, with every sum completed."""
     return Layout(layout.dims)
 
 
 def num_parts(axes: Iterable[int], mesh: Sequence[int]) -> int:
+    """Into how many parts these axes together cut a dimension."""
     return math.prod(mesh[a] for a in axes)
 
 

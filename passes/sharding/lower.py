@@ -283,7 +283,7 @@ class _Lowering:
     def _settle(
         self, entry: Entry, body: Jaxpr, inner: list[Layout], small: list[int]
     ) -> _Lowering:
-        """Lower a body; its small carries stay partial where its results are (fixpoint, in `inner`)."""
+        """Lower a body; small carries stay partial where its results are (fixpoint, in `inner`)."""
         num_consts = entry.eqn.params["num_consts"]
         fixed: set[int] = set()
         while True:

@@ -1,7 +1,8 @@
 """How many bytes one device holds at the worst point of a step, from the program's live ranges.
 
-XLA fuses elementwise chains, so a value that an elementwise equation makes and only nearby elementwise
-equations read takes no memory of its own; everything else does, from its definition to its last use.
+XLA fuses elementwise chains, so a value that an elementwise equation makes and only nearby
+elementwise equations read takes no memory of its own; everything else does, from its definition to
+its last use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from autopar.passes.sharding.program import (
 )
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 
-FUSION_REACH = 32  # instructions over which an elementwise value is taken to be fused into its reader
+# Instructions over which an elementwise value is taken to be fused into its reader.
+FUSION_REACH = 32
 UNFUSED = frozenset(
     {
         "dot_general",
@@ -117,7 +119,7 @@ def _block_peak(
         if total + inner.bytes > best:
             best = total + inner.bytes
             best_alive = dict(alive)
-            best_alive.update({label: size for label, size in inner.alive})  # type: ignore[misc]
+            best_alive.update(dict(inner.alive))
         for version in free_at[time]:
             total -= alive.pop(version, 0)
     largest = sorted(

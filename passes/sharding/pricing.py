@@ -20,7 +20,7 @@ MATRIX_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 class Pricing:
-    """Prices of one mesh; `reduce_scatter=False` prices and lowers partial sums by all-reduces only."""
+    """Prices of one mesh; `reduce_scatter=False` completes partial sums by all-reduces only."""
 
     def __init__(self, cluster: Cluster, mesh: tuple[int, ...], reduce_scatter: bool = True):
         self.cluster, self.mesh, self.reduce_scatter = cluster, mesh, reduce_scatter
@@ -28,15 +28,13 @@ class Pricing:
         self._linear: dict[tuple[Layout, Layout], tuple[float, float]] = {}
         self._compute: dict[Any, float] = {}
 
-    def reshard(
-        self, source: Layout, target: Layout, shape: tuple[int, ...], size: int
-    ) -> float:
+    def reshard(self, source: Layout, target: Layout, shape: tuple[int, ...], size: int) -> float:
         """Seconds of turning one layout of a value into another, once."""
         fixed, per_byte = self.linear(source, target)
         return fixed + per_byte * math.prod(shape) * size
 
     def linear(self, source: Layout, target: Layout) -> tuple[float, float]:
-        """Seconds of a resharding as (a, b): a + b x the whole value's bytes, whatever its shape."""
+        """Seconds of a resharding as (a, b): a + b x the whole value's bytes, for any shape."""
         key = (source, target)
         known = self._linear.get(key)
         if known is None:

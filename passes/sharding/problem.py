@@ -13,14 +13,15 @@ from autopar.passes.sharding.scopes import Rigid
 from autopar.passes.solver import FORBIDDEN, Problem
 
 PICOSECONDS = 1e12
-NEGLIGIBLE_SHARE = 2000  # values smaller than the limit over this are left to the check after lowering
+# Values smaller than the limit over this are left to the check after lowering.
+NEGLIGIBLE_SHARE = 2000
 
 
 def to_problem(built: Built, memory_limit: int | None) -> Problem:
     """The problem whose node i is the built node i; with a limit, value holders come after them.
 
-    A holder stands for one value's bytes over its live range: it has one strategy for each size that
-    the value can have, tied to its group by forbidden pairs.
+    A holder stands for one value's bytes over its live range: it has one strategy for each size
+    that the value can have, tied to its group by forbidden pairs.
     """
     costs = [_picoseconds(np.asarray(node.seconds)) for node in built.nodes]
     edges = list(built.edges)

@@ -115,7 +115,8 @@ def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> It
     for i in block.instructions:
         if isinstance(i, Reshard):
             steps = ", ".join(f"{s.kind}({','.join(axes[a] for a in s.axes)})" for s in i.steps)
-            yield f"{indent}{show((i.target,))} = {steps or 'as is'} {show((i.source,))}  # {i.purpose}"
+            made, read = show((i.target,)), show((i.source,))
+            yield f"{indent}{made} = {steps or 'as is'} {read}  # {i.purpose}"
         elif isinstance(i, Compute):
             once = " on one device" if i.once else ""
             yield f"{indent}{show(i.results)} = {i.eqn.primitive.name} {show(i.operands)}{once}"

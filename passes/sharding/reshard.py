@@ -8,7 +8,6 @@ plan and executed by the runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -127,5 +126,3 @@ def reshard_steps(
         emit("to-partial", missing, parts)
     assert tuple(map(tuple, dims)) == target.dims, (source, target, steps)
     return tuple(steps)
-
-

@@ -8,7 +8,7 @@ stated as restrictions of the same search space:
 - `zero2`: gradients are reduce-scattered to the slices of the optimizer's state.
 - `zero3`: the parameters are stored cut as well, and gathered where they are used.
 
-(ZeRO: Rajbhandari et al., SC 2020. With microbatches, all of them synchronise gradients once a step.)
+(ZeRO: Rajbhandari et al., SC 2020. With microbatches, each synchronises gradients once a step.)
 """
 
 from __future__ import annotations
@@ -128,10 +128,8 @@ class Restriction:
         )
         return tuple(x for x in layouts if any(x.dims)) or layouts if dims else layouts
 
-    def accumulator_layouts(
-        self, atom: Any, layouts: tuple[Layout, ...]
-    ) -> tuple[Layout, ...]:
-        """Of a loop's accumulator: data parallelism and ZeRO synchronise once a step, so it is a sum."""
+    def accumulator_layouts(self, atom: Any, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """Of a loop's accumulator: sums in data parallelism and ZeRO, reduced once a step."""
         if self.method not in ONE_AXIS_METHODS or self._dims(atom):
             return layouts
         return tuple(x for x in layouts if x.partial) or layouts
@@ -173,7 +171,7 @@ def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) ->
                 f"A batch of {size} examples{each} cannot be divided among {mesh[0]} devices.",
                 where=label.path,
                 why=f"method={method!r} gives every device an equal share of every microbatch.",
-                hint=f"use a batch size that is a multiple of {count * mesh[0]}, or method='shard'.",
+                hint=f"use a multiple of {count * mesh[0]} examples, or method='shard'.",
             )
 
 
@@ -201,8 +199,8 @@ def resolve_pins(
     """The layout that each pinned input must have.
 
     Raises:
-      PinError: a pattern matches no input, a spec names an unknown axis, has too many dimensions or does
-        not divide its tensor, or two pins disagree.
+      PinError: a pattern matches no input, a spec names an unknown axis, has too many dimensions or
+        does not divide its tensor, or two pins disagree.
     """
     found: dict[int, tuple[Layout, str]] = {}
     for pattern, spec in pins:
@@ -266,7 +264,8 @@ def _pinned_layout(
         )
     if len(spec) > len(shape):
         raise PinError(
-            f"The pin {pattern!r} has {len(spec)} dimensions, the tensor has {len(shape)}.", where=path
+            f"The pin {pattern!r} has {len(spec)} dimensions, the tensor has {len(shape)}.",
+            where=path,
         )
     dims = tuple(tuple(sorted(axis_names.index(a) for a in axes)) for axes in spec)
     layout = Layout(dims + ((),) * (len(shape) - len(dims)))

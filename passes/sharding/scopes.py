@@ -6,9 +6,10 @@ holds it. An entry is one of
 - `grouped`: it has a strategy for every strategy of its group (a node of the integer program);
   matrix products and joins of big values open a group, what merely follows an operand belongs to
   that operand's group;
-- `flexible`: made from little (an iota, random bits, a broadcast), it is computed wherever it is read,
-  in the layout in which it is read;
-- `small`: scalars; they are replicated, and sums of partial scalars stay partial until a nonlinear use;
+- `flexible`: made from little (an iota, random bits, a broadcast), it is computed wherever it is
+  read, in the layout in which it is read;
+- `small`: scalars; they are replicated, and sums of partial scalars stay partial until a nonlinear
+  use;
 - `scan`, `cond`: boundary nodes for what enters and leaves, and inner scopes;
 - `opaque`: no factor may be cut, every device computes it whole.
 """
@@ -28,7 +29,7 @@ EntryKind = Literal["grouped", "flexible", "small", "scan", "cond", "opaque"]
 
 @dataclass
 class Entry:
-    """One equation: how it is handled, the node that decides, and its strategy for each of the node's."""
+    """One equation: how it is handled, its node, and its strategy for each of the node's."""
 
     kind: EntryKind
     eqn: JaxprEqn
@@ -37,7 +38,7 @@ class Entry:
     strategies: tuple[Strategy, ...] = ()
     scopes: tuple[Scope, ...] = ()
     boundaries: tuple[int | None, ...] = ()  # scan: consts, carry, xs, ys; cond: results
-    completions: tuple[int | None, ...] = ()  # scan: the nodes that decide how its sums are completed
+    completions: tuple[int | None, ...] = ()  # scan: nodes that decide how its sums are completed
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Node:
 
 
 def aval_shape(var: Var | Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
     return tuple(var.aval.shape)
 
 

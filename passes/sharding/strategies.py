@@ -139,7 +139,7 @@ def follow(shape: Shape, lead: int, layout: Layout, mesh: Sequence[int]) -> Choi
 
 
 def produce(shape: Shape, result: int, layout: Layout, mesh: Sequence[int]) -> Choice:
-    """The choice that leaves result `result` in `layout`, as far as the rule allows (for `pass`)."""
+    """The choice that leaves a result in `layout`, as far as the rule allows (for `pass`)."""
     picked = [REPLICATE] * len(mesh)
     _take_dims(shape, shape.rule.results[result], layout, picked, mesh)
     return tuple(picked)

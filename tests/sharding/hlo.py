@@ -2,7 +2,7 @@
 
 Equivalences (what the canonical form abstracts from, and why):
 
-- XLA combines neighbouring collectives of one kind and group into one with a tuple: bytes are added up.
+- XLA combines neighbouring collectives of one kind and group into one with a tuple: bytes add up.
 - A collective in a while loop runs `known_trip_count` times.
 - `bytes` is the larger of operand and result, as in `autopar.plans.Collective`.
 - XLA:CPU keeps a reduce-scatter where the program has one; a GPU or TPU compiler may turn an
@@ -26,7 +26,8 @@ BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 Canonical = Counter[tuple[str, tuple[str, ...], int]]  # (kind, axes, times) -> bytes of one run
 
 _OPERATION = re.compile(
-    rf"= (?P<type>\(?.*?\)?) (?P<kind>{'|'.join(KINDS)})(?:-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)"
+    rf"= (?P<type>\(?.*?\)?) (?P<kind>{'|'.join(KINDS)})(?:-start)?"
+    r"\((?P<operands>[^)]*)\)(?P<rest>.*)"
 )
 _HEADER = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")

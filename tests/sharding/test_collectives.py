@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from programs import PROGRAMS
 
 import autopar
-from tests.programs import PROGRAMS
-from tests.sharding import hlo
+from sharding import hlo
 
 METHODS = ("data", "zero1", "zero2", "zero3", "shard")
 
