@@ -27,6 +27,7 @@ FIRST_SIZE = 60
 LARGEST_SIZE = 600
 TABLE_CELLS = 1_000_000
 ALL_CELLS = 5_000_000
+PATIENCE = 40
 CP_SAT_CELLS = 20_000
 CP_SAT_WORK = 0.6
 """CP-SAT's deterministic time for one neighbourhood."""
@@ -43,10 +44,15 @@ class Neighbourhoods:
         self.random = np.random.default_rng(seed)
         self.size = float(FIRST_SIZE)
         self.looked_at = self.improved = 0
+        self.optimal = False  # whether a neighbourhood of all nodes held nothing better
 
     def search(self, budget: Budget, found: Callable[[dict[int, int]], bool]) -> None:
-        """Looks at neighbourhoods until the budget is used; `found` takes each better choice."""
-        while not budget.exhausted and len(self.arrays.names):
+        """Looks at neighbourhoods; `found` takes each better choice.
+
+        Ends when the budget is used or `PATIENCE` of them, all searched fully, held nothing better.
+        """
+        fruitless = 0
+        while not budget.exhausted and fruitless < PATIENCE and len(self.arrays.names):
             weights = contributions(self.dual, self.choice)
             if not weights.any():
                 return
@@ -57,6 +63,10 @@ class Neighbourhoods:
                 self.improved += 1
                 self.choice = improve(self.arrays, self.choice, lambda: budget.exhausted)
                 found(self.arrays.chosen(self.choice))
+            fruitless = 0 if changed else fruitless + complete
+            if complete and not changed and len(nodes) == len(self.arrays.names):
+                self.optimal = True
+                return
             # Easy neighbourhoods grow, those that CP-SAT could not finish shrink.
             self.size *= 1.1 if complete else 0.8
             self.size = min(max(self.size, 10.0), LARGEST_SIZE, len(self.arrays.names))
@@ -117,7 +127,7 @@ class Neighbourhoods:
     def _best(self, small: Model, upper: int, budget: Budget) -> tuple[dict[int, int] | None, bool]:
         """A choice for the reduced `small` that costs less than `upper`, if one was found."""
         reduce(small)
-        budget.spend(2e-3 + 2e-4 * small.num_nodes)
+        budget.spend(2e-3 + 2e-3 * small.num_nodes)
         if not small.nodes:
             return {}, True
         arrays = flatten(small)

@@ -121,6 +121,9 @@ class Problem:
                 f"and {len(edge_costs)} in costs"
             )
         node_costs = [_integers(c, f"costs of node {i}") for i, c in enumerate(costs)]
+        for i, array in enumerate(node_costs):
+            if not array.size:
+                raise ProblemError(f"node {i} has no strategies: its list of costs is empty")
         pairs: list[tuple[int, int]] = []
         matrices: list[Integers] = []
         for e, (ends, entries) in enumerate(zip(edge_nodes, edge_costs, strict=True)):

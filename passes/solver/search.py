@@ -118,6 +118,10 @@ class _Search:
             neighbourhoods.search(self.budget, lambda found: self.offer(model, found))
             self.stats["neighbourhoods"] = neighbourhoods.looked_at
             self.stats["neighbourhoods_improved"] = neighbourhoods.improved
+            if neighbourhoods.optimal:
+                self.bound = self.best_cost
+            elif not self.budget.exhausted:
+                self.exact(excluded(model, dual, self.upper(model)), 1.0)
 
     @property
     def closed(self) -> bool:
@@ -178,8 +182,8 @@ class _Search:
         assert first is not None
         return best, first
 
-    def exact(self, model: Model) -> bool:
-        """Whether the model, small by now, was solved exactly."""
+    def exact(self, model: Model, part: float = 0.2) -> bool:
+        """Whether the model, small by now, was solved exactly with a part of the budget."""
         relaxed = model.copy()
         relaxed.forget_memory()
         relaxed.dirty_nodes.update(relaxed.nodes)
@@ -195,9 +199,9 @@ class _Search:
         cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
         if cells > EXACT_CELLS:
             return False
-        work, seconds = self.budget.share(0.2)
+        work, seconds = self.budget.share(part)
         answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
-        self.budget.spend(answer.deterministic_time)
+        self.budget.spend(answer.deterministic_time + 2e-5 * cells)
         self.stats["cp_sat_cells"] = cells
         if answer.chosen is not None:
             self.offer(model, answer.chosen)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from solver.instances import make, problems
 
 from autopar.errors import AutoparError
 from autopar.passes.solver import (
@@ -22,6 +21,7 @@ from autopar.passes.solver import (
     is_allowed,
     peak_usage,
 )
+from solver.instances import make, problems
 
 DOCUMENT: dict[str, Any] = {
     "problem": {
@@ -128,7 +128,7 @@ def test_bad_documents(path: list[Any], value: Any, message: str) -> None:
     target[path[-1]] = value
     with pytest.raises(ProblemError) as caught:
         Problem.from_json(document)
-    assert message in str(caught.value)
+    assert message in " ".join(str(caught.value).split())
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_bytes(data[:-20])
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(data)[:-20])
     (tmp_path / "plain.json.gz").write_bytes(data)
-    with pytest.raises(ProblemError, match="not valid JSON"):
+    with pytest.raises(ProblemError, match=r"not\s+valid\s+JSON"):
         Problem.load(tmp_path / "cut.json")
-    with pytest.raises(ProblemError, match="not a complete gzip file"):
+    with pytest.raises(ProblemError, match=r"not a complete\s+gzip\s+file"):
         Problem.load(tmp_path / "cut.json.gz")
-    with pytest.raises(ProblemError, match="not a complete gzip file"):
+    with pytest.raises(ProblemError, match=r"not a complete\s+gzip\s+file"):
         Problem.load(tmp_path / "plain.json.gz")
-    with pytest.raises(ProblemError, match="No such file"):
+    with pytest.raises(ProblemError, match=r"No\s+such\s+file"):
         Problem.load(tmp_path / "none.json")
 
 
