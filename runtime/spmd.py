@@ -160,6 +160,9 @@ class _Device:
     # -- resharding --------------------------------------------------------------------------
 
     def step(self, step: Step, value: Any) -> Any:
+        if _is_key(value):  # collectives carry the numbers that a typed key wraps
+            data = self.step(step, jax.random.key_data(value))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         value = jnp.asarray(value)
         names = self.axes(step.axes)
         if step.kind == "slice":
