@@ -95,8 +95,11 @@ class Executable:
         self._pick_next = _picker([_twin(inputs[i]) for i in self._donated])
         self._kept_shapes = [signature.shapes[i].shape for i in self._kept]
         self._kept_weak = [signature.shapes[i].weak_type for i in self._kept]
-        # The leaves that the last call returned in place of the donated ones, by identity.
+        # The leaves that the last call returned in place of the donated ones, by identity; whether
+        # they have the weak types of those, and are all plain arrays (no PRNG keys).
         self._own: list[int] | None = None
+        self._keeps_types = False
+        self._only_arrays = False
         self._strays: set[int] = set()  # kept leaves that once came in another sharding
         self._told = not self._donated
 
@@ -172,12 +175,16 @@ class Executable:
         if (
             [getattr(x, "shape", ()) for x in kept] != self._kept_shapes
             or (strict and [_is_weak(x) for x in kept] != self._kept_weak)
-            or (strict and not is_own and not self._same_weak(donated))
+            or (strict and not (is_own and self._keeps_types) and not self._same_weak(donated))
         ):
             raise SignatureMismatch(signature_of(traced.convention, *call))
-        if _any_deleted(donated) or _any_deleted(kept):
+        if is_own and self._only_arrays:
+            is_deleted = any(map(type(donated[0]).is_deleted, donated))
+        else:
+            is_deleted = _any_deleted(donated)
+        if is_deleted or _any_deleted(kept):
             raise self._deleted(donated, kept)
-        if not is_own or not set(ids).isdisjoint(map(id, kept)):
+        if not is_own or not set(map(id, kept)).isdisjoint(ids):
             donated = self._without_aliases(donated, kept)
         if self._strays:
             kept = self._placed(kept, self._kept, self._strays)
@@ -187,7 +194,11 @@ class Executable:
             results = self._compiled(donated, kept, self._constants)
         except Exception as error:
             results = self._second_try(error, donated, kept, call, strict)
-        self._own = list(map(id, self._pick_next(results)))
+        following = self._pick_next(results)
+        if self._own is None:
+            self._keeps_types = self._same_weak(following)
+            self._only_arrays = len(set(map(type, following))) == 1
+        self._own = list(map(id, following))
         return traced.result(results)
 
     def _same_weak(self, donated: Sequence[Any]) -> bool:
