@@ -162,19 +162,19 @@ def _touches_rows(eqn: JaxprEqn, forward: Forward) -> bool:
 
 
 def _origins(jaxpr: Jaxpr, forward: Forward) -> dict[int, int]:
-    """For each batch-wide equation behind the loop, the one that made it so."""
+    """For each batch-wide equation behind the loop, the first one that made it so."""
     origin_of: dict[Var, int] = {}
     origins: dict[int, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if forward.decisions[index].mode not in ("late", "inner") or not _touches_rows(
-            eqn, forward
-        ):
+        if forward.decisions[index].mode not in ("late", "inner"):
             continue
-        known = [origin_of[var] for var in _variables(eqn) if var in origin_of]
-        origins[index] = min(known, default=index)
-        for var in eqn.outvars:
-            if forward.states[var].wide and forward.states[var].kind == "late":
-                origin_of[var] = origins[index]
+        origin = min((origin_of[var] for var in _variables(eqn) if var in origin_of), default=None)
+        if _touches_rows(eqn, forward):
+            origin = origins[index] = index if origin is None else origin
+        if origin is not None:
+            origin_of.update(
+                (var, origin) for var in eqn.outvars if forward.states[var].kind == "late"
+            )
     return origins
 
 

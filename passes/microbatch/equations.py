@@ -132,6 +132,9 @@ def _cut(
         return Decision("cut", tuple(operand_forms), tuple(places)), results
     if kind not in MONOIDS or any(place is not None for place in places):
         return MIXES
+    if eqn.primitive.name == "gather":
+        # Each microbatch could contribute the rows that it has, but nothing would be reduced.
+        return MIXES
     result_forms = (kind,) * len(places)
     if context.inside or params:
         results = [lattice.partial(kind, params)] * len(places)

@@ -37,7 +37,9 @@ class Env:
 
     def read(self, atom: Atom, form: Form) -> Any:
         if isinstance(atom, Literal):
-            return self._from_whole(atom.val, atom.aval, form)
+            # A literal that is a jax.Array would become an array that the program holds.
+            value = np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
+            return self._from_whole(value, atom.aval, form)
         found = self.values.get((atom, form), self)
         if found is self:
             found = self._from_whole(self.values[atom, WHOLE], atom.aval, form)
@@ -197,29 +199,26 @@ def local_struct(aval: Any, form: Form, parts: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=weak)
 
 
-def _without_index(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A body that does not read the index, without it."""
-    return ClosedJaxpr(
-        jax_compat.replace_jaxpr(closed.jaxpr, invars=closed.jaxpr.invars[1:]), closed.consts
-    )
-
-
 def _bodies(pairs: Sequence[tuple[Body, Any]], env: Env) -> tuple[list[Any], list[Any]]:
-    """Traced bodies as the primitive keeps them, and the operand that they need before others.
+    """Traced bodies as the primitive keeps them, and the operands that they take before others.
 
-    That is the microbatch's index, or nothing if no body reads it.
+    These are arrays that the bodies hold, and the microbatch's index if one of them reads it.
     """
     traced = [_trace(body, original, env) for body, original in pairs]
-    assert not any(closed.consts for closed in traced), "a body holds arrays that are not operands"
-    index = []
-    if any(closed.jaxpr.invars[0] in used_vars(closed.jaxpr) for closed in traced):
-        index = [env.index]
-    else:
-        traced = [_without_index(closed) for closed in traced]
-    return [
-        closed if isinstance(original, ClosedJaxpr) else closed.jaxpr
-        for closed, (_, original) in zip(traced, pairs, strict=True)
-    ], index
+    held = [value for closed in traced for value in closed.consts]
+    indexed = any(closed.jaxpr.invars[0] in used_vars(closed.jaxpr) for closed in traced)
+    bodies: list[Any] = []
+    start = 0
+    for closed, (_, original) in zip(traced, pairs, strict=True):
+        jaxpr, stop = closed.jaxpr, start + len(closed.consts)
+        # What another body holds is an operand of this one too.
+        leading = [jax_compat.new_var(jax.typeof(value)) for value in held]
+        leading[start:stop] = jaxpr.constvars
+        start = stop
+        passed = jaxpr.invars if indexed else jaxpr.invars[1:]
+        jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=[], invars=[*leading, *passed])
+        bodies.append(ClosedJaxpr(jaxpr, ()) if isinstance(original, ClosedJaxpr) else jaxpr)
+    return bodies, [*held, env.index] if indexed else held
 
 
 def _kept(values: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
@@ -234,8 +233,8 @@ def _spread(results: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
 def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
     params, forms = step.eqn.params, step.operand_forms
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    (jaxpr,), index = _bodies([(step.bodies[0], params["jaxpr"])], env)
-    consts = [*index, *_kept(operands[:first], forms[:first])]
+    (jaxpr,), leading = _bodies([(step.bodies[0], params["jaxpr"])], env)
+    consts = [*leading, *_kept(operands[:first], forms[:first])]
     carry = _kept(operands[first:last], forms[first:last])
     passed = [*consts, *carry, *_kept(operands[last:], forms[last:])]
     changes = {"jaxpr": jaxpr, "num_consts": len(consts), "num_carry": len(carry)}
@@ -265,8 +264,8 @@ def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
 
 def _cond(step: Step, operands: list[Any], env: Env) -> list[Any]:
     pairs = list(zip(step.bodies, step.eqn.params["branches"], strict=True))
-    branches, index = _bodies(pairs, env)
-    passed = [operands[0], *index, *_kept(operands[1:], step.operand_forms[1:])]
+    branches, leading = _bodies(pairs, env)
+    passed = [operands[0], *leading, *_kept(operands[1:], step.operand_forms[1:])]
     return _spread(bind(step.eqn, passed, branches=tuple(branches)), step.result_forms)
 
 

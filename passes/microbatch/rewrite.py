@@ -1,50 +1,150 @@
 """Build the split program: prologue, one scan over the microbatches, epilogue.
 
-The program is written as a Python function that evaluates the phases' steps, and traced again; so
-the result is an ordinary flat graph with the same inputs and outputs.
+Equations before and behind the loop are taken over as they are. The loop is written as a Python
+function that evaluates its steps, and traced; so the result is an ordinary flat graph with the same
+inputs and outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes import graph as graphs
 from autopar.passes import jax_compat
-from autopar.passes.graph import Graph
+from autopar.passes.graph import Atom, Graph, Input
+from autopar.passes.microbatch.demand import ABSENT, Step
 from autopar.passes.microbatch.execute import Env, combine, identity, local_struct, run
 from autopar.passes.microbatch.lattice import WHOLE, Place
 from autopar.passes.microbatch.phases import Phases
 
 
 def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Graph:
-    """The graph that evaluates `phases` with one scan over the microbatches."""
-    jaxpr = graph.jaxpr
+    """The graph that evaluates `phases` with one scan over the microbatches.
 
-    def program(*inputs: Any) -> list[Any]:
-        env = Env({(var, WHOLE): value for var, value in zip(jaxpr.invars, inputs, strict=True)})
-        run(phases.prologue, env)
-        _loop(phases, env, num_microbatches)
-        run(phases.epilogue, env)
-        return [env.read(atom, WHOLE) for atom in jaxpr.outvars]
+    Arrays that slicing an equation brought with it become inputs of role "constant".
+    """
+    program = _Program()
+    for step in phases.prologue:
+        program.add(step)
+    program.trace(
+        lambda *values: _loop(phases, _wholes(needed, values), num_microbatches),
+        needed := _read_whole(phases),
+        [var for var, _ in (*phases.accumulated, *phases.collected)],
+    )
+    for step in phases.epilogue:
+        program.add(step)
+    jaxpr = graph.jaxpr.replace(
+        eqns=program.eqns, outvars=[program.read(atom) for atom in graph.jaxpr.outvars]
+    )
+    constants = program.constants
+    if constants:
+        jaxpr = jax_compat.replace_jaxpr(jaxpr, invars=[*jaxpr.invars, *constants])
+    start = len(graph.constants)
+    labels = (Input(f"constant[{start + k}]", "constant") for k in range(len(constants)))
+    return replace(
+        graph,
+        jaxpr=graphs.eliminate_dead_code(jaxpr),
+        inputs=(*graph.inputs, *labels),
+        constants=(*graph.constants, *constants.values()),
+    )
 
-    structs = [local_struct(var.aval, WHOLE, 1) for var in jaxpr.invars]
-    closed = jax.make_jaxpr(program)(*structs)
-    assert not closed.consts, "the split program holds arrays that are not inputs"
-    flat = graphs.flatten(closed.jaxpr)
-    for old, new in zip(jaxpr.outvars, flat.outvars, strict=True):
-        assert (old.aval.shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype), (old, new)
-    flat = jax_compat.replace_jaxpr(flat, invars=flat.invars)
-    return graphs.with_jaxpr(graph, flat)
+
+class _Program:
+    """The equations of the new program, on the old one's variables."""
+
+    def __init__(self) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self.constants: dict[Var, Any] = {}
+        self.renamed: dict[Var, Atom] = {}
+
+    def read(self, atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else self.renamed.get(atom, atom)
+
+    def add(self, step: Step) -> None:
+        """One step outside of the loop."""
+        eqn = step.eqn
+        if step.bodies or ABSENT in step.operand_forms:
+            pairs = zip(eqn.invars, step.operand_forms, strict=True)
+            operands = [v for v, form in pairs if form != ABSENT and not isinstance(v, Literal)]
+            operands = list(dict.fromkeys(operands))
+            kept = _kept_vars(step)
+
+            def evaluate(*values: Any) -> list[Any]:
+                env = _wholes(operands, values)
+                run([step], env)
+                return [env.read(var, WHOLE) for var in kept]
+
+            self.trace(evaluate, operands, kept)
+            return
+        if ABSENT in step.result_forms:  # another phase gives these results
+            kept = _kept_vars(step)
+            outvars = [v if v in kept else jax_compat.new_var(v.aval) for v in eqn.outvars]
+            eqn = eqn.replace(outvars=outvars)
+        if any(self.read(atom) is not atom for atom in eqn.invars):
+            eqn = eqn.replace(invars=[self.read(atom) for atom in eqn.invars])
+        self.eqns.append(eqn)
+
+    def trace(
+        self, function: Callable[..., list[Any]], operands: Sequence[Var], results: Sequence[Var]
+    ) -> None:
+        """Append the equations of a function that computes `results` from `operands`."""
+        closed = jax.make_jaxpr(function)(*(local_struct(v.aval, WHOLE, 1) for v in operands))
+        flat = graphs.flatten(closed.jaxpr)
+        self.constants.update(zip(flat.constvars, closed.consts, strict=True))
+        names: dict[Var, Atom] = {
+            inner: self.read(outer) for inner, outer in zip(flat.invars, operands, strict=True)
+        }
+        made = {var for eqn in flat.eqns for var in eqn.outvars}
+        for inner, outer in zip(flat.outvars, results, strict=True):
+            if inner in made and inner not in names:
+                names[inner] = outer
+            else:
+                self.renamed[outer] = _rename(inner, names)
+        for eqn in flat.eqns:
+            self.eqns.append(
+                eqn.replace(
+                    invars=[_rename(atom, names) for atom in eqn.invars],
+                    outvars=[_rename(var, names) for var in eqn.outvars],
+                )
+            )
 
 
-def _loop(phases: Phases, env: Env, parts: int) -> None:
-    """Run the loop, and write what leaves it into `env` as whole values."""
+def _rename(atom: Atom, names: dict[Var, Atom]) -> Atom:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _kept_vars(step: Step) -> list[Var]:
+    pairs = zip(step.eqn.outvars, step.result_forms, strict=True)
+    return [var for var, form in pairs if form != ABSENT]
+
+
+def _wholes(variables: Sequence[Var], values: Sequence[Any]) -> Env:
+    return Env({(var, WHOLE): value for var, value in zip(variables, values, strict=True)})
+
+
+def _read_whole(phases: Phases) -> list[Var]:
+    """The variables whose whole values the loop reads, to use or to slice them."""
+    made = {*phases.sliced}
+    read = [var for var, _ in phases.sliced]
+    for step in phases.loop:
+        made.update(zip(step.eqn.outvars, step.result_forms, strict=True))
+    for step in phases.loop:
+        for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True):
+            if form != ABSENT and not isinstance(atom, Literal) and (atom, form) not in made:
+                read.append(atom)
+    return list(dict.fromkeys(read))
+
+
+def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
+    """Run the loop, and return what leaves it as whole values."""
     sliced = [microbatches(env.read(var, WHOLE), place, parts) for var, place in phases.sliced]
     start = [_accumulator(monoid, var) for var, monoid in phases.accumulated]
 
@@ -60,11 +160,29 @@ def _loop(phases: Phases, env: Env, parts: int) -> None:
         ]
         return carry, [local.read(var, place) for var, place in phases.collected]
 
+    if not phases.loop:
+        return []
     totals, stacked = lax.scan(body, start, (lax.iota(np.int32, parts), sliced), length=parts)
-    for (var, _), total in zip(phases.accumulated, totals, strict=True):
-        env.write(var, WHOLE, _as(total, var.aval.dtype))
-    for (var, place), rows in zip(phases.collected, stacked, strict=True):
-        env.write(var, WHOLE, collect(rows, place, var.aval.shape))
+    return [
+        *(
+            _typed(total, var.aval)
+            for (var, _), total in zip(phases.accumulated, totals, strict=True)
+        ),
+        *(
+            _typed(collect(rows, place, var.aval.shape), var.aval)
+            for (var, place), rows in zip(phases.collected, stacked, strict=True)
+        ),
+    ]
+
+
+def _typed(value: Any, aval: Any) -> Any:
+    """A value that left the loop, with its old dtype and weak type."""
+    weak = bool(getattr(aval, "weak_type", False))
+    if value.dtype == aval.dtype and jax.typeof(value).weak_type == weak:
+        return value
+    return lax.convert_element_type_p.bind(
+        value, new_dtype=aval.dtype, weak_type=weak, sharding=None
+    )
 
 
 def _as(value: Any, dtype: Any) -> Any:

@@ -1,0 +1,118 @@
+"""What has no exact split at an acceptable price is refused, with the user's own line."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from microbatch.helpers import analyzed, check_split
+
+from autopar.errors import InexactMicrobatchError
+from autopar.passes.microbatch import split
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def batch_norm(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        y = x @ w
+        y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-5)  # here
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+def contrastive(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        z = jnp.tanh(x @ w)
+        logits = z @ z.T  # here
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jnp.eye(16), axis=1))
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+def hardest_examples(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        losses = jnp.sum((x @ w) ** 2, axis=1)
+        return jnp.mean(jnp.sort(losses)[-4:])  # here
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+def softmax_over_the_batch(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        return jnp.sum(jax.nn.softmax(x @ w, axis=0) ** 2)  # here
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+def capacity(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        gates = jax.nn.softmax(x @ w)
+        expert = jax.nn.one_hot(jnp.argmax(gates, -1), 4)
+        position = jnp.cumsum(expert, axis=0) * expert  # here
+        return jnp.sum(gates * jnp.where(position <= 3, expert, 0))
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+def neighbours(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        return jnp.mean(jnp.roll(y, 1, axis=0) * y)  # here
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [batch_norm, contrastive, hardest_examples, softmax_over_the_batch, capacity, neighbours],
+    ids=lambda step: step.__name__,
+)
+def test_is_refused_at_the_right_line(step: Callable[..., Any]) -> None:
+    args = (normal(0, 8, 4), normal(1, 16, 8))
+    graph, analysis = analyzed(step, args, 4)
+    with pytest.raises(InexactMicrobatchError) as error:
+        split(graph, analysis)
+    lines, start = inspect.getsourcelines(step)
+    (line,) = [start + i for i, line in enumerate(lines) if line.rstrip().endswith("# here")]
+    assert f"{__file__}:{line} " in str(error.value.where)
+    assert error.value.hint is not None
+    assert "microbatches=1" in error.value.hint
+    assert analysis.culprits == analysis.costs.causes
+
+
+@pytest.mark.parametrize(
+    "step",
+    [batch_norm, contrastive, hardest_examples, softmax_over_the_batch, capacity, neighbours],
+    ids=lambda step: step.__name__,
+)
+def test_is_exact_where_its_price_is_accepted(step: Callable[..., Any]) -> None:
+    """What is batch-wide runs behind the loop, on collected values."""
+    args = (normal(0, 8, 4), normal(1, 16, 8))
+    analysis = check_split(step, args, 4, max_flops_share=1.0, max_bytes_share=10.0)
+    assert analysis.costs.causes
+
+
+def test_one_microbatch_refuses_nothing() -> None:
+    graph, analysis = analyzed(contrastive, (normal(0, 8, 4), normal(1, 16, 8)), 1)
+    assert split(graph, analysis) is graph
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.UnknownPrimitiveWarning")
+def test_ordered_callbacks_are_refused() -> None:
+    def step(w: Any, x: Any) -> Any:
+        y = jnp.sum(x * w)
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        return y + io_callback(lambda v: v, shape, y, ordered=True)
+
+    graph, analysis = analyzed(step, (np.float32(2), normal(1, 16, 8)), 4)
+    with pytest.raises(InexactMicrobatchError, match="ordered") as error:
+        split(graph, analysis)
+    assert __file__ in str(error.value.where)
