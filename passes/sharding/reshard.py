@@ -53,6 +53,7 @@ def reshard_steps(
     dims = [list(axes) for axes in source.dims]
     partial = dict(source.partial)
     wanted_partial = dict(target.partial)
+    wanted_cuts = {a for axes in target.dims for a in axes}
     parts = math.prod(num_parts(axes, mesh) for axes in dims)
     steps: list[Step] = []
 
@@ -97,7 +98,7 @@ def reshard_steps(
     def reduce() -> bool:
         for monoid in sorted(set(partial.values())):
             axes = tuple(
-                a for a in sorted(partial) if partial[a] == monoid and a not in wanted_partial
+                a for a in sorted(partial) if partial[a] == monoid != wanted_partial.get(a)
             )
             if axes:
                 emit("all-reduce", axes, parts, monoid=monoid)
@@ -107,6 +108,8 @@ def reshard_steps(
         return False
 
     def gather() -> bool:
+        """Join what the target does not cut so; axes that it needs elsewhere stay, if any can."""
+        candidates: list[tuple[int, int, tuple[int, ...]]] = []
         for d, axes in enumerate(dims):
             want = target.dims[d]
             keep = 0
@@ -114,10 +117,13 @@ def reshard_steps(
                 keep += 1
             if keep < len(axes):
                 gone = tuple(axes[keep:])
-                emit("all-gather", gone, parts // num_parts(gone, mesh), dim=d)
-                del axes[keep:]
-                return True
-        return False
+                candidates.append((len(wanted_cuts.intersection(gone)), d, gone))
+        if not candidates:
+            return False
+        _, d, gone = min(candidates)
+        emit("all-gather", gone, parts // num_parts(gone, mesh), dim=d)
+        del dims[d][-len(gone) :]
+        return True
 
     while grow() or reduce() or gather():
         pass
