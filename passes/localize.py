@@ -21,10 +21,12 @@ from jax.extend.random import threefry2x32_p
 
 from autopar.passes.factors.primitives import (
     SCATTERS,
+    dtype_of,
     gather_picks,
     random_implementation,
     scatter_picks,
     scatter_windows,
+    shape_of,
     whole_dims,
 )
 from autopar.passes.factors.rule import DimFactors, FactorRule
@@ -134,16 +136,15 @@ def bind_local(
     """
     if not any(cut for cuts in (*operand_cuts, *result_cuts) for cut in cuts):
         return _bind(eqn, operands, {})
-    for values, all_cuts, all_dims in zip(
-        (eqn.invars, eqn.outvars), (operand_cuts, result_cuts), whole_dims(eqn), strict=True
+    whole_operands, whole_results = whole_dims(eqn)
+    for cuts, dims in zip(
+        (*operand_cuts, *result_cuts), (*whole_operands, *whole_results), strict=True
     ):
-        for value, cuts, dims in zip(values, all_cuts, all_dims, strict=True):
-            if any(cuts[dim] for dim in dims):
-                raise NotLocalError(f"{eqn.primitive} needs dimensions {dims} of {value} whole")
+        if any(cuts[dim] for dim in dims):
+            raise NotLocalError(f"{eqn.primitive} needs dimensions {dims} whole: {eqn}")
     rewrite = _REWRITES.get(eqn.primitive.name)
     shapes = [
-        local_shape(var.aval.shape, cuts)
-        for var, cuts in zip(eqn.outvars, result_cuts, strict=True)
+        local_shape(shape_of(var), cuts) for var, cuts in zip(eqn.outvars, result_cuts, strict=True)
     ]
     try:
         if rewrite is None:
@@ -207,17 +208,32 @@ def _broadcast(
 
 @_rewrites("reshape")
 def _reshape(
-    eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    operand_cuts: Sequence[Cuts],
+    result_cuts: Sequence[Cuts],
 ) -> list[Any]:
-    sizes = local_shape(eqn.params["new_sizes"], result_cuts[0])
-    return _bind(eqn, operands, {"new_sizes": sizes, "sharding": None})
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if _flat_cuts(old, operand_cuts[0]) != _flat_cuts(new, result_cuts[0]):
+        raise NotLocalError(f"operand and result of {eqn} are not cut alike")
+    return _bind(eqn, operands, {"new_sizes": local_shape(new, result_cuts[0]), "sharding": None})
+
+
+def _flat_cuts(shape: Sequence[int], cuts: Cuts) -> list[tuple[int, int]]:
+    """Parts and length of the contiguous pieces of each cut, in the row-major order."""
+    flat, minor = [], 1
+    for size, cut in zip(reversed(shape), reversed(cuts), strict=True):
+        if cut is not None and cut.parts > 1:
+            flat.append((cut.parts, cut.rest(size) * minor))
+        minor *= size
+    return flat
 
 
 @_rewrites("tile")
 def _tile(
     eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
 ) -> list[Any]:
-    shape = local_shape(eqn.outvars[0].aval.shape, result_cuts[0])
+    shape = local_shape(shape_of(eqn.outvars[0]), result_cuts[0])
     reps = tuple(size // local for size, local in zip(shape, jnp.shape(operands[0]), strict=True))
     return _bind(eqn, operands, {"reps": reps})
 
@@ -247,7 +263,7 @@ def _iota(
     if size[dim] >= 2**32:
         raise NotLocalError(f"iota over {size[dim]} positions")
     places = positions(size[dim], cuts[dim], np.uint32)
-    places = lax.convert_element_type(places, eqn.outvars[0].aval.dtype)
+    places = lax.convert_element_type(places, dtype_of(eqn.outvars[0]))
     return [lax.broadcast_in_dim(places, shape, (dim,))]
 
 
@@ -282,7 +298,7 @@ def _slice(
     starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     strides = eqn.params["strides"] or (1,) * len(starts)
     for dim, cut in enumerate(operand_cuts[0]):
-        size, new_size = eqn.invars[0].aval.shape[dim], eqn.outvars[0].aval.shape[dim]
+        size, new_size = shape_of(eqn.invars[0])[dim], shape_of(eqn.outvars[0])[dim]
         if cut is None:
             continue
         if strides[dim] != 1:
@@ -303,7 +319,7 @@ def _pad(
 ) -> list[Any]:
     config = list(eqn.params["padding_config"])
     for dim, cut in enumerate(operand_cuts[0]):
-        size, new_size = eqn.invars[0].aval.shape[dim], eqn.outvars[0].aval.shape[dim]
+        size, new_size = shape_of(eqn.invars[0])[dim], shape_of(eqn.outvars[0])[dim]
         low, high, interior = config[dim]
         if cut is None:
             continue
@@ -325,7 +341,7 @@ def _split(
     cut = operand_cuts[0][axis]
     if cut is not None:
         pieces = [(int(size), cuts[axis]) for size, cuts in zip(sizes, result_cuts, strict=True)]
-        sizes = tuple(_aligned(sizes, eqn.invars[0].aval.shape[axis], cut, pieces))
+        sizes = tuple(_aligned(sizes, shape_of(eqn.invars[0])[axis], cut, pieces))
     return _bind(eqn, operands, {"sizes": sizes})
 
 
@@ -339,9 +355,9 @@ def _concatenate(
     axis = eqn.params["dimension"]
     cut = result_cuts[0][axis]
     if cut is not None:
-        sizes = [var.aval.shape[axis] for var in eqn.invars]
+        sizes = [shape_of(var)[axis] for var in eqn.invars]
         pieces = [(size, cuts[axis]) for size, cuts in zip(sizes, operand_cuts, strict=True)]
-        _aligned(sizes, eqn.outvars[0].aval.shape[axis], cut, pieces)
+        _aligned(sizes, shape_of(eqn.outvars[0])[axis], cut, pieces)
     return _bind(eqn, operands, {})
 
 
@@ -353,7 +369,7 @@ def _gather(
     result_cuts: Sequence[Cuts],
 ) -> list[Any]:
     numbers = eqn.params["dimension_numbers"]
-    shape, slice_sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    shape, slice_sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     local = local_shape(shape, operand_cuts[0])
     picked = {dim: cut for dim in gather_picks(eqn) if (cut := operand_cuts[0][dim]) is not None}
     sizes = tuple(
@@ -422,7 +438,7 @@ def _scatter(
     result_cuts: Sequence[Cuts],
 ) -> list[Any]:
     numbers = eqn.params["dimension_numbers"]
-    shape, updates_shape = (eqn.invars[i].aval.shape for i in (0, 2))
+    shape, updates_shape = (shape_of(eqn.invars[i]) for i in (0, 2))
     picked = {dim: cut for dim in scatter_picks(eqn) if (cut := operand_cuts[0][dim]) is not None}
     if not picked:
         return _bind(eqn, operands, {})
@@ -466,7 +482,7 @@ def _convolution(
     changes = {}
     for count, dim in (("feature_group_count", lhs_spec[1]), ("batch_group_count", lhs_spec[0])):
         groups, cut = eqn.params[count], operand_cuts[0][dim]
-        size = eqn.invars[0].aval.shape[dim]
+        size = shape_of(eqn.invars[0])[dim]
         if groups > 1 and cut is not None and cut.rest(size) % (size // groups) == 0:
             changes[count] = groups // cut.parts
     return _bind(eqn, operands, changes)
@@ -483,9 +499,9 @@ def _random_bits(
     rank = len(operand_cuts[0])
     partitionable = eqn.ctx.threefry_partitionable
     if random_implementation(eqn.invars[0].aval) == "threefry2x32" and partitionable:
-        if cuts[:rank] != operand_cuts[0]:
+        if [_parts(cut) for cut in cuts[:rank]] != [_parts(cut) for cut in operand_cuts[0]]:
             raise NotLocalError("keys and their bits are not cut alike")
-        return [_threefry_bits(keys, eqn.params["shape"], cuts[rank:], eqn.outvars[0].aval.dtype)]
+        return [_threefry_bits(keys, eqn.params["shape"], cuts[rank:], dtype_of(eqn.outvars[0]))]
     (bits,) = _bind(eqn, operands, {})
     # Keys that are cut have already cut their own dimensions of the bits.
     wanted = list(cuts)
@@ -493,6 +509,11 @@ def _random_bits(
         if cut is not None:
             wanted[dim] = None
     return [take(bits, tuple(wanted))]
+
+
+def _parts(cut: Cut | None) -> tuple[int, int] | None:
+    """How a dimension is cut, whichever part is held: a traced index cannot be compared."""
+    return None if cut is None else (cut.major, cut.parts)
 
 
 def _threefry_bits(keys: Any, shape: Sequence[int], cuts: Cuts, dtype: Any) -> Any:

@@ -16,6 +16,7 @@ from autopar.passes.factors.primitives import (
     SCATTERS,
     WINDOW_REDUCTIONS,
     names,
+    shape_of,
 )
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import inner_jaxprs
@@ -53,7 +54,7 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
     if name in ("dot_general", "ragged_dot_general"):
         return 2 * math.prod(factor.size for factor in rule.factors)
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        kernel = shape_of(eqn.invars[1])
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * results * _size(eqn.invars[1]) // max(out_features, 1)
     if name in _PER_OPERAND_ELEMENT:
@@ -66,14 +67,14 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
             return window * _size(eqn.invars[0])
         return window * results
     if name in ("sort", "top_k", "approx_top_k"):
-        length = max(eqn.invars[0].aval.shape, default=1)
+        length = max(shape_of(eqn.invars[0]), default=1)
         return _size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(length, 1))))
     if name == "fft":
         length = math.prod(eqn.params["fft_lengths"])
         return 5 * results * max(1, math.ceil(math.log2(max(length, 1))))
     if name in MATRIX_FUNCTIONS:
         # Each of n columns updates the whole matrix once.
-        return _size(eqn.invars[-1]) * eqn.invars[0].aval.shape[-1]
+        return _size(eqn.invars[-1]) * shape_of(eqn.invars[0])[-1]
     return results
 
 
@@ -100,4 +101,4 @@ def total_flops(jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
 
 
 def _size(var: Any) -> int:
-    return math.prod(var.aval.shape)
+    return math.prod(shape_of(var))

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
+from jax.lax import GatherScatterMode
 
-from autopar.passes.factors.primitives import SCATTERS, names
+from autopar.passes.factors.primitives import SCATTERS, dtype_of, names
 
 OperandSets = tuple[frozenset[int], ...]
 
 # Linear in their one operand.
 _UNARY = names(
     """
-    broadcast_in_dim copy copy_p cumsum device_put imag name neg real reduce_sum
+    broadcast_in_dim conj copy copy_p cumsum device_put imag name neg real reduce_sum
     reduce_window_sum reshape rev slice split squeeze stop_gradient tile transpose unstack
     """
 )
 # Jointly linear in all operands.
-_JOINT = names("add add_any sub concatenate stack complex pad select_and_scatter_add")
+_JOINT = names("add add_any sub concatenate stack complex pad")
 # Linear in each of the first two operands while the other is held fixed.
 _BILINEAR = frozenset({"mul", "dot_general", "conv_general_dilated"})
 # Linear in the first operand while the others (indices, a divisor, comparands) are held fixed.
-_FIRST = frozenset({"div", "gather", "dynamic_slice", "select_and_gather_add"})
+_FIRST = names("div dynamic_slice gather select_and_gather_add select_and_scatter_add")
 
 
 def linear_operands(eqn: JaxprEqn) -> OperandSets:
@@ -43,8 +44,8 @@ def linear_operands(eqn: JaxprEqn) -> OperandSets:
     if name in _UNARY:
         return _one_set((0,))
     if name in _FIRST:
-        integer = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
-        return () if name == "div" and integer else _one_set((0,))
+        rounds = name == "div" and jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.integer)
+        return () if rounds or (name == "gather" and _fills(eqn)) else _one_set((0,))
     if name == "convert_element_type":
         return _one_set((0,)) if _widens(eqn) else ()
     if name == "select_n":
@@ -64,9 +65,19 @@ def _one_set(positions: range | tuple[int, ...]) -> OperandSets:
     return (frozenset(positions),)
 
 
+def _fills(eqn: JaxprEqn) -> bool:
+    """Whether a gather gives some number (not 0 or NaN) for an index that is out of bounds."""
+    if eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return False
+    value = eqn.params["fill_value"]
+    if value is None:
+        return not jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact)
+    return not (value == 0 or value != value)
+
+
 def _widens(eqn: JaxprEqn) -> bool:
     """Whether a cast represents every value of the old dtype, so that it commutes with adding."""
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
     for kind in (jnp.floating, jnp.complexfloating):
         if jnp.issubdtype(old, kind) and jnp.issubdtype(new, kind):
             return jnp.promote_types(old, new) == new

@@ -10,18 +10,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.factors.primitives import (
     CUMULATIVE,
     MATRIX_FUNCTIONS,
     SCATTERS,
+    dtype_of,
     gather_picks,
     gather_windows,
     matrix_batch_rank,
     random_implementation,
     scatter_picks,
     scatter_windows,
+    shape_of,
 )
 from autopar.passes.factors.rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
 
@@ -65,28 +68,24 @@ def _freeze(values: Sequence[Sequence[DimFactors]]) -> tuple[ValueFactors, ...]:
     return tuple(map(tuple, values))
 
 
-def _shape(var: Any) -> tuple[int, ...]:
-    return var.aval.shape
-
-
 def replicated(eqn: JaxprEqn) -> FactorRule:
     """Every dimension of every value is a loop that must not be cut."""
     loops = _Loops()
-    operands = [loops.value(_shape(var), "replicated") for var in eqn.invars]
-    results = [loops.value(_shape(var), "replicated") for var in eqn.outvars]
+    operands = [loops.value(shape_of(var), "replicated") for var in eqn.invars]
+    results = [loops.value(shape_of(var), "replicated") for var in eqn.outvars]
     return loops.rule(operands, results)
 
 
 def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     """All values have the same dimensions; an operand may be a scalar or repeat a dimension."""
+    shape = shape_of(eqn.outvars[0])
+    if any(len(shape_of(var)) not in (0, len(shape)) for var in (*eqn.invars, *eqn.outvars)):
+        return replicated(eqn)
     loops = _Loops()
-    shape = max((_shape(var) for var in (*eqn.outvars, *eqn.invars)), key=len)
-    if eqn.outvars:
-        shape = _shape(eqn.outvars[0])
     dims = loops.value(shape)
 
     def value(var: Any) -> list[DimFactors]:
-        return [() if size == 1 else dim for size, dim in zip(_shape(var), dims, strict=False)]
+        return [() if size == 1 else dims[dim] for dim, size in enumerate(shape_of(var))]
 
     return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
 
@@ -98,7 +97,7 @@ def same_dims(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
 
     def value(var: Any) -> list[DimFactors]:
         dims = []
-        for place in enumerate(_shape(var)):
+        for place in enumerate(shape_of(var)):
             if place not in known:
                 known[place] = loops.new(place[1])
             dims.append(known[place])
@@ -125,22 +124,22 @@ OWN["threefry2x32"] = elementwise
 @_own("optimization_barrier")
 def _barrier(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops = _Loops()
-    values = [loops.value(_shape(var)) for var in eqn.invars]
+    values = [loops.value(shape_of(var)) for var in eqn.invars]
     return loops.rule(values, values)
 
 
 @_own("iota")
 def _iota(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops = _Loops()
-    return loops.rule([], [loops.value(_shape(eqn.outvars[0]))])
+    return loops.rule([], [loops.value(shape_of(eqn.outvars[0]))])
 
 
 @_own("random_bits")
 def _random_bits(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     # A generator other than threefry draws for all keys, and its bits are cut afterwards.
     loops = _Loops()
-    bits = loops.value(_shape(eqn.outvars[0]))
-    keys = _shape(eqn.invars[0])
+    bits = loops.value(shape_of(eqn.outvars[0]))
+    keys = shape_of(eqn.invars[0])
     if random_implementation(eqn.invars[0].aval) == "threefry2x32":
         return loops.rule([bits[: len(keys)]], [bits])
     return loops.rule([loops.value(keys, "replicated")], [bits])
@@ -149,10 +148,10 @@ def _random_bits(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 @_own(*MATRIX_FUNCTIONS)
 def _matrix_function(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops = _Loops()
-    batch = loops.value(_shape(eqn.invars[0])[: matrix_batch_rank(eqn)])
+    batch = loops.value(shape_of(eqn.invars[0])[: matrix_batch_rank(eqn)])
 
     def value(var: Any) -> list[DimFactors]:
-        return [*batch, *loops.value(_shape(var)[len(batch) :], "replicated")]
+        return [*batch, *loops.value(shape_of(var)[len(batch) :], "replicated")]
 
     return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
 
@@ -169,7 +168,7 @@ def _pieces(loops: _Loops, sizes: Sequence[int], divisor: int) -> list[DimFactor
 @_own("concatenate")
 def _concatenate(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     axis = eqn.params["dimension"]
-    sizes = [_shape(var)[axis] for var in eqn.invars]
+    sizes = [shape_of(var)[axis] for var in eqn.invars]
     return _joined(eqn, axis, eqn.outvars[0], eqn.invars, math.gcd(*sizes))
 
 
@@ -182,9 +181,9 @@ def _split(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 def _joined(eqn: JaxprEqn, axis: int, whole: Any, parts: Sequence[Any], divisor: int) -> FactorRule:
     loops = _Loops()
-    common = loops.value([size for dim, size in enumerate(_shape(whole)) if dim != axis])
+    common = loops.value([size for dim, size in enumerate(shape_of(whole)) if dim != axis])
     values = [whole, *parts]
-    pieces = _pieces(loops, [_shape(var)[axis] for var in values], divisor)
+    pieces = _pieces(loops, [shape_of(var)[axis] for var in values], divisor)
     dims = {
         id(var): [*common[:axis], piece, *common[axis:]]
         for var, piece in zip(values, pieces, strict=True)
@@ -194,7 +193,7 @@ def _joined(eqn: JaxprEqn, axis: int, whole: Any, parts: Sequence[Any], divisor:
 
 @_own("slice")
 def _slice(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    shape, new_shape = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     strides = eqn.params["strides"] or (1,) * len(shape)
     loops, dims, new_dims = _Loops(), [], []
     for dim, (size, new_size) in enumerate(zip(shape, new_shape, strict=True)):
@@ -208,7 +207,7 @@ def _slice(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 @_own("pad")
 def _pad(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    shape, new_shape = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     loops, dims, new_dims = _Loops(), [], []
     for size, new_size, (low, high, interior) in zip(
         shape, new_shape, eqn.params["padding_config"], strict=True
@@ -223,7 +222,7 @@ def _pad(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 @_own("stack")
 def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops, axis = _Loops(), eqn.params["axis"]
-    dims = loops.value(_shape(eqn.invars[0]))
+    dims = loops.value(shape_of(eqn.invars[0]))
     stacked = [*dims[:axis], loops.new(len(eqn.invars), "replicated"), *dims[axis:]]
     return loops.rule([dims] * len(eqn.invars), [stacked])
 
@@ -231,7 +230,7 @@ def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 @_own("unstack")
 def _unstack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops, axis = _Loops(), eqn.params["axis"]
-    dims = loops.value(_shape(eqn.outvars[0]))
+    dims = loops.value(shape_of(eqn.outvars[0]))
     stacked = [*dims[:axis], loops.new(len(eqn.outvars), "replicated"), *dims[axis:]]
     return loops.rule([stacked], [dims] * len(eqn.outvars))
 
@@ -239,7 +238,7 @@ def _unstack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 @_own("tile")
 def _tile(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     loops = _Loops()
-    dims = loops.value(_shape(eqn.invars[0]))
+    dims = loops.value(shape_of(eqn.invars[0]))
     repeats = loops.value(eqn.params["reps"])
     return loops.rule([dims], [[(*r, *d) for r, d in zip(repeats, dims, strict=True)]])
 
@@ -248,8 +247,8 @@ def _tile(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     # Cutting a dimension of which each index picks one place leaves all parts but one zero there.
     numbers = eqn.params["dimension_numbers"]
-    operand_shape, indices_shape = (_shape(var) for var in eqn.invars)
-    result_shape = _shape(eqn.outvars[0])
+    operand_shape, indices_shape = (shape_of(var) for var in eqn.invars)
+    result_shape = shape_of(eqn.outvars[0])
     loops = _Loops()
     indices = [*loops.value(indices_shape[:-1]), loops.new(indices_shape[-1], "replicated")]
     batch = iter(indices[:-1])
@@ -262,7 +261,7 @@ def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
     picked = gather_picks(eqn)
-    one_of_all: Kind = "or" if eqn.outvars[0].aval.dtype == bool else "sum"
+    one_of_all: Kind = "or" if jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.bool_) else "sum"
     operand = []
     for dim, size in enumerate(operand_shape):
         if dim in batching:
@@ -279,7 +278,7 @@ def _scatter(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     # Cutting the updates gives partial results only if combining them counts the operand once:
     # maximum and minimum are idempotent, a sum needs an operand that is zero.
     numbers = eqn.params["dimension_numbers"]
-    operand_shape, indices_shape, updates_shape = (_shape(var) for var in eqn.invars)
+    operand_shape, indices_shape, updates_shape = (shape_of(var) for var in eqn.invars)
     monoid = SCATTERS[eqn.primitive.name]
     kind: Kind = "replicated"
     if monoid in ("max", "min") or (monoid == "sum" and 0 in zeros):
@@ -320,7 +319,7 @@ def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     loops = _Loops()
     dims = [
         loops.new(size, kind if dim in eqn.params["dimensions"] else "pass")
-        for dim, size in enumerate(_shape(eqn.invars[0]))
+        for dim, size in enumerate(shape_of(eqn.invars[0]))
     ]
     kept = [dim for i, dim in enumerate(dims) if i not in eqn.params["dimensions"]]
     return loops.rule([dims] * half + [[]] * half, [kept] * half)

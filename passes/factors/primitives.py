@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
+from autopar.passes.factors.rule import Kind
+
 Dims = tuple[int, ...]
 ValueDims = tuple[Dims, ...]  # one entry per operand or result
 
@@ -43,7 +45,7 @@ NARY = names(
 ELEMENTWISE = UNARY | NARY
 
 CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
-REDUCTIONS = {
+REDUCTIONS: dict[str, Kind] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -54,7 +56,7 @@ REDUCTIONS = {
 WINDOW_REDUCTIONS = frozenset(
     {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"}
 )
-SCATTERS = {
+SCATTERS: dict[str, Kind | None] = {
     "scatter": None,
     "scatter-add": "sum",
     "scatter-sub": "sum",
@@ -77,6 +79,16 @@ MATRIX_FUNCTIONS = names(
 CONTROL_FLOW = frozenset({"scan", "while", "cond"})
 
 
+def shape_of(var: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return var.aval.shape
+
+
+def dtype_of(var: Any) -> Any:
+    """The dtype of a variable or literal."""
+    return var.aval.dtype
+
+
 def random_implementation(aval: Any) -> str:
     """The name of the generator that a typed key array's dtype stands for."""
     return aval.dtype._impl.name
@@ -87,7 +99,7 @@ def _none(values: Sequence[Any]) -> ValueDims:
 
 
 def _all(values: Sequence[Any]) -> ValueDims:
-    return tuple(tuple(range(len(var.aval.shape))) for var in values)
+    return tuple(tuple(range(len(shape_of(var)))) for var in values)
 
 
 def whole_dims(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
@@ -132,7 +144,7 @@ def _random(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     name, key = eqn.primitive.name, eqn.invars[0].aval
     if name == "random_seed":
         return ((),), ((),)
-    rank, out_rank = len(key.shape), len(eqn.outvars[0].aval.shape)
+    rank, out_rank = len(key.shape), len(shape_of(eqn.outvars[0]))
     local_keys = random_implementation(key) == "threefry2x32"
     if name == "random_fold_in":
         return (_none(eqn.invars), ((),)) if local_keys else (_all(eqn.invars), _all(eqn.outvars))
@@ -147,14 +159,14 @@ def _random(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 @_whole("random_wrap")
 def _random_wrap(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(eqn.outvars[0].aval.shape)
-    return (tuple(range(rank, len(eqn.invars[0].aval.shape))),), ((),)
+    rank = len(shape_of(eqn.outvars[0]))
+    return (tuple(range(rank, len(shape_of(eqn.invars[0])))),), ((),)
 
 
 @_whole("random_unwrap")
 def _random_unwrap(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(eqn.invars[0].aval.shape)
-    return ((),), (tuple(range(rank, len(eqn.outvars[0].aval.shape))),)
+    rank = len(shape_of(eqn.invars[0]))
+    return ((),), (tuple(range(rank, len(shape_of(eqn.outvars[0])))),)
 
 
 def _along(dims_of: Callable[[JaxprEqn], Sequence[int]], results: bool = True) -> _Whole:
@@ -176,7 +188,7 @@ _WHOLE["reduce_xor"] = _along(lambda eqn: eqn.params["axes"], results=False)
 
 @_whole("top_k")
 def _top_k(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(eqn.invars[0].aval.shape)
+    rank = len(shape_of(eqn.invars[0]))
     axis = eqn.params.get("axis", -1) % rank
     return ((axis,),), ((axis,),) * 2
 
@@ -193,14 +205,14 @@ def _unstack(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 @_whole("fft")
 def _fft(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(eqn.outvars[0].aval.shape)
+    rank = len(shape_of(eqn.outvars[0]))
     dims = tuple(range(rank - len(eqn.params["fft_lengths"]), rank))
     return (dims,), (dims,)
 
 
 @_whole("bitcast_convert_type")
 def _bitcast(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    ranks = len(eqn.invars[0].aval.shape), len(eqn.outvars[0].aval.shape)
+    ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))
     common = min(ranks)
     operand, result = (tuple(range(common, rank)) for rank in ranks)
     return (operand,), (result,)
@@ -209,7 +221,7 @@ def _bitcast(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 def _matrix(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     batch = matrix_batch_rank(eqn)
     operands, results = (
-        tuple(tuple(range(batch, len(var.aval.shape))) for var in values)
+        tuple(tuple(range(batch, len(shape_of(var)))) for var in values)
         for values in (eqn.invars, eqn.outvars)
     )
     return operands, results
@@ -219,7 +231,7 @@ def matrix_batch_rank(eqn: JaxprEqn) -> int:
     """How many leading dimensions of a matrix function are a batch."""
     vectors = ("lu_pivots_to_permutation", "tridiagonal_solve")
     trailing = 1 if eqn.primitive.name in vectors else 2
-    return len(eqn.invars[0].aval.shape) - trailing
+    return len(shape_of(eqn.invars[0])) - trailing
 
 
 _WHOLE.update(dict.fromkeys(MATRIX_FUNCTIONS, _matrix))
@@ -228,7 +240,7 @@ _WHOLE.update(dict.fromkeys(MATRIX_FUNCTIONS, _matrix))
 @_whole("gather")
 def _gather(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     numbers: GatherDimensionNumbers = eqn.params["dimension_numbers"]
-    operand, indices = (var.aval.shape for var in eqn.invars)
+    operand, indices = (shape_of(var) for var in eqn.invars)
     sizes = eqn.params["slice_sizes"]
     windows = gather_windows(numbers, len(operand))
     picked = gather_picks(eqn)
@@ -260,7 +272,7 @@ _CHECKED_MODES = (
 
 def gather_picks(eqn: JaxprEqn) -> Dims:
     """Operand dimensions of which each index picks one place: cut, all but one part give zero."""
-    shape, dtype = eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype
+    shape, dtype = shape_of(eqn.invars[0]), dtype_of(eqn.invars[0])
     if eqn.params["mode"] not in _CHECKED_MODES or jnp.issubdtype(dtype, jax.dtypes.extended):
         return ()
     return tuple(
@@ -273,7 +285,7 @@ def gather_picks(eqn: JaxprEqn) -> Dims:
 @_whole(*SCATTERS)
 def _scatter(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     numbers: ScatterDimensionNumbers = eqn.params["dimension_numbers"]
-    operand, indices, updates = (var.aval.shape for var in eqn.invars)
+    operand, indices, updates = (shape_of(var) for var in eqn.invars)
     windows = scatter_windows(numbers, len(operand))
     picked = scatter_picks(eqn)
     partial = [
@@ -297,7 +309,7 @@ def scatter_windows(numbers: ScatterDimensionNumbers, operand_rank: int) -> dict
 def scatter_picks(eqn: JaxprEqn) -> Dims:
     """Operand dimensions in which each index names one place: cut, other parts drop the update."""
     numbers: ScatterDimensionNumbers = eqn.params["dimension_numbers"]
-    shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    shape, updates = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     if eqn.params["mode"] not in _CHECKED_MODES:
         return ()
     windows = scatter_windows(numbers, len(shape))
@@ -321,7 +333,7 @@ def _dynamic_update_slice(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 
 def _differing(one: Any, other: Any) -> Dims:
-    pairs = zip(one.aval.shape, other.aval.shape, strict=True)
+    pairs = zip(shape_of(one), shape_of(other), strict=True)
     return tuple(dim for dim, (a, b) in enumerate(pairs) if a != b)
 
 
@@ -345,7 +357,7 @@ def _windowed(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
         or params.get("base_dilation", ones)[dim] != 1
         or params.get("window_dilation", ones)[dim] != 1
     )
-    operands = tuple(dims if len(var.aval.shape) == rank else () for var in eqn.invars)
+    operands = tuple(dims if len(shape_of(var)) == rank else () for var in eqn.invars)
     return operands, (dims,) * len(eqn.outvars)
 
 

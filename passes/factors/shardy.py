@@ -8,6 +8,7 @@ that any operation permutes, needs whole, or reduces before a nonlinear use is b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.mlir import ir, passmanager
 
+from autopar.passes.factors.primitives import dtype_of, shape_of
 from autopar.passes.factors.rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
 
 _PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -66,7 +68,7 @@ def _lower_together(eqns: Sequence[JaxprEqn]) -> list[FactorRule | None]:
         return results
 
     structs = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for eqn in eqns for var in eqn.invars
+        jax.ShapeDtypeStruct(shape_of(var), dtype_of(var)) for eqn in eqns for var in eqn.invars
     ]
     traced = jax.jit(evaluate, keep_unused=True).trace(*structs)
     module = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
@@ -119,7 +121,7 @@ class _Composition:
         for argument, var in zip(arguments, eqn.invars, strict=True):
             # A typed key has trailing dimensions that its own shape does not show.
             dims = [_new(size) for size in _shape(argument)]
-            for dim in dims[len(var.aval.shape) :]:
+            for dim in dims[len(shape_of(var)) :]:
                 _block(dim)
             self.define(argument, dims)
         try:
@@ -188,7 +190,7 @@ class _Composition:
                 _set_kind((loops[index],), kind)
                 carried.append(loops[index])
         for value, value_dims in zip(operation.results, rule.results, strict=True):
-            self.define(value, [tuple(loops[i] for i in indices) for indices in value_dims])
+            self.define(value, _result_dims(value, value_dims, loops))
             if carried:
                 self.partial[value] = carried
 
@@ -261,7 +263,7 @@ def _shape(value: Any) -> list[int]:
 
 
 def _rank(var: Any) -> int:
-    return len(var.aval.shape)
+    return len(shape_of(var))
 
 
 # The algebra of loops.
@@ -294,9 +296,25 @@ def _set_kind(dim: Sequence[_Loop], kind: Kind) -> None:
         loop.kind = kind
 
 
+def _result_dims(value: Any, dims: ValueFactors, loops: Sequence[_Loop]) -> list[_Dim]:
+    found = []
+    for size, indices in zip(_shape(value), dims, strict=True):
+        dim = tuple(loops[i] for i in indices)
+        if math.prod(loop.size for loop in dim) != size:
+            # Shardy relates dimensions of different sizes (strided windows, real transforms).
+            _block(dim)
+            dim = _new(size)
+            _block(dim)
+        found.append(dim)
+    return found
+
+
 def _join(one: _Dim, other: _Dim) -> None:
     """Make two descriptions of one dimension the same, splitting loops where they differ."""
     left, right = _leaves(one), _leaves(other)
+    if math.prod(loop.size for loop in left) != math.prod(loop.size for loop in right):
+        _block([*left, *right])
+        return
     while left and right:
         a, b = left.pop(), right.pop()  # the innermost ones
         if a is b:

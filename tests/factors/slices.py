@@ -1,0 +1,230 @@
+"""The numeric meaning of a factor rule: slices computed apart, put together, are the whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from autopar.passes.factors.primitives import SCATTERS
+from autopar.passes.factors.rule import FactorRule, check_rule
+from autopar.passes.graph import flatten
+from autopar.passes.localize import Cut, Cuts, bind_local, rule_cuts
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> Jaxpr:
+    """A function's flat jaxpr."""
+    return flatten(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def is_key(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def random_value(aval: Any, rng: np.random.Generator) -> Any:
+    """Floats between 1/2 and 3/2, small non-negative integers, keys of the dtype's generator."""
+    if is_key(aval):
+        implementation = aval.dtype._impl.name
+        seed = int(rng.integers(1000))
+        keys = [
+            jax.random.key(seed + i, impl=implementation) for i in range(int(np.prod(aval.shape)))
+        ]
+        return jnp.stack(keys).reshape(aval.shape) if aval.shape else keys[0]
+    if aval.dtype == bool:
+        return jnp.asarray(rng.random(aval.shape) < 0.5)
+    if jnp.issubdtype(aval.dtype, jnp.integer):
+        return jnp.asarray(rng.integers(0, 4, aval.shape), aval.dtype)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        values = rng.random(aval.shape) + 1j * rng.random(aval.shape)
+        return jnp.asarray(values, aval.dtype)
+    return jnp.asarray(rng.random(aval.shape) + 0.5, aval.dtype)
+
+
+Evaluated = list[tuple[JaxprEqn, list[Any], list[Any]]]
+
+
+def evaluate(jaxpr: Jaxpr, arguments: Sequence[Any]) -> Evaluated:
+    """Every equation of a jaxpr without control flow, with its real operands and results."""
+
+    def run(arguments: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+        env = dict(zip(jaxpr.invars, arguments, strict=True))
+        found = []
+        for eqn in jaxpr.eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            results = whole_results(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+            found.append(([jnp.asarray(v) for v in operands], results))
+        return found
+
+    values = jax.jit(run)(list(arguments))
+    return [(eqn, *value) for eqn, value in zip(jaxpr.eqns, values, strict=True)]
+
+
+def no_cuts(values: Iterable[Any]) -> list[tuple[None, ...]]:
+    return [(None,) * len(v.aval.shape) for v in values]
+
+
+def whole_results(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    return bind_local(eqn, operands, no_cuts(eqn.invars), no_cuts(eqn.outvars))
+
+
+Way = dict[int, tuple[int, int]]  # factor -> (parts, major within the factor)
+
+
+def ways_to_cut(rule: FactorRule) -> list[Way]:
+    """Each cuttable factor in 4 contiguous parts or 2 strided ones, and every two factors in 2."""
+    ways: list[Way] = []
+    cuttable = [i for i, factor in enumerate(rule.factors) if factor.kind != "replicated"]
+    for i in cuttable:
+        size = rule.factors[i].size
+        ways += [{i: (parts, 1)} for parts in (4, 2) if size % parts == 0][:1]
+        if size % 2 == 0 and size > 2:
+            ways.append({i: (2, size // 2)})
+    for i in cuttable:
+        for j in cuttable:
+            sizes = rule.factors[i].size, rule.factors[j].size
+            if i < j and sizes[0] % 2 == 0 and sizes[1] % 2 == 0 and not _share_dim(rule, i, j):
+                ways.append({i: (2, 1), j: (2, 1)})
+    return ways
+
+
+def _share_dim(rule: FactorRule, i: int, j: int) -> bool:
+    return any(i in d and j in d for value in (*rule.operands, *rule.results) for d in value)
+
+
+def check_whole(eqn: JaxprEqn, rule: FactorRule) -> None:
+    check_rule(
+        rule,
+        tuple(v.aval.shape for v in eqn.invars),
+        tuple(v.aval.shape for v in eqn.outvars),
+    )
+
+
+# Where a slice is matters only to these: they also run with a traced index, as one program.
+_POSITIONAL = frozenset({"iota", "random_bits", "gather", *SCATTERS})
+
+
+def check_slices(
+    evaluated: Evaluated, rules: Mapping[JaxprEqn, FactorRule], *, jit: bool | None = None
+) -> int:
+    """Assert, for every equation and every way to cut it, that its slices make up the whole.
+
+    Returns how many ways there were. `jit` forces traced indices (or Python ones).
+    """
+    count = 0
+    for eqn, operands, wholes in evaluated:
+        rule = rules[eqn]
+        traced = eqn.primitive.name in _POSITIONAL if jit is None else jit
+        ways = ways_to_cut(rule)
+        count += len(ways)
+
+        def local(
+            slices: list[list[Any]], place: Any, eqn: Any = eqn, ways: list[Way] = ways
+        ) -> list[list[Any]]:
+            return [
+                bind_local(eqn, operands, *way_cuts(rules[eqn], way, place))
+                for operands, way in zip(slices, ways, strict=True)
+            ]
+
+        run = jax.jit(local) if traced else local
+        found = []
+        for place in range(max(map(places, ways), default=0)):
+            slices = [
+                [
+                    like(host_take(operand, cuts), operand)
+                    for operand, cuts in zip(operands, way_cuts(rule, way, place)[0], strict=True)
+                ]
+                for way in ways
+            ]
+            found.append(run(slices, jnp.int32(place) if traced else place))
+        for index, way in enumerate(ways):
+            check_way(eqn, rule, way, wholes, [found[i][index] for i in range(places(way))])
+    return count
+
+
+def places(way: Way) -> int:
+    return math.prod(parts for parts, _ in way.values())
+
+
+def way_cuts(rule: FactorRule, way: Way, place: Any) -> tuple[tuple[Cuts, ...], tuple[Cuts, ...]]:
+    """The cuts of one place, counted over all combinations of the cut factors' indices."""
+    factors = {}
+    for factor, (number, major) in way.items():
+        factors[factor] = Cut(number, place % number, major)  # a smaller number of places repeats
+        place = place // number
+    return rule_cuts(rule, factors)
+
+
+def check_way(
+    eqn: JaxprEqn,
+    rule: FactorRule,
+    way: Way,
+    wholes: Sequence[Any],
+    found: Sequence[Sequence[Any]],
+) -> None:
+    """Assert that the results of all places make up the whole results."""
+    kinds = {rule.factors[factor].kind for factor in way} - {"pass"}
+    assert len(kinds) < 2, "partial results of different kinds do not combine"
+    combine = _COMBINE[kinds.pop()] if kinds else None
+    together: dict[str, list[int]] = {}  # places whose results have the same place in the whole
+    for place in range(places(way)):
+        together.setdefault(str(way_cuts(rule, way, place)[1]), []).append(place)
+    for group in together.values():
+        _, result_cuts = way_cuts(rule, way, group[0])
+        results = [found[place] for place in group]
+        assert combine or len(group) == 1
+        for whole, cuts, *values in zip(wholes, result_cuts, *results, strict=True):
+            value = functools.reduce(combine, values) if combine else values[0]
+            check_equal(value, host_take(whole, cuts), f"{eqn} cut {way} of {rule}")
+
+
+def host_take(whole: Any, cuts: Cuts) -> np.ndarray:
+    """`take` in NumPy, written for itself, of an array (a key array as its data)."""
+    value = host(whole)
+    for dim, cut in enumerate(cuts):
+        if cut is not None:
+            pieces = np.split(value, cut.major * cut.parts, axis=dim)
+            value = np.concatenate(pieces[cut.index :: cut.parts], axis=dim)
+    return value
+
+
+def like(value: np.ndarray, operand: Any) -> Any:
+    if is_key(operand):
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(operand))
+    return jnp.asarray(value)
+
+
+def host(value: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(value) if is_key(value) else value)
+
+
+def check_equal(actual: Any, expected: np.ndarray, message: str) -> None:
+    actual = host(actual)
+    assert actual.dtype == expected.dtype, message
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        np.testing.assert_array_equal(actual, expected, err_msg=message)
+        return
+    tolerance = 2e-5
+    if jnp.finfo(expected.dtype).bits < 32:
+        actual, expected = actual.astype(np.float32), expected.astype(np.float32)
+        tolerance = 3e-2  # bfloat16 has 8 bits, and partial sums are rounded
+    finite = expected[np.isfinite(expected)]
+    scale = max(1.0, float(np.max(np.abs(finite), initial=0.0)))
+    np.testing.assert_allclose(
+        actual, expected, rtol=tolerance, atol=tolerance * scale, err_msg=message
+    )
