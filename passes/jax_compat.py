@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -101,3 +101,14 @@ def is_tracing() -> bool:
     The public way builds an object to compare; this is asked on every call of a compiled step.
     """
     return not core.trace_state_clean()
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried.
+
+    Releases after 0.10 say it by the structure of the operands, in a type without a public name.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr, Var
 from jax.extend.core import Literal as JaxprLiteral
 
 from autopar.errors import BatchArgumentError, DonationWarning, OptionError
+from autopar.passes import jax_compat
 from autopar.passes.graph import Input, Output
 
 Shaped = Any  # a value with `shape` and `dtype`, or None for a static leaf
@@ -313,7 +314,7 @@ class _Flows:
                 for i in self.origins(branch.jaxpr, {output}, allowed)
             ]
         if name == "scan":
-            first, num_carry = params["num_consts"], params["num_carry"]
+            first, num_carry = jax_compat.scan_counts(params)
             if output >= num_carry:
                 return []
             return self._carried(params["jaxpr"].jaxpr, output, first, operands, allowed)
