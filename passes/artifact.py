@@ -1,0 +1,207 @@
+"""Between a solved candidate and the `Plan` that people read, save and run again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from autopar import __version__
+from autopar.cluster import Cluster
+from autopar.errors import PlanMismatchError
+from autopar.options import Options
+from autopar.passes.candidates import Planned, Split, memory_limit_of, prepare
+from autopar.passes.costs import collective_seconds
+from autopar.passes.factors.flops import flops
+from autopar.passes.factors.primitives import CONTROL_FLOW
+from autopar.passes.graph import Graph, inner_jaxprs
+from autopar.passes.sharding.build import Built
+from autopar.passes.sharding.collectives import collectives, short_source
+from autopar.passes.sharding.layout import Layout, describe
+from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.memory import version_bytes
+from autopar.passes.sharding.program import Program, Version
+from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.plans import (
+    Candidate,
+    Collective,
+    Estimates,
+    NodeStrategy,
+    Plan,
+    SolverSummary,
+    StagePlan,
+    TensorPlan,
+)
+
+
+def make_plan(
+    chosen: Planned,
+    candidates: Sequence[Planned],
+    program_hash: str,
+    graph: Graph,
+    options: Options,
+    cluster: Cluster,
+) -> Plan:
+    """Write down what was chosen, what it is expected to cost, and what else was considered."""
+    program, built = chosen.program, chosen.built
+    names = program.axis_names
+    listed = _priced(program, cluster)
+    communication = sum(c.seconds * c.times for c in listed)
+    inputs = tuple(
+        _tensor(version, label.path, label.role, label.donated, program)
+        for version, label in zip(program.block.inputs, graph.inputs, strict=True)
+    )
+    outputs = tuple(
+        _tensor(version, label.path, "output" if label.twin is None else "state", False, program)
+        for version, label in zip(program.block.outputs, graph.outputs, strict=True)
+    )
+    return Plan(
+        autopar_version=__version__,
+        jax_version=jax.__version__,
+        program_hash=program_hash,
+        options=options.to_dict(),
+        cluster=cluster.to_dict(),
+        method=options.method,
+        num_microbatches=chosen.num_microbatches,
+        reason_for_microbatches=_reason(chosen, candidates, options, cluster),
+        stages=(
+            StagePlan(
+                logical_mesh=program.mesh,
+                axis_names=names,
+                num_devices=math.prod(program.mesh),
+                strategies=tuple(
+                    NodeStrategy(
+                        name,
+                        short_source(node.source),
+                        _choice_text(node.layouts, chosen.solution.assignment[index], names),
+                    )
+                    for index, (name, node) in enumerate(
+                        zip(_node_names(built), built.nodes, strict=True)
+                    )
+                ),
+                collectives=listed,
+            ),
+        ),
+        inputs=inputs,
+        outputs=outputs,
+        certificate=chosen.split.certificate,
+        estimates=Estimates(
+            step_seconds=chosen.step_seconds,
+            compute_seconds=max(chosen.step_seconds - communication, 0.0),
+            communication_seconds=communication,
+            peak_bytes_per_device=chosen.peak.bytes,
+            state_bytes_per_device=sum(t.bytes_per_device for t in inputs if t.role == "state"),
+            flops=float(total_flops(chosen.split.graph.jaxpr, chosen.split.rules)),
+        ),
+        solver=SolverSummary(
+            cost=chosen.solution.cost,
+            lower_bound=chosen.solution.lower_bound,
+            gap=chosen.solution.gap,
+            nodes=len(built.nodes),
+            edges=len(built.edges),
+            strategies=sum(node.num_strategies for node in built.nodes),
+        ),
+        candidates=tuple(
+            Candidate(
+                method=options.method,
+                logical_mesh=c.mesh,
+                num_microbatches=c.num_microbatches,
+                step_seconds=c.step_seconds,
+                peak_bytes_per_device=c.peak.bytes,
+                chosen=c is chosen,
+                note="" if c.fits else "exceeds the memory limit",
+            )
+            for c in candidates
+        ),
+    )
+
+
+def follow_plan(plan: Plan, split: Split, options: Options) -> Program:
+    """The program of a plan that was made before, on the graph split as the plan says.
+
+    Raises:
+      PlanMismatchError: its strategies are not those of this program.
+    """
+    stage = plan.stages[0]
+    cluster = Cluster.from_dict(plan.cluster)
+    built, pricing, dims = prepare(split, stage.logical_mesh, options, cluster)
+    if [strategy.node for strategy in stage.strategies] != _node_names(built):
+        raise PlanMismatchError(
+            "The plan's strategies do not fit this program.",
+            why="it was made by another version of autopar or of a library.",
+            hint="plan again.",
+        )
+    assignment = []
+    for strategy, node in zip(stage.strategies, built.nodes, strict=True):
+        texts = [_choice_text(node.layouts, s, stage.axis_names) for s in range(len(node.layouts))]
+        if strategy.choice not in texts:
+            raise PlanMismatchError(
+                f"The plan chooses {strategy.choice!r} for {strategy.node!r}, which is no choice.",
+                hint="plan again.",
+            )
+        assignment.append(texts.index(strategy.choice))
+    return lower(split.graph, built, assignment, pricing, stage.axis_names, dims)
+
+
+def _node_names(built: Built) -> list[str]:
+    return [f"{index}: {node.label}" for index, node in enumerate(built.nodes)]
+
+
+def _choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str:
+    return f"{s} {describe(layouts[s], names)}"
+
+
+def _priced(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
+    def seconds(item: Collective) -> float:
+        axes = [program.axis_names.index(name) for name in item.axes]
+        return collective_seconds(item.kind, item.bytes, cluster, program.mesh, axes)
+
+    return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in collectives(program))
+
+
+def _tensor(version: Version, path: str, role: str, donated: bool, program: Program) -> TensorPlan:
+    shape = aval_shape(version.atom)
+    return TensorPlan(
+        path=path,
+        role=role,
+        shape=shape,
+        dtype=str(version.atom.aval.dtype),
+        spec=tuple(tuple(program.axis_names[a] for a in axes) for axes in version.layout.dims),
+        bytes=math.prod(shape) * itemsize(version.atom.aval),
+        bytes_per_device=_held(version, program),
+        donated=donated,
+    )
+
+
+def _held(version: Version, program: Program) -> int:
+    if isinstance(version.atom, jex_core.Literal):
+        return math.prod(aval_shape(version.atom)) * itemsize(version.atom.aval)
+    return version_bytes(version, program.mesh)
+
+
+def _reason(
+    chosen: Planned, candidates: Sequence[Planned], options: Options, cluster: Cluster
+) -> str:
+    if options.microbatches != "auto":
+        return "as asked"
+    limit = memory_limit_of(options, cluster)
+    if chosen.num_microbatches == 1:
+        return f"the whole batch at once fits {limit:,} bytes per device"
+    return f"the fewest with which a step fits {limit:,} bytes per device"
+
+
+def total_flops(jaxpr: Any, rules: Any, times: int = 1) -> int:
+    """Operations of a whole step over all devices; loops count their trips, branches both sides."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in CONTROL_FLOW:
+            inner = inner_jaxprs(eqn)
+            trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += sum(total_flops(body, rules, times * trips) for body in inner)
+        else:
+            total += times * flops(eqn, rules[eqn])
+    return total
