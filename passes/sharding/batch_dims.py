@@ -16,7 +16,10 @@ NONE: frozenset[int] = frozenset()
 
 
 def batch_dims(graph: Graph, rules: Any) -> BatchDims:
-    """For every variable, in inner bodies too, its dimensions whose outermost loop is the batch."""
+    """A variable's dimensions whose outermost loop is the batch; a variable without may be missing.
+
+    Variables of inner bodies are included.
+    """
     found: BatchDims = {}
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
         found[var] = NONE if label.batch_axis is None else frozenset({label.batch_axis})

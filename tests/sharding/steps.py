@@ -1,0 +1,80 @@
+"""Tiny train steps on shapes alone, and the passes applied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.cluster import Cluster, axis_names
+from autopar.options import Options
+from autopar.passes.compiler import Compiled, compile_graph
+from autopar.passes.factors.populate import populate
+from autopar.passes.graph import Graph
+from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
+from autopar.passes.sharding.build import Built, build
+from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.program import Program
+from autopar.passes.sharding.restrict import Restriction, resolve_pins, restriction
+from autopar.passes.trace import trace
+
+CLUSTER = Cluster.preset("h100")
+Shapes = Any  # a pytree of jax.ShapeDtypeStruct
+
+
+def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def momentum_step(state: Any, batch: Any) -> Any:
+    """Least squares with one hidden layer, by gradient descent with momentum."""
+
+    def loss_fn(weights: Any) -> Any:
+        x, y = batch
+        return jnp.sum((jnp.tanh(x @ weights["in"]) @ weights["out"] - y) ** 2)
+
+    weights, velocity = state
+    gradients = jax.grad(loss_fn)(weights)
+    velocity = jax.tree.map(lambda v, g: 0.5 * v + g, velocity, gradients)
+    return jax.tree.map(lambda w, v: w - v, weights, velocity), velocity
+
+
+def momentum_shapes(batch: int = 16, features: int = 8, hidden: int = 32) -> tuple[Shapes, Shapes]:
+    """Arguments of `momentum_step`; the weights and the velocity are equally large."""
+    weights = {"in": shaped(features, hidden), "out": shaped(hidden, features)}
+    return (weights, weights), (shaped(batch, features), shaped(batch, features))
+
+
+def graph_of(step: Callable[..., Any], *args: Any, **options: Any) -> Graph:
+    return trace(step, args, **options).graph
+
+
+def compiled(graph: Graph, **options: Any) -> Compiled:
+    return compile_graph(graph, Options(**options), CLUSTER)
+
+
+class Passes:
+    """The sharding passes on one mesh, step by step."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: tuple[int, ...],
+        method: str = "shard",
+        pins: Any = (),
+    ):
+        self.graph, self.mesh, self.names = graph, mesh, axis_names(mesh)
+        self.rules: Any = populate(graph.jaxpr)
+        self.dims: BatchDims = batch_dims(graph, self.rules)
+        found = resolve_pins(graph, pins, mesh, self.names)
+        self.restriction: Restriction = restriction(graph, method, self.dims, found)
+        self.pricing = Pricing(CLUSTER, mesh, self.restriction.reduce_scatter)
+
+    def build(self) -> Built:
+        return build(self.graph, self.rules, self.mesh, self.pricing, self.restriction)
+
+    def lower(self, built: Built, assignment: Any) -> Program:
+        return lower(self.graph, built, assignment, self.pricing, self.names, self.dims)
