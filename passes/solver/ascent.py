@@ -65,13 +65,15 @@ def ascend(
             result.bound, result.best_prices = bound, dual.prices
         used = (budget.used - started) / max(until - started, 1e-9)
         progress = max((index + 1) / sweeps, used)
-        if upper - result.bound < 1.0 or progress >= 1.0 or budget.exhausted:
+        if upper - result.bound < 1.0:
             break
         if index % repair_every == repair_every - 1 or progress >= 1.0:
             choice = _feasible(arrays, chooser.choice, budget, result)
             if choice is not None:
                 best = found(choice)
                 upper = min(upper, best)
+        if progress >= 1.0 or budget.exhausted:
+            break
         if len(arrays.room):
             excess = (arrays.profile(chooser.choice) - arrays.room) / limit
             average = excess if average is None else average + SMOOTHING * (excess - average)

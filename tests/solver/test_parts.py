@@ -1,0 +1,181 @@
+"""The parts alone: reductions keep an optimum, bounds are bounds, exclusion keeps the better."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.passes.solver import FORBIDDEN, Problem, evaluate, peak_usage
+from autopar.passes.solver.arrays import flatten, interleaved
+from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.certificate import certified_bound
+from autopar.passes.solver.dual import Chooser, Dual
+from autopar.passes.solver.elimination import eliminate, elimination_order
+from autopar.passes.solver.exclude import excluded
+from autopar.passes.solver.model import INFINITE, Contradiction, Model
+from autopar.passes.solver.neighbourhood import Neighbourhoods
+from autopar.passes.solver.primal import improve, repair
+from autopar.passes.solver.reduce import reduce
+from solver.instances import brute_force, grid, make, problems
+
+
+def least_left(model: Model) -> int | None:
+    """The least cost of what is left of a model, by trying all choices."""
+    costs = []
+    for strategies in itertools.product(*(range(len(model.cost_of(u))) for u in model.nodes)):
+        chosen = dict(zip(model.nodes, strategies, strict=True))
+        if model.fits(chosen) and model.value(chosen) < INFINITE:
+            costs.append(model.offset + model.value(chosen))
+    return min(costs, default=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(max_nodes=5))
+def test_reductions_keep_an_optimum(problem: Problem) -> None:
+    least, _ = brute_force(problem)
+    model = Model(problem)
+    try:
+        reduce(model)
+    except Contradiction:
+        assert least is None
+        return
+    assert least_left(model) == least
+
+
+def test_reconstruction_gives_the_cost_that_the_model_states() -> None:
+    problem = grid(4, 6, 4, seed=0, tightness=0.4)
+    model = Model(problem)
+    reduce(model)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        chosen = {u: int(random.integers(len(model.cost_of(u)))) for u in model.nodes}
+        assignment = model.reconstruct(chosen)
+        assert evaluate(problem, assignment) == model.offset + model.value(chosen)
+        assert problem.usage_limit is not None
+        fits = peak_usage(problem, assignment)[0] <= problem.usage_limit
+        assert fits == model.fits(chosen)
+
+
+def test_ties_merge_and_chains_are_eliminated() -> None:
+    tie = [[0, FORBIDDEN], [FORBIDDEN, 0]]
+    problem = make(
+        [[1, 2], [0, 5], [3, 1], [0, 0]],
+        {(0, 1): tie, (1, 2): [[4, 0], [0, 4]], (2, 3): [[1, 2], [3, 1]]},
+    )
+    model = Model(problem)
+    reduce(model)
+    assert model.nodes == []
+    assert model.offset == brute_force(problem)[0]
+
+
+def test_dominance_respects_memory() -> None:
+    # The second strategy costs more and uses less: it must stay. The third one is worse in both.
+    problem = make([[0, 1, 2]], usages=[[9, 3, 9]], limit=8)
+    model = Model(problem)
+    reduce(model)
+    assert model.reconstruct(dict.fromkeys(model.nodes, 0)) == (1,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 0.1, 3.0]))
+def test_certified_bounds_are_bounds(problem: Problem, seed: int, scale: float) -> None:
+    least, _ = brute_force(problem)
+    if least is None:
+        return
+    model = Model(problem)
+    model.compress_time()
+    arrays = flatten(model)
+    if not arrays.num_nodes:
+        return
+    random = np.random.default_rng(seed)
+    dual = Dual(arrays, random.random(len(arrays.room)) * scale)
+    bounds = [dual.sweep(index % 2 == 0) for index in range(6)]
+    assert all(b >= a - 1e-6 * abs(a) for a, b in itertools.pairwise(bounds))
+    assert model.offset + certified_bound(dual) <= least
+    # Any messages are valid, so also wrong ones.
+    dual.low += random.integers(-3, 4, len(dual.low))
+    dual.high += random.integers(-3, 4, len(dual.high))
+    assert model.offset + certified_bound(dual) <= least
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_exclusion_keeps_everything_better(seed: int, memory: bool) -> None:
+    problem = grid(3, 3, 3, seed=seed, tightness=0.5)
+    if not memory:
+        problem = replace(problem, usage_limit=None)
+    least, _ = brute_force(problem)
+    assert least is not None
+    model = Model(problem)
+    if memory:
+        reduce(model)
+    dual = Dual(flatten(model))
+    for index in range(30):
+        dual.sweep(index % 2 == 0)
+    smaller = excluded(model, dual, float(least + 5 - model.offset))
+    if not memory:  # with memory, prices of zero need not exclude anything
+        assert len(smaller.nodes) < len(model.nodes)
+    assert least_left(smaller) == least
+
+
+def test_elimination_of_a_grid_equals_brute_force() -> None:
+    problem = replace(grid(3, 3, 3, seed=1, tightness=0.5), usage_limit=None)
+    model = Model(problem)
+    order = elimination_order(model, 10**6, 10**7)
+    assert order is not None
+    assert model.offset + model.value(eliminate(model, order)) == brute_force(problem)[0]
+    assert elimination_order(model, 20, 10**7) is None
+
+
+def test_repair_and_improvement_fit_and_never_cost_more() -> None:
+    problem = grid(5, 10, 4, seed=2, tightness=0.6)
+    model = Model(problem)
+    reduce(model)
+    arrays = flatten(model)
+    chooser = Chooser(arrays)
+    Dual(arrays).sweep(True, chooser)
+    assert (arrays.profile(chooser.choice) > arrays.room).any()
+    repaired = repair(arrays, chooser.choice, lambda: False)
+    assert repaired is not None
+    assert model.fits(arrays.chosen(repaired))
+    improved = improve(arrays, repaired, lambda: False)
+    assert model.fits(arrays.chosen(improved))
+    assert arrays.costs_of(improved) <= arrays.costs_of(repaired)
+    assert arrays.costs_of(improved) == model.value(arrays.chosen(improved))
+
+
+def test_neighbourhoods_improve_a_poor_choice() -> None:
+    problem = grid(5, 10, 4, seed=3, tightness=0.5)
+    model = Model(problem)
+    reduce(model)
+    dual = Dual(flatten(model))
+    for index in range(20):
+        dual.sweep(index % 2 == 0)
+    # What uses least always fits, and is dear.
+    start = {
+        u: int(model.memory[u][0].usage.sum(axis=0).argmin()) if model.memory[u] else 0
+        for u in model.nodes
+    }
+    costs = [model.value(start)]
+    search = Neighbourhoods(model, dual, start, seed=0)
+
+    def better(chosen: dict[int, int]) -> bool:
+        assert model.fits(chosen)
+        costs.append(model.value(chosen))
+        return True
+
+    search.search(Budget(1.0, None), better)
+    assert search.improved == len(costs) - 1 > 0
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_interleaved_order_has_all_nodes_and_few_levels() -> None:
+    count = 2000
+    problem = make([[0, 1]] * count, {(k, k + 1): [[0, 2], [3, 0]] for k in range(count - 1)})
+    assert sorted(interleaved(list(range(count)))) == list(range(count))
+    assert flatten(Model(problem)).num_levels < 100
