@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from solver_instances import make
 
 from autopar.passes.solver.__main__ import main
-from solver.instances import make
 
 
 def test_json_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

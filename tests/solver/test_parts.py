@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from solver_instances import brute_force, grid, make, problems
 
 from autopar.passes.solver import FORBIDDEN, Problem, evaluate, peak_usage
 from autopar.passes.solver.arrays import flatten, interleaved
@@ -21,7 +22,6 @@ from autopar.passes.solver.model import INFINITE, Contradiction, Model
 from autopar.passes.solver.neighbourhood import Neighbourhoods
 from autopar.passes.solver.primal import improve, repair
 from autopar.passes.solver.reduce import reduce
-from solver.instances import brute_force, grid, make, problems
 
 
 def least_left(model: Model) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from solver_instances import make, problems
 
 from autopar.errors import AutoparError
 from autopar.passes.solver import (
@@ -21,7 +22,6 @@ from autopar.passes.solver import (
     is_allowed,
     peak_usage,
 )
-from solver.instances import make, problems
 
 DOCUMENT: dict[str, Any] = {
     "problem": {
@@ -157,7 +157,7 @@ def test_broken_files(tmp_path: Path) -> None:
 
 def test_arrays_of_other_types_are_refused() -> None:
     with pytest.raises(ProblemError, match="int64"):
-        Problem(((0, 1),), (np.array([1.0]),), (np.array([0]),), (), ())  # type: ignore[arg-type]
+        Problem(((0, 1),), (np.array([1.0]),), (np.array([0]),), (), ())
     assert issubclass(ProblemError, AutoparError)
 
 

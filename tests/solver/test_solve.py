@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from solver_instances import assignments, brute_force, grid, make, problems, transformer
 
 from autopar.passes.solver import (
     FORBIDDEN,
@@ -21,7 +22,6 @@ from autopar.passes.solver import (
     plain,
     solve,
 )
-from solver.instances import assignments, brute_force, grid, make, problems, transformer
 
 
 @settings(max_examples=150, deadline=None)
