@@ -13,7 +13,7 @@ from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, user_source, walk
 from autopar.passes.microbatch.costs import Costs, Culprit, measure
 from autopar.passes.microbatch.demand import ABSENT, Step
-from autopar.passes.microbatch.equations import Context
+from autopar.passes.microbatch.equations import Context, is_control_flow
 from autopar.passes.microbatch.lattice import State
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
@@ -99,7 +99,7 @@ def analyze(
         found = forward(graph.jaxpr, states, context)
         phases = find_phases(found, context)
         costs = measure(graph, found, phases, rules)
-        culprits = _ordered_effects(graph)
+        culprits = _immovable_effects(graph)
         if costs.flops_share > max_flops_share or costs.bytes_share > max_bytes_share:
             culprits += costs.causes
         return Analysis(
@@ -176,8 +176,12 @@ def _batch_size(graph: Graph) -> int:
     return int(sizes.pop())
 
 
-def _ordered_effects(graph: Graph) -> tuple[Culprit, ...]:
-    """Ordered callbacks: a loop would change the order that they promise."""
+def _immovable_effects(graph: Graph) -> tuple[Culprit, ...]:
+    """Effects that have to stay where they are among the others.
+
+    Unordered callbacks may happen before or behind the loop; an order, or a mutable array, is a
+    promise about what happens when.
+    """
     return tuple(
         Culprit(
             source=user_source(eqn),
@@ -187,9 +191,12 @@ def _ordered_effects(graph: Graph) -> tuple[Culprit, ...]:
             bytes_share=0.0,
         )
         for eqn in walk(graph.jaxpr)
-        if eqn.params.get("ordered", False)
-        or any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
+        if not is_control_flow(eqn)
+        and any(type(effect).__name__ not in _UNORDERED for effect in eqn.effects)
     )
+
+
+_UNORDERED = frozenset({"DebugEffect", "IOEffect"})
 
 
 def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCertificate, ...]:

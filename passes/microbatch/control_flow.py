@@ -53,12 +53,11 @@ def transfer(
     if "split" not in kinds and not context.inside:
         return _unsplit(eqn, states, context, "it is not linear in a sum over the batch")
     inside = replace(context, inside=True)
-    bodies: Bodies | Decision | str = {"scan": _scan, "while": _while, "cond": _cond}[
-        eqn.primitive.name
-    ](eqn, states, inside)
-    if isinstance(bodies, str):
-        return _unsplit(eqn, states, context, bodies)
-    decision, results = bodies  # type: ignore[misc]
+    analyse = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name]
+    found = analyse(eqn, states, inside)
+    if isinstance(found, str):
+        return _unsplit(eqn, states, context, found)
+    decision, results = found
     params = any(state.params for state in states)
     results = [_with_origin(state, params, context) for state in results]
     if all(state.kind == "late" for state in results):
@@ -77,10 +76,10 @@ def _with_origin(state: State, params: bool, context: Context) -> State:
     if state.kind == "whole":
         return lattice.whole(state.zero, True, params, state.blurred)
     if state.kind == "split":
-        return lattice.split(state.place, params)  # type: ignore[arg-type]
+        return lattice.split(state.place, params)
     if state.kind == "partial":
         if context.inside or params:
-            return lattice.partial(state.monoid, params)  # type: ignore[arg-type]
+            return lattice.partial(state.monoid, params)
         return lattice.whole(batch=True)
     return state
 
@@ -253,7 +252,7 @@ def _mapped(
     row_results = len(eqn.outvars) - params["num_carry"]
     results = [
         *(lattice.partial(monoid) for monoid in monoids),
-        *(lattice.split(place),) * row_results,  # type: ignore[arg-type]
+        *(lattice.split(place),) * row_results,
     ]
     result_forms = (*monoids, *(place,) * row_results)
     return Decision("mapped", forms, result_forms), results

@@ -111,9 +111,10 @@ def _cut(
     strict = {target for k, target in wanted.items() if context.inside or not states[k].early} or {
         _most_frequent(wanted.values())
     }
-    if len(strict) != 1 or None in strict:
+    cut = strict.pop()
+    if cut is None or strict:
         return MIXES
-    ((factor, major),) = strict  # type: ignore[misc]
+    factor, major = cut
     operand_forms = rule.places(rule.operands, factor, major)
     places = rule.places(rule.results, factor, major)
     if operand_forms is None or places is None:
@@ -128,7 +129,7 @@ def _cut(
     if kind == "pass":
         if None in places:
             return MIXES
-        results = [lattice.split(place, params) for place in places]  # type: ignore[arg-type]
+        results = [lattice.split(place, params) for place in places if place is not None]
         return Decision("cut", tuple(operand_forms), tuple(places)), results
     if kind not in MONOIDS or any(place is not None for place in places):
         return MIXES

@@ -92,7 +92,7 @@ def test_class_weights_from_parameters_may_still_be_counted_first() -> None:
         return {**params, "w": params["w"] - gradient}, loss
 
     labels = np.random.default_rng(1).integers(0, 3, 16).astype(np.int32)
-    params = {"w": normal(0, 32, 64), "class_weights": np.float32([1, 2, 3])}
+    params = {"w": normal(0, 32, 64), "class_weights": np.array([1, 2, 3], np.float32)}
     analysis = check_split(step, (params, {"x": normal(1, 16, 32), "labels": labels}), 4)
     assert analysis.costs.loop_share > 0.9
 

@@ -26,7 +26,7 @@ OPERATIONS: dict[str, Operation] = {
     "positions": lambda x, w, c: x + jnp.arange(ROWS)[:, None] * w[0],
     "pairs": lambda x, w, c: jnp.cos(x.reshape(ROWS // 2, 2, WIDTH)).reshape(ROWS, WIDTH),
     "halves": lambda x, w, c: jnp.concatenate([x[: ROWS // 2], 2 * x[ROWS // 2 :]]),
-    "views": lambda x, w, c: sum(jnp.split(jnp.concatenate([x, x @ w]), 2)),  # type: ignore[arg-type, return-value]
+    "views": lambda x, w, c: sum(jnp.split(jnp.concatenate([x, x @ w]), 2)),
     "merge": lambda x, w, c: jnp.exp(-jnp.abs(x.reshape(-1))).reshape(x.shape),
     "transposed": lambda x, w, c: (w @ x.T).T,
     "noise": lambda x, w, c: x + jax.random.normal(jax.random.key(3), x.shape),
