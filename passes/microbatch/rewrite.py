@@ -7,8 +7,8 @@ inputs and outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes import graph as graphs
 from autopar.passes import jax_compat
-from autopar.passes.graph import Atom, Graph, Input
+from autopar.passes.graph import Atom, Graph
 from autopar.passes.microbatch.demand import ABSENT, Step
 from autopar.passes.microbatch.execute import Env, combine, identity, local_struct, run
 from autopar.passes.microbatch.lattice import WHOLE, Place
@@ -27,10 +27,7 @@ from autopar.passes.microbatch.phases import Phases
 
 
 def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Graph:
-    """The graph that evaluates `phases` with one scan over the microbatches.
-
-    Arrays that slicing an equation brought with it become inputs of role "constant".
-    """
+    """The graph that evaluates `phases` with one scan over the microbatches."""
     program = _Program()
     for step in phases.prologue:
         program.add(step)
@@ -44,17 +41,7 @@ def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Graph:
     jaxpr = graph.jaxpr.replace(
         eqns=program.eqns, outvars=[program.read(atom) for atom in graph.jaxpr.outvars]
     )
-    constants = program.constants
-    if constants:
-        jaxpr = jax_compat.replace_jaxpr(jaxpr, invars=[*jaxpr.invars, *constants])
-    start = len(graph.constants)
-    labels = (Input(f"constant[{start + k}]", "constant") for k in range(len(constants)))
-    return replace(
-        graph,
-        jaxpr=graphs.eliminate_dead_code(jaxpr),
-        inputs=(*graph.inputs, *labels),
-        constants=(*graph.constants, *constants.values()),
-    )
+    return graphs.with_jaxpr(graph, graphs.eliminate_dead_code(jaxpr))
 
 
 class _Program:
@@ -62,7 +49,6 @@ class _Program:
 
     def __init__(self) -> None:
         self.eqns: list[JaxprEqn] = []
-        self.constants: dict[Var, Any] = {}
         self.renamed: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
@@ -98,7 +84,9 @@ class _Program:
         """Append the equations of a function that computes `results` from `operands`."""
         closed = jax.make_jaxpr(function)(*(local_struct(v.aval, WHOLE, 1) for v in operands))
         flat = graphs.flatten(closed.jaxpr)
-        self.constants.update(zip(flat.constvars, closed.consts, strict=True))
+        # Slicing an equation may bring a few numbers with it; the program has no new inputs.
+        for var, value in zip(flat.constvars, closed.consts, strict=True):
+            self.trace(functools.partial(_spelled_out, value), [], [var])
         names: dict[Var, Atom] = {
             inner: self.read(outer) for inner, outer in zip(flat.invars, operands, strict=True)
         }
@@ -119,6 +107,13 @@ class _Program:
 
 def _rename(atom: Atom, names: dict[Var, Atom]) -> Atom:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _spelled_out(value: Any) -> list[Any]:
+    """A small array from literals."""
+    assert value.size <= 64, f"the split program holds an array of shape {value.shape}"
+    items = [lax.full((1,), item, value.dtype) for item in np.asarray(value).ravel()]
+    return [lax.reshape(lax.concatenate(items, 0), value.shape)]
 
 
 def _kept_vars(step: Step) -> list[Var]:

@@ -371,3 +371,17 @@ def test_source_lines_and_name_stacks_survive() -> None:
     (tanh,) = [eqn for eqn in loop.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "tanh"]
     assert "head" in str(tanh.source_info.name_stack)
     assert __file__ in user_source(tanh)
+
+
+def test_rows_that_are_written_at_fixed_places() -> None:
+    """Writing single rows slices with a few numbers, which do not become inputs."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            y = jnp.tanh(x @ w).at[jnp.array([1, 6])].set(0.0)
+            return jnp.sum(y.at[3].add(1.0) ** 2)
+
+        return jax.value_and_grad(loss_fn)(w)
+
+    args = (normal(0, 4, 4), normal(1, 8, 4))
+    check_split(step, args, 4, max_flops_share=1, max_bytes_share=1)
