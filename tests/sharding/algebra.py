@@ -83,7 +83,7 @@ def _check_block(block: Block, mesh: tuple[int, ...]) -> None:
 
     def read(versions: Iterable[Version]) -> None:
         for version in versions:
-            assert version in known or hasattr(version.atom, "val"), version
+            assert hasattr(version.atom, "val") or version in known, version
 
     def write(versions: Iterable[Version]) -> None:
         for version in versions:

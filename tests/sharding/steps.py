@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.cluster import Cluster, axis_names
 from autopar.options import Options
@@ -46,6 +47,50 @@ def momentum_shapes(batch: int = 16, features: int = 8, hidden: int = 32) -> tup
     """Arguments of `momentum_step`; the weights and the velocity are equally large."""
     weights = {"in": shaped(features, hidden), "out": shaped(hidden, features)}
     return (weights, weights), (shaped(batch, features), shaped(batch, features))
+
+
+def linear_step(state: Any, batch: Any) -> Any:
+    """Least squares by gradient descent with a sum of gradients: one matrix of each kind."""
+    weights, total = state
+    x, y = batch
+    total = total + jax.grad(lambda w: jnp.sum((x @ w - y) ** 2))(weights)
+    return weights - total, total
+
+
+def linear_shapes() -> tuple[Shapes, Shapes]:
+    """Arguments of `linear_step`."""
+    return (shaped(8, 8), shaped(8, 8)), (shaped(16, 8), shaped(16, 8))
+
+
+def recurrent_step(state: Any, batch: Any) -> Any:
+    """A recurrence over time, a branch on a norm, a scale in the state, and a metric."""
+
+    def loss_fn(weights: Any) -> Any:
+        x, y = batch
+
+        def body(hidden: Any, now: Any) -> Any:
+            hidden = jnp.tanh(hidden @ weights + now)
+            return hidden, hidden.max(axis=1)
+
+        last, largest = jax.lax.scan(body, jnp.zeros_like(y), jnp.moveaxis(x, 1, 0))
+        return jnp.mean((last - y) ** 2) + 0.1 * jnp.mean(largest)
+
+    weights, scale = state
+    loss, gradient = jax.value_and_grad(loss_fn)(weights)
+    norm = jnp.sqrt(jnp.sum(gradient**2))
+    gradient = jax.lax.cond(norm > 0.1, lambda g: g * (0.1 / norm), lambda g: g, gradient)
+    return (weights - scale * gradient, scale * 0.99), loss
+
+
+def recurrent_shapes() -> tuple[Shapes, Shapes]:
+    """Arguments of `recurrent_step`: eight examples of four points in time."""
+    return (shaped(8, 8), shaped()), (shaped(8, 4, 8), shaped(8, 8))
+
+
+def arrays(shapes: Shapes, seed: int = 0) -> Any:
+    """Normal numbers of these shapes."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), shapes)
 
 
 def graph_of(step: Callable[..., Any], *args: Any, **options: Any) -> Graph:
