@@ -21,6 +21,7 @@ from autopar.passes.sharding.restrict import resolve_pins, restriction
 from autopar.passes.solver import Infeasible, Solution, solve
 from autopar.plans import OutputCertificate
 
+SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -82,9 +83,7 @@ def plan_mesh(
     }
 
     def attempt(memory: int | None) -> Planned:
-        solution = solve(
-            to_problem(built, memory), time_limit=options.solver_time_limit, seed=options.seed
-        )
+        solution = _solve(built, memory, options)
         assignment = solution.assignment[: len(built.nodes)]
         program = lower(split.graph, built, assignment, pricing, axis_names(mesh), dims)
         worst = peak(program, names, donated)
@@ -108,10 +107,19 @@ def plan_mesh(
     return found if least is None else attempt(least)
 
 
+def _solve(built: Built, memory: int | None, options: Options) -> Solution:
+    return solve(
+        to_problem(built, memory),
+        time_limit=options.solver_time_limit,
+        work_limit=None if options.solver_time_limit else SOLVER_WORK,
+        seed=options.seed,
+    )
+
+
 def _least_usage(built: Built, options: Options) -> int | None:
     """The smallest memory limit that the solver can satisfy."""
     try:
-        solve(to_problem(built, 1), time_limit=options.solver_time_limit, seed=options.seed)
+        _solve(built, 1, options)
     except Infeasible as error:
         return error.smallest_usage
     return None
