@@ -227,6 +227,8 @@ def resolve_pins(
 def matches_path(path: str, pattern: str) -> bool:
     """Whether a shell pattern matches a path, or its end; brackets and quotes count as slashes.
 
+    A path as plans print it is a pattern too.
+
     >>> matches_path("state.params['Dense_0']['kernel']", "Dense_0/kernel")
     True
     """
@@ -234,7 +236,8 @@ def matches_path(path: str, pattern: str) -> bool:
     return any(
         fnmatch.fnmatchcase(candidate, form)
         for candidate in (path, plain)
-        for form in (pattern, f"*/{pattern}")
+        for spelled in (pattern, simple_path(pattern))
+        for form in (spelled, f"*/{spelled}")
     )
 
 
