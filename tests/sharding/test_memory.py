@@ -1,0 +1,96 @@
+"""Peaks of memory, counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.passes.compiler import Compiled
+from autopar.passes.sharding.memory import Peak, peak
+from sharding.steps import compiled, graph_of, linear_shapes, linear_step, shaped
+
+STEP_VALUE = "(a value of the step)"
+
+
+def peak_of(made: Compiled) -> Peak:
+    labels = made.graph.inputs
+    names = {v: x.path for v, x in zip(made.graph.jaxpr.invars, labels, strict=True)}
+    found = peak(made.program, names, [label.donated for label in labels])
+    assert found.bytes == made.plan.estimates.peak_bytes_per_device
+    assert sum(size for _, size in found.alive) == found.bytes
+    return found
+
+
+def test_data_parallelism() -> None:
+    made = compiled(graph_of(linear_step, *linear_shapes()), method="data", microbatches=1)
+    # At the transposition of the gradient: weights, sum, gradient and its transpose are whole
+    # (8 x 8 floats), two rows of 8 floats of each part of the batch are kept for the caller.
+    assert peak_of(made) == Peak(
+        4 * 256 + 2 * 64,
+        (
+            (f"float32[8,8] {STEP_VALUE}", 256),
+            (f"float32[8,8] {STEP_VALUE}", 256),
+            ("state[0]", 256),
+            ("state[1]", 256),
+            ("batch[0]", 64),
+            ("batch[1]", 64),
+        ),
+    )
+
+
+def test_zero3() -> None:
+    made = compiled(graph_of(linear_step, *linear_shapes()), method="zero3", microbatches=1)
+    # At the forward product: gathered weights, a slice of one row of weights and sum, two rows of
+    # the batch's parts and of the product.
+    assert peak_of(made) == Peak(
+        256 + 2 * 32 + 3 * 64,
+        (
+            ("state[0]", 256),
+            ("batch[0]", 64),
+            ("batch[1]", 64),
+            (f"float32[16,8] {STEP_VALUE}", 64),
+            ("state[0]", 32),
+            ("state[1]", 32),
+        ),
+    )
+
+
+def test_elementwise_chains_take_no_memory() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x) * 2
+        return weights - x.sum()
+
+    graph = graph_of(step, shaped(8), shaped(64, 8), batch_argnums=(1,), donate_argnums=())
+    # The batch's eight rows, the weights, which the caller keeps, their new values and the sum.
+    assert peak_of(compiled(graph, method="data", microbatches=1)).bytes == 256 + 2 * 32 + 4
+
+
+def test_what_the_caller_keeps_is_alive_to_the_end() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        return jnp.sort(jnp.sort(weights)) + x.sum()
+
+    def needed(**options: Any) -> int:
+        graph = graph_of(step, shaped(64, 64), shaped(8, 64), batch_argnums=(1,), **options)
+        return peak_of(compiled(graph, method="data", microbatches=1)).bytes
+
+    # One sort after the other: two of three matrices at a time where the weights are donated,
+    # beside a row of the batch and its sum.
+    assert needed(donate_argnums=(0,)) == 2 * 64 * 64 * 4 + 64 * 4 + 4
+    assert needed(donate_argnums=()) == 3 * 64 * 64 * 4 + 64 * 4 + 4
+
+
+def test_a_loop_needs_its_body_beside_its_operands() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def body(hidden: Any, _: None) -> Any:
+            return jnp.tanh(hidden @ weights), None
+
+        hidden, _ = jax.lax.scan(body, x, None, length=3)
+        return weights - x.T @ hidden
+
+    graph = graph_of(step, shaped(8, 8), shaped(64, 8))
+    found = peak_of(compiled(graph, method="data", microbatches=1))
+    # Weights, the device's rows of the batch, the loop's result; inside, a product and its tanh.
+    assert found.bytes == 256 + 256 + 256 + 2 * 256
