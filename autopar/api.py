@@ -41,18 +41,13 @@ class Parallelized:
     __wrapped__: Callable[..., Any]
 
     def __init__(self, fn: Callable[..., Any], request: _Request):
-        if not callable(fn):
-            raise OptionError(
-                f"parallelize takes a function, and got {fn!r}.",
-                hint="give options by keyword: @autopar.parallelize(method='data').",
-            )
+        functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._request = request
         self._convention = Convention.of(fn, request.options.static_argnums)
         self._executables: dict[Signature, Executable] = {}
         self._last: Executable | None = None
         self._lock = threading.RLock()
-        functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, planning and compiling it first where these arguments are new.
@@ -88,6 +83,17 @@ class Parallelized:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is argument 0 and positions count it, as in `jax.jit`."""
         return self if instance is None else types.MethodType(self, instance)
+
+    def _with(
+        self, options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+    ) -> tuple[Callable[..., Any], _Request]:
+        """The plain function, and what was asked for with changes."""
+        made = self._request
+        return self._fn, _request(
+            {**made.given, **options},
+            made.cluster if cluster is None else cluster,
+            made.plan if plan is None else plan,
+        )
 
     @property
     def plan(self) -> Plan:
@@ -169,6 +175,13 @@ def parallelize(
     """
     if fn is None:
         return functools.partial(parallelize, cluster=cluster, plan=plan, **options)
+    if isinstance(fn, Parallelized):
+        return Parallelized(*fn._with(options, cluster, plan))
+    if not callable(fn):
+        raise OptionError(
+            f"parallelize takes a function, and got {fn!r}.",
+            hint="give options by keyword: @autopar.parallelize(method='data').",
+        )
     return Parallelized(fn, _request(options, cluster, plan))
 
 
@@ -236,7 +249,8 @@ def plan(
     """
     fn, request, kwargs = _arguments(fn, cluster, None, options_and_kwargs, "plan")
     with Progress(f"planning {_name_of(fn)}", request.progress) as progress:
-        return _plan(_trace(fn, args, kwargs, request, progress), request, progress).plan
+        traced = _trace(fn, args, kwargs, request, progress)
+        return _plan(traced, request, *request.load(), progress).plan
 
 
 @dataclass(frozen=True)
@@ -295,12 +309,10 @@ def _arguments(
     options = {k: v for k, v in options_and_kwargs.items() if k in names}
     kwargs = {k: v for k, v in options_and_kwargs.items() if k not in names}
     if isinstance(fn, Parallelized):  # what is asked for now goes before what it was given
-        made = fn._request
-        options = {**made.given, **options}
-        cluster = made.cluster if cluster is None else cluster
-        plan = made.plan if plan is None else plan
-        fn = fn._fn
-    if not callable(fn):
+        fn, request = fn._with(options, cluster, plan)
+    elif callable(fn):
+        request = _request(options, cluster, plan)
+    else:
         raise OptionError(
             f"autopar.{caller} takes a function first, and got {fn!r}.",
             hint=f"autopar.{caller}(train_step, state, batch).",
@@ -324,7 +336,7 @@ def _arguments(
             why=f"the options are {', '.join(names)}.",
             hint=f"did you mean {closest[0]!r}?" if closest else None,
         )
-    return fn, _request(options, cluster, plan), kwargs
+    return fn, request, kwargs
 
 
 def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -362,8 +374,9 @@ def _trace(
     )
 
 
-def _plan(traced: Traced, request: _Request, progress: Progress) -> Compiled:
-    cluster, made = request.load()
+def _plan(
+    traced: Traced, request: _Request, cluster: Cluster, made: Plan | None, progress: Progress
+) -> Compiled:
     with no_mesh():
         return compile_graph(traced.graph, request.options, cluster, made, progress.report)
 
@@ -372,15 +385,15 @@ def _build(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: _Request
 ) -> Executable:
     with Progress(f"compiling {_name_of(fn)}", request.progress) as progress:
-        _check_devices(request)
+        cluster, made = request.load()
+        _check_devices(cluster, made)
         traced = _trace(fn, args, kwargs, request, progress)
-        compiled = _plan(traced, request, progress)
+        compiled = _plan(traced, request, cluster, made, progress)
         return Executable(fn, traced, compiled, progress)
 
 
-def _check_devices(request: _Request) -> None:
+def _check_devices(cluster: Cluster, made: Plan | None) -> None:
     """Refuse early, before the minutes that planning may take."""
-    cluster, made = request.load()
     needed = cluster.num_devices if made is None else max(s.num_devices for s in made.stages)
     visible = len(jax.devices())
     if needed > visible:

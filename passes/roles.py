@@ -195,18 +195,18 @@ def _returned(
                     matches.append(match)
         if matches:
             best = max(matches, key=lambda m: (m.flow, len(m.twins), -m.outputs.start))
-            found[number] = best
-            if best.flow == UPDATED or explicit:
+            # A key is split, which is no update; that a key comes back is enough.
+            is_key = all(index in keys for index, *_ in argument.arrays())
+            is_state = explicit or is_key or best.flow == UPDATED
+            found[number] = replace(best, is_state=is_state)
+            if is_state or best.flow > NONE:
                 taken.update(best.outputs)
+    # Where something is updated, what is only scaled (momentum, running statistics) is state too.
     is_update = any(match.flow == UPDATED for match in found.values())
-    for number, match in found.items():
-        argument = arguments[number]
-        explicit = _is_named(argument, request)
-        only_keys = all(index in keys for index, *_ in argument.arrays())
-        is_state = explicit or only_keys or match.flow == UPDATED
-        is_state |= match.flow == SCALED and is_update
-        found[number] = replace(match, is_state=is_state)
-    return found
+    return {
+        number: replace(match, is_state=match.is_state or (is_update and match.flow == SCALED))
+        for number, match in found.items()
+    }
 
 
 def _subtrees(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
@@ -268,7 +268,9 @@ class _Flows:
     """Which inputs an output is an update of, walking backwards through its equations."""
 
     jaxpr: Jaxpr
-    producers: dict[int, dict[Var, tuple[Any, int]]] = field(default_factory=dict)
+    known: dict[int, tuple[dict[Var, int], dict[Var, tuple[Any, int]]]] = field(
+        default_factory=dict
+    )
 
     def strongest(self, twins: Mapping[int, int]) -> int:
         """The strongest way in which one of the inputs flows to its twin."""
@@ -286,11 +288,12 @@ class _Flows:
 
     def origins(self, jaxpr: Jaxpr, outputs: set[int], allowed: frozenset[str]) -> set[int]:
         """The inputs from which these outputs are made by `allowed` operations alone."""
-        producers = self.producers.get(id(jaxpr))
-        if producers is None:
-            producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
-            self.producers[id(jaxpr)] = producers
-        numbers = {var: i for i, var in enumerate(jaxpr.invars)}
+        if id(jaxpr) not in self.known:
+            self.known[id(jaxpr)] = (
+                {var: i for i, var in enumerate(jaxpr.invars)},
+                {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)},
+            )
+        numbers, producers = self.known[id(jaxpr)]
         pending = [jaxpr.outvars[i] for i in outputs]
         seen: set[Var] = set()
         found: set[int] = set()
@@ -568,7 +571,7 @@ def check_division(
     """
     sizes = [
         (label.path, shape.shape[label.batch_axis])
-        for label, shape in zip(inputs, shapes, strict=False)
+        for label, shape in zip(inputs, shapes, strict=True)
         if label.role == "batch" and label.batch_axis is not None
     ]
     several = isinstance(microbatches, int) and microbatches > 1

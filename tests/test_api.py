@@ -299,3 +299,10 @@ def test_progress_is_no_part_of_a_plan() -> None:
         for shown in (None, False)
     ]
     assert plans[0].to_json() == plans[1].to_json()
+
+
+def test_parallelizing_twice_changes_options() -> None:
+    step = autopar.parallelize(DATA(train_step), method="zero1")
+    assert_equal(step(W, X), expected())
+    assert (step.plan.method, step.plan.num_microbatches) == ("zero1", 1)
+    assert step.__wrapped__ is train_step

@@ -472,6 +472,20 @@ def test_keys_are_not_a_batch(make: Callable[[int], Any]) -> None:
     assert labels["batch['rng']"].batch_axis is None
 
 
+def test_two_keys_come_back() -> None:
+    def step(params: Any, first: Any, second: Any, x: Any, y: Any) -> Any:
+        noise = jax.random.normal(first, x.shape) + jax.random.normal(second, x.shape)
+        first, second = (jax.random.fold_in(key, 1) for key in (first, second))
+        return second, first, train(params, x + noise, y)
+
+    key = jax.random.key(0)
+    labels = check(traced := trace(step, (PARAMS, key, key, X, Y)))
+    assert labels["first"].donated
+    assert labels["second"].donated
+    assert {label.twin for label in labels.values()} >= {0, 1}
+    assert [output.twin is not None for output in traced.graph.outputs][:2] == [True, True]
+
+
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_for_each_example_is_a_batch(make: Callable[[int], Any]) -> None:
     keys = jax.random.split(make(0), 16)
