@@ -12,7 +12,7 @@ from autopar.errors import InexactMicrobatchError
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, user_source, walk
 from autopar.passes.microbatch.costs import Costs, Culprit, measure
-from autopar.passes.microbatch.demand import ABSENT, Step
+from autopar.passes.microbatch.demand import ABSENT
 from autopar.passes.microbatch.equations import Context, is_control_flow
 from autopar.passes.microbatch.lattice import State
 from autopar.passes.microbatch.phases import Phases, find_phases
@@ -226,9 +226,3 @@ def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCe
             how = "prologue" if atom in before else "epilogue"
         items.append(OutputCertificate(label.path, how))
     return tuple(items)
-
-
-def evaluations(analysis: Analysis) -> dict[str, tuple[Step, ...]]:
-    """The steps of each phase, for printing and for tests."""
-    phases = analysis.phases
-    return {"prologue": phases.prologue, "loop": phases.loop, "epilogue": phases.epilogue}

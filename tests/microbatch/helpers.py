@@ -63,9 +63,13 @@ def check_split(
     microbatches: int,
     *,
     tolerance: float | None = None,
+    floor: float = 1e-30,
     **options: Any,
 ) -> Analysis:
-    """Assert that the split program computes what the function does, and return its analysis."""
+    """Assert that the split program computes what the function does, and return its analysis.
+
+    Differences are relative to the largest magnitude in an output, or to `floor` if that is more.
+    """
     graph, analysis = analyzed(function, args, microbatches, **options)
     new = split(graph, analysis)
     graphs.check(new)
@@ -80,7 +84,7 @@ def check_split(
         assert one.dtype == other.dtype, label
         assert one.shape == other.shape, label
         if one.dtype.kind in "fc" or one.dtype.name == "bfloat16":
-            scale = np.max(np.abs(one.astype(np.complex128)), initial=1e-30)
+            scale = np.max(np.abs(one.astype(np.complex128)), initial=floor)
             error = np.max(
                 np.abs(one.astype(np.complex128) - other.astype(np.complex128)), initial=0
             )

@@ -57,7 +57,7 @@ LOSSES: dict[str, Operation] = {
 }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     names=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
     loss=st.sampled_from(sorted(LOSSES)),
@@ -83,6 +83,7 @@ def test_random_programs(names: list[str], loss: str, microbatches: int) -> None
             (rng.normal(size=(WIDTH, WIDTH)), batch),
             microbatches,
             tolerance=1e-10,
+            floor=1e-2,  # a mean of normalised values is zero but for rounding
             max_flops_share=1e9,
             max_bytes_share=1e9,
         )
