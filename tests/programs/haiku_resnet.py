@@ -31,7 +31,7 @@ def forward(images, is_training):
         channels_per_group=(8, 8, 16, 16),
         use_projection=(False, False, True, False),
         strides=(1, 1, 2, 1),
-        initial_conv_config={"kernel_shape": 3, "stride": 1},
+        initial_conv_config={"output_channels": 8, "kernel_shape": 3, "stride": 1},
     )
     return net(images, is_training=is_training)
 
