@@ -7,8 +7,10 @@ program, unflatten. Whatever goes wrong there is looked into afterwards.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +40,41 @@ class SignatureMismatch(Exception):
     def __init__(self, signature: Signature):
         super().__init__(signature)
         self.signature = signature
+
+
+class _Returned:
+    """The leaves that the last call returned for the next one to donate.
+
+    They are known to be alive in buffers of their own, which is cheaper to remember than to find
+    out. They are held no longer than the caller holds the largest of them.
+    """
+
+    def __init__(self, largest: int | None):
+        self._largest = largest
+        self._rest: list[Any] | None = None
+        self._reference: weakref.ref[Any] | None = None
+
+    def remember(self, leaves: list[Any]) -> None:
+        """Take over these leaves."""
+        if self._largest is None:
+            return
+        rest = list(leaves)
+        self._reference = weakref.ref(rest.pop(self._largest), self._forget)
+        self._rest = rest
+
+    def are(self, leaves: list[Any]) -> bool:
+        """Whether these are the very leaves that are remembered, in their order."""
+        rest, reference, largest = self._rest, self._reference, self._largest
+        if rest is None or reference is None or largest is None:
+            return largest is None
+        if reference() is not leaves[largest]:
+            return False
+        others = leaves[:largest] + leaves[largest + 1 :]
+        return all(map(operator.is_, others, rest))
+
+    def _forget(self, reference: weakref.ref[Any]) -> None:
+        if reference is self._reference:
+            self._rest = self._reference = None
 
 
 class Executable:
@@ -95,11 +132,14 @@ class Executable:
         self._pick_next = _picker([_twin(inputs[i]) for i in self._donated])
         self._kept_shapes = [signature.shapes[i].shape for i in self._kept]
         self._kept_weak = [signature.shapes[i].weak_type for i in self._kept]
-        # The leaves that the last call returned in place of the donated ones, by identity; whether
-        # they have the weak types of those, and are all plain arrays (no PRNG keys).
-        self._own: list[int] | None = None
-        self._keeps_types = False
-        self._only_arrays = False
+        sizes = [math.prod(signature.shapes[i].shape) for i in self._donated]
+        self._returned = _Returned(sizes.index(max(sizes)) if sizes else None)
+        # A kept leaf can only be one of the donated arrays where shapes and dtypes are equal.
+        donated_types = {(x.shape, x.dtype) for i in self._donated for x in [signature.shapes[i]]}
+        kept_types = [(signature.shapes[i].shape, signature.shapes[i].dtype) for i in self._kept]
+        self._kept_may_be_donated = not donated_types.isdisjoint(kept_types)
+        # Whether returned leaves have the weak types of the donated ones, and no PRNG key is there.
+        self._keeps_types = self._only_arrays = False
         self._strays: set[int] = set()  # kept leaves that once came in another sharding
         self._told = not self._donated
 
@@ -170,8 +210,7 @@ class Executable:
         if tree != signature.tree or not _same_statics(leaves, signature):
             raise SignatureMismatch(signature_of(traced.convention, *call))
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
-        ids = list(map(id, donated))
-        is_own = ids == self._own
+        is_own = self._returned.are(donated)
         if (
             [getattr(x, "shape", ()) for x in kept] != self._kept_shapes
             or (strict and [_is_weak(x) for x in kept] != self._kept_weak)
@@ -184,7 +223,7 @@ class Executable:
             is_deleted = _any_deleted(donated)
         if is_deleted or _any_deleted(kept):
             raise self._deleted(donated, kept)
-        if not is_own or not set(map(id, kept)).isdisjoint(ids):
+        if not is_own or (self._kept_may_be_donated and _share_a_leaf(donated, kept)):
             donated = self._without_aliases(donated, kept)
         if self._strays:
             kept = self._placed(kept, self._kept, self._strays)
@@ -195,10 +234,10 @@ class Executable:
         except Exception as error:
             results = self._second_try(error, donated, kept, call, strict)
         following = self._pick_next(results)
-        if self._own is None:
+        if not is_own:
             self._keeps_types = self._same_weak(following)
             self._only_arrays = len(set(map(type, following))) == 1
-        self._own = list(map(id, following))
+        self._returned.remember(following)
         return traced.result(results)
 
     def _same_weak(self, donated: Sequence[Any]) -> bool:
@@ -398,9 +437,12 @@ def _twin(label: Input) -> int:
     return label.twin
 
 
-def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    if len(positions) < 2:
-        return lambda values: [values[i] for i in positions]
+def _picker(positions: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
+    if not positions:
+        return lambda values: []
+    first, last = positions[0], positions[-1]
+    if list(positions) == list(range(first, last + 1)):
+        return operator.itemgetter(slice(first, last + 1))
     pick = operator.itemgetter(*positions)
     return lambda values: list(pick(values))
 
@@ -411,6 +453,10 @@ def _any_deleted(leaves: Sequence[Any]) -> bool:
         is_deleted = getattr(kinds.pop(), "is_deleted", None)
         return is_deleted is not None and any(map(is_deleted, leaves))
     return any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
+
+
+def _share_a_leaf(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return not set(map(id, left)).isdisjoint(map(id, right))
 
 
 def _is_weak(leaf: Any) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import types
+import weakref
 from functools import partial
 from typing import Any
 
@@ -172,6 +173,14 @@ def test_a_donated_state_is_gone(sharded: autopar.Executable) -> None:
         assert part in str(error)
     again, _ = sharded(kept, make_batch(1))
     assert_equal(again, newer, rtol=0)
+
+
+def test_a_returned_state_is_not_held(sharded: autopar.Executable) -> None:
+    state, _ = sharded(make_state(), make_batch())
+    state, _ = sharded(state, make_batch())
+    references = [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+    del state
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 def test_a_deleted_batch_is_named_too(sharded: autopar.Executable) -> None:
