@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.errors import UnknownPrimitiveWarning
 from autopar.passes.factors.own import OWN, elementwise, replicated
@@ -20,7 +20,7 @@ from autopar.passes.factors.primitives import (
 )
 from autopar.passes.factors.rule import Factor, FactorRule, ValueFactors
 from autopar.passes.factors.shardy import lower_rules
-from autopar.passes.graph import inner_jaxprs, user_source
+from autopar.passes.graph import user_source
 
 
 class Rules(Mapping[JaxprEqn, FactorRule]):
@@ -67,30 +67,51 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
             missing.setdefault(key, eqn)
     _CACHE.update(zip(missing, _new_rules(list(missing.items())), strict=True))
     warned: set[str] = set()
-    for eqn, _ in pairs:
+    for eqn, key in pairs:
         name = eqn.primitive.name
-        if not is_known(name) and name not in warned:
+        if _CACHE[key] is None and name not in warned:
             warned.add(name)
             _warn(eqn)
-    return Rules([(eqn, _CACHE[key]) for eqn, key in pairs])
+    return Rules([(eqn, _CACHE[key] or _normal(replicated(eqn))) for eqn, key in pairs])
 
 
-_CACHE: dict[Any, FactorRule] = {}
+_CACHE: dict[Any, FactorRule | None] = {}  # None: there is no rule
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
+def _equations(
+    jaxpr: Jaxpr, zeros: frozenset[Var] = frozenset()
+) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
     """Equations, and which of the operands that would be counted several times are zero."""
-    zeros: set[Var] = set()
+    known = set(zeros)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in CONTROL_FLOW:
-            for inner in inner_jaxprs(eqn):
-                yield from _equations(inner)
+            for inner, given in _bodies(eqn):
+                zero = (v for v, atom in given if _is_zero(atom, known))
+                yield from _equations(inner, frozenset(zero))
             continue
-        if name in _KEEPS_ZERO and _is_zero(eqn.invars[0], zeros):
-            zeros.add(eqn.outvars[0])
+        if name in _KEEPS_ZERO and _is_zero(eqn.invars[0], known):
+            known.add(eqn.outvars[0])
         positions = _ZERO_MATTERS.get(name, ())
-        yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], zeros))
+        yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], known))
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, list[tuple[Var, Any]]]]:
+    """Each body of a control-flow equation, and what its first inputs are throughout."""
+    name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
+    if name == "scan":
+        given = [(params["jaxpr"], operands[: params["num_consts"]])]
+    elif name == "cond":
+        given = [(branch, operands[1:]) for branch in params["branches"]]
+    else:
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        given = [
+            (params["cond_jaxpr"], operands[:first]),
+            (params["body_jaxpr"], operands[first : first + second]),
+        ]
+    for body, atoms in given:
+        inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+        yield inner, list(zip(inner.invars, atoms, strict=False))
 
 
 # A scatter adds to its first operand, a reduction to its initial value.
@@ -109,7 +130,7 @@ def _is_zero(atom: Any, zeros: set[Var]) -> bool:
 def _key(eqn: JaxprEqn, zeros: frozenset[int]) -> Any:
     """What determines a rule: primitive, params, and the operands' shapes and dtypes."""
     params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
-    avals = tuple(map(_signature, (*eqn.invars, *eqn.outvars)))
+    avals = tuple(map(_signature, eqn.invars))
     return eqn.primitive.name, params, avals, zeros
 
 
@@ -118,7 +139,7 @@ def _signature(var: Any) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    if isinstance(value, Jaxpr) or type(value).__name__ == "ClosedJaxpr":
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
         return str(value)
     try:
         hash(value)
@@ -127,7 +148,7 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule]:
+def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | None]:
     found: dict[int, FactorRule] = {}
     to_lower: list[int] = []
     for i, (key, eqn) in enumerate(missing):
@@ -138,15 +159,17 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule]:
             found[i] = OWN[name](eqn, key[-1])
         elif is_known(name):
             to_lower.append(i)
-        else:
-            found[i] = replicated(eqn)
     lowered = lower_rules([missing[i][1] for i in to_lower])
     for i, rule in zip(to_lower, lowered, strict=True):
         eqn = missing[i][1]
-        if rule is None:
-            rule = elementwise(eqn) if eqn.primitive.name in ELEMENTWISE else replicated(eqn)
-        found[i] = rule
-    return [_normal(_keep_whole(found[i], eqn)) for i, (_, eqn) in enumerate(missing)]
+        if rule is None and eqn.primitive.name in ELEMENTWISE:
+            rule = elementwise(eqn)
+        if rule is not None:
+            found[i] = rule
+    return [
+        _normal(_keep_whole(found[i], eqn)) if i in found else None
+        for i, (_, eqn) in enumerate(missing)
+    ]
 
 
 def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:

@@ -77,6 +77,7 @@ def _lower_together(eqns: Sequence[JaxprEqn]) -> list[FactorRule | None]:
         functions = {
             ir.StringAttr(op.attributes["sym_name"]).value: op.regions[0].blocks[0]
             for op in module.body.operations
+            if op.operation.name == "func.func"
         }
         main = functions["main"]
         returned = list(main.operations)[-1].operands

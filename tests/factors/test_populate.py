@@ -130,9 +130,9 @@ GOLDEN: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
         "([i,k])->([i,j]) replicated={j,k}",
     ),
     (
-        lambda x: lax.linalg.cholesky(x, symmetrize_input=False),
+        lambda x: lax.linalg.qr(x, full_matrices=False),
         ((5, 4, 4),),
-        "([i,l,m])->([i,j,k]) replicated={j,k,l,m}"),
+        "([i,n,o])->([i,j,k],[i,l,m]) replicated={j,k,l,m,n,o}"),
 ]  # fmt: skip
 
 
@@ -217,6 +217,35 @@ def test_inner_bodies_have_rules_and_control_flow_has_none() -> None:
         rules[next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")]
     assert len(rules) == len(list(rules))
     assert "sin: ([i])->([i])" in str(rules)
+
+
+def test_zeros_are_known_inside_bodies() -> None:
+    def function(updates: Any) -> Any:
+        zeros = jnp.zeros((8, 6))
+
+        def body(carry: Any, u: Any) -> Any:
+            return carry, zeros.at[INDEX].add(u, mode="drop")
+
+        def branch(zeros: Any, u: Any) -> Any:
+            return zeros.at[INDEX].add(u, mode="drop")
+
+        chosen = lax.cond(updates[0, 0, 0, 0] > 0, branch, branch, zeros, updates[0])
+        carried = lax.scan(lambda c, u: (branch(c, u), None), zeros, updates)[0]
+        return lax.scan(body, 0, updates)[1], chosen, carried
+
+    rules = populate(trace(function, jnp.ones((3, 4, 2, 6))))
+    found = [str(rule) for eqn, rule in rules.items() if eqn.primitive.name == "scatter-add"]
+    assert len(found) == 4
+    # The carry of a scan is zero only at first.
+    assert sum("reduction={k,l}" in text for text in found) == 3
+
+
+def test_rules_do_not_depend_on_the_users_mesh() -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    jaxpr = trace(lambda x, y: jnp.tanh(x @ y), jnp.ones((4, 40)), jnp.ones((40, 2)))
+    with jax.set_mesh(mesh):
+        texts = [str(found) for found in populate(jaxpr).values()]
+    assert texts == ["([i,k],[k,j])->([i,j]) reduction={k}", "([i,j])->([i,j])"]
 
 
 def test_rules_are_kept_for_equal_equations() -> None:

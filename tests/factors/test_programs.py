@@ -1,0 +1,70 @@
+"""Rules and slices of the equations of real programs, on random operands of the right shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import JaxprEqn
+from programs import PROGRAMS, Program
+
+from autopar.passes.factors.populate import populate
+from autopar.passes.factors.primitives import ELEMENTWISE, is_known
+from autopar.passes.factors.rule import FactorRule
+from autopar.passes.graph import flatten
+
+from .slices import check_slices, check_whole, in_halves, random_value, whole_results
+
+QUICK = ("mlp", "moe_sort", "graph_network", "cnn_batch_norm")
+MOST_ELEMENTS = 1 << 14
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, marks=() if name in QUICK else pytest.mark.full, id=name)
+        for name, program in PROGRAMS.items()
+    ],
+)
+def test_slices_of_a_program(program: Program) -> None:
+    for package in program.requires:
+        pytest.importorskip(package)
+    with program.context():
+        check_program(program)
+
+
+def check_program(program: Program) -> None:
+    case = program.build()
+    static = case.options.get("static_argnums", ())
+    arguments = case.arguments(case.state, case.batch)
+    closed = jax.make_jaxpr(case.step, static_argnums=static)(*arguments, **case.keywords[0])
+    rules = populate(flatten(closed.jaxpr))
+    rng = np.random.default_rng(0)
+    seen: set[Any] = set()
+    for eqn, rule in rules.items():
+        check_whole(eqn, rule)
+        assert is_known(eqn.primitive.name), eqn
+        signature = _signature(eqn, rule)
+        if eqn.primitive.name in ELEMENTWISE or signature in seen or eqn.effects:
+            continue
+        if max(_sizes(eqn), default=0) > MOST_ELEMENTS:
+            continue
+        seen.add(signature)
+        operands = [random_value(var.aval, rng) for var in eqn.invars]
+        if eqn.primitive.name.startswith("scatter"):
+            operands[0] = operands[0] * 0  # its rule may count on that
+        results = whole_results(eqn, operands)
+        check_slices([(eqn, operands, results)], rules, in_halves)
+    assert seen
+
+
+def _signature(eqn: JaxprEqn, rule: FactorRule) -> Any:
+    """Equations that differ only in sizes are tried once."""
+    dtypes = tuple(str(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive.name, str(rule), dtypes
+
+
+def _sizes(eqn: JaxprEqn) -> list[int]:
+    return [int(np.prod(var.aval.shape)) for var in (*eqn.invars, *eqn.outvars)]
