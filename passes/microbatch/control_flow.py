@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from autopar.passes import jax_compat
 from autopar.passes.graph import inner_jaxprs
 from autopar.passes.microbatch import lattice
 from autopar.passes.microbatch.equations import (
@@ -152,7 +153,8 @@ def _scan(
     eqn: JaxprEqn, states: Sequence[State], context: Context
 ) -> tuple[Decision, list[State]] | str:
     params = eqn.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, num_carry = jax_compat.scan_counts(params)
+    last = first + num_carry
     if any(state.place is not None and state.place[0] == 0 for state in states[last:]):
         return _mapped(eqn, states, context)
     xs = [_shifted(state, -1) for state in states[last:]]
@@ -161,7 +163,7 @@ def _scan(
     def run(carry: Sequence[State]) -> Forward:
         return _forward(body, [*states[:first], *carry, *xs], context)
 
-    carry, forward = _fixpoint(states[first:last], run, params["num_carry"])
+    carry, forward = _fixpoint(states[first:last], run, num_carry)
     results = [*carry, *(_shifted(state, 1) for state in forward.results[last - first :])]
     return _decide([*states[:first], *carry, *states[last:]], results, (forward,))
 
@@ -233,7 +235,8 @@ def _mapped(
     Exact if an iteration depends on no other one, or only adds to a carry that it does not read.
     """
     params = eqn.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, num_carry = jax_compat.scan_counts(params)
+    last = first + num_carry
     majors = {
         state.place[1] if state.place is not None and state.place[0] == 0 else None
         for state in states[last:]
@@ -243,13 +246,13 @@ def _mapped(
         return MIXES
     (major,) = majors
     body = body_of(params["jaxpr"])
-    monoids = ("sum",) * params["num_carry"]
-    for k in range(params["num_carry"]):
+    monoids = ("sum",) * num_carry
+    for k in range(num_carry):
         if states[first + k].kind == "split" or not _only_adds(body, first + k, k):
             return "each of its iterations depends on the one before"
     place = (0, major)
     forms = (*(None,) * first, *monoids, *(place,) * (len(states) - last))
-    row_results = len(eqn.outvars) - params["num_carry"]
+    row_results = len(eqn.outvars) - num_carry
     results = [
         *(lattice.partial(monoid) for monoid in monoids),
         *(lattice.split(place),) * row_results,

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
+from autopar.passes import jax_compat
 from autopar.passes.graph import Atom
 from autopar.passes.microbatch.control_flow import Bodies, whole_bodies
 from autopar.passes.microbatch.equations import Context, Decision, is_control_flow, regenerate
@@ -174,8 +175,10 @@ def given_form(eqn: JaxprEqn, result: int, own: Form, asked_for: set[Form]) -> F
     if not isinstance(form, tuple):
         return own
     name = eqn.primitive.name
-    stacked = name == "scan" and result >= eqn.params["num_carry"] and form[0] > 0
-    return form if stacked or name == "cond" else own
+    if name == "scan":
+        _, num_carry = jax_compat.scan_counts(eqn.params)
+        return form if result >= num_carry and form[0] > 0 else own
+    return form if name == "cond" else own
 
 
 def loop_step(
@@ -212,9 +215,8 @@ def _carried(
 def _scan_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
 ) -> Step:
-    params = eqn.params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    count = params["num_carry"]
+    first, count = jax_compat.scan_counts(eqn.params)
+    last = first + count
     (forward,) = bodies.forwards
     carry_forms = [state.form for state in bodies.operands[first:last]]
     ys = [_shifted(form, -1) if form != ABSENT else ABSENT for form in result_forms[count:]]

@@ -158,24 +158,30 @@ def _evaluate(step: Step, operands: list[Any], env: Env) -> list[Any]:
 # microbatch's index takes it as one more operand.
 
 
+def _evaluate_body(body: Body, original: Any, env: Env, inputs: Sequence[Any]) -> list[Any]:
+    """Results of `body`, the rewritten `original`, from its inputs that are passed."""
+    inner = Env({}, env.parts, env.index)
+    consts = original.consts if isinstance(original, ClosedJaxpr) else ()
+    for var, value in zip(body.jaxpr.constvars, consts, strict=True):
+        inner.write(var, WHOLE, value)
+    passed = iter(inputs)
+    for var, form in zip(body.jaxpr.invars, body.in_forms, strict=True):
+        if form != ABSENT:
+            inner.write(var, form, next(passed))
+    run(body.steps, inner)
+    return [
+        _typed(inner.read(atom, form), atom.aval)
+        for atom, form in zip(body.jaxpr.outvars, body.out_forms, strict=True)
+        if form != ABSENT
+    ]
+
+
 def _trace(body: Body, original: Any, env: Env) -> ClosedJaxpr:
     """`body`, the rewritten `original`, as a jaxpr of (index, *its inputs that are passed)."""
-    consts = original.consts if isinstance(original, ClosedJaxpr) else ()
 
     def function(index: Any, *inputs: Any) -> list[Any]:
-        inner = Env({}, env.parts, None if env.index is None else index)
-        for var, value in zip(body.jaxpr.constvars, consts, strict=True):
-            inner.write(var, WHOLE, value)
-        passed = iter(inputs)
-        for var, form in zip(body.jaxpr.invars, body.in_forms, strict=True):
-            if form != ABSENT:
-                inner.write(var, form, next(passed))
-        run(body.steps, inner)
-        return [
-            _typed(inner.read(atom, form), atom.aval)
-            for atom, form in zip(body.jaxpr.outvars, body.out_forms, strict=True)
-            if form != ABSENT
-        ]
+        here = Env({}, env.parts, None if env.index is None else index)
+        return _evaluate_body(body, original, here, inputs)
 
     avals = [
         local_struct(var.aval, form, env.parts)
@@ -232,15 +238,29 @@ def _spread(results: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
 
 def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
     params, forms = step.eqn.params, step.operand_forms
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    (jaxpr,), leading = _bodies([(step.bodies[0], params["jaxpr"])], env)
-    consts = [*leading, *_kept(operands[:first], forms[:first])]
-    carry = _kept(operands[first:last], forms[first:last])
-    passed = [*consts, *carry, *_kept(operands[last:], forms[last:])]
-    changes = {"jaxpr": jaxpr, "num_consts": len(consts), "num_carry": len(carry)}
-    if "linear" in params:
-        changes["linear"] = (False,) * len(passed)
-    return _spread(bind(step.eqn, passed, **changes), step.result_forms)
+    num_consts, num_carry = jax_compat.scan_counts(params)
+    last = num_consts + num_carry
+    (body,) = step.bodies
+    operands = [
+        value if form == ABSENT else _typed(value, atom.aval)
+        for atom, form, value in zip(step.eqn.invars, forms, operands, strict=True)
+    ]
+    consts = _kept(operands[:num_consts], forms[:num_consts])
+    start = _kept(operands[num_consts:last], forms[num_consts:last])
+
+    def function(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = _evaluate_body(body, params["jaxpr"], env, [*consts, *carry, *xs])
+        return results[: len(carry)], results[len(carry) :]
+
+    carry, stacked = lax.scan(
+        function,
+        start,
+        _kept(operands[last:], forms[last:]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return _spread([*carry, *stacked], step.result_forms)
 
 
 def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
