@@ -10,21 +10,21 @@ from __future__ import annotations
 import math
 import operator
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
+from .buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from .errors import DonatedBufferError, TraceError
 from .initialize import initialize
 from .mismatch import differences
 from .passes import jax_compat
+from .passes.arguments import Argument
 from .passes.compiler import Compiled
 from .passes.graph import Input
 from .passes.logical import no_mesh
-from .passes.roles import Argument
 from .passes.signature import Key, Signature, signature_of
 from .passes.trace import Traced
 from .plans import Plan
@@ -40,41 +40,6 @@ class SignatureMismatch(Exception):
     def __init__(self, signature: Signature):
         super().__init__(signature)
         self.signature = signature
-
-
-class _Returned:
-    """The leaves that the last call returned for the next one to donate.
-
-    They are known to be alive in buffers of their own, which is cheaper to remember than to find
-    out. They are held no longer than the caller holds the largest of them.
-    """
-
-    def __init__(self, largest: int | None):
-        self._largest = largest
-        self._rest: list[Any] | None = None
-        self._reference: weakref.ref[Any] | None = None
-
-    def remember(self, leaves: list[Any]) -> None:
-        """Take over these leaves."""
-        if self._largest is None:
-            return
-        rest = list(leaves)
-        self._reference = weakref.ref(rest.pop(self._largest), self._forget)
-        self._rest = rest
-
-    def are(self, leaves: list[Any]) -> bool:
-        """Whether these are the very leaves that are remembered, in their order."""
-        rest, reference, largest = self._rest, self._reference, self._largest
-        if rest is None or reference is None or largest is None:
-            return largest is None
-        if reference() is not leaves[largest]:
-            return False
-        others = leaves[:largest] + leaves[largest + 1 :]
-        return all(map(operator.is_, others, rest))
-
-    def _forget(self, reference: weakref.ref[Any]) -> None:
-        if reference is self._reference:
-            self._rest = self._reference = None
 
 
 class Executable:
@@ -133,7 +98,7 @@ class Executable:
         self._kept_shapes = [signature.shapes[i].shape for i in self._kept]
         self._kept_weak = [signature.shapes[i].weak_type for i in self._kept]
         sizes = [math.prod(signature.shapes[i].shape) for i in self._donated]
-        self._returned = _Returned(sizes.index(max(sizes)) if sizes else None)
+        self._returned = Returned(sizes.index(max(sizes)) if sizes else None)
         # A kept leaf can only be one of the donated arrays where shapes and dtypes are equal.
         donated_types = {(x.shape, x.dtype) for i in self._donated for x in [signature.shapes[i]]}
         kept_types = [(signature.shapes[i].shape, signature.shapes[i].dtype) for i in self._kept]
@@ -220,10 +185,10 @@ class Executable:
         if is_own and self._only_arrays:
             is_deleted = any(map(type(donated[0]).is_deleted, donated))
         else:
-            is_deleted = _any_deleted(donated)
-        if is_deleted or _any_deleted(kept):
+            is_deleted = any_deleted(donated)
+        if is_deleted or any_deleted(kept):
             raise self._deleted(donated, kept)
-        if not is_own or (self._kept_may_be_donated and _share_a_leaf(donated, kept)):
+        if not is_own or (self._kept_may_be_donated and share_a_leaf(donated, kept)):
             donated = self._without_aliases(donated, kept)
         if self._strays:
             kept = self._placed(kept, self._kept, self._strays)
@@ -259,7 +224,7 @@ class Executable:
             error = FloatingPointError(
                 f"{found} in the results of {self._name}, and jax_debug_{found}s is set."
             )
-        if _any_deleted(donated):
+        if any_deleted(donated):
             error.add_note(
                 f"autopar: {self._name} failed after it had taken over donated buffers, so the "
                 "state that was passed in is gone. Restore it from a checkpoint, or pass "
@@ -294,7 +259,7 @@ class Executable:
         result = list(leaves)
         for n in which:
             if self._is_stray(leaves[n], indices[n]):
-                result[n] = _copy(leaves[n], self._in_shardings[indices[n]])
+                result[n] = copy_to(leaves[n], self._in_shardings[indices[n]])
         return result
 
     def _without_aliases(self, donated: list[Any], kept: list[Any]) -> list[Any]:
@@ -304,19 +269,19 @@ class Executable:
         """
         seen: set[Any] = set()
         for leaf in kept:
-            seen.update(_memory(leaf))
+            seen.update(memory_of(leaf))
         result = []
         for leaf, index in zip(donated, self._donated, strict=True):
-            memory = list(_memory(leaf))
+            memory = list(memory_of(leaf))
             if not seen.isdisjoint(memory):
-                leaf = _copy(leaf, self._in_shardings[index])
+                leaf = copy_to(leaf, self._in_shardings[index])
             seen.update(memory)
             result.append(leaf)
         return result
 
     def _deleted(self, donated: list[Any], kept: list[Any]) -> DonatedBufferError:
         leaves = [*zip(self._donated, donated, strict=True), *zip(self._kept, kept, strict=True)]
-        gone = [i for i, leaf in leaves if _any_deleted([leaf])]
+        gone = [i for i, leaf in leaves if any_deleted([leaf])]
         path = self._traced.graph.inputs[gone[0]].path
         count = f"{len(gone)} leaves, {path} first, were" if len(gone) > 1 else f"{path} was"
         if gone[0] in set(self._donated):
@@ -447,42 +412,11 @@ def _picker(positions: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     return lambda values: list(pick(values))
 
 
-def _any_deleted(leaves: Sequence[Any]) -> bool:
-    kinds = set(map(type, leaves))
-    if len(kinds) == 1:  # the usual state: only arrays
-        is_deleted = getattr(kinds.pop(), "is_deleted", None)
-        return is_deleted is not None and any(map(is_deleted, leaves))
-    return any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
-
-
-def _share_a_leaf(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return not set(map(id, left)).isdisjoint(map(id, right))
-
-
 def _is_weak(leaf: Any) -> bool:
     if isinstance(leaf, (int, float, complex)):
         # A numpy.float64 is a float, and a bool an int, but neither is weak.
         return not hasattr(leaf, "dtype") and not isinstance(leaf, bool)
     return bool(getattr(leaf, "weak_type", False))
-
-
-def _memory(leaf: Any) -> Iterator[tuple[Any, int]]:
-    """Where a leaf's bytes are: the device and the address of each shard."""
-    if not isinstance(leaf, jax.Array) or not leaf.size:
-        return
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    for shard in leaf.addressable_shards:
-        yield shard.device, shard.data.unsafe_buffer_pointer()
-
-
-def _copy(leaf: Any, sharding: Sharding) -> Any:
-    """A leaf in a sharding, in memory of its own: what the caller holds outlives a donation."""
-    placed = jax.device_put(leaf, sharding)
-    if set(_memory(leaf)).isdisjoint(_memory(placed)):
-        return placed
-    # On the devices that it comes from, JAX may keep the old buffer; for one sharding it copies.
-    return jax.device_put(placed, sharding, may_alias=False)
 
 
 def _same_static_arguments(static: Mapping[Key, Any], signature: Signature) -> bool:

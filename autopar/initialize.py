@@ -12,8 +12,8 @@ from jax.sharding import Sharding
 
 from .errors import TraceError
 from .mismatch import leaf_differences, suffixes
+from .passes.arguments import Argument
 from .passes.logical import logical_shapes
-from .passes.roles import Argument
 from .passes.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
 from .passes.trace import Traced
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .passes.roles import Argument
+from .passes.arguments import Argument
 from .passes.signature import arguments_of
 from .passes.trace import Traced
 

@@ -1,72 +1,24 @@
 """What every argument leaf is used as: state, batch, or neither.
 
-The state is found, not declared: an argument whose structure comes back in the result *and* whose
-leaves flow there through updates (`p + u`, `where(ok, new, old)`). So gradients, which have the
-parameters' structure too, or predictions of a batch's shape, are not mistaken for a new state. Of
-the others, those that agree on a leading dimension are the batch. What is ambiguous is refused.
+The state is found (`returned`), not declared. Of the other arguments, those that agree on a leading
+dimension are the batch. What is ambiguous is refused.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Var
-from jax.extend.core import Literal as JaxprLiteral
+from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.errors import BatchArgumentError, DonationWarning, OptionError
-from autopar.passes import jax_compat
+from autopar.passes.arguments import Argument, Request, Result
 from autopar.passes.graph import Input, Output
-
-Shaped = Any  # a value with `shape` and `dtype`, or None for a static leaf
-Argnums = tuple[int, ...] | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One argument of the step: its structure and its leaves, static ones (None) included.
-
-    `position` is its index among the function's parameters (None: keyword-only), `start` the index
-    of its first array leaf among all array leaves.
-    """
-
-    name: str
-    position: int | None
-    value: Any
-    tree: Any
-    leaves: tuple[Shaped | None, ...]
-    paths: tuple[str, ...]
-    start: int
-
-    def arrays(self) -> Iterator[tuple[int, str, Shaped]]:
-        """(index among all array leaves, path, shape and dtype) of each array leaf."""
-        present = (p for p, x in zip(self.paths, self.leaves, strict=True) if x is not None)
-        shaped = [x for x in self.leaves if x is not None]
-        for offset, (path, leaf) in enumerate(zip(present, shaped, strict=True)):
-            yield self.start + offset, path, leaf
-
-
-@dataclass(frozen=True)
-class Result:
-    """The function's result: its structure, and its leaves with static ones (None) included."""
-
-    tree: Any
-    leaves: tuple[Shaped | None, ...]
-    paths: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user said about arguments (positions are those of the function's parameters)."""
-
-    donate_argnums: Argnums = "auto"
-    batch_argnums: Argnums = "auto"
-    batch_axes: Any = None
+from autopar.passes.returned import UNCHANGED, Match, find_returned
 
 
 def assign(
@@ -86,7 +38,7 @@ def assign(
     """
     _check_positions(arguments, request)
     keys = _key_leaves(jaxpr, arguments)
-    returned = _returned(jaxpr, arguments, result, request, keys)
+    returned = find_returned(jaxpr, arguments, result, request, keys)
     axes = _batch_axes(arguments, returned, request, keys)
     labels: list[Input] = []
     twins: dict[int, int] = {}
@@ -99,7 +51,7 @@ def assign(
             match = None
         # Parameters that are only read, as in an evaluation step, are state too.
         is_state = match is not None or (has_tensors and not has_batch)
-        is_donated = _is_named(argument, request)
+        is_donated = request.donates(argument)
         if request.donate_argnums == "auto":
             is_donated = match is not None
         kept = []
@@ -134,10 +86,6 @@ def _check_positions(arguments: Sequence[Argument], request: Request) -> None:
                 )
 
 
-def _is_named(argument: Argument, request: Request) -> bool:
-    return request.donate_argnums != "auto" and argument.position in request.donate_argnums
-
-
 def _warn_not_donated(argument: Argument, paths: Sequence[str], is_returned: bool) -> None:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     why = (
@@ -154,198 +102,6 @@ def _warn_not_donated(argument: Argument, paths: Sequence[str], is_returned: boo
     )
 
 
-# The state: arguments that come back.
-
-
-@dataclass(frozen=True)
-class _Match:
-    """An argument and the part of the result that has its structure; `twins`: input to output."""
-
-    twins: Mapping[int, int]
-    outputs: range
-    flow: int
-    is_state: bool = False
-
-
-UPDATED, UNCHANGED, SCALED, NONE = 3, 2, 1, 0  # how the argument's leaves flow to the match
-
-
-def _returned(
-    jaxpr: Jaxpr,
-    arguments: Sequence[Argument],
-    result: Result,
-    request: Request,
-    keys: frozenset[int],
-) -> dict[int, _Match]:
-    """For each argument (by its number), the part of the result that is its next value."""
-    offsets = np.cumsum([0, *(x is not None for x in result.leaves)])
-    flows = _Flows(jaxpr)
-    found: dict[int, _Match] = {}
-    taken: set[int] = set()
-    # The largest first: an optimizer's state contains subtrees with the parameters' structure.
-    for number in sorted(range(len(arguments)), key=lambda n: -len(arguments[n].leaves)):
-        argument = arguments[number]
-        explicit = _is_named(argument, request)
-        matches = []
-        for tree, start in _subtrees(result.tree, 0):
-            outputs = range(start, start + tree.num_leaves)
-            if tree.num_leaves == len(argument.leaves) and taken.isdisjoint(outputs):
-                match = _match(argument, tree, result, outputs, offsets, flows, explicit)
-                if match is not None:
-                    matches.append(match)
-        if matches:
-            best = max(matches, key=lambda m: (m.flow, len(m.twins), -m.outputs.start))
-            # A key is split, which is no update; that a key comes back is enough.
-            is_key = all(index in keys for index, *_ in argument.arrays())
-            is_state = explicit or is_key or best.flow == UPDATED
-            found[number] = replace(best, is_state=is_state)
-            if is_state or best.flow > NONE:
-                taken.update(best.outputs)
-    # Where something is updated, what is only scaled (momentum, running statistics) is state too.
-    is_update = any(match.flow == UPDATED for match in found.values())
-    return {
-        number: replace(match, is_state=match.is_state or (is_update and match.flow == SCALED))
-        for number, match in found.items()
-    }
-
-
-def _subtrees(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
-    yield tree, start
-    for child in tree.children():
-        yield from _subtrees(child, start)
-        start += child.num_leaves
-
-
-def _match(
-    argument: Argument,
-    tree: Any,
-    result: Result,
-    outputs: range,
-    offsets: np.ndarray,
-    flows: _Flows,
-    explicit: bool,
-) -> _Match | None:
-    if tree != argument.tree:
-        return None
-    twins: dict[int, int] = {}
-    total = 0
-    index = argument.start
-    for position, leaf in zip(outputs, argument.leaves, strict=True):
-        other = result.leaves[position]
-        if (leaf is None) != (other is None):
-            return None
-        if leaf is None or other is None:
-            continue
-        total += 1
-        if leaf.shape == other.shape and leaf.dtype == other.dtype:
-            twins[index] = int(offsets[position])
-        index += 1
-    # A single leaf has the structure of any other.
-    is_likely = 2 * len(twins) > total or (explicit and total > 1)
-    if not total or not is_likely:
-        return None
-    return _Match(twins, outputs, flows.strongest(twins))
-
-
-# fmt: off
-_UPDATES = frozenset({
-    "add", "add_any", "sub", "max", "min", "clamp", "select_n", "and", "or", "xor", "not",
-    "convert_element_type", "reduce_precision", "copy", "copy_p", "optimization_barrier",
-    "reshape", "squeeze", "transpose", "rev", "concatenate", "slice", "split", "pad",
-    "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add",
-})
-_SCALINGS = _UPDATES | {
-    "mul", "div", "rem", "neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "pow",
-    "integer_pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "round", "floor",
-    "ceil", "sin", "cos", "erf",
-}
-# fmt: on
-_FIRST_OPERAND = ("dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
-
-
-@dataclass
-class _Flows:
-    """Which inputs an output is an update of, walking backwards through its equations."""
-
-    jaxpr: Jaxpr
-    known: dict[int, tuple[dict[Var, int], dict[Var, tuple[Any, int]]]] = field(
-        default_factory=dict
-    )
-
-    def strongest(self, twins: Mapping[int, int]) -> int:
-        """The strongest way in which one of the inputs flows to its twin."""
-        best = NONE
-        for allowed, flow in ((_UPDATES, UPDATED), (_SCALINGS, SCALED)):
-            for index, output in twins.items():
-                atom = self.jaxpr.outvars[output]
-                if atom is self.jaxpr.invars[index]:
-                    best = max(best, UNCHANGED)
-                elif best < flow and index in self.origins(self.jaxpr, {output}, allowed):
-                    return max(best, flow)
-            if best:
-                break
-        return best
-
-    def origins(self, jaxpr: Jaxpr, outputs: set[int], allowed: frozenset[str]) -> set[int]:
-        """The inputs from which these outputs are made by `allowed` operations alone."""
-        if id(jaxpr) not in self.known:
-            self.known[id(jaxpr)] = (
-                {var: i for i, var in enumerate(jaxpr.invars)},
-                {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)},
-            )
-        numbers, producers = self.known[id(jaxpr)]
-        pending = [jaxpr.outvars[i] for i in outputs]
-        seen: set[Var] = set()
-        found: set[int] = set()
-        while pending:
-            atom = pending.pop()
-            if isinstance(atom, JaxprLiteral) or atom in seen:
-                continue
-            seen.add(atom)
-            if atom in numbers:
-                found.add(numbers[atom])
-            elif atom in producers:
-                pending += self._sources(*producers[atom], allowed)
-        return found
-
-    def _sources(self, eqn: Any, output: int, allowed: frozenset[str]) -> list[Any]:
-        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
-        if name == "cond":
-            return [
-                operands[1 + i]
-                for branch in params["branches"]
-                for i in self.origins(branch.jaxpr, {output}, allowed)
-            ]
-        if name == "scan":
-            first, num_carry = jax_compat.scan_counts(params)
-            if output >= num_carry:
-                return []
-            return self._carried(params["jaxpr"].jaxpr, output, first, operands, allowed)
-        if name == "while":
-            outer = operands[params["cond_nconsts"] :]
-            first = params["body_nconsts"]
-            return self._carried(params["body_jaxpr"].jaxpr, output, first, outer, allowed)
-        if name not in allowed:
-            return []
-        if name == "select_n":
-            return list(operands[1:])
-        return list(operands[:1] if name in _FIRST_OPERAND else operands)
-
-    def _carried(
-        self, body: Jaxpr, output: int, first: int, operands: Any, allowed: frozenset[str]
-    ) -> list[Any]:
-        """Operands that reach one carried value of a loop, over any number of iterations."""
-        num_carry = len(body.invars) - first
-        reached, carries = {first + output}, {output}
-        while True:
-            reached |= self.origins(body, carries, allowed)
-            more = {i - first for i in reached if i >= first and i - first < num_carry}
-            more = {i for i in more if i < len(body.outvars)}
-            if more <= carries:
-                return [operands[i] for i in sorted(reached)]
-            carries |= more
-
-
 # PRNG keys are never a batch, unless there is one for each example.
 
 _KEY_SHAPES = ((2,), (4,))
@@ -360,7 +116,7 @@ _MOVES = frozenset({
 def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
     """Array leaves that are one PRNG key, typed or raw."""
     used_as_keys = _raw_keys(jaxpr)
-    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, JaxprLiteral)}
+    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
     found = set()
     for argument in arguments:
         for index, _, leaf in argument.arrays():
@@ -380,7 +136,7 @@ def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
     keys: set[Var] = set()
 
     def mark(atom: Any) -> None:
-        if not isinstance(atom, JaxprLiteral):
+        if not isinstance(atom, Literal):
             keys.add(atom)
 
     for eqn in reversed(jaxpr.eqns):
@@ -408,7 +164,7 @@ def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
 
 def _batch_axes(
     arguments: Sequence[Argument],
-    returned: Mapping[int, _Match],
+    returned: Mapping[int, Match],
     request: Request,
     keys: frozenset[int],
 ) -> dict[int, int]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from autopar.errors import TraceError
-from autopar.passes import roles
+from autopar.passes.arguments import Argument
 
 Key = int | str  # a positional argument's number, or a keyword
 
@@ -250,7 +250,7 @@ def _bad_leaf(leaf: Any, path: str) -> TraceError:
 
 def arguments_of(
     convention: Convention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[roles.Argument]:
+) -> Iterator[Argument]:
     """The arguments that are traced, in the order of their leaves."""
     _, _, static = convention.split(args, kwargs)
     # Flattening a dict sorts its keys.
@@ -266,7 +266,7 @@ def arguments_of(
         traced = traced_leaves(value, flat)
         leaves = tuple(shape_of(x) if t else None for x, t in zip(flat, traced, strict=True))
         paths = tuple(name + jax.tree_util.keystr(path) for path, _ in with_paths)
-        yield roles.Argument(name, convention.position(key), value, tree, leaves, paths, start)
+        yield Argument(name, convention.position(key), value, tree, leaves, paths, start)
         start += sum(leaf is not None for leaf in leaves)
 
 

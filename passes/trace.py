@@ -17,6 +17,7 @@ import jax
 from autopar.errors import OptionError, TraceError
 from autopar.passes import graph as graphs
 from autopar.passes import roles
+from autopar.passes.arguments import Argument, Request, Result
 from autopar.passes.graph import Graph
 from autopar.passes.logical import logical_shapes, without_mesh
 from autopar.passes.signature import (
@@ -53,7 +54,7 @@ class Traced:
     out_tree: Any
     out_statics: tuple[tuple[int, Any], ...]
     batch_size: int | None
-    arguments: tuple[roles.Argument, ...]
+    arguments: tuple[Argument, ...]
 
     @property
     def num_arrays(self) -> int:
@@ -132,13 +133,13 @@ def trace(
     arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
-    request = roles.Request(
+    request = Request(
         _positions(donate_argnums, convention, len(args)),
         _positions(batch_argnums, convention, len(args)),
         batch_axes,
     )
     inputs, outputs = roles.assign(
-        graph.jaxpr, arguments, roles.Result(result.tree, shaped, result.paths), request
+        graph.jaxpr, arguments, Result(result.tree, shaped, result.paths), request
     )
     constants = graph.inputs[len(inputs) :]
     size = roles.check_division(inputs, signature.shapes, microbatches=microbatches, method=method)
