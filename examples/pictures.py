@@ -37,7 +37,7 @@ def draw_losses(
     axes.plot(at, values, "o-", color=ORANGE, markersize=5, label="validation")
     _note(axes, f"{values[-1]:.2f}", (at[-1], values[-1]), (0, -16), ORANGE, ha="center")
 
-    axes.set_ylim(max(0.0, min(*smooth, *values) - 0.6), None)
+    axes.set_ylim(max(0.0, min(*smooth, *values, bigram) - 0.6), None)
     axes.set_xlim(0, steps[-1] * 1.03)
     axes.set_xlabel("step", color=GREY)
     axes.set_title("bits per byte", loc="left", color=INK, weight="bold")

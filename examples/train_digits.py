@@ -4,8 +4,8 @@
     python examples/train_digits.py --method zero2
     python examples/train_digits.py --help
 
-The model is written in Flax NNX. Its train step is a function of arrays: `nnx.split` takes the
-model apart into a static description and arrays, and `nnx.merge` puts it together in the step.
+The model is written in Flax NNX. Its train step is a function of arrays: `nnx.split` takes model
+and optimizer apart into a static description and arrays, `nnx.merge` puts them together again.
 """
 
 import sys
@@ -28,9 +28,6 @@ from autopar import report
 
 Batch = dict[str, np.ndarray]
 """`images`, float32 [rows, 8, 8, 1] between 0 and 1, and `labels`, int32 [rows]."""
-
-State = dict[str, Any]
-"""`params`; `rest`, which is dropout's key and counter; and `opt_state`."""
 
 
 class Classifier(nnx.Module):
@@ -64,30 +61,26 @@ def read_digits() -> tuple[Batch, Batch]:
     return training, {"images": images[:360], "labels": labels[:360]}
 
 
-def make_steps(
-    graphdef: Any, optimizer: optax.GradientTransformation, method: str, microbatches: int | str
-) -> tuple[Any, Any]:
+def make_steps(graphdef: Any, method: str, microbatches: int | str) -> tuple[Any, Any]:
     """A train step and a step that classifies, both parallelized."""
 
     @autopar.parallelize(method=method, microbatches=microbatches)
-    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-            model = nnx.merge(graphdef, params, state["rest"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(
-                model(batch["images"]), batch["labels"]
-            )
-            return losses.mean(), nnx.state(model, nnx.Not(nnx.Param))
+    def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, dict[str, jax.Array]]:
+        training = nnx.merge(graphdef, state)
+        model, optimizer = training["model"], training["optimizer"]
 
-        compute = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, rest), gradients = compute(state["params"])
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "rest": rest, "opt_state": opt_state}, {"loss": loss}
+        def loss_fn(model: Classifier) -> jax.Array:
+            logits = model(batch["images"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return nnx.state(training), {"loss": loss}
 
     # Nothing that comes back from this step tells which argument is the batch, so it is named.
     @autopar.parallelize(method=method, microbatches=1, batch_argnums=1)
-    def classify(state: State, images: np.ndarray) -> jax.Array:
-        model = nnx.merge(graphdef, state["params"], state["rest"])
+    def classify(state: nnx.State, images: np.ndarray) -> jax.Array:
+        model = nnx.merge(graphdef, state)["model"]
         model.eval()
         return jax.nn.softmax(model(images))
 
@@ -95,7 +88,7 @@ def make_steps(
 
 
 def main(
-    epochs: Annotated[int, typer.Option(help="Times that each image is seen.", min=1)] = 15,
+    epochs: Annotated[int, typer.Option(help="Times that each image is seen.", min=1)] = 12,
     batch: Annotated[int, typer.Option(help="Images per step.", min=1)] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate at the start.", min=0)] = 2e-3,
     seed: Annotated[int, typer.Option(help="Of parameters, dropout and order.", min=0)] = 0,
@@ -117,18 +110,19 @@ def main(
     if devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     training, test = read_digits()
     steps_per_epoch = len(training["labels"]) // batch
     if steps_per_epoch == 0:
         raise typer.BadParameter(f"--batch {batch} is more than all training images.")
     steps = epochs * steps_per_epoch
 
-    graphdef, params, rest = nnx.split(Classifier(nnx.Rngs(seed)), nnx.Param, ...)
-    optimizer = optax.adamw(optax.cosine_decay_schedule(lr, steps), weight_decay=1e-3)
-    state = {"params": params, "rest": rest, "opt_state": optimizer.init(params)}
+    model = Classifier(nnx.Rngs(seed))
+    adam = optax.adamw(optax.cosine_decay_schedule(lr, steps), weight_decay=1e-3)
+    optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    graphdef, state = nnx.split({"model": model, "optimizer": optimizer})
     parts = int(microbatches) if microbatches.isdecimal() else microbatches
-    train_step, classify = make_steps(graphdef, optimizer, method, parts)
+    train_step, classify = make_steps(graphdef, method, parts)
 
     generator = np.random.default_rng(seed)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())

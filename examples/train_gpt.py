@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                                    about two minutes
     python examples/train_gpt.py --resume                           goes on after Ctrl-C
-    python examples/train_gpt.py --method zero3 --microbatches 4    the same, stored otherwise
+    python examples/train_gpt.py --method zero3 --microbatches 2    the same, stored otherwise
     python examples/train_gpt.py --help
 
 The model, the optimizer and `train_step` are what anyone would write for one device. The decorator
@@ -250,22 +250,22 @@ def option(help: str, panel: str, *names: str, **limits: Any) -> Any:
 
 
 def main(
-    layers: Annotated[int, option("Transformer blocks.", MODEL, min=1)] = 4,
+    layers: Annotated[int, option("Transformer blocks.", MODEL, min=1)] = 2,
     width: Annotated[int, option("Numbers per position.", MODEL, min=1)] = 128,
     heads: Annotated[int, option("Attention heads; divides the width.", MODEL, min=1)] = 4,
-    context: Annotated[int, option("Bytes that the model sees.", MODEL, min=1)] = 128,
+    context: Annotated[int, option("Bytes that the model sees.", MODEL, min=1)] = 64,
     dropout: Annotated[float, option("Share of activations dropped.", MODEL, min=0, max=0.9)] = 0.1,
-    batch: Annotated[int, option("Windows per step.", TRAINING, min=1)] = 32,
+    batch: Annotated[int, option("Windows per step.", TRAINING, min=1)] = 16,
     steps: Annotated[
         int, option("Steps; the learning rate ends with them.", TRAINING, min=1)
-    ] = 500,
-    lr: Annotated[float, option("Highest learning rate.", TRAINING, min=0)] = 2e-3,
+    ] = 1000,
+    lr: Annotated[float, option("Highest learning rate.", TRAINING, min=0)] = 4e-3,
     seed: Annotated[int, option("Of parameters, dropout and batches.", TRAINING, min=0)] = 0,
     stop_at: Annotated[
         int | None, option("Stop early after this step, to resume later.", TRAINING, min=1)
     ] = None,
-    eval_every: Annotated[int, option("Steps between validations.", TRAINING, min=1)] = 100,
-    eval_batches: Annotated[int, option("Batches of a validation.", TRAINING, min=1)] = 16,
+    eval_every: Annotated[int, option("Steps between validations.", TRAINING, min=1)] = 250,
+    eval_batches: Annotated[int, option("Batches of a validation.", TRAINING, min=1)] = 64,
     method: Annotated[
         Literal["auto", "data", "zero1", "zero2", "zero3", "shard"],
         option("How tensors may be divided among devices; auto: any way.", PARALLEL),
@@ -282,7 +282,7 @@ def main(
     resume: Annotated[
         bool, option("Continue the run in the folder from its last checkpoint.", OUTPUT, "--resume")
     ] = False,
-    save_every: Annotated[int, option("Steps between checkpoints.", OUTPUT, min=1)] = 100,
+    save_every: Annotated[int, option("Steps between checkpoints.", OUTPUT, min=1)] = 250,
     keep: Annotated[int, option("Checkpoints that are kept.", OUTPUT, min=1)] = 3,
     plots: Annotated[bool, option("Save the loss curve and the plan as pictures.", OUTPUT)] = True,
     sample_bytes: Annotated[int, option("Length of the sample; 0 for none.", OUTPUT, min=0)] = 400,
@@ -298,7 +298,7 @@ def main(
     if devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
 
     training, validation = read_corpus()
     held_out = validation_batches(validation, context, batch, eval_batches)
