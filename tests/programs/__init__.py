@@ -14,7 +14,9 @@ __all__ = ["PROGRAMS", "Case", "Program", "Tolerance"]
 
 _FLAX = ("flax",)
 _HUGGING_FACE = ("flax", "transformers")
-_BFLOAT16 = Tolerance(relative=5e-2)
+# Plain jit adds up to 512 terms of a scale's gradient in bfloat16 (precision 4e-3), a microbatched
+# step in float32; Adam's second moment doubles the difference.
+_BFLOAT16 = Tolerance(relative=1.2e-1)
 _KEY_BIASES = Tolerance(zero_gradients=("['key']['bias']",))
 
 
@@ -44,7 +46,11 @@ def _all() -> list[Program]:
         ),
         Program("haiku_resnet", "haiku_resnet", splits=False, requires=("haiku",)),
         Program(
-            "haiku_resnet_eval", "haiku_resnet", settings={"train": False}, requires=("haiku",)
+            "haiku_resnet_eval",
+            "haiku_resnet",
+            settings={"train": False},
+            requires=("haiku",),
+            tolerance=Tolerance(relative=1e-5),  # its loss hardly depends on one row
         ),
         Program("hf_gpt2", "hf_models", "build_gpt2", requires=_HUGGING_FACE),
         Program(

@@ -8,7 +8,6 @@ import optax
 from . import data
 from .case import Case
 from .optimizers import BY_NAME
-from .scan_layers import rms_norm
 
 WIDTH = 32
 HEADS = 4
@@ -28,15 +27,23 @@ def init(key):
     }
 
 
+def rms_norm(x, scale):
+    """A norm that is computed in float32, as is usual: sums of squares need the precision."""
+    x = x.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-3) * scale
+    return x.astype(jnp.bfloat16)
+
+
 def forward(params, tokens):
-    """Logits in float32 of a model that computes in bfloat16."""
+    """Logits in float32 of a model whose matrix products are in bfloat16."""
+    scale = params["scale"]
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     x = params["embed"][tokens]
-    q, k, v = jnp.einsum("btd,cdhe->cbthe", rms_norm(x, params["scale"][0]), params["qkv"])
+    q, k, v = jnp.einsum("btd,cdhe->cbthe", rms_norm(x, scale[0]), params["qkv"])
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + jnp.einsum("bthe,hed->btd", y, params["out"])
-    x = x + jax.nn.gelu(rms_norm(x, params["scale"][1]) @ params["up"]) @ params["down"]
-    logits = rms_norm(x, params["scale"][2]) @ params["embed"].T
+    x = x + jax.nn.gelu(rms_norm(x, scale[1]) @ params["up"]) @ params["down"]
+    logits = rms_norm(x, scale[2]) @ params["embed"].T
     return logits.astype(jnp.float32)
 
 
