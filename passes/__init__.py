@@ -1,12 +1,12 @@
-"""The compiler: pure functions from immutable values to immutable values; no accelerator is touched.
+"""The compiler: pure functions from values to values; no accelerator is touched.
 
-A train step flows through them in this order:
+`compiler` composes them on one page. A train step flows through them in this order:
 
-- `graph`: a trace becomes one flat program whose inputs and outputs know what they are;
+- `trace`: the step becomes one flat `graph` whose inputs and outputs know what they are;
 - `factors`: which dimensions of an equation's operands and results are the same factor;
 - `microbatch`: an exact split of the batch into a loop, with a certificate for every output;
-- `sharding`: a strategy for every equation on a logical mesh, chosen by an integer linear program;
-- `solver`: that program, a plain problem that knows nothing of JAX.
+- `sharding`: a strategy for every equation on a logical mesh, and the program that it lowers to;
+- `solver`: the integer linear program that chooses, a plain problem that knows nothing of JAX.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from autopar import _lazy
 
 if TYPE_CHECKING:
+    from .compiler import compile_graph
     from .graph import Graph
     from .solver import Problem, Solution, solve
 else:
@@ -25,8 +26,9 @@ else:
             "Graph": ".graph",
             "Problem": ".solver",
             "Solution": ".solver",
+            "compile_graph": ".compiler",
             "solve": ".solver",
         },
     )
 
-__all__ = ["Graph", "Problem", "Solution", "solve"]
+__all__ = ["Graph", "Problem", "Solution", "compile_graph", "solve"]
