@@ -92,8 +92,7 @@ def test_take_and_positions_agree_with_numpy(
 def test_two_factors_of_one_dimension_are_refused() -> None:
     x = jnp.ones((4, 6))
     eqn = equation(lambda x: x.reshape(24), x)
-    rule = populate(trace(lambda x: x.reshape(24), x))
-    (rule,) = rule.values()
+    (rule,) = populate(trace(lambda x: x.reshape(24), x)).values()
     assert eqn.primitive.name == "reshape"
     with pytest.raises(NotLocalError, match="cut together"):
         rule_cuts(rule, {0: Cut(2, 0), 1: Cut(2, 0)})

@@ -186,6 +186,13 @@ _WHOLE["argmax"] = _WHOLE["argmin"] = _along(lambda eqn: eqn.params["axes"], res
 _WHOLE["reduce_xor"] = _along(lambda eqn: eqn.params["axes"], results=False)
 
 
+@_whole("reshape")
+def _reshape(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    if eqn.params["dimensions"] is None:
+        return _none(eqn.invars), _none(eqn.outvars)
+    return _all(eqn.invars), _all(eqn.outvars)  # it permutes as well, which slices do not show
+
+
 @_whole("top_k")
 def _top_k(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     rank = len(shape_of(eqn.invars[0]))

@@ -66,9 +66,6 @@ class _Sweep:
 
     # Asking for values.
 
-    def want_whole(self, atoms: list[Atom]) -> None:
-        self.loop_demand.want(atoms, (WHOLE,) * len(atoms))
-
     def want_late(self, atoms: list[Atom]) -> None:
         self.late_demand.update(atom for atom in atoms if not isinstance(atom, Literal))
 

@@ -78,6 +78,7 @@ BINARY_INT = (
 
 def elementwise() -> dict[str, Case]:
     cases: dict[str, Case] = {}
+    function: Callable[..., Any]
     for function in UNARY_FLOAT:
         cases[f"unary {function.__name__}"] = (function, (positive(4),))
     for function in BINARY_FLOAT:

@@ -216,7 +216,7 @@ def host_take(whole: Any, cuts: Cuts) -> np.ndarray:
 
 def like(value: np.ndarray, operand: Any) -> Any:
     if is_key(operand):
-        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(operand))
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(operand))
     return jnp.asarray(value)
 
 

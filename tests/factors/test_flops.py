@@ -49,7 +49,7 @@ def test_xla_counts_contractions_alike() -> None:
         (jnp.matmul, (f32(4, 8), f32(8, 16))),
         (lambda x, k: conv(x, k, padding="VALID"), (f32(2, 6, 6, 4), f32(3, 3, 4, 8))),
     ):
-        analysis = jax.jit(function).lower(*arguments).compile().cost_analysis()
+        analysis: Any = jax.jit(function).lower(*arguments).compile().cost_analysis()
         assert total(function, *arguments) == int(analysis["flops"])
 
 

@@ -13,7 +13,7 @@ from programs import PROGRAMS, Program
 from autopar.passes.factors.populate import populate
 from autopar.passes.factors.primitives import ELEMENTWISE, is_known
 from autopar.passes.factors.rule import FactorRule
-from autopar.passes.graph import flatten
+from autopar.passes.trace import trace
 
 from .slices import check_slices, check_whole, in_halves, random_value, whole_results
 
@@ -33,14 +33,15 @@ def test_slices_of_a_program(program: Program) -> None:
         pytest.importorskip(package)
     with program.context():
         check_program(program)
+    jax.clear_caches()  # thousands of small programs
 
 
 def check_program(program: Program) -> None:
     case = program.build()
-    static = case.options.get("static_argnums", ())
-    arguments = case.arguments(case.state, case.batch)
-    closed = jax.make_jaxpr(case.step, static_argnums=static)(*arguments, **case.keywords[0])
-    rules = populate(flatten(closed.jaxpr))
+    names = ("static_argnums", "batch_argnums", "batch_axes")
+    options = {name: case.options[name] for name in names if name in case.options}
+    traced = trace(case.step, case.arguments(case.state, case.batch), case.keywords[0], **options)
+    rules = populate(traced.graph.jaxpr)
     rng = np.random.default_rng(0)
     seen: set[Any] = set()
     for eqn, rule in rules.items():
