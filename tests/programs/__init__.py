@@ -14,9 +14,7 @@ __all__ = ["PROGRAMS", "Case", "Program", "Tolerance"]
 
 _FLAX = ("flax",)
 _HUGGING_FACE = ("flax", "transformers")
-# Plain jit adds up to 512 terms of a scale's gradient in bfloat16 (precision 4e-3), a microbatched
-# step in float32; Adam's second moment doubles the difference.
-_BFLOAT16 = Tolerance(relative=1.2e-1)
+_BFLOAT16 = Tolerance(relative=5e-2)
 _KEY_BIASES = Tolerance(zero_gradients=("['key']['bias']",))
 
 
@@ -50,7 +48,6 @@ def _all() -> list[Program]:
             "haiku_resnet",
             settings={"train": False},
             requires=("haiku",),
-            tolerance=Tolerance(relative=1e-5),  # its loss hardly depends on one row
         ),
         Program("hf_gpt2", "hf_models", "build_gpt2", requires=_HUGGING_FACE),
         Program(

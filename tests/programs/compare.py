@@ -12,14 +12,14 @@ large ones.
 
 Why these tolerances (`RELATIVE`): on eight devices and in microbatches every sum over the batch is
 added up in another order. In float32 (precision 6e-8) plain `jax.jit` on sharded inputs differs
-from plain `jax.jit` on one device by up to about 1e-5 over three steps of the programs here, mostly
-where a gradient is the small difference of large terms; 1e-4 leaves room for an order of magnitude
-and is still far below any mistake (a lost row of 32 is 3e-2). In float64 the same sums differ by
+from plain `jax.jit` on one device by up to 3e-6 over three steps of the programs here, mostly where
+a gradient is the small difference of large terms; 1e-4 leaves room for ten times that and is still
+far below any mistake (a lost row of 32 is 3e-2). In float64 the same sums differ by
 1e-14 and the bound is 1e-10: so a difference that float32 would hide shows there. With computation
 in bfloat16 (precision 4e-3) a value next to a rounding boundary falls on its other side when its
 float32 sum changes in the last bit, and later layers carry that on: single elements of a gradient
-differ by one or two such roundings, 1e-2 of the leaf's largest; the bound is 5e-2, and the float32
-programs check the arithmetic. What Adam would do to all this is in `programs.optimizers`.
+differ by one or two such roundings (measured: 1e-2 of the leaf's largest); the bound is 5e-2, and
+the float32 programs check the arithmetic. What Adam would do to all this is in `programs.optimizers`.
 
 Leaves whose gradient is zero in exact arithmetic hold nothing but rounding noise, of which no
 relative difference makes sense: a program names them (`Tolerance.zero_gradients`), and they are
