@@ -79,7 +79,7 @@ def make_steps(graphdef: Any, method: str, microbatches: int | str) -> tuple[Any
 
     # Nothing that comes back from this step tells which argument is the batch, so it is named.
     @autopar.parallelize(method=method, microbatches=1, batch_argnums=1)
-    def classify(state: nnx.State, images: np.ndarray) -> jax.Array:
+    def classify(state: nnx.State, images: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)["model"]
         model.eval()
         return jax.nn.softmax(model(images))

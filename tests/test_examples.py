@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,7 @@ def test_gpt_resumes_bit_for_bit(
     gpt: ModuleType, straight: tuple[Path, str], tmp_path: Path
 ) -> None:
     half = STEPS // 2
+    shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)  # a new run replaces an old one
     gpt.main(**SMALL, out=tmp_path, stop_at=half, plots=False)
     assert len(restored(gpt, tmp_path)[1]["losses"]) == half
     gpt.main(**SMALL, out=tmp_path, resume=True, plots=False)
@@ -141,14 +143,23 @@ def test_gpt_validation_is_the_plain_loss(
 ) -> None:
     state, progress = restored(gpt, straight[0])
     text = corpus.read_corpus()[1]
-    losses = []
+    apply = jax.jit(model_and_optimizer(gpt)[0].apply)
+    logs = []
     for batch in corpus.validation_batches(text, SMALL["context"], SMALL["batch"], 2):
-        logits = model_and_optimizer(gpt)[0].apply({"params": state.params}, batch["inputs"])
-        chosen = jax.nn.log_softmax(logits)[np.arange(8)[:, None], np.arange(32), batch["targets"]]
-        losses.append(-chosen.mean() / np.log(2))
+        probability = jax.nn.softmax(apply({"params": state.params}, batch["inputs"]))
+        target = batch["targets"][..., None]
+        logs.append(np.log2(np.take_along_axis(np.asarray(probability), target, axis=-1)))
     step, bits = progress["validation"][-1]
     assert step == STEPS
-    np.testing.assert_allclose(bits, np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(bits, -np.mean(logs), rtol=1e-5)
+
+
+def test_gpt_keeps_an_earlier_run_when_it_cannot_plan(
+    gpt: ModuleType, straight: tuple[Path, str]
+) -> None:
+    with pytest.raises(autopar.AutoparError, match="3 microbatches"):
+        gpt.main(**SMALL, out=straight[0], microbatches="3")
+    assert len(restored(gpt, straight[0])[1]["losses"]) == STEPS
 
 
 @pytest.mark.parametrize(
