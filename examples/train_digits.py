@@ -42,7 +42,7 @@ class Classifier(nnx.Module):
         self.hidden = nnx.Linear(4 * 4 * 64, 128, rngs=rngs)
         self.logits = nnx.Linear(128, 10, rngs=rngs)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
+    def __call__(self, images: jax.typing.ArrayLike) -> jax.Array:
         x = nnx.relu(self.norm1(self.conv1(images)))
         x = nnx.relu(self.norm2(self.conv2(x)))
         x = nnx.max_pool(x, (2, 2), strides=(2, 2))
