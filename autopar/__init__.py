@@ -1,14 +1,15 @@
 """autopar: automatic parallelization for JAX.
 
-An ordinary train step, written for one device, is traced, split exactly into microbatches, sharded by
-an integer linear program and run on every device of a cluster:
+An ordinary train step, written for one device, is traced, split exactly into microbatches, sharded
+by an integer linear program and run on every device of a cluster:
 
     import autopar
 
     @autopar.parallelize
     def train_step(state, batch): ...
 
-`parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any device.
+`parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any
+device.
 """
 
 from __future__ import annotations

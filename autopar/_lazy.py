@@ -15,8 +15,8 @@ def exports(
 
     Args:
       package: the package's `__name__`.
-      homes: for each public name, the module that defines it, relative to the package (".api"). A name
-        whose home is itself ("errors" in ".errors") is that module.
+      homes: for each public name, the module that defines it, relative to the package (".api"). A
+        name whose home is itself ("errors" in ".errors") is that module.
     """
 
     def get(name: str) -> Any:

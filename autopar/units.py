@@ -38,7 +38,8 @@ def parse_bytes(text: str) -> int:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].lower() not in _UNIT_BYTES:
         raise ValueError(f"{text!r} is not a number of bytes such as '12GiB' or '500MB'")
-    return round(float(match[1]) * _UNIT_BYTES[match[2].lower()])
+    num_bytes: int = round(float(match[1]) * _UNIT_BYTES[match[2].lower()])
+    return num_bytes
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -70,11 +70,12 @@ def main() -> None:
     from programs import PROGRAMS
 
     names = options.programs or list(PROGRAMS)
-    results = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in track(names, console=Console(stderr=True)):
-            results.append(measure(PROGRAMS[name], options.method, options.microbatches))
+        results = [
+            measure(PROGRAMS[name], options.method, options.microbatches)
+            for name in track(names, console=Console(stderr=True))
+        ]
     title = f"{options.method}, {options.microbatches} microbatches, {options.devices} devices"
     table = Table("program", "largest relative difference", "in", "certificate", title=title)
     for row in results:

@@ -130,9 +130,7 @@ def main() -> None:
     parser.add_argument("--mesh", type=int, nargs="+", default=[8])
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--one", action="store_true", help="measure one depth here"
-    )
+    parser.add_argument("--one", action="store_true", help="measure one depth here")
     options = parser.parse_args()
     if options.one:
         found = measure(options.layers[0], tuple(options.mesh), options.microbatches)

@@ -1,6 +1,6 @@
 """Draws docs/plan.png: the plan of a 12-layer GPT for eight H100s, made without any of them.
 
-    python docs/plan_picture.py
+python docs/plan_picture.py
 """
 
 import sys

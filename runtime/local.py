@@ -56,13 +56,18 @@ def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> Loc
 
     in_specs = tuple(spec(v.layout) for v in program.block.inputs)
     out_specs = [spec(v.layout) for v in program.block.outputs]
-    function = jax.shard_map(
+    sharded = jax.shard_map(
         local_function(program),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
     )
+
+    def function(*arrays: Any) -> list[Any]:
+        avals = [version.atom.aval for version in program.block.outputs]
+        return [_typed(x, aval) for x, aval in zip(sharded(*arrays), avals, strict=True)]
+
     return LocalProgram(
         local_fn=function,
         in_shardings=tuple(NamedSharding(mesh, s) for s in in_specs),
@@ -75,3 +80,14 @@ def _entry(axes: Sequence[int], names: Sequence[str]) -> Any:
     if not axes:
         return None
     return names[axes[0]] if len(axes) == 1 else tuple(names[a] for a in axes)
+
+
+def _typed(value: jax.Array, aval: Any) -> jax.Array:
+    """A result with the weak type of the program's own: collectives and slices may lose it."""
+    weak = bool(getattr(aval, "weak_type", False))
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or value.weak_type == weak:
+        return value
+    converted = jax.lax.convert_element_type_p.bind(
+        value, new_dtype=value.dtype, weak_type=weak, sharding=None
+    )
+    return converted

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 
-from autopar.passes.jax_compat import source_context
+from autopar.passes.jax_compat import scan_counts, source_context
 from autopar.passes.localize import Cut, bind_local
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.program import (
@@ -113,7 +113,7 @@ class _Device:
 
     def loop(self, env: Env, instruction: Loop) -> None:
         params = instruction.eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_counts(params)
         operands = [self.read(env, version) for version in instruction.operands]
         consts = operands[:num_consts]
         carry = [jnp.asarray(x) for x in operands[num_consts : num_consts + num_carry]]

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from factors import equations
+from factors.slices import check_slices, check_whole, evaluate, host_take, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -26,9 +28,6 @@ from autopar.passes.localize import (
     rule_cuts,
     take,
 )
-
-from .factors import equations
-from .factors.slices import check_slices, check_whole, evaluate, host_take, trace
 
 EQUATIONS = equations.all_equations()
 

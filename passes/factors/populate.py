@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.errors import UnknownPrimitiveWarning
+from autopar.passes import jax_compat
 from autopar.passes.factors.own import OWN, elementwise, replicated
 from autopar.passes.factors.primitives import (
     CONTROL_FLOW,
@@ -100,7 +101,8 @@ def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, list[tuple[Var, Any]]]]:
     """Each body of a control-flow equation, and what its first inputs are throughout."""
     name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
     if name == "scan":
-        given = [(params["jaxpr"], operands[: params["num_consts"]])]
+        num_consts, _ = jax_compat.scan_counts(params)
+        given = [(params["jaxpr"], operands[:num_consts])]
     elif name == "cond":
         given = [(branch, operands[1:]) for branch in params["branches"]]
     else:

@@ -31,8 +31,9 @@ UNARY = names(
     """
     abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj
     convert_element_type copy copy_p cos cosh device_put digamma erf erf_inv erfc exp exp2 expm1
-    floor imag integer_pow is_finite lgamma log log1p logistic name neg not population_count
-    random_clone real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
+    floor imag integer_pow is_finite lgamma log log1p logistic name neg not one_minus_square
+    population_count random_clone real reduce_precision round rsqrt sign sin sinh sqrt square
+    stop_gradient tan tanh
     """
 )
 NARY = names(

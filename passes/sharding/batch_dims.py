@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
+from autopar.passes import jax_compat
 from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph
 from autopar.passes.sharding.strategies import outer_factor
@@ -58,7 +59,7 @@ def _walk(jaxpr: Jaxpr, rules: Any, found: BatchDims) -> None:
 
 def _scan(eqn: Any, rules: Any, found: BatchDims, read: Any) -> None:
     body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = jax_compat.scan_counts(eqn.params)
     for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
         dims = read(atom)
         found[var] = frozenset(d - 1 for d in dims if d) if i >= num_consts + num_carry else dims

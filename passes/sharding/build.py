@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from autopar.passes import jax_compat
 from autopar.passes.factors.linear import linear_operands
 from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph, user_source
@@ -382,8 +383,8 @@ class _Builder:
 
     def scan(self, scope: Scope, eqn: JaxprEqn, values: list[Value]) -> tuple[Entry, list[Value]]:
         body: Jaxpr = eqn.params["jaxpr"].jaxpr
-        length, num_consts = eqn.params["length"], eqn.params["num_consts"]
-        num_carry = eqn.params["num_carry"]
+        length = eqn.params["length"]
+        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
         inner = Scope(body, scope.times * length)
         env: dict[Var, Value] = {}
         label = f"scan {eqn.source_info.name_stack}".strip()
@@ -502,7 +503,8 @@ def stacked(layout: Layout) -> Layout:
 def accumulates(eqn: JaxprEqn, carry: int) -> bool:
     """Whether a scan's carry may stay unreduced: the body adds to it and does nothing else."""
     body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    var = body.invars[eqn.params["num_consts"] + carry]
+    num_consts, _ = jax_compat.scan_counts(eqn.params)
+    var = body.invars[num_consts + carry]
     result = body.outvars[carry]
     readers = [e for e in body.eqns if any(v is var for v in e.invars)]
     if len(readers) != 1 or isinstance(result, jex_core.Literal):

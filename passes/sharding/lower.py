@@ -13,6 +13,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
 from autopar.errors import AutoparError
+from autopar.passes import jax_compat
 from autopar.passes.graph import Graph, user_source
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.build import Built, stacked
@@ -240,7 +241,7 @@ class _Lowering:
     def _scan(self, entry: Entry) -> None:
         eqn = entry.eqn
         body: Jaxpr = eqn.params["jaxpr"].jaxpr
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
         inner: list[Layout] = []
         for position, var in enumerate(body.invars):
             node = entry.boundaries[position]
@@ -284,7 +285,7 @@ class _Lowering:
         self, entry: Entry, body: Jaxpr, inner: list[Layout], small: list[int]
     ) -> _Lowering:
         """Lower a body; small carries stay partial where its results are (fixpoint, in `inner`)."""
-        num_consts = entry.eqn.params["num_consts"]
+        num_consts, _ = jax_compat.scan_counts(entry.eqn.params)
         fixed: set[int] = set()
         while True:
             lowering = _Lowering(

@@ -147,9 +147,9 @@ def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "plain.json.gz").write_bytes(data)
     with pytest.raises(ProblemError, match=r"not\s+valid\s+JSON"):
         Problem.load(tmp_path / "cut.json")
-    with pytest.raises(ProblemError, match=r"not a complete\s+gzip\s+file"):
+    with pytest.raises(ProblemError, match=r"not\s+a\s+complete\s+gzip\s+file"):
         Problem.load(tmp_path / "cut.json.gz")
-    with pytest.raises(ProblemError, match=r"not a complete\s+gzip\s+file"):
+    with pytest.raises(ProblemError, match=r"not\s+a\s+complete\s+gzip\s+file"):
         Problem.load(tmp_path / "plain.json.gz")
     with pytest.raises(ProblemError, match=r"No\s+such\s+file"):
         Problem.load(tmp_path / "none.json")
