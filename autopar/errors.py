@@ -116,6 +116,10 @@ class MemoryLimitError(AutoparError):
         return "\n".join(lines) or None
 
 
+class ScheduleError(AutoparError, ValueError):
+    """A pipeline schedule does not exist, is incomplete, deadlocks, or exceeds the memory."""
+
+
 class PlanMismatchError(AutoparError, ValueError):
     """A plan cannot be read, or was made for another program, other options or another version."""
 

@@ -1,0 +1,34 @@
+"""Pipeline schedules as values: which mesh runs which task in which order.
+
+- `schedule`: `Task` and `Schedule`;
+- `named`: the orders that have names in the literature;
+- `make`: `make_schedule`, which takes a name or a user's function;
+- `checker`: the one checker that proves any of them complete, deadlock-free and inside memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar import _lazy
+
+if TYPE_CHECKING:
+    from .checker import check, in_flight
+    from .make import make_schedule
+    from .named import SCHEDULES
+    from .schedule import Schedule, Task, TaskKind
+else:
+    __getattr__, __dir__ = _lazy.exports(
+        __name__,
+        {
+            "SCHEDULES": ".named",
+            "Schedule": ".schedule",
+            "Task": ".schedule",
+            "TaskKind": ".schedule",
+            "check": ".checker",
+            "in_flight": ".checker",
+            "make_schedule": ".make",
+        },
+    )
+
+__all__ = ["SCHEDULES", "Schedule", "Task", "TaskKind", "check", "in_flight", "make_schedule"]

@@ -1,0 +1,215 @@
+"""Schedules by name or from a user's function, checked before anyone sees them."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from autopar.errors import ScheduleError
+from autopar.passes.schedules.checker import check
+from autopar.passes.schedules.named import CHUNKED, SCHEDULES
+from autopar.passes.schedules.schedule import Schedule, Task, TaskKind
+
+ScheduleFunction = Callable[..., Schedule | Iterable[Iterable[tuple[str, int, int]]]]
+Durations = Mapping[TaskKind, Sequence[float]]
+
+
+def make_schedule(
+    name_or_function: str | ScheduleFunction,
+    num_meshes: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 1,
+    durations: Durations | None = None,
+) -> Schedule:
+    """The schedule of that name, or the one that a function makes, proved runnable.
+
+    Args:
+      name_or_function: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2",
+        "inference", or a function of (num_meshes, num_microbatches) that returns a `Schedule`, or
+        for every mesh its tasks in order, as `Task`s or as tuples such as ("F", stage, microbatch).
+      num_meshes: meshes that work in parallel.
+      num_microbatches: microbatches of one step.
+      num_chunks: stages per mesh. Stage s then lies on mesh s % num_meshes.
+      durations: seconds of each kind of task on every stage. The named schedules have fixed orders
+        and do not look at it; a function that has an argument `durations` (or `num_chunks`) gets
+        it.
+
+    Returns:
+      A schedule that `check` has passed.
+
+    Raises:
+      ScheduleError: there is no such schedule, it cannot have so many chunks or microbatches, or
+        the function returned something that is not a schedule or cannot run.
+
+    >>> print(make_schedule("1f1b", 2, 3))
+    1f1b: 2 stages on 2 meshes, 3 microbatches
+    mesh 0: F0 F1 B0 F2 B1 B2
+    mesh 1: F0 B0 F1 B1 F2 B2
+    """
+    num_meshes = _positive("num_meshes", num_meshes)
+    num_microbatches = _positive("num_microbatches", num_microbatches)
+    num_chunks = _positive("num_chunks", num_chunks)
+    if isinstance(name_or_function, str):
+        schedule = _named(name_or_function, num_meshes, num_microbatches, num_chunks)
+    elif callable(name_or_function):
+        schedule = _custom(name_or_function, num_meshes, num_microbatches, num_chunks, durations)
+    else:
+        raise ScheduleError(
+            f"schedule={name_or_function!r} is neither a name nor a function.",
+            hint=f"use {_names()}, or a function (num_meshes, num_microbatches) -> task lists.",
+        )
+    check(schedule)
+    return schedule
+
+
+def _named(name: str, num_meshes: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    if name not in SCHEDULES:
+        raise ScheduleError(f"There is no schedule {name!r}.", hint=f"use {_names()}.")
+    if num_chunks > 1 and name not in CHUNKED:
+        raise ScheduleError(
+            f"Schedule {name!r} cannot have num_chunks={num_chunks}.",
+            why="it runs one stage on each mesh.",
+            hint="use schedule='interleaved_1f1b', or num_chunks=1.",
+        )
+    if name == "interleaved_1f1b" and num_microbatches % num_meshes:
+        above = -(-num_microbatches // num_meshes) * num_meshes
+        raise ScheduleError(
+            f"Schedule 'interleaved_1f1b' cannot run {num_microbatches} microbatches on "
+            f"{num_meshes} meshes.",
+            why="microbatches pass each chunk in groups of one per mesh, so their number must be a "
+            f"multiple of {num_meshes}.",
+            hint=f"use microbatches={above}, or schedule='1f1b'.",
+        )
+    function = SCHEDULES[name]
+    lists = (
+        function(num_meshes, num_microbatches, num_chunks)
+        if name in CHUNKED
+        else function(num_meshes, num_microbatches)
+    )
+    homes = tuple(stage % num_meshes for stage in range(num_meshes * num_chunks))
+    return Schedule(name, len(homes), num_microbatches, homes, tuple(map(tuple, lists)))
+
+
+def _custom(
+    function: ScheduleFunction,
+    num_meshes: int,
+    num_microbatches: int,
+    num_chunks: int,
+    durations: Durations | None,
+) -> Schedule:
+    name = getattr(function, "__name__", type(function).__name__)
+    extras = {"num_chunks": num_chunks, "durations": durations}
+    result = function(
+        num_meshes, num_microbatches, **{k: v for k, v in extras.items() if k in _takes(function)}
+    )
+    if isinstance(result, Schedule):
+        schedule = result
+    else:
+        lists = _task_lists(name, result)
+        homes = _homes(name, lists)
+        schedule = Schedule(name, len(homes), num_microbatches, homes, lists)
+    found = (schedule.num_meshes, schedule.num_microbatches)
+    if found != (num_meshes, num_microbatches):
+        raise ScheduleError(
+            f"Schedule function {name!r} made a schedule of {found[1]} microbatches on {found[0]} "
+            "meshes.",
+            why=f"it was asked for {num_microbatches} microbatches on {num_meshes} meshes.",
+            hint="return one list of tasks per mesh.",
+        )
+    if num_chunks > 1 and schedule.num_stages != num_meshes * num_chunks:
+        raise ScheduleError(
+            f"Schedule function {name!r} made a schedule of {schedule.num_stages} stages.",
+            why=f"num_chunks={num_chunks} on {num_meshes} meshes are {num_meshes * num_chunks}.",
+        )
+    return schedule
+
+
+def _takes(function: ScheduleFunction) -> Sequence[str]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        # Some callables written in C have no signature: they get the two numbers.
+        return ()
+
+
+def _task_lists(name: str, result: Any) -> tuple[tuple[Task, ...], ...]:
+    """The task lists in what a user's function returned.
+
+    Raises:
+      ScheduleError: it is something else.
+    """
+    hint = 'return one list per mesh of tasks such as ("F", stage, microbatch).'
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+        raise ScheduleError(
+            f"Schedule function {name!r} returned {_described(result)}.",
+            why="a Schedule or task lists were expected.",
+            hint=hint,
+        )
+    lists = []
+    for mesh, tasks in enumerate(result):
+        if isinstance(tasks, (str, bytes, Mapping)) or not isinstance(tasks, Iterable):
+            raise ScheduleError(
+                f"Schedule function {name!r} returned {_described(tasks)} for mesh {mesh}.",
+                why="a list of tasks was expected.",
+                hint=hint,
+            )
+        lists.append(tuple(_task(name, mesh, entry, hint) for entry in tasks))
+    return tuple(lists)
+
+
+def _task(name: str, mesh: int, entry: Any, hint: str) -> Task:
+    try:
+        kind, stage, microbatch = entry
+        if kind not in ("F", "B", "W") or isinstance(stage, bool) or isinstance(microbatch, bool):
+            raise ValueError
+        return Task(kind, operator.index(stage), operator.index(microbatch))
+    except (TypeError, ValueError):
+        raise ScheduleError(
+            f"Schedule function {name!r} returned {_described(entry)} as a task of mesh {mesh}.",
+            why='a task is "F", "B" or "W", the stage\'s number and the microbatch\'s number.',
+            hint=hint,
+        ) from None
+
+
+def _homes(name: str, lists: tuple[tuple[Task, ...], ...]) -> tuple[int, ...]:
+    """The mesh of every stage, read from where its tasks are."""
+    homes: dict[int, int] = {}
+    for mesh, tasks in enumerate(lists):
+        for task in tasks:
+            if homes.setdefault(task.stage, mesh) != mesh:
+                raise ScheduleError(
+                    f"Schedule function {name!r} runs stage {task.stage} on two meshes.",
+                    where=f"{task} on mesh {mesh}, others on mesh {homes[task.stage]}",
+                    hint="a stage's parameters live on one mesh, so all its tasks run there.",
+                )
+    absent = sorted(set(range(max(homes, default=-1) + 1)) - set(homes))
+    if absent or not homes or min(homes) < 0:
+        raise ScheduleError(
+            f"Schedule function {name!r} has no task for stage {absent[0]}."
+            if absent
+            else f"Schedule function {name!r} has no task, or one of a negative stage.",
+            why="stages are numbered from 0 without gaps, and each has tasks.",
+        )
+    return tuple(homes[stage] for stage in range(len(homes)))
+
+
+def _positive(name: str, number: Any) -> int:
+    try:
+        value = operator.index(number)
+    except TypeError:
+        value = 0
+    if value < 1 or isinstance(number, bool):
+        raise ScheduleError(f"{name}={number!r} is not a positive whole number.")
+    return value
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _names() -> str:
+    return ", ".join(repr(name) for name in SCHEDULES)
