@@ -109,12 +109,15 @@ _IDENTITIES = ("sharding_constraint", "mesh_cast", "reshard")
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with every call inlined, recursively inside control flow, and dead code removed."""
+    """`jaxpr` with every call inlined, recursively inside control flow.
+
+    Of equal equations the first one stays, as XLA keeps one of them; dead code goes.
+    """
     eqns: list[JaxprEqn] = []
     env: dict[Var, Atom] = {}
     _inline_into(jaxpr, env, eqns, outer=None)
     outvars = [_read(env, v) for v in jaxpr.outvars]
-    return eliminate_dead_code(jaxpr.replace(eqns=eqns, outvars=outvars))
+    return eliminate_dead_code(merge_equal_equations(jaxpr.replace(eqns=eqns, outvars=outvars)))
 
 
 def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
@@ -244,6 +247,53 @@ def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
             kept.append(eqn)
             live.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
     return jaxpr.replace(eqns=kept[::-1])
+
+
+# A barrier is there so that what is behind it is computed again: two of them are never one.
+_NEVER_EQUAL = frozenset({"optimization_barrier", "copy", "copy_p"})
+
+
+def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
+    """Of equations with equal primitives, params and operands and no effects, keep the first."""
+    known: dict[Any, JaxprEqn] = {}
+    env: dict[Var, Atom] = {}
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        operands = [_read(env, atom) for atom in eqn.invars]
+        if any(new is not old for new, old in zip(operands, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=operands)  # noqa: PLW2901
+        key = None
+        if not eqn.effects and eqn.primitive.name not in _NEVER_EQUAL:
+            key = _equation_key(eqn)
+        first = eqn if key is None else known.setdefault(key, eqn)
+        if first is eqn:
+            eqns.append(eqn)
+            continue
+        for mine, theirs in zip(eqn.outvars, first.outvars, strict=True):
+            if isinstance(theirs, jex_core.DropVar) and not isinstance(mine, jex_core.DropVar):
+                break  # the first one does not keep what is needed here
+        else:
+            env.update(zip(eqn.outvars, first.outvars, strict=True))
+            continue
+        eqns.append(eqn)
+    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _equation_key(eqn: JaxprEqn) -> Any:
+    """What makes equations equal; None where a param cannot be compared."""
+    atoms = tuple(
+        (atom.aval.str_short(), atom.aval.weak_type, np.asarray(atom.val).tobytes())
+        if isinstance(atom, jex_core.Literal)
+        else atom
+        for atom in eqn.invars
+    )
+    key = (eqn.primitive.name, atoms, tuple(sorted(eqn.params.items(), key=lambda item: item[0])))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def check(graph: Graph) -> None:

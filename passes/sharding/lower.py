@@ -129,6 +129,10 @@ class _Lowering:
         shape, size = aval_shape(atom), itemsize(atom.aval)
         pricing = self.context.pricing
         source = min(known, key=lambda have: pricing.reshard(have, layout, shape, size))
+        if atom in self.flexible and pricing.reshard(source, layout, shape, size) > 0:
+            source = self._produce(atom, layout)  # computed again: its price was that of none
+            if source == layout:
+                return wanted
         steps = reshard_steps(source, layout, self.context.mesh, pricing.reduce_scatter)
         self.instructions.append(
             Reshard(Version(atom, source), wanted, steps, self._purpose(atom, source), "")

@@ -10,7 +10,6 @@ from programs import PROGRAMS
 import autopar
 from sharding import hlo
 
-SLIVER = 0.02
 METHODS = ("data", "zero1", "zero2", "zero3", "shard")
 
 
@@ -19,20 +18,6 @@ def planned(plan: autopar.Plan) -> hlo.Canonical:
     for item in plan.stages[0].collectives:
         found[item.kind, item.axes, item.times] += item.bytes
     return found
-
-
-def assert_same(compiled: hlo.Canonical, listed: hlo.Canonical) -> None:
-    """The program has nothing that the plan does not list, and at most a sliver less.
-
-    XLA merges equal collectives (a norm that a program computes twice) and drops those whose result
-    it does not need; the plan lists what was asked for.
-    """
-    for key, number in compiled.items():
-        assert number <= listed[key], (key, number, listed[key])
-    saved = sum(times * (listed[kind, axes, times] - compiled[kind, axes, times])
-                for kind, axes, times in listed)  # fmt: skip
-    total = sum(times * number for (_, _, times), number in listed.items())
-    assert saved <= SLIVER * total, (compiled, listed)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -49,7 +34,7 @@ def test_plan_lists_what_the_program_contains(name: str, method: str, microbatch
     )
     stage = step.plan.stages[0]
     compiled = hlo.collectives(step.as_text(), stage.logical_mesh, stage.axis_names)
-    assert_same(compiled, planned(step.plan))
+    assert compiled == planned(step.plan)
     if method == "data":
         gradients = [c for c in stage.collectives if c.purpose == "gradient"]
         assert gradients and {c.times for c in gradients} == {1}
