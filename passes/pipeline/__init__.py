@@ -1,0 +1,68 @@
+"""Pipeline programs: one list of instructions per mesh, and a virtual clock that runs it.
+
+In the order in which they are met:
+
+- `instructions`: `Run`, `Send`, `Recv`, `Reshard`, `Accumulate`, `Free`, and the program of them;
+- `validate`: what pieces and transfers must be like;
+- `emit`: from a schedule and pieces to a program (`autopar.passes.pipeline.emit.emit`);
+- `order`: one order in which all meshes' instructions can be dispatched, or why there is none;
+- `verify`: the checker of programs (`autopar.passes.pipeline.verify.verify`);
+- `memory`: live bytes at every instruction;
+- `simulate`: the virtual clock (`autopar.passes.pipeline.simulate.simulate`);
+- `timeline`, `chrome`: when everything happened, simulated or measured, and its pictures.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar import _lazy
+
+if TYPE_CHECKING:
+    from .instructions import (
+        Accumulate,
+        Buffer,
+        Free,
+        Instruction,
+        Piece,
+        PipelineProgram,
+        Recv,
+        Reshard,
+        Run,
+        Send,
+        Transfer,
+        Value,
+    )
+else:
+    __getattr__, __dir__ = _lazy.exports(
+        __name__,
+        {
+            "Accumulate": ".instructions",
+            "Buffer": ".instructions",
+            "Free": ".instructions",
+            "Instruction": ".instructions",
+            "Piece": ".instructions",
+            "PipelineProgram": ".instructions",
+            "Recv": ".instructions",
+            "Reshard": ".instructions",
+            "Run": ".instructions",
+            "Send": ".instructions",
+            "Transfer": ".instructions",
+            "Value": ".instructions",
+        },
+    )
+
+__all__ = [
+    "Accumulate",
+    "Buffer",
+    "Free",
+    "Instruction",
+    "Piece",
+    "PipelineProgram",
+    "Recv",
+    "Reshard",
+    "Run",
+    "Send",
+    "Transfer",
+    "Value",
+]

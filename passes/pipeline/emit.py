@@ -1,0 +1,321 @@
+"""From a schedule and the pieces of every stage to one list of instructions per mesh.
+
+Every list has three parts: the prologue pieces in the order of their dependencies, the schedule's
+tasks, and the epilogue pieces, which may go back and forth between meshes in rounds (a global
+norm). Around the runs stand
+
+- a `Send` right behind the last run that writes what it sends (for an input: at the start). All
+  that goes from there to one mesh is packed; what exists once a step and what exists per
+  microbatch, or belongs to another microbatch, is packed apart, so that the transfers of all
+  microbatches are alike;
+- the `Recv` right before the first run that reads anything of it, at the end for mere outputs;
+- a `Reshard` right before the first reader, where another stage of the same mesh wants the value;
+- a `Free` right behind the last use of what is neither an output nor an input that the caller
+  keeps.
+
+What nobody reads is not sent. A transfer of a value that has itself been received starts from where
+the value was made, and takes it after its last write.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import ScheduleError
+from autopar.passes.pipeline.instructions import (
+    Accumulate,
+    Buffer,
+    Buffers,
+    Free,
+    Instruction,
+    Piece,
+    PieceKind,
+    PipelineProgram,
+    Recv,
+    Reshard,
+    Run,
+    Send,
+    Transfer,
+    Value,
+    buffer_names,
+    buffers_of,
+)
+from autopar.passes.pipeline.order import dispatch_order
+from autopar.passes.pipeline.validate import LOOP_KINDS, validate
+from autopar.passes.pipeline.verify import verify
+from autopar.passes.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What `emit` was given, with look-ups."""
+
+    schedule: Schedule
+    values: Mapping[int, Value]
+    pieces: tuple[Piece, ...]
+    origins: Mapping[int, int]  # received value: the value from which its transfer starts
+    outputs: tuple[int, ...]
+
+    def mesh(self, number: int) -> int:
+        return self.schedule.mesh_of_stage[self.values[number].stage]
+
+    def origin(self, number: int) -> int:
+        return self.origins.get(number, number)
+
+    def all_of(self, number: int) -> Buffers:
+        return buffers_of(self.values[number], self.schedule.num_microbatches)
+
+    def run(self, piece: Piece, microbatch: int | None) -> Run:
+        def named(numbers: Sequence[int]) -> Buffers:
+            if microbatch is None:
+                return tuple(buffer for number in numbers for buffer in self.all_of(number))
+            return tuple(
+                Buffer(
+                    n, microbatch if self.values[n].per_microbatch or self.adds(piece, n) else None
+                )
+                for n in numbers
+            )
+
+        return Run(
+            piece.name,
+            piece.stage,
+            piece.kind,
+            microbatch,
+            named(piece.reads),
+            named(piece.writes),
+            named(piece.donates),
+        )
+
+    def adds(self, piece: Piece, number: int) -> bool:
+        """Whether each microbatch's run of `piece` makes a part of a sum over microbatches."""
+        return (
+            piece.kind in LOOP_KINDS
+            and number in piece.writes
+            and number not in piece.reads
+            and not self.values[number].per_microbatch
+        )
+
+
+def emit(
+    schedule: Schedule,
+    values: Sequence[Value],
+    pieces: Sequence[Piece],
+    transfers: Sequence[Transfer],
+    *,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    donated: Sequence[int] = (),
+) -> PipelineProgram:
+    """One list of instructions per mesh that runs `pieces` in the order of `schedule`.
+
+    Args:
+      schedule: the order of the tasks. A task whose stage has no piece of its kind is skipped; a W
+        piece runs right behind its B where the schedule does not split the backward pass.
+      values: everything that the pieces read and write.
+      pieces: at most one F, B and W per stage, and any number of prologue and epilogue pieces.
+      transfers: which values other stages receive.
+      inputs: numbers of the values that the caller gives.
+      outputs: numbers of the values that the caller takes.
+      donated: numbers of the inputs that the caller gives up.
+
+    Returns:
+      A program that `verify` has passed.
+
+    Raises:
+      ScheduleError: the pieces do not fit together, depend on each other in a cycle, or read what
+        is never written; or the schedule's order makes meshes wait for each other (which are
+        named).
+    """
+    table = {value.number: value for value in values}
+    if len(table) < len(values):
+        raise ScheduleError("Two values have the same number.")
+    validate(schedule, table, pieces, transfers, inputs, outputs, donated)
+    parts = _Parts(schedule, table, tuple(pieces), _origins(transfers), tuple(outputs))
+    runs = _runs(parts)
+    before, behind = _communication(parts, runs, transfers)
+    names = buffer_names(tuple(values))
+    lists: list[tuple[Instruction, ...]] = []
+    for mesh, mesh_runs in enumerate(runs):
+        instructions = list(behind[mesh, -1])
+        for position, run in enumerate(mesh_runs):
+            instructions += [*before[mesh, position], run, *behind[mesh, position]]
+        instructions += before[mesh, len(mesh_runs)]
+        given = {b for n in inputs if parts.mesh(n) == mesh for b in parts.all_of(n)}
+        gone = {b for n in donated if parts.mesh(n) == mesh for b in parts.all_of(n)}
+        taken = {b for n in outputs if parts.mesh(n) == mesh for b in parts.all_of(n)}
+        lists.append(_release(instructions, kept=(given - gone) | taken, given=given))
+    program = PipelineProgram(
+        schedule,
+        tuple(values),
+        tuple(pieces),
+        tuple(lists),
+        dispatch_order(lists, names),
+        tuple(inputs),
+        tuple(outputs),
+        tuple(donated),
+    )
+    verify(program)
+    return program
+
+
+def _origins(transfers: Sequence[Transfer]) -> dict[int, int]:
+    source = {transfer.target: transfer.source for transfer in transfers}
+    origins = {}
+    for target in source:
+        number, steps = target, 0
+        while number in source:
+            number, steps = source[number], steps + 1
+            if steps > len(source):
+                raise ScheduleError(f"Value {target} is transferred in a circle from itself.")
+        origins[target] = number
+    return origins
+
+
+def _runs(parts: _Parts) -> list[list[Run]]:
+    """For every mesh: its prologue, its tasks and its epilogue."""
+    schedule = parts.schedule
+    home = schedule.mesh_of_stage
+    prologue, epilogue = _in_order(parts, "prologue"), _in_order(parts, "epilogue")
+    loop = {(p.stage, p.kind): p for p in parts.pieces if p.kind in LOOP_KINDS}
+    lists = []
+    for mesh, tasks in enumerate(schedule.tasks):
+        runs = [parts.run(p, None) for p in prologue if home[p.stage] == mesh]
+        for kind, stage, microbatch in tasks:
+            kinds: list[PieceKind] = [kind]
+            if kind == "B" and not schedule.splits_backward:
+                kinds.append("W")
+            found = [loop[stage, k] for k in kinds if (stage, k) in loop]
+            runs += [parts.run(piece, microbatch) for piece in found]
+        runs += [parts.run(p, None) for p in epilogue if home[p.stage] == mesh]
+        lists.append(runs)
+    return lists
+
+
+def _in_order(parts: _Parts, kind: PieceKind) -> list[Piece]:
+    """The prologue or epilogue pieces of all meshes, each behind those whose values it reads."""
+    pieces = [piece for piece in parts.pieces if piece.kind == kind]
+    writer = {number: i for i, piece in enumerate(pieces) for number in piece.writes}
+    needs = [
+        {writer[parts.origin(n)] for n in piece.reads if parts.origin(n) in writer} - {i}
+        for i, piece in enumerate(pieces)
+    ]
+    readers: dict[int, list[int]] = defaultdict(list)
+    for reader, needed in enumerate(needs):
+        for i in needed:
+            readers[i].append(reader)
+    missing = [len(needed) for needed in needs]
+    ready = [i for i, count in enumerate(missing) if count == 0]
+    ordered = []
+    while ready:
+        first = heapq.heappop(ready)
+        ordered.append(first)
+        for reader in readers[first]:
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                heapq.heappush(ready, reader)
+    if len(ordered) < len(pieces):
+        stuck = [piece.name for i, piece in enumerate(pieces) if i not in ordered]
+        raise ScheduleError(
+            f"The {kind} pieces {', '.join(stuck)} need each other's values in a cycle."
+        )
+    return [pieces[i] for i in ordered]
+
+
+_Around = Mapping[tuple[int, int], list[Instruction]]  # (mesh, position among its runs)
+
+
+def _communication(
+    parts: _Parts, runs: Sequence[Sequence[Run]], transfers: Sequence[Transfer]
+) -> tuple[_Around, _Around]:
+    """What stands before and behind each run (-1 is the start, one past the last is the end)."""
+    written: dict[Buffer, int] = {}
+    first_read: dict[Buffer, int] = {}
+    before: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    behind: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    sums: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    for mesh, mesh_runs in enumerate(runs):
+        for number in parts.outputs:
+            if parts.mesh(number) == mesh:
+                first_read.update(dict.fromkeys(parts.all_of(number), len(mesh_runs)))
+        for position, run in reversed(list(enumerate(mesh_runs))):
+            first_read.update(dict.fromkeys(run.reads, position))
+        for position, run in enumerate(mesh_runs):
+            for buffer in run.writes:
+                if buffer.microbatch is None or parts.values[buffer.value].per_microbatch:
+                    written[buffer] = position
+                else:
+                    total = Buffer(buffer.value, None)
+                    written[total] = position
+                    sums[mesh, position].append(Accumulate(total, buffer))
+    packed: dict[tuple[int, int, int, int], dict[Buffer, list[Buffer]]] = {}
+    for number, origin in sorted(parts.origins.items()):
+        for target, source in zip(parts.all_of(number), parts.all_of(origin), strict=True):
+            if target not in first_read:
+                continue
+            mesh, home = parts.mesh(number), parts.mesh(origin)
+            if mesh == home:
+                if written.get(source, -1) >= first_read[target]:
+                    raise ScheduleError(
+                        f"Value {number} ({parts.values[number].label}) is read on mesh {mesh} "
+                        f"before value {origin}, from which it is made, has its last write.",
+                    )
+                before[mesh, first_read[target]].append(Reshard(source, target))
+                continue
+            microbatch = -1 if source.microbatch is None else source.microbatch
+            key = (home, written.get(source, -1), mesh, microbatch)
+            packed.setdefault(key, {}).setdefault(source, []).append(target)
+    apart: list[tuple[tuple[int, int], Send]] = []
+    for tag, (key, targets_of) in enumerate(sorted(packed.items())):
+        home, position, mesh, microbatch = key
+        sources = tuple(sorted(targets_of))
+        firsts = tuple(targets_of[source][0] for source in sources)
+        send = Send(tag, mesh, sources)
+        if microbatch >= 0:
+            behind[home, position].append(send)
+        else:
+            apart.append(((home, position), send))
+        reader = min(first_read[t] for targets in targets_of.values() for t in targets)
+        # Resharding of what has just arrived must follow it, and it may be there already.
+        arrival: list[Instruction] = [Recv(tag, home, firsts)]
+        for first, source in zip(firsts, sources, strict=True):
+            arrival += [Reshard(first, other) for other in targets_of[source][1:]]
+        before[mesh, reader][:0] = arrival
+    for where, additions in sums.items():
+        behind[where] += additions
+    for where, send in apart:
+        # A sum over microbatches is sent once its last part has been added.
+        behind[where].append(send)
+    return before, behind
+
+
+def _release(
+    instructions: Sequence[Instruction], *, kept: set[Buffer], given: set[Buffer]
+) -> tuple[Instruction, ...]:
+    """Puts a `Free` behind every last use, and lets runs donate what nothing else needs."""
+    last_use: dict[Buffer, int] = dict.fromkeys(sorted(given, key=_sort_key), -1)
+    for index, instruction in enumerate(instructions):
+        last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), index))
+    ending: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer, index in last_use.items():
+        if buffer not in kept:
+            ending[index].append(buffer)
+    released: list[Instruction] = []
+    if ending[-1]:
+        released.append(Free(tuple(sorted(ending[-1], key=_sort_key))))
+    for index, instruction in enumerate(instructions):
+        gone = set(ending[index])
+        if isinstance(instruction, Run):
+            donates = tuple(b for b in instruction.donates if b in instruction.writes or b in gone)
+            gone -= set(donates) - set(instruction.writes)
+            instruction = replace(instruction, donates=donates)
+        released.append(instruction)
+        if gone:
+            released.append(Free(tuple(sorted(gone, key=_sort_key))))
+    return tuple(released)
+
+
+def _sort_key(buffer: Buffer) -> tuple[int, int]:
+    return buffer.value, -1 if buffer.microbatch is None else buffer.microbatch

@@ -1,0 +1,64 @@
+"""The live bytes of every mesh at every instruction, known from the list alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.passes.pipeline.instructions import Accumulate, Buffer, Free, PipelineProgram, Run
+
+
+class LiveBytes(NamedTuple):
+    """Bytes per device that are alive while an instruction executes, and after it."""
+
+    during: int
+    after: int
+
+
+def input_bytes(program: PipelineProgram) -> tuple[int, ...]:
+    """For every mesh, the bytes per device of the inputs, which are alive at the start."""
+    return tuple(sum(sizes.values()) for sizes in _given(program))
+
+
+def live_bytes(program: PipelineProgram) -> tuple[tuple[LiveBytes, ...], ...]:
+    """For every mesh and every instruction, the bytes per device that are alive.
+
+    While a piece runs, all that it reads and writes is alive, except that what it writes takes the
+    memory of what it donates as far as that goes. What pieces need inside is not counted here.
+    """
+    bytes_of = {value.number: value.bytes_per_device for value in program.values}
+    rows = []
+    for alive, instructions in zip(_given(program), program.meshes, strict=True):
+        row = []
+        total = sum(alive.values())
+        for instruction in instructions:
+            before = total
+            donated = instruction.donates if isinstance(instruction, Run) else ()
+            gone = instruction.buffers if isinstance(instruction, Free) else donated
+            written = {buffer: bytes_of[buffer.value] for buffer in instruction.writes}
+            if isinstance(instruction, Accumulate) and instruction.target in alive:
+                written = {}  # it adds in place
+            total -= sum(alive.pop(buffer, 0) for buffer in gone)
+            total += sum(written.values())
+            during = max(before, total)
+            # The old version of what a run writes anew without donating it lives until the end.
+            total -= sum(alive.pop(buffer, 0) for buffer in written)
+            alive.update(written)
+            row.append(LiveBytes(during, total))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def peak_bytes(program: PipelineProgram) -> tuple[int, ...]:
+    """For every mesh, the most bytes per device that are alive at once (see `live_bytes`)."""
+    return tuple(
+        max((live.during for live in row), default=given)
+        for given, row in zip(input_bytes(program), live_bytes(program), strict=True)
+    )
+
+
+def _given(program: PipelineProgram) -> list[dict[Buffer, int]]:
+    given: list[dict[Buffer, int]] = [{} for _ in program.meshes]
+    for number in program.inputs:
+        for buffer in program.buffers_of(number):
+            given[program.mesh_of(number)][buffer] = program.value_of[number].bytes_per_device
+    return given

@@ -1,0 +1,95 @@
+"""One order for all instructions of all meshes, and what makes meshes wait for each other.
+
+A process that drives several meshes enqueues their programs in this order. It is the order in which
+instructions could start if every run took the same time, so no mesh is starved while another's list
+is enqueued far ahead, and all meshes' collectives start in an order on which all agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import ScheduleError
+from autopar.passes.pipeline.instructions import Instruction, Names, Recv, Run, Send
+
+
+def dispatch_order(
+    meshes: Sequence[Sequence[Instruction]], names: Names = str
+) -> tuple[tuple[int, int], ...]:
+    """(mesh, index) of every instruction, each `Recv` behind its `Send`.
+
+    Raises:
+      ScheduleError: the meshes wait for each other in a cycle, or for something that nobody sends.
+    """
+    position = [0] * len(meshes)
+    clock = [(0, 0)] * len(meshes)  # runs, and instructions, on the longest path up to here
+    sent: dict[int, tuple[int, int]] = {}
+    keyed: list[tuple[int, int, int, int]] = []
+    progress = True
+    while progress:
+        progress = False
+        for mesh, instructions in enumerate(meshes):
+            while position[mesh] < len(instructions):
+                instruction = instructions[position[mesh]]
+                start = clock[mesh]
+                if isinstance(instruction, Recv):
+                    if instruction.tag not in sent:
+                        break
+                    start = max(start, sent[instruction.tag])
+                keyed.append((*start, mesh, position[mesh]))
+                clock[mesh] = (start[0] + isinstance(instruction, Run), start[1] + 1)
+                if isinstance(instruction, Send):
+                    sent[instruction.tag] = clock[mesh]
+                position[mesh] += 1
+                progress = True
+    if any(position[mesh] < len(instructions) for mesh, instructions in enumerate(meshes)):
+        raise deadlock(meshes, position, names)
+    return tuple((mesh, index) for _, _, mesh, index in sorted(keyed))
+
+
+def deadlock(
+    meshes: Sequence[Sequence[Instruction]], position: Sequence[int], names: Names = str
+) -> ScheduleError:
+    """The error for meshes that are stuck at `position` in their lists: who waits for whom."""
+    sender = {
+        instruction.tag: (mesh, index)
+        for mesh, instructions in enumerate(meshes)
+        for index, instruction in enumerate(instructions)
+        if isinstance(instruction, Send)
+    }
+    sentences: dict[int, str] = {}
+    mesh = next(m for m, instructions in enumerate(meshes) if position[m] < len(instructions))
+    while mesh not in sentences:
+        recv = meshes[mesh][position[mesh]]
+        assert isinstance(recv, Recv), recv
+        what = ", ".join(map(names, recv.buffers))
+        reader = _next_run(meshes[mesh], position[mesh])
+        waiting = f"mesh {mesh} waits for {what} from mesh {recv.source} before {reader}"
+        if recv.tag not in sender:
+            return ScheduleError(
+                "The instructions deadlock.", why=f"{waiting}, and no mesh sends it."
+            )
+        home, index = sender[recv.tag]
+        maker = _last_run(meshes[home], index)
+        sentences[mesh] = f"- {waiting}, sent behind {maker}, which mesh {home} has not reached"
+        mesh = home
+        if position[home] > index:
+            return ScheduleError(
+                "The instructions deadlock.", why=f"{waiting}, which has been received already."
+            )
+    cycle = list(sentences)[list(sentences).index(mesh) :]
+    return ScheduleError(
+        "The instructions deadlock.",
+        why="meshes wait for each other in a cycle:\n" + "\n".join(sentences[m] for m in cycle),
+        hint="let the schedule run each task behind those whose values its stage receives.",
+    )
+
+
+def _next_run(instructions: Sequence[Instruction], index: int) -> str:
+    labels = (x.label for x in instructions[index:] if isinstance(x, Run))
+    return next(labels, "its end")
+
+
+def _last_run(instructions: Sequence[Instruction], index: int) -> str:
+    labels = (x.label for x in reversed(instructions[:index]) if isinstance(x, Run))
+    return next(labels, "its start")
