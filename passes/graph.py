@@ -134,8 +134,10 @@ def _inline_into(
         if name in _IDENTITIES:
             env[eqn.outvars[0]] = operands[0]
             continue
+        called = jax_compat.expanded(eqn) if name == "call_hi_primitive" else None
         if name in _CALLED_JAXPR and _CALLED_JAXPR[name] in eqn.params:
             called = eqn.params[_CALLED_JAXPR[name]]
+        if called is not None:
             inner, consts = (
                 (called.jaxpr, called.consts) if isinstance(called, ClosedJaxpr) else (called, ())
             )
@@ -261,7 +263,7 @@ def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in jaxpr.eqns:
         operands = [_read(env, atom) for atom in eqn.invars]
         if any(new is not old for new, old in zip(operands, eqn.invars, strict=True)):
-            eqn = eqn.replace(invars=operands)  # noqa: PLW2901
+            eqn = eqn.replace(invars=operands)
         key = None
         if not eqn.effects and eqn.primitive.name not in _NEVER_EQUAL:
             key = _equation_key(eqn)

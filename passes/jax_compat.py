@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax._src import core, source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 
 def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
@@ -112,3 +112,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What a "hijax" equation (`jnp.searchsorted` since JAX 0.12) stands for, as ordinary equations.
+
+    The primitive's own expansion has no public name.
+    """
+    to_lojax = eqn.primitive.to_lojax
+
+    def function(*operands: Any) -> Any:
+        return to_lojax(*operands, **eqn.params)
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(function)(*shapes)

@@ -76,6 +76,11 @@ def replicated(eqn: JaxprEqn) -> FactorRule:
     return loops.rule(operands, results)
 
 
+def replicated_scalar(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    """What has no dimensions has nothing to cut."""
+    return replicated(eqn)
+
+
 def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     """All values have the same dimensions; an operand may be a scalar or repeat a dimension."""
     shape = shape_of(eqn.outvars[0])
@@ -118,7 +123,8 @@ for _name in ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "lgamma", "nexta
     OWN[_name] = elementwise
 for _name in ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "polygamma"):
     OWN[_name] = elementwise
-OWN["threefry2x32"] = elementwise
+OWN["threefry2x32"] = OWN["polynomial"] = elementwise
+OWN["empty2"] = replicated_scalar
 
 
 @_own("optimization_barrier")

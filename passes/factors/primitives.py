@@ -39,7 +39,8 @@ UNARY = names(
 NARY = names(
     """
     add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt
-    lt_to max min mul mulhi ne nextafter or polygamma pow regularized_incomplete_beta rem select_n
+    lt_to max min mul mulhi ne nextafter or polygamma polynomial pow
+    regularized_incomplete_beta rem select_n
     shift_left shift_right_arithmetic shift_right_logical sub threefry2x32 tie xor zeta
     """
 )
@@ -377,3 +378,4 @@ def _uncut(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 _WHOLE.update(
     dict.fromkeys(("rng_bit_generator", "rng_uniform", "debug_callback", "debug_print"), _uncut)
 )
+_WHOLE["empty2"] = _uncut  # the scalar that a scan's stacks start from (JAX 0.12)
