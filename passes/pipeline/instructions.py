@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from autopar.passes.schedules.schedule import Schedule
@@ -287,7 +288,7 @@ class PipelineProgram:
     outputs: tuple[int, ...]
     donated: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def value_of(self) -> Mapping[int, Value]:
         """Every value by its number."""
         return {value.number: value for value in self.values}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from autopar.passes.pipeline.instructions import Accumulate, Buffer, Free, PipelineProgram, Run
@@ -19,12 +20,19 @@ def input_bytes(program: PipelineProgram) -> tuple[int, ...]:
     return tuple(sum(sizes.values()) for sizes in _given(program))
 
 
-def live_bytes(program: PipelineProgram) -> tuple[tuple[LiveBytes, ...], ...]:
+def live_bytes(
+    program: PipelineProgram, temporary_bytes: Mapping[str, int] | None = None
+) -> tuple[tuple[LiveBytes, ...], ...]:
     """For every mesh and every instruction, the bytes per device that are alive.
 
     While a piece runs, all that it reads and writes is alive, except that what it writes takes the
-    memory of what it donates as far as that goes. What pieces need inside is not counted here.
+    memory of what it donates as far as that goes.
+
+    Args:
+      program: the instructions.
+      temporary_bytes: by the piece's name, the bytes per device that it needs inside while it runs.
     """
+    temporary = temporary_bytes or {}
     bytes_of = {value.number: value.bytes_per_device for value in program.values}
     rows = []
     for alive, instructions in zip(_given(program), program.meshes, strict=True):
@@ -39,7 +47,8 @@ def live_bytes(program: PipelineProgram) -> tuple[tuple[LiveBytes, ...], ...]:
                 written = {}  # it adds in place
             total -= sum(alive.pop(buffer, 0) for buffer in gone)
             total += sum(written.values())
-            during = max(before, total)
+            inside = temporary.get(instruction.piece, 0) if isinstance(instruction, Run) else 0
+            during = max(before, total) + inside
             # The old version of what a run writes anew without donating it lives until the end.
             total -= sum(alive.pop(buffer, 0) for buffer in written)
             alive.update(written)
@@ -48,11 +57,15 @@ def live_bytes(program: PipelineProgram) -> tuple[tuple[LiveBytes, ...], ...]:
     return tuple(rows)
 
 
-def peak_bytes(program: PipelineProgram) -> tuple[int, ...]:
+def peak_bytes(
+    program: PipelineProgram, temporary_bytes: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
     """For every mesh, the most bytes per device that are alive at once (see `live_bytes`)."""
     return tuple(
         max((live.during for live in row), default=given)
-        for given, row in zip(input_bytes(program), live_bytes(program), strict=True)
+        for given, row in zip(
+            input_bytes(program), live_bytes(program, temporary_bytes), strict=True
+        )
     )
 
 

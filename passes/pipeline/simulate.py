@@ -1,0 +1,308 @@
+"""A virtual clock that runs the instruction lists that the runtimes run.
+
+Every mesh executes its list in order, one instruction at a time. A `Send` goes on at once; what it
+sends arrives after the transfer's time, in which no mesh is occupied, and a `Recv` waits for it.
+
+With `shared_cores`, the meshes are virtual devices that share the cores of one machine (processor
+sharing): a mesh of n devices wants n cores, or all if there are fewer, and when the meshes that run
+something want more cores than there are, all slow down by the same factor. The given seconds are
+those of a mesh that has the machine to itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from autopar.errors import ScheduleError
+from autopar.passes.pipeline.emit import emit
+from autopar.passes.pipeline.instructions import (
+    Accumulate,
+    Free,
+    Instruction,
+    Piece,
+    PieceKind,
+    PipelineProgram,
+    Recv,
+    Reshard,
+    Run,
+    Send,
+    Transfer,
+    Value,
+    buffer_names,
+)
+from autopar.passes.pipeline.order import deadlock
+from autopar.passes.pipeline.timeline import Event, Timeline
+from autopar.passes.schedules.schedule import Schedule
+
+_T = TypeVar("_T")
+_Seconds = Callable[[Instruction], float]
+
+
+def simulate(
+    program: PipelineProgram,
+    run_seconds: Callable[[Run], float] | float,
+    transfer_seconds: Callable[[Send], float] | float = 0.0,
+    *,
+    send_seconds: Callable[[Send], float] | float = 0.0,
+    recv_seconds: Callable[[Recv], float] | float = 0.0,
+    reshard_seconds: Callable[[Reshard], float] | float = 0.0,
+    accumulate_seconds: Callable[[Accumulate], float] | float = 0.0,
+    shared_cores: int | None = None,
+    devices_per_mesh: Sequence[int] | int = 1,
+    temporary_bytes: Mapping[str, int] | None = None,
+) -> Timeline:
+    """The timeline of a program, if its instructions take the given seconds.
+
+    Every cost is a number of seconds or a function of the instruction.
+
+    Args:
+      program: the instructions.
+      run_seconds: how long a piece runs.
+      transfer_seconds: from the end of a `Send` until its buffers have arrived; occupies no mesh.
+      send_seconds: how long packing occupies the mesh.
+      recv_seconds: how long unpacking occupies the mesh.
+      reshard_seconds: how long a `Reshard` occupies the mesh.
+      accumulate_seconds: how long an `Accumulate` occupies the mesh.
+      shared_cores: cores that all meshes share; None where every device works for itself.
+      devices_per_mesh: devices of each mesh, or one number for all.
+      temporary_bytes: by the piece's name, the bytes per device that it needs inside while it runs.
+
+    Raises:
+      ScheduleError: meshes wait for each other in a cycle (named), or a cost is negative.
+    """
+    num_meshes = len(program.meshes)
+    devices = (
+        (devices_per_mesh,) * num_meshes
+        if isinstance(devices_per_mesh, int)
+        else tuple(devices_per_mesh)
+    )
+    if len(devices) != num_meshes or min(devices, default=1) < 1:
+        raise ScheduleError(
+            f"devices_per_mesh={devices_per_mesh} does not give {num_meshes} meshes their devices."
+        )
+    if shared_cores is not None and shared_cores < 1:
+        raise ScheduleError(f"shared_cores={shared_cores} is not a number of cores.")
+
+    def seconds(instruction: Instruction) -> float:
+        match instruction:
+            case Run():
+                cost = _cost(run_seconds, instruction)
+            case Send():
+                cost = _cost(send_seconds, instruction)
+            case Recv():
+                cost = _cost(recv_seconds, instruction)
+            case Reshard():
+                cost = _cost(reshard_seconds, instruction)
+            case Accumulate():
+                cost = _cost(accumulate_seconds, instruction)
+            case Free():
+                cost = 0.0
+        return cost
+
+    def latency(send: Send) -> float:
+        return _cost(transfer_seconds, send)
+
+    if shared_cores is None:
+        events = _independent(program, seconds, latency)
+    else:
+        wanted = [min(n, shared_cores) for n in devices]
+        events = _shared(program, seconds, latency, shared_cores, wanted)
+    return Timeline(program, tuple(sorted(events)), devices, dict(temporary_bytes or {}))
+
+
+def simulate_schedule(
+    schedule: Schedule,
+    T_F: Sequence[float] | float,
+    T_B: Sequence[float] | float = 0.0,
+    T_W: Sequence[float] | float = 0.0,
+    latency: float = 0.0,
+) -> Timeline:
+    """The timeline of a schedule alone: what closed forms and planners need.
+
+    Args:
+      schedule: any schedule.
+      T_F: seconds of the forward pass of each stage, or of every stage.
+      T_B: seconds of the backward pass, or of its first part.
+      T_W: seconds of the weight gradients where they are a second part. Where the schedule does not
+        split the backward pass, B takes T_B + T_W.
+      latency: seconds from a task's end until the next stage, on another mesh, has its result.
+
+    Returns:
+      A timeline in which one microbatch in flight on one stage counts as one byte, so `peak_bytes`
+      are the most microbatches in flight on each mesh.
+
+    >>> from autopar.passes.schedules import make_schedule
+    >>> print(simulate_schedule(make_schedule("1f1b", 2, 4), 1.0, 2.0))
+    1f1b: 15 s a step, 20.0% bubble
+    mesh  busy  span   idle  peak memory
+       0  12 s  15 s  20.0%          2 B
+       1  12 s  12 s  20.0%          1 B
+    """
+    per_stage = {
+        "F": _each("T_F", T_F, schedule.num_stages),
+        "B": _each("T_B", T_B, schedule.num_stages),
+        "W": _each("T_W", T_W, schedule.num_stages),
+    }
+    if not schedule.splits_backward:
+        per_stage["B"] = [b + w for b, w in zip(per_stage["B"], per_stage["W"], strict=True)]
+    values, pieces, transfers = _bare(schedule)
+    program = emit(schedule, values, pieces, transfers, inputs=(), outputs=())
+    return simulate(program, lambda run: per_stage[run.kind][run.stage], latency)
+
+
+def _bare(schedule: Schedule) -> tuple[list[Value], list[Piece], list[Transfer]]:
+    """Stages that compute nothing but depend on each other as those of a model do."""
+    values: list[Value] = []
+    pieces: list[Piece] = []
+    transfers: list[Transfer] = []
+    last = schedule.num_stages - 1
+    kept: list[int] = []
+    sent = -1
+
+    def value(stage: int, label: str, size: int = 0) -> int:
+        values.append(Value(len(values), stage, size, True, f"{label}{stage}"))
+        return len(values) - 1
+
+    def piece(kind: PieceKind, stage: int, reads: list[int], writes: list[int]) -> None:
+        pieces.append(Piece(f"{kind}{stage}", stage, kind, tuple(reads), tuple(writes)))
+
+    for stage in range(schedule.num_stages):
+        arrives = [value(stage, "received")] if stage > 0 else []
+        leaves = [value(stage, "activation")] if stage < last else []
+        kept.append(value(stage, "kept", 1))
+        piece("F", stage, arrives, [*leaves, kept[stage]])
+        transfers += [Transfer(sent, target) for target in arrives]
+        sent = leaves[0] if leaves else -1
+    if schedule.forward_only:
+        return values, pieces, transfers
+    for stage in reversed(range(schedule.num_stages)):
+        arrives = [value(stage, "arrived")] if stage < last else []
+        leaves = [value(stage, "gradient")] if stage > 0 else []
+        rest = [value(stage, "rest")] if schedule.splits_backward else []
+        piece("B", stage, [kept[stage], *arrives], [*leaves, *rest])
+        if rest:
+            piece("W", stage, rest, [])
+        transfers += [Transfer(sent, target) for target in arrives]
+        sent = leaves[0] if leaves else -1
+    return values, pieces, transfers
+
+
+def _independent(
+    program: PipelineProgram, seconds: _Seconds, latency: Callable[[Send], float]
+) -> list[Event]:
+    """Every mesh has devices of its own: each list is walked as far as it goes, in turns."""
+    position = [0] * len(program.meshes)
+    clock = [0.0] * len(program.meshes)
+    arrival: dict[int, float] = {}
+    events: list[Event] = []
+    progress = True
+    while progress:
+        progress = False
+        for mesh, instructions in enumerate(program.meshes):
+            while position[mesh] < len(instructions):
+                instruction = instructions[position[mesh]]
+                start = clock[mesh]
+                if isinstance(instruction, Recv):
+                    if instruction.tag not in arrival:
+                        break
+                    start = max(start, arrival[instruction.tag])
+                clock[mesh] = start + seconds(instruction)
+                if isinstance(instruction, Send):
+                    arrival[instruction.tag] = clock[mesh] + latency(instruction)
+                events.append(Event(mesh, position[mesh], start, clock[mesh]))
+                position[mesh] += 1
+                progress = True
+    _require_end(program, position)
+    return events
+
+
+def _shared(
+    program: PipelineProgram,
+    seconds: _Seconds,
+    latency: Callable[[Send], float],
+    cores: int,
+    wanted: Sequence[int],
+) -> list[Event]:
+    """All meshes share `cores`: time goes on to the next end of a run or arrival of a transfer."""
+    position = [0] * len(program.meshes)
+    now = 0.0
+    started: dict[int, float] = {}
+    left: dict[int, float] = {}  # seconds that a mesh's instruction still needs at full speed
+    arrival: dict[int, float] = {}
+    events: list[Event] = []
+
+    def finish(mesh: int, start: float) -> None:
+        instruction = program.meshes[mesh][position[mesh]]
+        if isinstance(instruction, Send):
+            arrival[instruction.tag] = now + latency(instruction)
+        events.append(Event(mesh, position[mesh], start, now))
+        position[mesh] += 1
+
+    while True:
+        waking: list[float] = []
+        progress = True
+        while progress:
+            progress = False
+            waking.clear()
+            for mesh, instructions in enumerate(program.meshes):
+                while mesh not in left and position[mesh] < len(instructions):
+                    instruction = instructions[position[mesh]]
+                    if isinstance(instruction, Recv):
+                        arrives = arrival.get(instruction.tag)
+                        if arrives is None:
+                            break
+                        if arrives > now:
+                            waking.append(arrives)
+                            break
+                    needs = seconds(instruction)
+                    progress = True
+                    if needs > 0:
+                        started[mesh], left[mesh] = now, needs
+                    else:
+                        finish(mesh, now)
+        if not left and not waking:
+            break
+        if not left:
+            now = min(waking)
+            continue
+        speed = min(1.0, cores / sum(wanted[mesh] for mesh in left))
+        shortest = min(left.values())
+        if waking and min(waking) - now < shortest / speed:
+            step = (min(waking) - now) * speed
+            now = min(waking)
+            left = {mesh: rest - step for mesh, rest in left.items()}
+            continue
+        now += shortest / speed
+        left = {mesh: rest - shortest for mesh, rest in left.items()}
+        # Equal work that started together ends together, whatever rounding says.
+        for mesh in [mesh for mesh, rest in left.items() if rest <= shortest * 1e-12]:
+            del left[mesh]
+            finish(mesh, started.pop(mesh))
+    _require_end(program, position)
+    return events
+
+
+def _require_end(program: PipelineProgram, position: Sequence[int]) -> None:
+    if any(at < len(list_) for at, list_ in zip(position, program.meshes, strict=True)):
+        raise deadlock(program.meshes, position, buffer_names(program.values))
+
+
+def _cost(given: Callable[[_T], float] | float, instruction: _T) -> float:
+    cost = given(instruction) if callable(given) else given
+    if not (cost >= 0 and math.isfinite(cost)):
+        raise ScheduleError(
+            f"An instruction cannot take {cost} seconds.", where=f"instruction: {instruction}"
+        )
+    return cost
+
+
+def _each(name: str, seconds: Sequence[float] | float, count: int) -> list[float]:
+    if isinstance(seconds, int | float):
+        return [seconds] * count
+    if len(seconds) != count:
+        raise ScheduleError(
+            f"{name} has {len(seconds)} entries.", why=f"one number or {count} of them are needed."
+        )
+    return list(seconds)

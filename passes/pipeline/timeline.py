@@ -1,0 +1,181 @@
+"""When every instruction ran, simulated or measured: the same rows, to be compared."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from autopar.errors import ScheduleError
+from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
+from autopar.passes.pipeline.memory import input_bytes, live_bytes
+from autopar.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """One instruction of one mesh from `start` to `end`, in seconds, without the wait before it."""
+
+    mesh: int
+    index: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program with the time of every instruction.
+
+    Args:
+      program: what ran.
+      events: one for every instruction, by mesh and index.
+      devices_per_mesh: weights of the meshes in `bubble_fraction`; by default all are equal.
+      temporary_bytes: by the piece's name, the bytes per device that it needs inside while it runs.
+    """
+
+    program: PipelineProgram
+    events: tuple[Event, ...]
+    devices_per_mesh: tuple[int, ...] | None = None
+    temporary_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def instruction(self, event: Event) -> Instruction:
+        return self.program.meshes[event.mesh][event.index]
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first start to the last end on any mesh."""
+        if not self.events:
+            return 0.0
+        return max(event.end for event in self.events) - min(event.start for event in self.events)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For every mesh, the seconds in which it executes something."""
+        seconds = [0.0] * len(self.program.meshes)
+        for event in self.events:
+            seconds[event.mesh] += event.seconds
+        return tuple(seconds)
+
+    @cached_property
+    def span(self) -> tuple[float, ...]:
+        """For every mesh, the seconds from the start of its first run or transfer to its last end.
+
+        Instructions that take no time do not count, except runs.
+        """
+        times: list[list[float]] = [[] for _ in self.program.meshes]
+        for event in self.events:
+            if event.seconds > 0 or isinstance(self.instruction(event), Run):
+                times[event.mesh] += (event.start, event.end)
+        return tuple(max(mesh, default=0.0) - min(mesh, default=0.0) for mesh in times)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in the step in which they execute nothing."""
+        devices = self.devices_per_mesh or (1,) * len(self.busy)
+        total = sum(devices) * self.step_seconds
+        if total == 0:
+            return 0.0
+        return 1 - sum(n * seconds for n, seconds in zip(devices, self.busy, strict=True)) / total
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For every mesh, the most bytes per device that are alive at once."""
+        return tuple(
+            max(size for _, size in self.bytes_over_time(m)) for m in range(len(self.busy))
+        )
+
+    def bytes_over_time(self, mesh: int) -> tuple[tuple[float, int], ...]:
+        """(seconds, bytes per device alive on `mesh` from then on), in the order of time."""
+        live = live_bytes(self.program, self.temporary_bytes)[mesh]
+        steps = [
+            (min((e.start for e in self.events), default=0.0), input_bytes(self.program)[mesh])
+        ]
+        for event in self.events:
+            if event.mesh == mesh:
+                during, after = live[event.index]
+                steps += [(event.start, during), (event.end, after)]
+        return tuple(steps)
+
+    @property
+    def run_order(self) -> tuple[tuple[int, str], ...]:
+        """(mesh, piece and microbatch) of all runs by the time of their start."""
+        runs = [e for e in self.events if isinstance(self.instruction(e), Run)]
+        runs.sort(key=lambda event: (event.start, event.mesh, event.index))
+        return tuple((event.mesh, self.instruction(event).label) for event in runs)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """This timeline for chrome://tracing or Perfetto (see `chrome_trace`)."""
+        from autopar.passes.pipeline.chrome import chrome_trace
+
+        return chrome_trace(self)
+
+    def __str__(self) -> str:
+        title = (
+            f"{self.program.schedule.name}: {format_seconds(self.step_seconds)} a step, "
+            f"{self.bubble_fraction:.1%} bubble"
+        )
+        rows = [("mesh", "busy", "span", "idle", "peak memory")]
+        for mesh, (busy, span) in enumerate(zip(self.busy, self.span, strict=True)):
+            idle = 1 - busy / self.step_seconds if self.step_seconds else 0.0
+            peak = format_bytes(self.peak_bytes[mesh])
+            rows.append(
+                (str(mesh), format_seconds(busy), format_seconds(span), f"{idle:.1%}", peak)
+            )
+        return "\n".join([title, *_aligned(rows)])
+
+
+def difference(expected: Timeline, measured: Timeline) -> str:
+    """A table of two timelines of one program: how long each piece took, and the whole step.
+
+    Args:
+      expected: the simulated one.
+      measured: that of a real run.
+
+    Raises:
+      ScheduleError: they are not of the same instructions.
+    """
+    if expected.program.meshes != measured.program.meshes:
+        raise ScheduleError(
+            "Two timelines can only be compared if they are of the same instructions.",
+            where=f"{expected.program.schedule.name} and {measured.program.schedule.name}",
+        )
+    rows = [("mesh", "instruction", "count", "expected", "measured", "difference")]
+    before, after = _totals(expected), _totals(measured)
+    for (mesh, what), (count, seconds) in before.items():
+        rows.append((str(mesh), what, str(count), *_compared(seconds, after[mesh, what][1])))
+    rows.append(("", "step", "", *_compared(expected.step_seconds, measured.step_seconds)))
+    return "\n".join(_aligned(rows))
+
+
+def _totals(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
+    totals: dict[tuple[int, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for event in timeline.events:
+        instruction = timeline.instruction(event)
+        what = (
+            instruction.piece
+            if isinstance(instruction, Run)
+            else type(instruction).__name__.lower()
+        )
+        count, seconds = totals[event.mesh, what]
+        totals[event.mesh, what] = (count + 1, seconds + event.seconds)
+    return totals
+
+
+def _compared(expected: float, measured: float) -> tuple[str, str, str]:
+    change = f"{(measured - expected) / expected:+.1%}" if expected else "-"
+    return format_seconds(expected), format_seconds(measured), change
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    adjust: Callable[[str, int], str] = str.rjust
+    return [
+        "  ".join(adjust(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
