@@ -115,7 +115,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
-    """What a "hijax" equation (`jnp.searchsorted` since JAX 0.12) stands for, as ordinary equations.
+    """What a "hijax" equation (`jnp.searchsorted` in JAX 0.12) stands for, as ordinary equations.
 
     The primitive's own expansion has no public name.
     """
