@@ -92,15 +92,17 @@ class Timeline:
 
     def bytes_over_time(self, mesh: int) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes per device alive on `mesh` from then on), in the order of time."""
-        live = live_bytes(self.program, self.temporary_bytes)[mesh]
-        steps = [
-            (min((e.start for e in self.events), default=0.0), input_bytes(self.program)[mesh])
-        ]
+        return self._bytes[mesh]
+
+    @cached_property
+    def _bytes(self) -> tuple[tuple[tuple[float, int], ...], ...]:
+        live = live_bytes(self.program, self.temporary_bytes)
+        start = min((event.start for event in self.events), default=0.0)
+        steps = [[(start, given)] for given in input_bytes(self.program)]
         for event in self.events:
-            if event.mesh == mesh:
-                during, after = live[event.index]
-                steps += [(event.start, during), (event.end, after)]
-        return tuple(steps)
+            during, after = live[event.mesh][event.index]
+            steps[event.mesh] += [(event.start, during), (event.end, after)]
+        return tuple(map(tuple, steps))
 
     @property
     def run_order(self) -> tuple[tuple[int, str], ...]:

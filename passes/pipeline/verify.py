@@ -8,6 +8,7 @@ from autopar.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
+    Buffers,
     Free,
     Instruction,
     Names,
@@ -42,7 +43,8 @@ def verify(program: PipelineProgram) -> None:
             keeps[mesh].update(buffers)
     for number in program.outputs:
         remains[program.mesh_of(number)].update(program.buffers_of(number))
-    sent: dict[int, tuple[int, Send]] = {}
+    sends: dict[int, tuple[int, Send]] = {}
+    received: set[int] = set()
     position = [0] * len(program.meshes)
     for mesh, index in program.order:
         if index != position[mesh] or index >= len(program.meshes[mesh]):
@@ -51,42 +53,23 @@ def verify(program: PipelineProgram) -> None:
             )
         position[mesh] += 1
         instruction = program.meshes[mesh][index]
-        where = f"mesh {mesh}, instruction {index}: {instruction.text(names)}"
-        for buffer in (*instruction.reads, *instruction.writes):
-            if buffer.value not in known:
-                raise ScheduleError(f"There is no value {buffer.value}.", where=where)
-        for buffer in instruction.reads:
-            if buffer not in alive[mesh]:
-                raise ScheduleError(
-                    f"{names(buffer)} is read, but it is not there.",
-                    where=where,
-                    why=_history(program.meshes[mesh], index, buffer),
-                    hint="a piece, a transfer or the caller must provide it before this point.",
-                )
-        if isinstance(instruction, Send):
-            if instruction.tag in sent:
-                raise ScheduleError(f"Two Sends have the tag {instruction.tag}.", where=where)
-            sent[instruction.tag] = (mesh, instruction)
-        elif isinstance(instruction, Recv):
-            _match(sent.pop(instruction.tag, None), mesh, instruction, where)
-        gone: Sequence[Buffer] = ()
-        if isinstance(instruction, Free):
-            gone = instruction.buffers
-        elif isinstance(instruction, Run):
-            gone = instruction.donates
-        overwritten = set(instruction.writes) & alive[mesh] - set(gone)
-        if not isinstance(instruction, Run | Accumulate) and overwritten:
+        wrong = _misplaced(instruction, alive[mesh], keeps[mesh], known, names)
+        if not wrong and isinstance(instruction, Send):
+            if instruction.tag in sends:
+                wrong = f"Two Sends have the tag {instruction.tag}."
+            sends[instruction.tag] = (mesh, instruction)
+        elif not wrong and isinstance(instruction, Recv):
+            wrong = _unmatched(sends.get(instruction.tag), mesh, instruction)
+            if instruction.tag in received:
+                wrong = f"Transfer {instruction.tag} is received twice."
+            received.add(instruction.tag)
+        if wrong:
             raise ScheduleError(
-                f"{_all(overwritten, names)} is overwritten by a {type(instruction).__name__}.",
-                where=where,
+                wrong,
+                where=f"mesh {mesh}, instruction {index}: {instruction.text(names)}",
+                why=_history(program.meshes[mesh], index, alive[mesh], names),
             )
-        for buffer in gone:
-            if buffer not in alive[mesh]:
-                raise ScheduleError(f"{names(buffer)} is freed, but not there.", where=where)
-            alive[mesh].remove(buffer)
-        if overwritten & keeps[mesh] or keeps[mesh] & set(gone):
-            lost = _all(keeps[mesh] & (overwritten | set(gone)), names)
-            raise ScheduleError(f"{lost} belongs to the caller and is taken.", where=where)
+        alive[mesh].difference_update(_gone(instruction))
         alive[mesh].update(instruction.writes)
     for mesh, instructions in enumerate(program.meshes):
         if position[mesh] != len(instructions):
@@ -96,34 +79,72 @@ def verify(program: PipelineProgram) -> None:
         absent = remains[mesh] - alive[mesh]
         if absent:
             raise ScheduleError(
-                f"Output {_all(absent, names)} is not there at the end of mesh {mesh}."
+                f"Output {_all(absent, names)} is not there at the end of mesh {mesh}.",
+                hint="a piece, a transfer or the caller must provide it.",
             )
         leaked = alive[mesh] - remains[mesh] - keeps[mesh]
         if leaked:
             raise ScheduleError(f"{_all(leaked, names)} is never freed on mesh {mesh}.")
-    if sent:
-        raise ScheduleError(f"No mesh receives the transfer {min(sent)}.")
+    if set(sends) != received:
+        raise ScheduleError(f"No mesh receives the transfer {min(set(sends) - received)}.")
 
 
-def _match(sent: tuple[int, Send] | None, mesh: int, recv: Recv, where: str) -> None:
+def _misplaced(
+    instruction: Instruction, alive: set[Buffer], keeps: set[Buffer], known: set[int], names: Names
+) -> str | None:
+    """What is wrong with executing `instruction` while these buffers are alive."""
+    absent = {buffer for buffer in instruction.reads if buffer not in alive}
+    if absent:
+        return f"{_all(absent, names)} is read, but it is not there."
+    gone = _gone(instruction)
+    absent = {buffer for buffer in gone if buffer not in alive}
+    if absent or len(set(gone)) < len(gone):
+        return f"{_all(absent or set(gone), names)} is freed, but it is not there."
+    unknown = {buffer for buffer in instruction.writes if buffer.value not in known}
+    if unknown:
+        return f"{_all(unknown, names)} is not a value of the program."
+    overwritten = {buffer for buffer in instruction.writes if buffer in alive}
+    if overwritten and not isinstance(instruction, Run | Accumulate):
+        return f"{_all(overwritten, names)} is there already and is overwritten."
+    taken = keeps & (overwritten | set(gone))
+    if taken:
+        return f"{_all(taken, names)} belongs to the caller and is taken."
+    return None
+
+
+def _unmatched(sent: tuple[int, Send] | None, mesh: int, recv: Recv) -> str | None:
     if sent is None:
-        raise ScheduleError("A Recv stands before its Send, or has none.", where=where)
+        return "A Recv stands before its Send, or has none."
     home, send = sent
     if (home, send.to, len(send.buffers)) != (recv.source, mesh, len(recv.buffers)):
-        raise ScheduleError(
-            "A Recv does not fit its Send.",
-            where=where,
-            why=f"mesh {home} sends {len(send.buffers)} buffers to mesh {send.to} with this tag.",
+        return (
+            f"A Recv does not fit its Send: mesh {home} sends {len(send.buffers)} buffers to mesh "
+            f"{send.to} with this tag."
         )
+    return None
 
 
-def _history(instructions: Sequence[Instruction], index: int, buffer: Buffer) -> str:
-    for instruction in reversed(instructions[:index]):
-        freed = isinstance(instruction, Free) and buffer in instruction.buffers
-        if freed or (isinstance(instruction, Run) and buffer in instruction.donates):
-            return f"it was gone after: {instruction}"
-    later = [x for x in instructions[index:] if buffer in x.writes]
-    return f"it is written later, by: {later[0]}" if later else "nothing on this mesh writes it."
+def _gone(instruction: Instruction) -> Buffers:
+    if isinstance(instruction, Run):
+        return instruction.donates
+    return instruction.buffers if isinstance(instruction, Free) else ()
+
+
+def _history(
+    instructions: Sequence[Instruction], index: int, alive: set[Buffer], names: Names
+) -> str | None:
+    """Where the first buffer that an instruction lacks has gone, or comes from too late."""
+    instruction = instructions[index]
+    lacks = [b for b in (*instruction.reads, *_gone(instruction)) if b not in alive]
+    if not lacks:
+        return None
+    for earlier in reversed(instructions[:index]):
+        if lacks[0] in _gone(earlier):
+            return f"it was gone after: {earlier.text(names)}"
+    later = [x for x in instructions[index:] if lacks[0] in x.writes]
+    if later:
+        return f"it is only written by: {later[0].text(names)}"
+    return "no piece of its stage writes it, no transfer brings it, and it is no input."
 
 
 def _all(buffers: set[Buffer], names: Names) -> str:
