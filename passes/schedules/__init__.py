@@ -3,7 +3,8 @@
 - `schedule`: `Task` and `Schedule`;
 - `named`: the orders that have names in the literature;
 - `make`: `make_schedule`, which takes a name or a user's function;
-- `checker`: the one checker that proves any of them complete, deadlock-free and inside memory.
+- `checker`: the one checker that proves any of them complete, deadlock-free and inside memory;
+- `times`: how long one takes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .make import make_schedule
     from .named import SCHEDULES
     from .schedule import Schedule, Task, TaskKind
+    from .times import ScheduleTimes, schedule_times
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
@@ -28,7 +30,19 @@ else:
             "check": ".checker",
             "in_flight": ".checker",
             "make_schedule": ".make",
+            "ScheduleTimes": ".times",
+            "schedule_times": ".times",
         },
     )
 
-__all__ = ["SCHEDULES", "Schedule", "Task", "TaskKind", "check", "in_flight", "make_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "ScheduleTimes",
+    "Task",
+    "TaskKind",
+    "check",
+    "in_flight",
+    "make_schedule",
+    "schedule_times",
+]

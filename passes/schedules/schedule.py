@@ -10,6 +10,7 @@ the previous stage waits for, and W the rest. Tasks wait for each other along th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 TaskKind = Literal["F", "B", "W"]
@@ -57,17 +58,17 @@ class Schedule:
     def num_meshes(self) -> int:
         return len(self.tasks)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are tasks of their own."""
         return any(task.kind == "W" for tasks in self.tasks for task in tasks)
 
-    @property
+    @cached_property
     def forward_only(self) -> bool:
         """Whether there is no backward pass: inference."""
         return all(task.kind == "F" for tasks in self.tasks for task in tasks)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[TaskKind, ...]:
         """The kinds of tasks that every stage has for every microbatch, in their order."""
         if self.forward_only:
