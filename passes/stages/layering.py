@@ -1,0 +1,264 @@
+"""Forward equations clustered into layers, and layers into stages.
+
+Between two heavy equations there is one place where the program may be cut: where the fewest bytes
+are alive (the last such place, so that a convolution keeps its norm). Of these places those are
+dropped that lie next to a clearly cheaper one. A dynamic program over the remaining places balances
+the layers' FLOPs, forward plus backward, against what crosses.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar.errors import OptionError
+from autopar.passes import graph as graphs
+from autopar.passes import jax_compat
+from autopar.passes.factors.rule import FactorRule
+from autopar.passes.graph import Graph, user_source
+from autopar.passes.stages.anatomy import HEAVY, Anatomy, bytes_of, dissect, flops_of
+from autopar.passes.stages.result import Layer, Layers
+from autopar.passes.stages.twins import find_twins
+
+# Layers get no finer than about this share of the loop's FLOPs, however deep the program is.
+_MAX_LAYERS = 64
+# A place is dropped if, nearer than this share of the FLOPs, one has fewer bytes by this ratio.
+_NEAR = 1 / 6
+_FEWER = 1.5
+# Stages may be this much slower than the best balance if fewer bytes cross then.
+_SLACK = 1.05
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The forward equations in order: their numbers, FLOPs, and bytes alive behind each."""
+
+    equations: list[int]
+    forward: list[int]
+    backward: list[int]
+    alive: list[int]
+
+    def flops_until(self) -> list[int]:
+        """FLOPs of the first n equations, for all n."""
+        both = (f + b for f, b in zip(self.forward, self.backward, strict=True))
+        return list(itertools.accumulate(both, initial=0))
+
+
+def layers(graph: Graph, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
+    """The layers of a microbatched program's loop.
+
+    Args:
+      graph: a program with a loop over microbatches (`autopar.passes.microbatch.split`).
+      rules: the factor rules of its equations.
+      at_least: if there are fewer, expensive cuts are made as well; there may still be fewer.
+
+    Raises:
+      OptionError: the program has no loop over microbatches.
+    """
+    return layers_of(dissect(graph, rules), rules, at_least=at_least)
+
+
+def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
+    """The layers of a program that is taken apart already."""
+    chain = _chain(parts, rules)
+    if not chain.equations:
+        return Layers(parts.loop, ())
+    places = _places(parts, chain)
+    cuts = _choose(chain, _cheap_places(chain, places))
+    if len(cuts) + 1 < at_least:
+        cuts = _choose(chain, places)
+    if len(cuts) + 1 < at_least:
+        cuts = places
+    made = []
+    for first, last in itertools.pairwise((0, *cuts, len(chain.equations))):
+        numbers = chain.equations[first:last]
+        heaviest = max(range(first, last), key=lambda i: chain.forward[i] + chain.backward[i])
+        made.append(
+            Layer(
+                equations=tuple(numbers),
+                forward_flops=sum(chain.forward[first:last]),
+                backward_flops=sum(chain.backward[first:last]),
+                cut_bytes=chain.alive[last - 1],
+                digest=_digest(parts, numbers),
+                source=user_source(parts.body.eqns[chain.equations[heaviest]]),
+            )
+        )
+    return Layers(parts.loop, tuple(made))
+
+
+def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
+    eqns = parts.body.eqns
+    numbers = parts.trunk()
+    rank = {index: place for place, index in enumerate(numbers)}
+    backward = [0] * len(numbers)
+    for index, twin in find_twins(parts).items():
+        backward[rank[twin]] += flops_of(eqns[index], parts.body, rules)
+    made: dict[Var, int] = {}
+    until: dict[Var, int] = {}
+    for place, index in enumerate(numbers):
+        for var in eqns[index].invars:
+            if not isinstance(var, Literal) and var in made:
+                until[var] = place
+        made.update((var, place) for var in eqns[index].outvars)
+    change = np.zeros(len(numbers) + 1, np.int64)
+    for var, last in until.items():
+        change[made[var]] += bytes_of(var)
+        change[last] -= bytes_of(var)
+    return _Chain(
+        equations=numbers,
+        forward=[flops_of(eqns[index], parts.body, rules) for index in numbers],
+        backward=backward,
+        alive=[int(x) for x in np.cumsum(change[:-1])],
+    )
+
+
+def _places(parts: Anatomy, chain: _Chain) -> list[int]:
+    """Where the chain may be cut, ascending: before the equations of these places."""
+    count = len(chain.equations)
+    total = sum(chain.forward) + sum(chain.backward)
+    heavy = [
+        place
+        for place, index in enumerate(chain.equations)
+        if parts.body.eqns[index].primitive.name in HEAVY
+    ]
+    if len(heavy) < 2:
+        big = total / _MAX_LAYERS
+        heavy = [i for i in range(count) if chain.forward[i] + chain.backward[i] >= big]
+    best = []
+    for one, other in itertools.pairwise(heavy):
+        gap = range(one + 1, other + 1)
+        best.append(min(gap, key=lambda place: (chain.alive[place - 1], -place)))
+    # A cut before the first heavy equation (an embedding) is of use if something is in front.
+    until = chain.flops_until()
+    least = total / (2 * _MAX_LAYERS)
+    return [place for place in best if least <= until[place] <= total - least]
+
+
+def _cheap_places(chain: _Chain, places: Sequence[int]) -> list[int]:
+    """Without those that lie next to a clearly cheaper one."""
+    until = chain.flops_until()
+    kept: list[int] = []
+    for place in sorted(places, key=lambda place: (chain.alive[place - 1], place)):
+        near = [
+            other
+            for other in kept
+            if abs(until[other] - until[place]) < _NEAR * until[-1]
+            and chain.alive[other - 1] * _FEWER < chain.alive[place - 1]
+        ]
+        if not near:
+            bisect.insort(kept, place)
+    return kept
+
+
+def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
+    """The places that minimise sum(share of FLOPs squared) + weight * sum(relative bytes)."""
+    if not places:
+        return []
+    until = chain.flops_until()
+    total = until[-1] or 1
+    unit = float(np.median([chain.alive[place - 1] for place in places])) or 1.0
+    weight = 1 / (2 * _MAX_LAYERS**2)
+    ends = [0, *places, len(chain.equations)]
+    at = np.array([until[end] / total for end in ends])
+    cost = np.zeros(len(ends))
+    before = np.zeros(len(ends), int)
+    for end in range(1, len(ends)):
+        options = cost[:end] + (at[end] - at[:end]) ** 2
+        before[end] = int(np.argmin(options))
+        crossing = chain.alive[ends[end] - 1] / unit if end < len(ends) - 1 else 0.0
+        cost[end] = options[before[end]] + weight * crossing
+    cuts = []
+    end = int(before[-1])
+    while end:
+        cuts.append(ends[end])
+        end = int(before[end])
+    return cuts[::-1]
+
+
+def _digest(parts: Anatomy, numbers: Sequence[int]) -> str:
+    """The content hash of a layer, with the free equations that it reads left outside."""
+    eqns = [parts.body.eqns[index] for index in numbers]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made]
+    jaxpr = jax_compat.replace_jaxpr(
+        parts.body, eqns=eqns, invars=list(dict.fromkeys(read)), outvars=[]
+    )
+    return graphs.fingerprint(jaxpr)
+
+
+def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]:
+    """Where stages begin, in layers, the first one left out.
+
+    Args:
+      found: the program's layers.
+      stages: how many stages, which then have about the same FLOPs, forward plus backward; or the
+        boundaries themselves.
+
+    Raises:
+      OptionError: more stages than layers, or boundaries that are out of order or out of range.
+    """
+    count = len(found.layers)
+    if not isinstance(stages, int):
+        given = tuple(int(boundary) for boundary in stages)
+        if any(not 0 < boundary < count for boundary in given) or any(
+            one >= other for one, other in itertools.pairwise(given)
+        ):
+            raise OptionError(
+                f"stages={list(given)} are not boundaries between layers.",
+                why=f"the program has {count} layers; boundaries are numbers from 1 to {count - 1}"
+                " in ascending order, and each is the first layer of a stage.",
+            )
+        return given
+    if stages < 1:
+        raise OptionError(f"stages={stages} is not a number of stages.", why="at least 1 is.")
+    if stages > count:
+        raise OptionError(
+            f"{stages} stages are more than the program has layers.",
+            why=f"it has {count} {'layer' if count == 1 else 'layers'}: places to cut lie between"
+            " heavy equations where few bytes are alive; a scan over layers is one.",
+            hint=f"use at most {count} stages, or write the layers as a Python loop.",
+        )
+    return _balanced(found.layers, stages)
+
+
+def _balanced(found: Sequence[Layer], stages: int) -> tuple[int, ...]:
+    """Of the partitions whose slowest stage is nearly the best possible, the one that sends least.
+
+    Two dynamic programs over (stages, layers): the least bottleneck, then the least bytes under it.
+    """
+    count = len(found)
+    until = list(itertools.accumulate((layer.flops for layer in found), initial=0))
+    bottleneck = np.full((stages + 1, count + 1), np.inf)
+    bottleneck[0, 0] = 0
+    for number in range(1, stages + 1):
+        for end in range(number, count + 1):
+            bottleneck[number, end] = min(
+                max(bottleneck[number - 1, start], until[end] - until[start])
+                for start in range(number - 1, end)
+            )
+    limit = bottleneck[stages, count] * _SLACK
+    crossing = [0, *(layer.cut_bytes for layer in found)]
+    best: list[list[tuple[float, float, tuple[int, ...]] | None]] = [
+        [None] * (count + 1) for _ in range(stages + 1)
+    ]
+    best[0][0] = (0.0, 0.0, ())
+    for number in range(1, stages + 1):
+        for end in range(number, count + 1):
+            options = []
+            for start in range(number - 1, end):
+                previous = best[number - 1][start]
+                work = until[end] - until[start]
+                if previous is None or work > limit:
+                    continue
+                sent, slowest, cuts = previous
+                starts = (*cuts, start) if start else cuts
+                options.append((sent + crossing[start], max(slowest, work), starts))
+            best[number][end] = min(options, default=None)
+    chosen = best[stages][count]
+    assert chosen is not None
+    return chosen[2]
