@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.errors import DeviceError
 from autopar.passes.compiler import Compiled
-from autopar.passes.sharding.layout import Layout
-from autopar.runtime.spmd import local_function
+from autopar.runtime.spmd import block_function, partition_spec, typed
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,12 @@ def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> Loc
         axis_types=(AxisType.Auto,) * len(program.mesh),
     )
 
-    def spec(layout: Layout) -> PartitionSpec:
-        return PartitionSpec(*(_entry(axes, program.axis_names) for axes in layout.dims))
-
-    in_specs = tuple(spec(v.layout) for v in program.block.inputs)
-    out_specs = [spec(v.layout) for v in program.block.outputs]
+    names = program.axis_names
+    in_specs = tuple(partition_spec(v.layout, names) for v in program.block.inputs)
+    out_specs = [partition_spec(v.layout, names) for v in program.block.outputs]
+    run = block_function(program.mesh, names, program.block)
     sharded = jax.shard_map(
-        local_function(program),
+        lambda *arrays: run(arrays),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -66,7 +64,7 @@ def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> Loc
 
     def function(*arrays: Any) -> list[Any]:
         avals = [version.atom.aval for version in program.block.outputs]
-        return [_typed(x, aval) for x, aval in zip(sharded(*arrays), avals, strict=True)]
+        return [typed(x, aval) for x, aval in zip(sharded(*arrays), avals, strict=True)]
 
     return LocalProgram(
         local_fn=function,
@@ -74,20 +72,3 @@ def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> Loc
         out_shardings=tuple(NamedSharding(mesh, s) for s in out_specs),
         mesh=mesh,
     )
-
-
-def _entry(axes: Sequence[int], names: Sequence[str]) -> Any:
-    if not axes:
-        return None
-    return names[axes[0]] if len(axes) == 1 else tuple(names[a] for a in axes)
-
-
-def _typed(value: jax.Array, aval: Any) -> jax.Array:
-    """A result with the weak type of the program's own: collectives and slices may lose it."""
-    weak = bool(getattr(aval, "weak_type", False))
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or value.weak_type == weak:
-        return value
-    converted = jax.lax.convert_element_type_p.bind(
-        value, new_dtype=value.dtype, weak_type=weak, sharding=None
-    )
-    return converted

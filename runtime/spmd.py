@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
+from jax.sharding import PartitionSpec
 
 from autopar.passes.jax_compat import scan_counts, source_context
 from autopar.passes.localize import Cut, bind_local
@@ -22,7 +23,6 @@ from autopar.passes.sharding.program import (
     Branch,
     Compute,
     Loop,
-    Program,
     Reshard,
     Version,
 )
@@ -31,13 +31,36 @@ from autopar.passes.sharding.reshard import Step
 Env = dict[Version, Any]
 
 
-def local_function(program: Program) -> Callable[..., list[Any]]:
+def block_function(
+    mesh: tuple[int, ...], axis_names: tuple[str, ...], block: Block
+) -> Callable[[Sequence[Any]], list[Any]]:
     """The function of local arrays that `jax.shard_map` runs on every device of the mesh."""
 
-    def run(*arrays: Any) -> list[Any]:
-        return _Device(program.mesh, program.axis_names).block(program.block, arrays)
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        return _Device(mesh, axis_names).block(block, arrays)
 
     return run
+
+
+def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
+    """A layout as JAX writes it; what is unreduced does not show."""
+
+    def entry(axes: Sequence[int]) -> Any:
+        names = tuple(axis_names[a] for a in axes)
+        return names[0] if len(names) == 1 else names or None
+
+    return PartitionSpec(*map(entry, layout.dims))
+
+
+def typed(value: jax.Array, aval: Any) -> jax.Array:
+    """A result with the weak type of the program's own: collectives and slices may lose it."""
+    weak = bool(getattr(aval, "weak_type", False))
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or value.weak_type == weak:
+        return value
+    converted: jax.Array = lax.convert_element_type_p.bind(
+        value, new_dtype=value.dtype, weak_type=weak, sharding=None
+    )
+    return converted
 
 
 class _Device:

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from autopar.cluster import axis_names
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
-from autopar.passes.sharding.program import Block, Program, Reshard, Version
+from autopar.passes.sharding.program import Block, Reshard, Version
 from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
-from autopar.runtime.spmd import local_function
+from autopar.runtime.spmd import block_function
 from sharding.algebra import check_steps, layouts
 
 MESHES = [(8,), (4, 2), (2, 2, 2)]
@@ -182,12 +182,11 @@ def test_resharding_keeps_the_value(mesh: tuple[int, ...]) -> None:
     kinds = {step.kind for reshard in reshards for step in reshard.steps}
     assert kinds == {*COLLECTIVES, "slice", "to-partial"}
     names = axis_names(mesh)
-    program = Program(mesh, names, Block(sources, reshards, targets))
-    on_device = local_function(program)
+    on_device = block_function(mesh, names, Block(sources, reshards, targets))
     one_each = PartitionSpec(names)
     run = jax.jit(
         jax.shard_map(
-            lambda *held: [x[None] for x in on_device(*[x[0] for x in held])],
+            lambda *held: [x[None] for x in on_device([x[0] for x in held])],
             mesh=jax.make_mesh(mesh, names, (AxisType.Auto,) * len(mesh)),
             in_specs=one_each,
             out_specs=one_each,

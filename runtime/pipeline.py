@@ -1,0 +1,316 @@
+"""Runs a pipelined plan in one process: every mesh's instructions, on its own devices.
+
+Every piece is one `jax.jit` of a fully manual `jax.shard_map` on its stage's mesh, compiled ahead
+of time. A step dispatches the instruction lists in their one global order (`PipelineProgram.order`),
+and never waits: JAX runs what is dispatched asynchronously. One order for all meshes means that no
+mesh's collectives can wait for another's that was never dispatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import DeviceError
+from autopar.passes.pipeline import (
+    Accumulate,
+    Buffer,
+    Free,
+    PipelineProgram,
+    Recv,
+    Reshard,
+    Run,
+    Send,
+)
+from autopar.passes.sharding.layout import Layout, num_parts
+from autopar.passes.sharding.program import Program, Version
+from autopar.passes.stages.pieces import Pieces, Port, StagePiece
+from autopar.runtime.spmd import block_function, partition_spec, typed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is: its sharding, and how many devices it is unreduced over (1: none).
+
+    An unreduced value is held with one more leading dimension, of that size, so that what the
+    devices hold is what JAX believes that they hold.
+    """
+
+    sharding: NamedSharding
+    partial: int
+
+
+class LocalPipeline:
+    """A pipelined plan on the devices of this process.
+
+    Args:
+      pieces: what the meshes run.
+      program: in which order.
+      devices: those of all meshes, mesh by mesh.
+      donated: for every input leaf of the whole graph, whether its memory may be taken.
+
+    Raises:
+      DeviceError: there are fewer devices than the plan needs.
+    """
+
+    def __init__(
+        self, pieces: Pieces, program: PipelineProgram, devices: Sequence[jax.Device]
+    ) -> None:
+        self.pieces, self.program = pieces, program
+        schedule = program.schedule
+        self.meshes = _meshes(pieces.programs, schedule.mesh_of_stage, devices)
+        self.places = {
+            number: self._place(program.value_of[number].stage, version)
+            for number, version in pieces.versions.items()
+        }
+        self.in_shardings = tuple(self.places[group[0]].sharding for group in pieces.inputs)
+        self.out_shardings = tuple(self.places[number].sharding for number in pieces.outputs)
+
+    def _place(self, stage: int, version: Version) -> Place:
+        mesh, program = self.meshes[stage], self.pieces.programs[stage]
+        layout, names = version.layout, program.axis_names
+        axes = tuple(axis for axis, _ in layout.partial)
+        spec = partition_spec(layout, names)
+        if axes:
+            spec = PartitionSpec(tuple(names[a] for a in axes), *spec)
+        return Place(NamedSharding(mesh, spec), num_parts(axes, program.mesh))
+
+    # -- compiling -------------------------------------------------------------------------------
+
+    @cached_property
+    def _variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
+        """A compiled function for every piece and every set of values that it donates."""
+        found: dict[tuple[str, tuple[int, ...]], Any] = {}
+        by_name = {piece.name: piece for piece in self.pieces.pieces}
+        for instructions in self.program.meshes:
+            for x in instructions:
+                if isinstance(x, Run):
+                    key = (x.piece, _donated_numbers(x))
+                    if key not in found:
+                        found[key] = self._compile(by_name[x.piece], key[1])
+        return found
+
+    def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
+        program, mesh = self.pieces.programs[piece.stage], self.meshes[piece.stage]
+        count = self.program.schedule.num_microbatches
+        run = block_function(program.mesh, program.axis_names, piece.block)
+        ins = [(port, count if port.stacked else 1) for port in piece.inputs]
+        outs = [(port, count if port.stacked else 1) for port in piece.outputs]
+
+        def local(*arrays: Any) -> list[Any]:
+            values, left = [], iter(arrays)
+            for port, number in ins:
+                parts = [_whole(next(left), port.version.layout) for _ in range(number)]
+                values.append(jnp.stack(parts) if port.stacked else parts[0])
+            results = []
+            for (port, number), result in zip(outs, run(values), strict=True):
+                rows = [result[i] for i in range(number)] if port.stacked else [result]
+                results += [_held(row, port.version.layout) for row in rows]
+            return results
+
+        def place(port: Port) -> Place:
+            return self.places[port.value]
+
+        in_places = [place(port) for port, number in ins for _ in range(number)]
+        out_places = [place(port) for port, number in outs for _ in range(number)]
+        out_avals = [port.version.atom.aval for port, number in outs for _ in range(number)]
+        sharded = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=tuple(p.sharding.spec for p in in_places),
+            out_specs=[p.sharding.spec for p in out_places],
+            check_vma=False,
+        )
+
+        def step(*arrays: Any) -> list[Any]:
+            return [typed(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)]
+
+        step.__name__ = step.__qualname__ = piece.name.replace(" ", "_").replace(".", "_")
+        gone = set(donated)
+        numbers = [port.value for port, number in ins for _ in range(number)]
+        jitted = jax.jit(
+            step,
+            in_shardings=[p.sharding for p in in_places],
+            out_shardings=[p.sharding for p in out_places],
+            donate_argnums=tuple(i for i, n in enumerate(numbers) if n in gone),
+        )
+        shapes = [self._struct(number) for number in numbers]
+        return jitted.lower(*shapes).compile()
+
+    def _struct(self, number: int) -> jax.ShapeDtypeStruct:
+        aval, place = self.pieces.versions[number].atom.aval, self.places[number]
+        shape = aval.shape if place.partial == 1 else (place.partial, *aval.shape)
+        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def compile(self) -> None:
+        """Compile every piece now, instead of at the first step."""
+        _ = self._plan
+
+    @cached_property
+    def _plan(self) -> tuple[Callable[[dict[Buffer, Any], dict[int, Any]], None], ...]:
+        """The instructions in their global order, each as a function of buffers and transfers."""
+        variants = self._variants
+        actions = []
+        for mesh, index in self.program.order:
+            x = self.program.meshes[mesh][index]
+            if isinstance(x, Run):
+                actions.append(_run(variants[x.piece, _donated_numbers(x)], x))
+            elif isinstance(x, Send):
+                actions.append(_send(x))
+            elif isinstance(x, Recv):
+                actions.append(_recv(x, [self.places[b.value].sharding for b in x.buffers]))
+            elif isinstance(x, Reshard):
+                actions.append(_reshard(x, self.places[x.target.value].sharding))
+            elif isinstance(x, Accumulate):
+                actions.append(_accumulate(x))
+            else:
+                actions.append(_free(x))
+        return tuple(actions)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """One step.
+
+        Args:
+          leaves: a global array for every input leaf of the whole graph, on any devices.
+
+        Returns:
+          A global array for every output leaf, on the mesh of the stage that made it.
+        """
+        buffers: dict[Buffer, Any] = {}
+        for leaf, numbers in zip(leaves, self.pieces.inputs, strict=True):
+            for number in numbers:
+                buffers[Buffer(number, None)] = jax.device_put(leaf, self.places[number].sharding)
+        sent: dict[int, Any] = {}
+        for action in self._plan:
+            action(buffers, sent)
+        return [buffers[Buffer(number, None)] for number in self.pieces.outputs]
+
+    # -- what was compiled -----------------------------------------------------------------------
+
+    def as_text(self) -> str:
+        """The compiled pieces, as XLA's text (HLO), one behind the other."""
+        texts = [f"// piece {name}\n{c.as_text()}" for (name, _), c in self._variants.items()]
+        return "\n".join(texts)
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """XLA's account of one device's memory, for every piece."""
+        return {name: c.memory_analysis() for (name, _), c in self._variants.items()}
+
+    def cost_analysis(self) -> dict[str, Any]:
+        """XLA's count of operations, for every piece."""
+        return {name: c.cost_analysis() for (name, _), c in self._variants.items()}
+
+
+def _donated_numbers(run: Run) -> tuple[int, ...]:
+    return tuple(buffer.value for buffer in run.donates)
+
+
+Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
+
+
+def _run(compiled: Any, x: Run) -> Action:
+    reads, writes, donates = x.reads, x.writes, x.donates
+
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        results = compiled(*(buffers[b] for b in reads))
+        for buffer in donates:
+            del buffers[buffer]
+        buffers.update(zip(writes, results, strict=True))
+
+    return action
+
+
+def _send(x: Send) -> Action:
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        sent[x.tag] = [buffers[b] for b in x.buffers]
+
+    return action
+
+
+def _recv(x: Recv, shardings: list[NamedSharding]) -> Action:
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        arrays = jax.device_put(sent.pop(x.tag), shardings)
+        buffers.update(zip(x.buffers, arrays, strict=True))
+
+    return action
+
+
+def _reshard(x: Reshard, sharding: NamedSharding) -> Action:
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        buffers[x.target] = jax.device_put(buffers[x.source], sharding)
+
+    return action
+
+
+def _accumulate(x: Accumulate) -> Action:
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        known = buffers.get(x.target)
+        part = buffers[x.addend]
+        buffers[x.target] = part if known is None else _add(known, part)
+
+    return action
+
+
+_add = jax.jit(jnp.add)
+
+
+def _free(x: Free) -> Action:
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        for buffer in x.buffers:
+            buffers.pop(buffer, None)
+
+    return action
+
+
+def _whole(array: Any, layout: Layout) -> Any:
+    """What a device holds, without the leading dimension of an unreduced value."""
+    return array[0] if layout.partial else array
+
+
+def _held(array: Any, layout: Layout) -> Any:
+    return jnp.asarray(array)[None] if layout.partial else array
+
+
+def _meshes(
+    programs: Sequence[Program], mesh_of_stage: Sequence[int], devices: Sequence[jax.Device]
+) -> tuple[Mesh, ...]:
+    """The mesh of every stage; stages of one mesh share its devices."""
+    sizes: dict[int, int] = {}
+    for stage, program in enumerate(programs):
+        size = int(np.prod(program.mesh))
+        sizes[mesh_of_stage[stage]] = max(size, sizes.get(mesh_of_stage[stage], 0))
+    needed = sum(sizes.values())
+    if len(devices) < needed:
+        raise DeviceError(
+            f"The plan needs {needed} devices and {len(devices)} are visible.",
+            why="its stages have "
+            + ", ".join(f"{sizes[m]}" for m in sorted(sizes))
+            + " devices each on a mesh of their own.",
+            hint="plan for the devices at hand, or set jax_num_cpu_devices before JAX is used.",
+        )
+    starts: dict[int, int] = {}
+    start = 0
+    for number in sorted(sizes):
+        starts[number] = start
+        start += sizes[number]
+    found = []
+    for stage, program in enumerate(programs):
+        first = starts[mesh_of_stage[stage]]
+        own = devices[first : first + int(np.prod(program.mesh))]
+        found.append(
+            Mesh(
+                np.asarray(own).reshape(program.mesh),
+                program.axis_names,
+                axis_types=(AxisType.Auto,) * len(program.mesh),
+            )
+        )
+    return tuple(found)
