@@ -1,0 +1,76 @@
+"""Cut states: chains, predecessors and downsets."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from autopar.passes.inter_op import Lattice, downsets, inclusion_lattice, lattice
+
+
+def test_a_chain_has_every_range_of_layers() -> None:
+    chain = Lattice.chain(3)
+    assert [after.tolist() for after in chain.successors] == [[1, 2, 3], [2, 3], [3], []]
+    assert chain.longest_paths().tolist() == [3, 2, 1, 0]
+
+
+def test_predecessors() -> None:
+    found = Lattice.from_predecessors([(), (0,), (0,), (2,), (0, 1)])
+    assert [after.tolist() for after in found.successors] == [[1, 2, 4], [4], [3], [], []]
+    # State 2 leads to 3 alone, which is not the end.
+    assert found.longest_paths().tolist() == [2, 1, -1, -1, 0]
+
+
+@pytest.mark.parametrize("predecessors", [[[0]], [[1], []], [[], [-1]]])
+def test_predecessors_must_be_earlier(predecessors: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="cannot precede"):
+        Lattice.from_predecessors(predecessors)
+
+
+def test_successors_must_be_later_and_in_order() -> None:
+    with pytest.raises(ValueError, match="successors of state 0"):
+        Lattice((np.array([2, 1]), np.array([2]), np.array([], dtype=np.intp)))
+    with pytest.raises(ValueError, match="successors of state 1"):
+        Lattice((np.array([1]), np.array([1])))
+    with pytest.raises(ValueError, match="needs a state"):
+        Lattice(())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_downsets_are_all_sets_closed_under_predecessors(seed: int) -> None:
+    source = random.Random(seed)
+    predecessors = [[u for u in range(v) if source.random() < 0.3] for v in range(6)]
+    closed = {
+        frozenset(members)
+        for size in range(7)
+        for members in itertools.combinations(range(6), size)
+        if all(set(predecessors[node]) <= set(members) for node in members)
+    }
+    found = downsets(predecessors, limit=64)
+    assert found is not None
+    sets = [frozenset(np.flatnonzero(row).tolist()) for row in found]
+    assert set(sets) == closed
+    assert len(sets) == len(closed)
+    after = inclusion_lattice(found).successors
+    for state, members in enumerate(sets):
+        assert after[state].tolist() == [k for k, other in enumerate(sets) if members < other]
+
+
+def test_more_downsets_than_the_limit() -> None:
+    assert downsets([[], [], []], limit=7) is None
+    found = downsets([[], [], []], limit=8)
+    assert found is not None
+    assert len(found) == 8
+
+
+def test_a_cycle_is_refused() -> None:
+    with pytest.raises(ValueError, match="cycle"):
+        downsets([[], [2], [1]], limit=10)
+
+
+def test_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(lattice).failed == 0
