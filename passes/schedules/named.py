@@ -11,9 +11,10 @@ With p meshes, m microbatches, v chunks per mesh, and forward and backward times
 | zb_h1 | bubble (p - 1)(F + B - W) per mesh | min(p - s, m) |
 | zb_h2 | bubble (p - 1)(F + B - 2W) per mesh | min(2(p - s) - 1, m) |
 
-The zero-bubble rows hold for m >= 2p - 1 and F + B >= 2W, where B is only the part of the backward
-pass that the previous stage waits for. `eager_1f1b` is no faster than 1F1B, but has an early start
-for transfers that take time.
+The zero-bubble rows are the longest span of a mesh less its work, for m >= 2p - 1, F + B >= 2W and
+F >= W, where B is only the part of the backward pass that the previous stage waits for. With W > F
+the first mesh waits longer for its first B: the bubbles are (p - 1)B and (p - 1)(B - F).
+`eager_1f1b` is no faster than 1F1B, but starts early what slow transfers delay.
 """
 
 from __future__ import annotations

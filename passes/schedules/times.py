@@ -49,7 +49,7 @@ def schedule_times(
 
     >>> from autopar.passes.schedules import make_schedule
     >>> schedule_times(make_schedule("gpipe", 2, 4), 1.0, 2.0)
-    ScheduleTimes(step_seconds=15.0, span=(15.0, 13.0), busy=(12.0, 12.0))
+    ScheduleTimes(step_seconds=15.0, span=(15.0, 12.0), busy=(12.0, 12.0))
     """
     seconds = task_seconds(schedule, T_F, T_B, T_W)
     home = schedule.mesh_of_stage
