@@ -1,11 +1,11 @@
 """Evaluates stages one task after the other, as a pipeline would, on one device.
 
 Every stage's loop is taken apart: for each microbatch its F, B and W equations are evaluated at
-different times, and values pass between stages through a dictionary. Equations outside of the loop
-are evaluated when something asks for them.
+different times. Outside of the loop, stages take turns: each evaluates what it can with what it has
+received so far. Values pass between stages over the links alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,18 +18,28 @@ from autopar.passes.stages import StageGraph, Stages
 
 
 def evaluate(stages: Stages, inputs: Sequence[Any]) -> list[Any]:
-    """The whole graph's outputs for the whole graph's inputs, constants included."""
+    """The whole graph's outputs for the whole graph's inputs, constants included.
+
+    All tasks of all stages are compiled together: that is quicker than each for itself.
+    """
+    return list(jax.jit(lambda values: _evaluate(stages, values))(list(inputs)))
+
+
+def _evaluate(stages: Stages, inputs: Sequence[Any]) -> list[Any]:
     run = _Run(stages, inputs)
+    run.outside()
     for kind, stage, microbatch in one_forward_one_backward(stages):
-        run.task(kind, stage, microbatch)
+        run.machines[stage].task(kind, microbatch)
     for machine in run.machines:
-        machine.finish()
+        machine.leave_loop()
+    run.outside()
     outputs: dict[int, Any] = {}
     for machine in run.machines:
+        assert not machine.waiting, "equations that wait for each other"
         for place, number in enumerate(machine.stage.outputs):
             if number is not None:
                 assert number not in outputs, f"output {number} comes from two stages"
-                outputs[number] = machine.read(machine.jaxpr.outvars[place])
+                outputs[number] = machine.value(machine.jaxpr.outvars[place])
     return [outputs[number] for number in range(len(outputs))]
 
 
@@ -58,24 +68,16 @@ def one_forward_one_backward(stages: Stages) -> Iterator[tuple[str, int, int]]:
 
 class _Run:
     def __init__(self, stages: Stages, inputs: Sequence[Any]):
-        self.stages = stages
+        self.links = {(link.target, link.target_input): link for link in stages.links}
+        self.sent: dict[tuple[int, int, int], Any] = {}  # (stage, output, microbatch)
         self.machines = [
             _Machine(self, number, stage, inputs) for number, stage in enumerate(stages.graphs)
         ]
-        self.per_step = {
-            (link.target, link.target_input): (link.source, link.source_output)
-            for link in stages.links
-            if not link.per_microbatch
-        }
-        self.per_microbatch = {
-            (link.target, link.target_input): (link.source, link.source_output)
-            for link in stages.links
-            if link.per_microbatch
-        }
-        self.sent: dict[tuple[int, int, int], Any] = {}  # (stage, output, microbatch)
 
-    def task(self, kind: str, stage: int, microbatch: int) -> None:
-        self.machines[stage].task(kind, microbatch)
+    def outside(self) -> None:
+        """What can be evaluated outside of the loops now."""
+        while sum(machine.advance() for machine in self.machines):
+            pass
 
 
 class _Machine:
@@ -85,127 +87,145 @@ class _Machine:
         self.run, self.number, self.stage = run, number, stage
         self.jaxpr = stage.graph.jaxpr
         self.env: dict[Var, Any] = {}
-        self.received: dict[Var, int] = {}
+        self.received = {}
         for place, (var, whole) in enumerate(zip(self.jaxpr.invars, stage.inputs, strict=True)):
             if whole is None:
-                self.received[var] = place
+                self.received[var] = run.links[number, place]
             else:
                 self.env[var] = inputs[whole]
-        self.made_by = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        self.waiting = [eqn for i, eqn in enumerate(self.jaxpr.eqns) if i != stage.loop]
         self.flying: dict[int, dict[Var, Any]] = {}
-        self.outgoing = {
-            var: place
-            for place, var in enumerate(self.jaxpr.outvars)
-            if not isinstance(var, Literal)
-        }
-        if stage.loop is None:
-            return
-        self.scan = self.jaxpr.eqns[stage.loop]
-        self.body = self.scan.params["jaxpr"].jaxpr
-        self.consts, carry = jax_compat.scan_counts(self.scan.params)
-        self.first_slice = self.consts + carry
-        self.num_carry = carry
-        self.stacks: dict[int, list[Any]] = {
-            place: [] for place in range(carry, len(self.scan.outvars))
-        }
         self.carry: list[Any] | None = None
-        assert len(stage.tasks) == len(self.body.eqns)
-        assert list(stage.tasks) == sorted(stage.tasks, key="FBW".index)
+        self.stacks: dict[Var, list[Any]] = {}
+        if stage.loop is not None:
+            self.scan = self.jaxpr.eqns[stage.loop]
+            self.body = self.scan.params["jaxpr"].jaxpr
+            self.num_consts, self.num_carry = jax_compat.scan_counts(self.scan.params)
+            self.stacks = {outer: [] for outer in self.scan.outvars[self.num_carry :]}
+            assert len(stage.tasks) == len(self.body.eqns)
+            assert list(stage.tasks) == sorted(stage.tasks, key="FBW".index)
+            self.pieces = {kind: self.piece(kind) for kind in dict.fromkeys(stage.tasks)}
 
-    # Outside of the loop: on demand.
+    def value(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else self.env[atom]
 
-    def read(self, atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        if atom not in self.env:
-            if atom in self.received:
-                source = self.run.per_step[self.number, self.received[atom]]
-                other = self.run.machines[source[0]]
-                self.env[atom] = other.read(other.jaxpr.outvars[source[1]])
-            else:
-                self.apply(self.made_by[atom], self.env, self.read)
-        return self.env[atom]
+    # Outside of the loop.
 
-    def finish(self) -> None:
+    def advance(self) -> bool:
+        """Receive and evaluate what is possible; whether anything was."""
+        progress = False
+        for var, link in self.received.items():
+            if link.per_microbatch or var in self.env:
+                continue
+            source = self.run.machines[link.source]
+            sent = source.jaxpr.outvars[link.source_output]
+            if sent in source.env:
+                self.env[var] = source.env[sent]
+                progress = True
+        known = set(self.env)
+        ready = []
+        for eqn in self.waiting:
+            if all(isinstance(v, Literal) or v in known for v in eqn.invars):
+                ready.append(eqn)
+                known.update(eqn.outvars)
+        if not ready:
+            return progress
+        self.waiting = [eqn for eqn in self.waiting if not any(eqn is done for done in ready)]
+        made = [v for eqn in ready for v in eqn.outvars]
+        reads, function = function_of(ready, made)
+        results = function(*(self.env[v] for v in reads))
+        self.env.update(zip(made, results, strict=True))
+        return True
+
+    def leave_loop(self) -> None:
         """Write what has left the loop to the variables behind it."""
-        for eqn in self.jaxpr.eqns:
-            if eqn.effects and not any(v in self.env for v in eqn.outvars):
-                self.apply(eqn, self.env, self.read)
-        if self.stage.loop is None:
-            return
-        carry = self.carry or [self.read(v) for v in self.starts()]
-        self.env.update(zip(self.scan.outvars[: self.num_carry], carry, strict=True))
-        for place, rows in self.stacks.items():
-            self.env[self.scan.outvars[place]] = jnp.stack(rows)
+        if self.stage.loop is not None:
+            assert not self.flying
+            totals = self.scan.outvars[: self.num_carry]
+            self.env.update(zip(totals, self.accumulators(), strict=True))
+            self.env.update((var, jnp.stack(rows)) for var, rows in self.stacks.items())
 
-    def starts(self) -> list[Any]:
-        return self.scan.invars[self.consts : self.first_slice]
-
-    @staticmethod
-    def apply(eqn: JaxprEqn, env: dict[Var, Any], read: Any) -> None:
-        results = bind(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
+    def accumulators(self) -> list[Any]:
+        if self.carry is None:
+            starts = self.scan.invars[self.num_consts : self.num_consts + self.num_carry]
+            self.carry = [self.value(v) for v in starts]
+        return self.carry
 
     # Inside: one task of one microbatch.
 
+    def piece(self, kind: str) -> Any:
+        tasks = list(zip(self.body.eqns, self.stage.tasks, strict=True))
+        own = [eqn for eqn, task in tasks if task == kind]
+        others = [eqn.invars for eqn, task in tasks if task != kind]
+        wanted = {v for atoms in (*others, self.body.outvars) for v in variables(atoms)}
+        made = [v for eqn in own for v in eqn.outvars if v in wanted]
+        return (*function_of(own, made), made)
+
     def task(self, kind: str, microbatch: int) -> None:
-        if self.stage.loop is None or not any(kind == task for task in self.stage.tasks):
-            self.end(kind, microbatch)
-            return
-        env = self.flying.setdefault(microbatch, {})
-
-        def read(atom: Any) -> Any:
-            if isinstance(atom, Literal):
-                return atom.val
-            if atom not in env:
-                env[atom] = self.slice(self.body.invars.index(atom), microbatch)
-            return env[atom]
-
-        for eqn, task in zip(self.body.eqns, self.stage.tasks, strict=True):
-            if task == kind:
-                self.apply(eqn, env, read)
-        for inner, outer in zip(self.body.outvars, self.scan.outvars, strict=True):
-            if not isinstance(inner, Literal) and inner in env and outer in self.outgoing:
-                self.run.sent.setdefault(
-                    (self.number, self.outgoing[outer], microbatch), env[inner]
-                )
-        self.end(kind, microbatch)
-
-    def slice(self, place: int, microbatch: int) -> Any:
-        """What enters an iteration: a constant, an accumulator, a slice, a received value."""
-        outer = self.scan.invars[place]
-        if place < self.consts:
-            return self.read(outer)
-        if place < self.first_slice:
-            if self.carry is None:
-                self.carry = [self.read(v) for v in self.starts()]
-            return self.carry[place - self.consts]
-        if outer in self.received:
-            source = self.run.per_microbatch[self.number, self.received[outer]]
-            return self.run.sent[(*source, microbatch)]  # missing: sent too late
-        return jax.lax.index_in_dim(self.read(outer), microbatch, keepdims=False)
-
-    def end(self, kind: str, microbatch: int) -> None:
-        """Take over accumulators, and behind the last task what is stacked."""
         if self.stage.loop is None:
             return
-        env = self.flying.get(microbatch, {})
-        if self.carry is None:
-            self.carry = [self.read(v) for v in self.starts()]
+        env = self.flying.setdefault(microbatch, {})
+        if kind in self.pieces:
+            reads, function, made = self.pieces[kind]
+            for var in reads:
+                if var not in env:
+                    env[var] = self.entering(var, microbatch)
+            env.update(zip(made, function(*(env[v] for v in reads)), strict=True))
         for place, inner in enumerate(self.body.outvars[: self.num_carry]):
+            carried = self.body.invars[self.num_consts + place]
             if not isinstance(inner, Literal) and inner in env:
-                self.carry[place] = env.pop(inner)
-                env.pop(self.body.invars[self.consts + place], None)
-        last = "W" if "W" in self.stage.tasks else "B" if "B" in self.stage.tasks else "F"
-        if kind != last:
-            return
-        for place, rows in self.stacks.items():
-            inner = self.body.outvars[place]
-            rows.append(
-                inner.val
-                if isinstance(inner, Literal)
-                else env[inner]
-                if inner in env
-                else self.slice(self.body.invars.index(inner), microbatch)
-            )
-        self.flying.pop(microbatch, None)
+                self.accumulators()[place] = env.pop(inner)
+            env.pop(carried, None)
+        for place, outer in enumerate(self.jaxpr.outvars):
+            if outer in self.stacks and self.stage.outputs[place] is None:
+                inner = self.body.outvars[self.scan.outvars.index(outer)]
+                if inner in env:
+                    self.run.sent.setdefault((self.number, place, microbatch), env[inner])
+        last = max(self.stage.tasks, key="FBW".index)
+        if kind == last:
+            for (_, rows), inner in zip(
+                self.stacks.items(), self.body.outvars[self.num_carry :], strict=True
+            ):
+                if isinstance(inner, Literal):
+                    rows.append(inner.val)
+                else:
+                    rows.append(env[inner] if inner in env else self.entering(inner, microbatch))
+            del self.flying[microbatch]
+        elif "FBW".index(kind) > "FBW".index(last):
+            self.flying.pop(microbatch, None)
+
+    def entering(self, var: Var, microbatch: int) -> Any:
+        """What enters an iteration: a constant, an accumulator, a slice, a received value."""
+        place = self.body.invars.index(var)
+        outer = self.scan.invars[place]
+        if place < self.num_consts:
+            return self.value(outer)
+        if place < self.num_consts + self.num_carry:
+            return self.accumulators()[place - self.num_consts]
+        if not isinstance(outer, Literal) and outer in self.received:
+            link = self.received[outer]
+            # A KeyError here: the value is sent later than it is read.
+            return self.run.sent[link.source, link.source_output, microbatch]
+        return jax.lax.index_in_dim(self.value(outer), microbatch, keepdims=False)
+
+
+def variables(atoms: Sequence[Any]) -> list[Var]:
+    """Without literals and repetitions."""
+    return list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+
+
+def function_of(
+    eqns: Sequence[JaxprEqn], results: Sequence[Var]
+) -> tuple[list[Var], Callable[..., list[Any]]]:
+    """The variables that equations read, and a function from them to the results."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    reads = [v for v in variables([v for eqn in eqns for v in eqn.invars]) if v not in made]
+
+    def function(*values: Any) -> list[Any]:
+        env = dict(zip(reads, values, strict=True))
+        for eqn in eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
+        return [env[v] for v in results]
+
+    return reads, function
