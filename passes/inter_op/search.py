@@ -110,9 +110,12 @@ def _in_ticks(tables: Tables, tick: float, largest: float, largest_bottleneck: f
         possible = (cell.summed + cell.bottleneck <= largest) & (
             cell.bottleneck <= largest_bottleneck
         )
-        bottleneck = np.where(possible, np.rint(cell.bottleneck / tick), np.inf)
+        summed, bottleneck = (
+            np.rint(np.where(possible, costs, 0.0) / tick)
+            for costs in (cell.summed, cell.bottleneck)
+        )
         return cell._replace(
-            summed=np.rint(cell.summed / tick) + STAGE_TICKS, bottleneck=bottleneck
+            summed=summed + STAGE_TICKS, bottleneck=np.where(possible, bottleneck, np.inf)
         )
 
     cells = tuple(tuple(rounded(cell) for cell in row) for row in tables.cells)
