@@ -135,6 +135,8 @@ class Timeline:
 def difference(expected: Timeline, measured: Timeline) -> str:
     """A table of two timelines of one program: how long each piece took, and the whole step.
 
+    What took no time in either (freeing, free transfers) is left out.
+
     Args:
       expected: the simulated one.
       measured: that of a real run.
@@ -150,7 +152,8 @@ def difference(expected: Timeline, measured: Timeline) -> str:
     rows = [("mesh", "instruction", "count", "expected", "measured", "difference")]
     before, after = _totals(expected), _totals(measured)
     for (mesh, what), (count, seconds) in before.items():
-        rows.append((str(mesh), what, str(count), *_compared(seconds, after[mesh, what][1])))
+        if seconds or after[mesh, what][1]:
+            rows.append((str(mesh), what, str(count), *_compared(seconds, after[mesh, what][1])))
     rows.append(("", "step", "", *_compared(expected.step_seconds, measured.step_seconds)))
     return "\n".join(_aligned(rows))
 
