@@ -78,7 +78,8 @@ def test_what_passes_after_a_move_computes_the_same(
         return
     result = execute(program)
     assert set(result) == set(execute(PROGRAM))
-    if not isinstance(moved, Run):
+    if isinstance(moved, Recv | Free):
+        # A run or a send may now come before another part of a sum: it is there, but not whole.
         assert result == execute(PROGRAM)
 
 
