@@ -2,6 +2,7 @@
 
 In the order in which a program passes through them:
 
+- `conditionals`: conditionals over the whole state taken apart;
 - `anatomy`: prologue, loop and epilogue taken apart; what is forward, backward, or copied freely;
 - `twins`: the forward equation that a heavy backward equation belongs to;
 - `layering`: forward equations clustered into layers, and layers into stages;

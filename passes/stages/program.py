@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
+from autopar.passes.factors.primitives import names
 from autopar.passes.graph import Atom
 from autopar.passes.stages.accumulators import Terms, absorbed_by
 from autopar.passes.stages.anatomy import Anatomy, holds, is_small
@@ -185,7 +186,10 @@ def _sum_of(adding: JaxprEqn, atoms: Sequence[Atom], result: Var) -> list[JaxprE
     return eqns
 
 
-# Scalar sums over all stages, such as a global norm.
+# Scalar sums over all stages, such as a global norm; likewise other operations that may be done in
+# any order, such as whether all gradients are finite.
+
+_MONOIDS = names("add add_any and max min mul or")
 
 
 def _located(
@@ -215,7 +219,7 @@ def _located(
 def split_scalar_sums(
     behind: Sequence[Placed], located: Mapping[Var, frozenset[int]], outputs: set[Var]
 ) -> list[Placed]:
-    """Replace copied sums of scalars from several stages by one partial sum per stage.
+    """Replace copied sums (or the like) of scalars from several stages by one partial per stage.
 
     Each stage adds up its own scalars and sends one; the sum of those is copied.
     """
@@ -228,24 +232,25 @@ def split_scalar_sums(
         eqn = behind[place].eqn
         return (
             behind[place].stage is None
-            and eqn.primitive.name in ("add", "add_any")
+            and eqn.primitive.name in _MONOIDS
             and is_small(eqn.outvars[0].aval)
             and all(v.aval.shape == eqn.outvars[0].aval.shape for v in eqn.invars)
         )
 
-    def inner(atom: Atom) -> int | None:
-        """The addition that makes an operand which only one other addition reads."""
+    def inner(atom: Atom, outer: JaxprEqn) -> int | None:
+        """The operation that makes an operand which only one other, alike, reads."""
         if isinstance(atom, Literal) or uses[atom] != 1 or atom in outputs:
             return None
         place = made_by.get(atom)
-        return place if adds(place) else None
+        alike = place is not None and behind[place].eqn.primitive is outer.primitive
+        return place if alike and adds(place) else None
 
     within = {
         place
         for other, item in enumerate(behind)
         if adds(other)
         for atom in item.eqn.invars
-        if (place := inner(atom)) is not None
+        if (place := inner(atom, item.eqn)) is not None
     }
     instead: dict[int, list[Placed]] = {}
     dropped: set[int] = set()
@@ -257,7 +262,7 @@ def split_scalar_sums(
         stack: list[Atom] = [behind[root].eqn.outvars[0]]
         while stack:
             atom = stack.pop()
-            place = root if not tree else inner(atom)
+            place = root if not tree else inner(atom, behind[root].eqn)
             if place is None:
                 leaves.append(atom)
             else:

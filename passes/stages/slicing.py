@@ -11,6 +11,7 @@ from autopar.passes.graph import Graph
 from autopar.passes.stages.accumulators import find_terms
 from autopar.passes.stages.anatomy import dissect
 from autopar.passes.stages.assemble import assemble
+from autopar.passes.stages.conditionals import split_conditionals
 from autopar.passes.stages.demand import find_demand
 from autopar.passes.stages.layering import boundaries_of, layers_of
 from autopar.passes.stages.placement import place
@@ -41,7 +42,7 @@ def slice_stages(
       OptionError: the program has no loop over microbatches, or fewer layers than stages, or
         the boundaries are out of order or out of range.
     """
-    parts = dissect(graph, rules)
+    parts = dissect(split_conditionals(graph), rules)
     found = layers_of(parts, rules, at_least=stages if isinstance(stages, int) else 1)
     boundaries = boundaries_of(found, stages)
     terms = find_terms(parts)
