@@ -174,6 +174,21 @@ def test_weight_gradients_keep_what_they_need() -> None:
         with pytest.raises(ScheduleError, match=f"memory of mesh {mesh}"):
             check(made, activation_bytes=10, memory_limit=limits)
     check(made, activation_bytes=10, memory_limit=(30, 24, 18), retained_bytes=4)
+    order = [
+        ("F", 0),
+        ("B", 0),
+        ("W", 0),
+        ("F", 1),
+        ("F", 2),
+        ("B", 1),
+        ("W", 1),
+        ("B", 2),
+        ("W", 2),
+    ]
+    late = Schedule("late", 1, 3, (0,), (tuple(Task(kind, 0, i) for kind, i in order),))  # type: ignore[arg-type]
+    check(late, activation_bytes=10, memory_limit=20, retained_bytes=4)
+    with pytest.raises(ScheduleError, match=r"at F\(0,2\)"):
+        check(late, activation_bytes=10, memory_limit=19, retained_bytes=4)
 
 
 def test_a_forward_pass_keeps_nothing() -> None:
