@@ -24,7 +24,6 @@ from .passes import jax_compat
 from .passes.arguments import Argument
 from .passes.compiler import Compiled
 from .passes.graph import Input
-from .passes.logical import no_mesh
 from .passes.signature import Key, Signature, signature_of
 from .passes.trace import Traced
 from .plans import Plan
@@ -77,7 +76,9 @@ class Executable:
         ]
         self._plan_calls()
         progress.report("compiling")
-        self._compiled = self._compile(program.local_fn)
+        self._compiled: Any = program.compile(
+            self._name, self._donated, self._kept, traced.signature.shapes, self._constants
+        )
 
     def _plan_calls(self) -> None:
         """What a call needs to know, computed once."""
@@ -107,33 +108,6 @@ class Executable:
         self._keeps_types = self._only_arrays = False
         self._strays: set[int] = set()  # kept leaves that once came in another sharding
         self._told = not self._donated
-
-    def _compile(self, local_fn: Callable[..., list[Any]]) -> Any:
-        order = [*self._donated, *self._kept]
-        places = sorted(range(len(order)), key=order.__getitem__)
-
-        def step(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
-            arrays = [*donated, *kept]
-            return local_fn(*(arrays[i] for i in places), *constants)
-
-        step.__name__ = step.__qualname__ = self._name
-
-        def parts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            return [values[i] for i in self._donated], [values[i] for i in self._kept]
-
-        jitted = jax.jit(
-            step,
-            in_shardings=(
-                *parts(self._in_shardings),
-                [value.sharding for value in self._constants],
-            ),
-            out_shardings=list(self._out_shardings),
-            donate_argnums=(0,),
-        )
-        # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
-        with no_mesh():
-            shapes = self._traced.signature.shapes
-            return jitted.lower(*parts(shapes), self._constants).compile()
 
     # Calls
 
@@ -369,15 +343,21 @@ class Executable:
         return argument.tree.unflatten(leaves)
 
     def as_text(self) -> str:
-        """The compiled program, as XLA's text (HLO)."""
+        """The compiled program, as XLA's text (HLO); with several stages, that of every piece."""
         return str(self._compiled.as_text())
 
     def memory_analysis(self) -> Any:
-        """XLA's account of one device's memory, as `jax.stages.Compiled` gives it."""
+        """XLA's account of one device's memory, as `jax.stages.Compiled` gives it.
+
+        With several stages, a dictionary of those of every piece.
+        """
         return self._compiled.memory_analysis()
 
     def cost_analysis(self) -> Any:
-        """XLA's count of the program's operations, as `jax.stages.Compiled` gives it."""
+        """XLA's count of the program's operations, as `jax.stages.Compiled` gives it.
+
+        With several stages, a dictionary of those of every piece.
+        """
         return self._compiled.cost_analysis()
 
     def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ def initialize(
         shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
         targets, is_tuple = _targets(traced, _Made(first.tree, first.paths, shaped))
         wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
-        values = iter(jax.jit(on_arrays, out_shardings=wanted)(*args, **kwargs))
+        values = iter(_on_meshes(on_arrays, wanted, args, kwargs))
     made.clear()  # it holds tracers
     result = []
     for target in targets:
@@ -80,6 +80,33 @@ def initialize(
         leaves = [next(static) if leaf is None else next(values) for leaf in target.leaves]
         result.append(target.tree.unflatten(leaves))
     return tuple(result) if is_tuple else result[0]
+
+
+def _on_meshes(
+    on_arrays: Callable[..., list[Any]],
+    wanted: Sequence[Sharding],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """Every leaf in its sharding. A jitted function lives on one mesh, so each mesh runs its own.
+
+    It makes the leaves of that mesh alone: what the others hold is dead code in it.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, sharding in enumerate(wanted):
+        groups.setdefault(frozenset(sharding.device_set), []).append(number)
+    values: list[Any] = [None] * len(wanted)
+    for numbers in groups.values():
+
+        def part(*args: Any, _numbers: Sequence[int] = tuple(numbers), **kwargs: Any) -> list[Any]:
+            made = on_arrays(*args, **kwargs)
+            return [made[number] for number in _numbers]
+
+        shardings = [wanted[number] for number in numbers]
+        results = jax.jit(part, out_shardings=shardings)(*args, **kwargs)
+        for number, value in zip(numbers, results, strict=True):
+            values[number] = value
+    return values
 
 
 def _targets(traced: Traced, made: _Made) -> tuple[list[Argument], bool]:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .errors import OptionError, PinError
@@ -20,7 +20,10 @@ METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
 Pin = tuple[str, tuple[tuple[str, ...], ...]]
 """A path pattern, and for each dimension the mesh axes that cut it (trailing dimensions: none)."""
 
-_NO_STAGES = "pipeline stages are not available yet: this version plans one device mesh."
+SCHEDULES = (
+    "auto", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference"
+)  # fmt: skip
+"""The named values of `schedule`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +57,14 @@ class Options:
       seed: of every random choice in planning.
       progress: whether to report progress while planning.
       runtime: what runs the plan: "local".
-      stages, schedule, num_chunks, remat: reserved for pipelines; only the values that mean one
-        stage are accepted.
+      stages: how many pipeline stages, or the layers at which the second and later stages begin.
+        "auto": one.
+      schedule: the order of the pipeline's tasks: one of `SCHEDULES`, or a function of (num_meshes,
+        num_microbatches) that returns for every mesh its tasks such as ("F", stage, microbatch).
+        "auto": the one with the shortest simulated step that fits.
+      num_chunks: stages that each mesh holds (for "interleaved_1f1b"); "auto": one.
+      remat: "auto" or "none": keep for the backward pass what the program keeps
+        (`jax.checkpoint` is respected).
 
     Raises:
       OptionError: a value is not one that the option can have.
@@ -85,8 +94,8 @@ class Options:
     seed: int = 0
     progress: bool = False
     runtime: str = "local"
-    stages: int | str | None = "auto"
-    schedule: str | None = "auto"
+    stages: int | str | tuple[int, ...] | None = "auto"
+    schedule: str | Callable[..., Any] | None = "auto"
     num_chunks: int | str | None = "auto"
     remat: str | None = "auto"
 
@@ -109,7 +118,12 @@ class Options:
         if not isinstance(self.progress, bool):
             raise _impossible("progress", self.progress, "it must be True or False.")
         _check_runtime(self.runtime)
-        _check_one_stage(self)
+        set_field("stages", _stages(self.stages))
+        set_field("schedule", _schedule(self.schedule))
+        set_field("num_chunks", _num_chunks(self.num_chunks))
+        set_field("remat", _remat(self.remat))
+        if self.stages == "auto" or self.stages == 1:
+            _check_one_stage(self)
         _check_disjoint(self.static_argnums, self.batch_argnums, "static_argnums", "batch_argnums")
         _check_disjoint(
             self.static_argnums, self.donate_argnums, "static_argnums", "donate_argnums"
@@ -146,6 +160,8 @@ class Options:
         """
         plain = {name: getattr(self, name) for name in self.names() if name not in _NOT_PLANNING}
         plain["batch_axes"] = _encode_tree(self.batch_axes)
+        if callable(self.schedule):
+            plain["schedule"] = f"function {getattr(self.schedule, '__qualname__', 'schedule')}"
         plain["pins"] = {pattern: [list(axes) for axes in spec] for pattern, spec in self.pins}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
 
@@ -175,7 +191,11 @@ def _check_method(method: Any) -> None:
     if isinstance(method, str) and method in METHODS:
         return
     if method == "pipeline":
-        raise OptionError("method='pipeline' is not possible.", why=_NO_STAGES)
+        raise OptionError(
+            "There is no method 'pipeline'.",
+            why="a method says how one mesh is used; stages say how many meshes there are.",
+            hint="use stages=2 (with any method).",
+        )
     closest = difflib.get_close_matches(str(method), METHODS, n=1)
     raise OptionError(
         f"There is no method {method!r}.",
@@ -193,20 +213,68 @@ def _check_runtime(runtime: Any) -> None:
 
 
 def _check_one_stage(options: Options) -> None:
-    accepted = {
-        "stages": ("auto", 1, None),
-        "schedule": ("auto", None),
-        "num_chunks": ("auto", 1, None),
-        "remat": ("auto", "none", None),
-    }
-    for name, values in accepted.items():
-        value = getattr(options, name)
-        # An array compares elementwise and True equals 1, so compare plain values of one type only.
-        if not any(type(value) is type(ok) and value == ok for ok in values):
-            hint = f"leave {name} out"
-            if name == "remat":
-                hint += ", or wrap parts of the model in jax.checkpoint"
-            raise _impossible(name, value, _NO_STAGES, hint + ".")
+    """What only several stages can have."""
+    why = "one stage has no pipeline."
+    hint = "say how many stages there are: stages=2."
+    if options.schedule != "auto":
+        raise _impossible("schedule", options.schedule, why, hint)
+    if options.num_chunks not in ("auto", 1):
+        raise _impossible("num_chunks", options.num_chunks, why, hint)
+
+
+def _stages(value: Any) -> Any:
+    """Check "auto", a number of stages, or the layers at which later stages begin, ascending."""
+    why = 'it must be "auto", a number of stages, or layer boundaries in ascending order.'
+    if value is None:
+        return "auto"
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        raise _impossible("stages", value, why)
+    if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        try:
+            return _integer(value, "stages", at_least=1)
+        except OptionError:
+            raise _impossible("stages", value, why) from None
+    try:
+        found = tuple(_integer(layer, "stages", at_least=1) for layer in value)
+    except OptionError:
+        raise _impossible("stages", value, why) from None
+    if not found or any(b <= a for a, b in itertools.pairwise(found)):
+        raise _impossible("stages", list(found), why)
+    return found
+
+
+def _schedule(value: Any) -> Any:
+    if value is None:
+        return "auto"
+    if callable(value) and not isinstance(value, type):
+        return value
+    if isinstance(value, str) and value in SCHEDULES:
+        return value
+    closest = difflib.get_close_matches(str(value), SCHEDULES, n=1)
+    raise _impossible(
+        "schedule",
+        value,
+        f"the schedules are {', '.join(SCHEDULES)}, or a function of (num_meshes, "
+        "num_microbatches) that returns every mesh's tasks.",
+        f"did you mean {closest[0]!r}?" if closest else None,
+    )
+
+
+def _num_chunks(value: Any) -> Any:
+    return "auto" if value is None else _auto_or(value, _count, "num_chunks")
+
+
+def _remat(value: Any) -> str:
+    if value is None or (isinstance(value, str) and value in ("auto", "none")):
+        return "auto" if value is None else value
+    raise _impossible(
+        "remat",
+        value,
+        'it must be "auto" or "none": this version keeps what the program keeps.',
+        "wrap parts of the model in jax.checkpoint, which is respected.",
+    )
 
 
 def _check_disjoint(left: Any, right: Any, left_name: str, right_name: str) -> None:

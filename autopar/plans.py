@@ -20,7 +20,7 @@ from .errors import PlanMismatchError
 from .records import Record, dump_json
 from .units import format_bytes, format_seconds
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the JSON form; a file of another format version is refused."""
 
 COLLECTIVE_KINDS = (
@@ -47,6 +47,7 @@ class TensorPlan(Record):
       bytes: of the whole tensor.
       bytes_per_device: of the part that each device holds.
       donated: whether the step consumes the buffer.
+      stages: the pipeline stages that hold it; `spec` names axes of the first one's mesh.
     """
 
     path: str
@@ -57,6 +58,7 @@ class TensorPlan(Record):
     bytes: int
     bytes_per_device: int
     donated: bool = False
+    stages: tuple[int, ...] = (0,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,9 @@ class StagePlan(Record):
       num_devices: the product of `logical_mesh`.
       strategies: one for each node, in the order of the nodes.
       collectives: those of a step.
+      mesh: number of the device mesh that runs the stage.
+      layers: the first layer of the stage, and the one behind its last.
+      peak_bytes_per_device: at the worst moment of the step, on the stage's mesh.
     """
 
     logical_mesh: tuple[int, ...]
@@ -119,6 +124,53 @@ class StagePlan(Record):
     num_devices: int
     strategies: tuple[NodeStrategy, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    mesh: int = 0
+    layers: tuple[int, int] = (0, 0)
+    peak_bytes_per_device: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTransfer(Record):
+    """A value that one pipeline stage sends to another.
+
+    Args:
+      source, target: stages.
+      what: "activation", "gradient", a parameter's path, ...
+      shape, dtype: of one transfer.
+      bytes: of one transfer, all devices together.
+      times: how often it is sent in a step.
+    """
+
+    source: int
+    target: int
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan(Record):
+    """How several stages work together.
+
+    Args:
+      schedule: its name.
+      num_meshes: device meshes; stage s is on mesh s % num_meshes.
+      num_chunks: stages per mesh.
+      boundaries: the layers at which the second and later stages begin.
+      splits_backward: whether weight gradients are tasks of their own.
+      bubble_fraction: the share of the meshes' time in which they wait, in the simulated step.
+      transfers: what crosses between stages.
+    """
+
+    schedule: str
+    num_meshes: int
+    num_chunks: int
+    boundaries: tuple[int, ...]
+    splits_backward: bool
+    bubble_fraction: float
+    transfers: tuple[StageTransfer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,13 +237,14 @@ class Plan(Record):
       method: the method of the chosen candidate.
       num_microbatches: the number of equal parts into which the batch is split in time.
       reason_for_microbatches: one sentence, why not more or fewer.
-      stages: one for each device mesh (this version: exactly one).
+      stages: one for each pipeline stage.
       inputs, outputs: the leaves of the function's arguments (constants last) and results, in
         order.
       certificate: how each output is put together from the microbatches.
       estimates: of a step.
       solver: what was proved about the choice of strategies.
       candidates: what was considered.
+      pipeline: how the stages work together; None for a single one.
     """
 
     autopar_version: str
@@ -209,6 +262,7 @@ class Plan(Record):
     estimates: Estimates
     solver: SolverSummary | None = None
     candidates: tuple[Candidate, ...] = ()
+    pipeline: PipelinePlan | None = None
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -305,13 +359,11 @@ def check(plan: Plan) -> None:
     assert plan.stages, "a plan has at least one stage"
     for stage in plan.stages:
         _check_stage(stage)
-    sizes = {
-        name: size
-        for stage in plan.stages
-        for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True)
-    }
     for tensor in (*plan.inputs, *plan.outputs):
-        _check_tensor(tensor, sizes)
+        known_stages = all(0 <= s < len(plan.stages) for s in tensor.stages)
+        assert known_stages, f"{tensor.path} is on stages {tensor.stages}"
+        stage = plan.stages[tensor.stages[0]]
+        _check_tensor(tensor, dict(zip(stage.axis_names, stage.logical_mesh, strict=True)))
     known = {tensor.path for tensor in plan.outputs}
     for entry in plan.certificate:
         assert entry.path in known, f"the certificate names {entry.path!r}, which is no output"

@@ -125,14 +125,18 @@ def main(
     train_step, classify = make_steps(graphdef, method, parts)
 
     generator = np.random.default_rng(seed)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), console=console) as bar:
-        task = bar.add_task("planning", total=steps, loss=float("nan"))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
+    bar = Progress("training", *columns, console=console)
+    task = bar.add_task("training", total=steps, loss=float("nan"))
+    try:
         for _ in range(epochs):
             order = generator.permutation(len(training["labels"]))
             for rows in order[: steps_per_epoch * batch].reshape(steps_per_epoch, batch):
                 state, metrics = train_step(state, {k: v[rows] for k, v in training.items()})
-                bar.update(task, description="training", advance=1, loss=float(metrics["loss"]))
+                bar.update(task, advance=1, loss=float(metrics["loss"]))
+                bar.start()  # once: planning, in the first step, shows progress of its own
+    finally:
+        bar.stop()
 
     probabilities = np.asarray(classify(state, test["images"]))
     right = probabilities.argmax(1) == test["labels"]

@@ -342,8 +342,10 @@ def main(
     if step >= last:
         raise typer.BadParameter(f"the run in {out} has already done step {step}.")
     speed = busy = 0.0
-    with interruptible() as interrupted, training_bar(console) as bar:
-        task = bar.add_task("planning", total=last, completed=step, bits=math.nan, speed=speed)
+    bits = validate(state.params)
+    console.print(f"step {step:5}: {bits:.3f} bits per byte on the validation text")
+    bar = training_bar(console)
+    with interruptible() as interrupted, contextlib.ExitStack() as shown:
         while step < last and not interrupted.is_set():
             started = time.perf_counter()
             state, metrics = train_step(state, next(batches))
@@ -355,21 +357,21 @@ def main(
                     checkpoints.delete(old)
                 report.print_plan(train_step.plan, console)
                 console.print(f"planned, compiled and ran the first step in {seconds:.1f} s")
+                shown.enter_context(bar)
+                task = bar.add_task("training", total=last, bits=math.nan, speed=speed)
             else:
                 busy += time.perf_counter() - started
                 speed = (step - first - 1) * batch * context / busy
 
             progress["position"] = batches.position
             progress["losses"].append(loss)
+            bar.update(task, completed=step, bits=loss / math.log(2), speed=speed)
             if step % eval_every == 0 or step == steps:
                 bits = validate(state.params)
                 progress["validation"].append((step, bits))
                 console.print(f"step {step:5}: {bits:.3f} bits per byte on the validation text")
             if step % save_every == 0 or step == last or interrupted.is_set():
                 save(checkpoints, state, progress)
-            bar.update(
-                task, description="training", completed=step, bits=loss / math.log(2), speed=speed
-            )
     checkpoints.close()
     if step < steps:
         console.print(f"stopped after step {step}; --resume continues")

@@ -18,7 +18,7 @@ from autopar.passes.candidates import Planned, Split, memory_limit_of, prepare
 from autopar.passes.costs import collective_seconds
 from autopar.passes.factors.flops import flops
 from autopar.passes.factors.primitives import CONTROL_FLOW
-from autopar.passes.graph import Graph, inner_jaxprs
+from autopar.passes.graph import Graph, Output, inner_jaxprs
 from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives, short_source
 from autopar.passes.sharding.layout import Layout, describe
@@ -48,15 +48,14 @@ def make_plan(
 ) -> Plan:
     """Write down what was chosen, what it is expected to cost, and what else was considered."""
     program, built = chosen.program, chosen.built
-    names = program.axis_names
-    listed = _priced(program, cluster)
+    listed = priced_collectives(program, cluster)
     communication = sum(c.seconds * c.times for c in listed)
     inputs = tuple(
-        _tensor(version, label.path, label.role, label.donated, program)
+        tensor_plan(version, label.path, label.role, label.donated, program)
         for version, label in zip(program.block.inputs, graph.inputs, strict=True)
     )
     outputs = tuple(
-        _tensor(version, label.path, "output" if label.twin is None else "state", False, program)
+        tensor_plan(version, label.path, _role(label), False, program)
         for version, label in zip(program.block.outputs, graph.outputs, strict=True)
     )
     return Plan(
@@ -71,19 +70,11 @@ def make_plan(
         stages=(
             StagePlan(
                 logical_mesh=program.mesh,
-                axis_names=names,
+                axis_names=program.axis_names,
                 num_devices=math.prod(program.mesh),
-                strategies=tuple(
-                    NodeStrategy(
-                        name,
-                        short_source(node.source),
-                        _choice_text(node.layouts, chosen.solution.assignment[index], names),
-                    )
-                    for index, (name, node) in enumerate(
-                        zip(_node_names(built), built.nodes, strict=True)
-                    )
-                ),
+                strategies=strategies_of(chosen),
                 collectives=listed,
+                peak_bytes_per_device=chosen.peak.bytes,
             ),
         ),
         inputs=inputs,
@@ -129,6 +120,33 @@ def follow_plan(plan: Plan, split: Split, options: Options) -> Program:
     stage = plan.stages[0]
     cluster = Cluster.from_dict(plan.cluster)
     built, pricing, dims = prepare(split, stage.logical_mesh, options, cluster)
+    assignment = assignment_of(stage, built)
+    return lower(split.graph, built, assignment, pricing, stage.axis_names, dims)
+
+
+def _role(label: Output) -> str:
+    return "output" if label.twin is None else "state"
+
+
+def strategies_of(planned: Planned) -> tuple[NodeStrategy, ...]:
+    """What was chosen for every node, as a plan stores it."""
+    names, built = planned.program.axis_names, planned.built
+    return tuple(
+        NodeStrategy(
+            name,
+            short_source(node.source),
+            _choice_text(node.layouts, planned.solution.assignment[index], names),
+        )
+        for index, (name, node) in enumerate(zip(_node_names(built), built.nodes, strict=True))
+    )
+
+
+def assignment_of(stage: StagePlan, built: Built) -> list[int]:
+    """The inverse of `strategies_of`.
+
+    Raises:
+      PlanMismatchError: the stage's strategies are not those of this program.
+    """
     if [strategy.node for strategy in stage.strategies] != _node_names(built):
         raise PlanMismatchError(
             "The plan's strategies do not fit this program.",
@@ -144,7 +162,7 @@ def follow_plan(plan: Plan, split: Split, options: Options) -> Program:
                 hint="plan again.",
             )
         assignment.append(texts.index(strategy.choice))
-    return lower(split.graph, built, assignment, pricing, stage.axis_names, dims)
+    return assignment
 
 
 def _node_names(built: Built) -> list[str]:
@@ -155,7 +173,9 @@ def _choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str
     return f"{s} {describe(layouts[s], names)}"
 
 
-def _priced(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
+def priced_collectives(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
+    """The collectives of a step on one mesh, with the seconds that they are expected to take."""
+
     def seconds(item: Collective) -> float:
         axes = [program.axis_names.index(name) for name in item.axes]
         return collective_seconds(item.kind, item.bytes, cluster, program.mesh, axes)
@@ -163,7 +183,15 @@ def _priced(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
     return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in collectives(program))
 
 
-def _tensor(version: Version, path: str, role: str, donated: bool, program: Program) -> TensorPlan:
+def tensor_plan(
+    version: Version,
+    path: str,
+    role: str,
+    donated: bool,
+    program: Program,
+    stages: tuple[int, ...] = (0,),
+) -> TensorPlan:
+    """How a leaf is stored."""
     shape = aval_shape(version.atom)
     return TensorPlan(
         path=path,
@@ -174,6 +202,7 @@ def _tensor(version: Version, path: str, role: str, donated: bool, program: Prog
         bytes=math.prod(shape) * itemsize(version.atom.aval),
         bytes_per_device=_held(version, program),
         donated=donated,
+        stages=stages,
     )
 
 

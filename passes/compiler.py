@@ -9,8 +9,13 @@ that every device runs. Each pass is a function from values to values:
     assignment = solve(to_problem(built))           the integer program
     program    = lower(graph, built, assignment)    instructions and collectives for every device
 
-Pipeline stages will stand between the microbatches and the mesh: a plan already holds a tuple of
-stages, and what follows `split` here is the work on one of them.
+With several pipeline stages (`passes/stages/candidate.py`) the split program is sliced first, and
+what follows `split` here is done for every stage on its own mesh:
+
+    stages   = slice_stages(graph, rules, ...)      one graph per stage, and what they send
+    pieces   = cut(stages, programs)                the functions that a schedule's tasks run
+    program  = emit(schedule, pieces)               one list of instructions per mesh
+    timeline = simulate(program, costs)             what a step is expected to take
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ from autopar.passes.graph import Graph, fingerprint
 from autopar.passes.sharding.program import Program
 from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch
 from autopar.passes.sharding.scopes import aval_shape
+from autopar.passes.stages.artifact import follow_pipeline, make_pipeline_plan
+from autopar.passes.stages.candidate import Pipelined, Runnable, num_meshes, plan_pipeline
 from autopar.plans import OutputCertificate, Plan
 
 Report = Callable[[str], None]
@@ -45,11 +52,25 @@ AUTO_MAX_AXES = 2
 
 @dataclass(frozen=True)
 class Compiled:
-    """A plan, the program that follows from it, and the (microbatched) graph that it evaluates."""
+    """A plan, the program that follows from it, and the (microbatched) graph that it evaluates.
+
+    What runs is the program of one mesh, or the pieces of several stages and their order.
+    """
 
     plan: Plan
-    program: Program
+    runs: Program | Runnable
     graph: Graph
+
+    @property
+    def program(self) -> Program:
+        """The program of a plan of one stage."""
+        assert isinstance(self.runs, Program), "a pipelined plan has several programs"
+        return self.runs
+
+    @property
+    def pipeline(self) -> Runnable | None:
+        """What a plan of several stages runs."""
+        return self.runs if isinstance(self.runs, Runnable) else None
 
 
 def compile_graph(
@@ -80,7 +101,10 @@ def compile_graph(
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
         split = _split(graph, rules, options, plan.num_microbatches, report)
-        return Compiled(plan, follow_plan(plan, split, options), split.graph)
+        follow = follow_plan if plan.pipeline is None else follow_pipeline
+        return Compiled(plan, follow(plan, split, options), split.graph)
+    if options.stages not in ("auto", 1):
+        return _compile_pipeline(graph, rules, options, cluster, program_hash, report)
     candidates: list[Planned] = []
     reason = ""
     for count in _microbatch_counts(graph, options):
@@ -108,16 +132,92 @@ def compile_graph(
     return Compiled(made, chosen.program, chosen.split.graph)
 
 
+def _compile_pipeline(
+    graph: Graph,
+    rules: Any,
+    options: Options,
+    cluster: Cluster,
+    program_hash: str,
+    report: Report,
+) -> Compiled:
+    """The stages and the schedule that were asked for; more microbatches while nothing fits."""
+    candidates: list[Pipelined] = []
+    for count in _pipeline_counts(graph, options, num_meshes(options, cluster)):
+        split = _split(graph, rules, options, count, report)
+        candidates.append(plan_pipeline(split, count, options, cluster, report))
+        if candidates[-1].fits:
+            break
+    chosen = candidates[-1]
+    if not chosen.fits:
+        raise _pipeline_out_of_memory(candidates, options)
+    made = make_pipeline_plan(chosen, candidates, program_hash, options, cluster)
+    return Compiled(made, Runnable(chosen.pieces, chosen.program), chosen.split.graph)
+
+
+def _pipeline_counts(graph: Graph, options: Options, meshes: int) -> Iterator[int]:
+    """What the user wants; else four for each mesh as far as the batch divides, then more.
+
+    Raises:
+      OptionError: a pipeline cannot have that number.
+    """
+    sizes = _batch_sizes(graph)
+    if options.microbatches != "auto":
+        if int(options.microbatches) < 2:
+            raise OptionError(
+                "A pipeline needs at least two microbatches.",
+                where=f"microbatches={options.microbatches}, stages={options.stages!r}",
+                why="with one, only one stage would work at a time.",
+                hint="raise microbatches, or use stages=1.",
+            )
+        yield int(options.microbatches)
+        return
+    count = 1
+    while count < 4 * meshes and sizes and all(size % (2 * count) == 0 for size in sizes):
+        count *= 2
+    if count < 2:
+        raise OptionError(
+            "The batch cannot be split for a pipeline.",
+            where=f"stages={options.stages!r}",
+            why=f"a pipeline needs at least two microbatches, and the batch has {sorted(sizes)} "
+            "rows.",
+            hint="use an even batch, or say microbatches.",
+        )
+    while all(size % count == 0 for size in sizes):
+        yield count
+        count *= 2
+
+
+def _pipeline_out_of_memory(candidates: Sequence[Pipelined], options: Options) -> MemoryLimitError:
+    best = min(candidates, key=lambda c: max(c.peak_bytes))
+    mesh = max(range(len(best.peak_bytes)), key=lambda m: best.peak_bytes[m])
+    names = [s for s, m in enumerate(best.schedule.mesh_of_stage) if m == mesh]
+    alive = [item for s in names for item in best.planned[s].peak.alive]
+    return MemoryLimitError(
+        f"No plan keeps within {best.limit:,} bytes per device: stage "
+        f"{' and '.join(map(str, names))} needs {best.peak_bytes[mesh]:,}.",
+        where=f"stages={options.stages!r}, schedule {best.schedule.name}, "
+        f"{best.schedule.num_microbatches} microbatches",
+        hint="raise memory_limit, or use more stages, more microbatches, or a schedule with fewer "
+        "in flight (1f1b).",
+        least_bytes=max(best.peak_bytes),
+        largest_tensors=sorted(alive, key=lambda item: -item[1])[:5],
+    )
+
+
+def _batch_sizes(graph: Graph) -> set[int]:
+    return {
+        aval_shape(var)[label.batch_axis]
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.batch_axis is not None
+    }
+
+
 def _microbatch_counts(graph: Graph, options: Options) -> Iterator[int]:
     """The number that the user wants; else as few as fit: 1, 2, 4, ... while the batch divides."""
     if options.microbatches != "auto":
         yield int(options.microbatches)
         return
-    sizes = {
-        aval_shape(var)[label.batch_axis]
-        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        if label.batch_axis is not None
-    }
+    sizes = _batch_sizes(graph)
     count = 1
     while count == 1 or all(size % count == 0 for size in sizes):
         yield count

@@ -12,12 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.errors import DeviceError
 from autopar.passes.compiler import Compiled
+from autopar.passes.logical import no_mesh
+from autopar.runtime.pipeline import LocalPipeline
 from autopar.runtime.spmd import block_function, partition_spec, typed
 
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """A plan on real devices.
+    """A plan of one stage on real devices.
 
     `local_fn(*arrays) -> list` takes global arrays, one per graph input (constants last), and is to
     be called inside a `jax.jit` with these shardings.
@@ -28,15 +30,62 @@ class LocalProgram:
     out_shardings: tuple[NamedSharding, ...]
     mesh: Mesh
 
+    def compile(
+        self,
+        name: str,
+        donated: Sequence[int],
+        kept: Sequence[int],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[jax.Array],
+    ) -> jax.stages.Compiled:
+        """The compiled step: (donated leaves, kept leaves, constants) -> all output leaves.
 
-def load(compiled: Compiled, devices: Sequence[jax.Device] | None = None) -> LocalProgram:
+        Args:
+          name: of the step, for profiles.
+          donated: numbers of the input leaves whose memory may be taken.
+          kept: numbers of the others.
+          shapes: of all input leaves.
+          constants: the program's own arrays, already in place.
+        """
+        order = [*donated, *kept]
+        places = sorted(range(len(order)), key=order.__getitem__)
+
+        def step(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
+            arrays = [*donated, *kept]
+            return self.local_fn(*(arrays[i] for i in places), *constants)
+
+        step.__name__ = step.__qualname__ = name
+
+        def parts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            return [values[i] for i in donated], [values[i] for i in kept]
+
+        jitted = jax.jit(
+            step,
+            in_shardings=(*parts(self.in_shardings), [value.sharding for value in constants]),
+            out_shardings=list(self.out_shardings),
+            donate_argnums=(0,),
+        )
+        # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
+        with no_mesh():
+            return jitted.lower(*parts(shapes), list(constants)).compile()
+
+
+def load(
+    compiled: Compiled, devices: Sequence[jax.Device] | None = None
+) -> LocalProgram | LocalPipeline:
     """Place a compiled plan on `devices` (all visible ones by default, in their own order).
 
     Raises:
       DeviceError: there are fewer devices than the plan needs.
     """
-    program = compiled.program
     devices = jax.devices() if devices is None else list(devices)
+    if compiled.pipeline is not None:
+        return LocalPipeline(compiled.pipeline.pieces, compiled.pipeline.program, devices)
+    return _load_one(compiled, devices)
+
+
+def _load_one(compiled: Compiled, devices: Sequence[jax.Device]) -> LocalProgram:
+    program = compiled.program
     needed = int(np.prod(program.mesh))
     if len(devices) < needed:
         raise DeviceError(

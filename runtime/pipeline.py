@@ -1,16 +1,15 @@
 """Runs a pipelined plan in one process: every mesh's instructions, on its own devices.
 
 Every piece is one `jax.jit` of a fully manual `jax.shard_map` on its stage's mesh, compiled ahead
-of time. A step dispatches the instruction lists in their one global order (`PipelineProgram.order`),
-and never waits: JAX runs what is dispatched asynchronously. One order for all meshes means that no
+of time. A step dispatches the instruction lists in their one global order, that of the program, and
+never waits: JAX runs what is dispatched asynchronously. One order for all meshes means that no
 mesh's collectives can wait for another's that was never dispatched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import DeviceError
+from autopar.passes.logical import no_mesh
 from autopar.passes.pipeline import (
     Accumulate,
     Buffer,
@@ -33,6 +33,8 @@ from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.program import Program, Version
 from autopar.passes.stages.pieces import Pieces, Port, StagePiece
 from autopar.runtime.spmd import block_function, partition_spec, typed
+
+Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,6 @@ class LocalPipeline:
       pieces: what the meshes run.
       program: in which order.
       devices: those of all meshes, mesh by mesh.
-      donated: for every input leaf of the whole graph, whether its memory may be taken.
 
     Raises:
       DeviceError: there are fewer devices than the plan needs.
@@ -82,10 +83,7 @@ class LocalPipeline:
             spec = PartitionSpec(tuple(names[a] for a in axes), *spec)
         return Place(NamedSharding(mesh, spec), num_parts(axes, program.mesh))
 
-    # -- compiling -------------------------------------------------------------------------------
-
-    @cached_property
-    def _variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
+    def variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
         """A compiled function for every piece and every set of values that it donates."""
         found: dict[tuple[str, tuple[int, ...]], Any] = {}
         by_name = {piece.name: piece for piece in self.pieces.pieces}
@@ -149,72 +147,127 @@ class LocalPipeline:
         shape = aval.shape if place.partial == 1 else (place.partial, *aval.shape)
         return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
-    # -- running ---------------------------------------------------------------------------------
+    def compile(
+        self,
+        name: str,
+        donated: Sequence[int],
+        kept: Sequence[int],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[jax.Array],
+    ) -> PipelineStep:
+        """Compile every piece; arguments as those of `LocalProgram.compile`."""
+        del name
+        with no_mesh():
+            return PipelineStep(self, donated, kept, shapes, constants)
 
-    def compile(self) -> None:
-        """Compile every piece now, instead of at the first step."""
-        _ = self._plan
 
-    @cached_property
-    def _plan(self) -> tuple[Callable[[dict[Buffer, Any], dict[int, Any]], None], ...]:
+class PipelineStep:
+    """A compiled pipelined step: (donated leaves, kept leaves, constants) -> all output leaves."""
+
+    def __init__(
+        self,
+        pipeline: LocalPipeline,
+        donated: Sequence[int],
+        kept: Sequence[int],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[jax.Array],
+    ):
+        self.pipeline = pipeline
+        self.variants = pipeline.variants()
+        self.actions = tuple(self._actions())
+        groups, places = pipeline.pieces.inputs, pipeline.places
+        self.donated = self._targets(donated)
+        self.kept = self._targets(kept)
+        self.donated_types = [(shapes[i].shape, shapes[i].dtype) for i in donated]
+        self.kept_types = [(shapes[i].shape, shapes[i].dtype) for i in kept]
+        # What a step must not lose: outputs that are inputs as they came.
+        outputs = set(pipeline.pieces.outputs)
+        self.passed = [not outputs.isdisjoint(groups[i]) for i in donated]
+        self.constants: dict[Buffer, Any] = {}
+        for value, group in zip(constants, groups[len(shapes) :], strict=True):
+            for number in group:
+                placed = jax.device_put(value, places[number].sharding)
+                self.constants[Buffer(number, None)] = placed
+
+    def _targets(self, leaves: Sequence[int]) -> list[tuple[list[Buffer], list[NamedSharding]]]:
+        groups, places = self.pipeline.pieces.inputs, self.pipeline.places
+        return [
+            ([Buffer(n, None) for n in groups[i]], [places[n].sharding for n in groups[i]])
+            for i in leaves
+        ]
+
+    def _actions(self) -> Iterator[Action]:
         """The instructions in their global order, each as a function of buffers and transfers."""
-        variants = self._variants
-        actions = []
-        for mesh, index in self.program.order:
-            x = self.program.meshes[mesh][index]
+        program, places = self.pipeline.program, self.pipeline.places
+        targets = {
+            x.tag: [places[b.value].sharding for b in x.buffers]
+            for instructions in program.meshes
+            for x in instructions
+            if isinstance(x, Recv)
+        }
+        for mesh, index in program.order:
+            x = program.meshes[mesh][index]
             if isinstance(x, Run):
-                actions.append(_run(variants[x.piece, _donated_numbers(x)], x))
+                yield _run(self.variants[x.piece, _donated_numbers(x)], x)
             elif isinstance(x, Send):
-                actions.append(_send(x))
+                yield _send(x, targets[x.tag])
             elif isinstance(x, Recv):
-                actions.append(_recv(x, [self.places[b.value].sharding for b in x.buffers]))
+                yield _recv(x)
             elif isinstance(x, Reshard):
-                actions.append(_reshard(x, self.places[x.target.value].sharding))
+                yield _reshard(x, places[x.target.value].sharding)
             elif isinstance(x, Accumulate):
-                actions.append(_accumulate(x))
+                yield _accumulate(x)
             else:
-                actions.append(_free(x))
-        return tuple(actions)
+                yield _free(x)
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """One step.
+    def __call__(
+        self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
+    ) -> list[Any]:
+        """One step: dispatches everything and waits for nothing.
 
-        Args:
-          leaves: a global array for every input leaf of the whole graph, on any devices.
-
-        Returns:
-          A global array for every output leaf, on the mesh of the stage that made it.
+        Raises:
+          TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
-        buffers: dict[Buffer, Any] = {}
-        for leaf, numbers in zip(leaves, self.pieces.inputs, strict=True):
-            for number in numbers:
-                buffers[Buffer(number, None)] = jax.device_put(leaf, self.places[number].sharding)
+        _check(donated, self.donated_types)
+        _check(kept, self.kept_types)
+        buffers = dict(self.constants)
+        for leaves, targets in ((donated, self.donated), (kept, self.kept)):
+            for leaf, (names, shardings) in zip(leaves, targets, strict=True):
+                for name, sharding in zip(names, shardings, strict=True):
+                    buffers[name] = jax.device_put(leaf, sharding)
         sent: dict[int, Any] = {}
-        for action in self._plan:
+        for action in self.actions:
             action(buffers, sent)
-        return [buffers[Buffer(number, None)] for number in self.pieces.outputs]
+        for leaf, is_passed in zip(donated, self.passed, strict=True):
+            if not is_passed and isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
+        return [buffers[Buffer(number, None)] for number in self.pipeline.pieces.outputs]
 
     # -- what was compiled -----------------------------------------------------------------------
 
     def as_text(self) -> str:
         """The compiled pieces, as XLA's text (HLO), one behind the other."""
-        texts = [f"// piece {name}\n{c.as_text()}" for (name, _), c in self._variants.items()]
+        texts = [f"// piece {name}\n{x.as_text()}" for (name, _), x in self.variants.items()]
         return "\n".join(texts)
 
     def memory_analysis(self) -> dict[str, Any]:
         """XLA's account of one device's memory, for every piece."""
-        return {name: c.memory_analysis() for (name, _), c in self._variants.items()}
+        return {name: x.memory_analysis() for (name, _), x in self.variants.items()}
 
     def cost_analysis(self) -> dict[str, Any]:
         """XLA's count of operations, for every piece."""
-        return {name: c.cost_analysis() for (name, _), c in self._variants.items()}
+        return {name: x.cost_analysis() for (name, _), x in self.variants.items()}
+
+
+def _check(leaves: Sequence[Any], types: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+    for leaf, (shape, dtype) in zip(leaves, types, strict=True):
+        aval = jax.typeof(leaf)
+        if aval.shape != shape or aval.dtype != dtype:
+            raise TypeError(f"compiled for {dtype}{list(shape)}, called with {aval.str_short()}")
 
 
 def _donated_numbers(run: Run) -> tuple[int, ...]:
     return tuple(buffer.value for buffer in run.donates)
-
-
-Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
 
 
 def _run(compiled: Any, x: Run) -> Action:
@@ -229,17 +282,18 @@ def _run(compiled: Any, x: Run) -> Action:
     return action
 
 
-def _send(x: Send) -> Action:
+def _send(x: Send, shardings: list[NamedSharding]) -> Action:
+    """Start the transfer at once: the next run may take over the memory of what is sent."""
+
     def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        sent[x.tag] = [buffers[b] for b in x.buffers]
+        sent[x.tag] = jax.device_put([buffers[b] for b in x.buffers], shardings)
 
     return action
 
 
-def _recv(x: Recv, shardings: list[NamedSharding]) -> Action:
+def _recv(x: Recv) -> Action:
     def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        arrays = jax.device_put(sent.pop(x.tag), shardings)
-        buffers.update(zip(x.buffers, arrays, strict=True))
+        buffers.update(zip(x.buffers, sent.pop(x.tag), strict=True))
 
     return action
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -142,7 +144,7 @@ def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> Table:
         table.add_row(category + donated, "", "", *_totals(kind), style="bold")
         for group in fold_tensors(kind):
             table.add_row(
-                "  " + relative_path(group.path, category),
+                _Path(relative_path(group.path, category)),
                 _short_dtype(group.tensor.dtype),
                 _shape(group.tensor, styles),
                 str(group.count),
@@ -153,7 +155,7 @@ def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> Table:
         table.add_section()
         table.add_row("together", "", "", *_totals(tensors), style="bold")
     if any(tensor.donated for tensor in tensors):
-        table.caption = "donated: the step reuses the buffer, the caller's array is gone"
+        table.caption = "donated: the step reuses the buffer, the caller's array is gone\n"
         table.caption_justify = "left"
     return table
 
@@ -164,6 +166,29 @@ def _totals(tensors: Sequence[TensorPlan]) -> tuple[str, str, str]:
         format_bytes(sum(tensor.bytes for tensor in tensors)),
         format_bytes(sum(tensor.bytes_per_device for tensor in tensors)),
     )
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path, indented; a narrow column breaks it behind `/` and `,` rather than inside a name."""
+
+    path: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(len(piece) for piece in self._pieces())
+        return Measurement(min(widest + 4, options.max_width), len(self.path) + 2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = "  "
+        for piece in self._pieces():
+            if len(line) + len(piece) > options.max_width and line.strip():
+                yield Text(line, overflow="fold")
+                line = "    "
+            line += piece
+        yield Text(line, overflow="fold")
+
+    def _pieces(self) -> list[str]:
+        return re.findall(r"[^/,]*[/,]|[^/,]+$", self.path) or [self.path]
 
 
 def _short_dtype(dtype: str) -> str:

@@ -66,7 +66,8 @@ def _bands(plan: Plan) -> list[list[_Segment]]:
         largest = {id(g) for g in sorted(groups, key=lambda g: -g.bytes)[:num_places]}
         shown = [group for group in groups if id(group) in largest]
         hidden = len(groups) - len(shown)
-        heading = f"{name} (and {hidden} smaller kinds)" if hidden else name
+        kinds = "1 smaller kind" if hidden == 1 else f"{hidden} smaller kinds"
+        heading = f"{name} (and {kinds})" if hidden else name
         if len(shown) > free:
             free = 0
         while shown:

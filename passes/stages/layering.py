@@ -68,8 +68,8 @@ def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least:
     chain = _chain(parts, rules)
     if not chain.equations:
         return Layers(parts.loop, ())
-    places = _places(parts, chain)
-    cuts = _choose(chain, _cheap_places(chain, places))
+    places, front = _places(parts, chain)
+    cuts = _choose(chain, _cheap_places(chain, places, front))
     if len(cuts) + 1 < at_least:
         cuts = _choose(chain, places)
     if len(cuts) + 1 < at_least:
@@ -117,8 +117,12 @@ def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     )
 
 
-def _places(parts: Anatomy, chain: _Chain) -> list[int]:
-    """Where the chain may be cut, ascending: before the equations of these places."""
+def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
+    """Where the chain may be cut, ascending: before the equations of these places.
+
+    Apart from these, the places that leave nearly no work in front: a cut there is of no use, but
+    places next to it compare with it.
+    """
     count = len(chain.equations)
     total = sum(chain.forward) + sum(chain.backward)
     heavy = [
@@ -130,20 +134,23 @@ def _places(parts: Anatomy, chain: _Chain) -> list[int]:
         big = total / _MAX_LAYERS
         heavy = [i for i in range(count) if chain.forward[i] + chain.backward[i] >= big]
     best = []
-    for one, other in itertools.pairwise(heavy):
+    for one, other in itertools.pairwise((0, *heavy)):
         gap = range(one + 1, other + 1)
-        best.append(min(gap, key=lambda place: (chain.alive[place - 1], -place)))
-    # A cut before the first heavy equation (an embedding) is of use if something is in front.
+        if gap:
+            best.append(min(gap, key=lambda place: (chain.alive[place - 1], -place)))
     until = chain.flops_until()
     least = total / (2 * _MAX_LAYERS)
-    return [place for place in best if least <= until[place] <= total - least]
+    return (
+        [place for place in best if least <= until[place] <= total - least],
+        [place for place in best if until[place] < least],
+    )
 
 
-def _cheap_places(chain: _Chain, places: Sequence[int]) -> list[int]:
+def _cheap_places(chain: _Chain, places: Sequence[int], front: Sequence[int]) -> list[int]:
     """Without those that lie next to a clearly cheaper one."""
     until = chain.flops_until()
     kept: list[int] = []
-    for place in sorted(places, key=lambda place: (chain.alive[place - 1], place)):
+    for place in sorted((*places, *front), key=lambda place: (chain.alive[place - 1], place)):
         near = [
             other
             for other in kept
@@ -152,7 +159,7 @@ def _cheap_places(chain: _Chain, places: Sequence[int]) -> list[int]:
         ]
         if not near:
             bisect.insort(kept, place)
-    return kept
+    return [place for place in kept if place not in front]
 
 
 def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:

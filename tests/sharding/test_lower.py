@@ -95,7 +95,7 @@ def test_random_assignments_compute_the_step(name: str, count: int, seed: int) -
     random = np.random.default_rng(seed)
     assignment = [int(random.integers(node.num_strategies)) for node in built.nodes]
     made = compiled(graph_of(linear_step, *linear_shapes()), method="data", microbatches=1)
-    local = load(dataclasses.replace(made, program=passes.lower(built, assignment)))
+    local: Any = load(dataclasses.replace(made, runs=passes.lower(built, assignment)))
     step, shapes = STEPS[name]
     values = jax.tree.leaves(arrays(shapes))
     plain = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(graph_of(step, *shapes).jaxpr, ())))(
