@@ -472,8 +472,10 @@ def _by_name(items: list[Any]) -> dict[str, Any] | None:
         if not isinstance(item, dict):
             return None
         parts = [item[key] for key in ("kind", "purpose", "path", "node") if item.get(key)]
-        if "peak_bytes_per_device" in item:  # a candidate
-            parts = [item["method"], item["logical_mesh"], item["num_microbatches"]]
+        if "chosen" in item:  # a candidate
+            parts = [item["method"], item["logical_mesh"], item["num_microbatches"], item["note"]]
+        elif "layers" in item:  # a stage
+            parts = ["layers", *item["layers"]]
         name = " ".join(map(str, parts))
         if not parts or name in named:
             return None

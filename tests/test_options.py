@@ -48,7 +48,11 @@ def test_defaults_are_what_the_manual_says() -> None:
         ("solver_time_limit", 3, 3.0),
         ("max_flops_share", 0, 0.0),
         ("stages", 1, 1),
-        ("stages", None, None),
+        ("stages", None, "auto"),
+        ("stages", 4, 4),
+        ("stages", [3, 6], (3, 6)),
+        ("stages", np.arange(1, 4), (1, 2, 3)),
+        ("stages", np.int64(2), 2),
         ("remat", "none", "none"),
         ("num_chunks", 1, 1),
     ],
@@ -90,12 +94,19 @@ def test_values_are_brought_to_one_form(name: str, given: Any, kept: Any) -> Non
         ("runtime", "slurm"),
         ("runtime", 3),
         ("method", 3),
-        ("stages", 2),
+        ("stages", 0),
         ("stages", True),
-        ("stages", [3, 6]),
+        ("stages", "two"),
+        ("stages", 1.5),
+        ("stages", []),
+        ("stages", [6, 3]),
+        ("stages", [3, 3]),
         ("stages", np.arange(3)),
-        ("schedule", "1f1b"),
-        ("num_chunks", 2),
+        ("schedule", "1f1b"),  # with one stage
+        ("schedule", "2f2b"),
+        ("schedule", 3),
+        ("num_chunks", 2),  # with one stage
+        ("num_chunks", 0),
         ("remat", "full"),
         ("pins", "x"),
         ("pins", 3),
@@ -107,11 +118,22 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
     assert caught.value.why
 
 
-@pytest.mark.parametrize("name", ["stages", "schedule", "num_chunks", "remat"])
-def test_pipelines_are_said_to_be_not_available_yet(name: str) -> None:
-    with pytest.raises(OptionError, match="pipeline stages are not available yet"):
-        Options.from_kwargs(**{name: "gpipe"})
-    with pytest.raises(OptionError, match="pipeline stages are not available yet"):
+def test_a_misspelt_schedule_gets_the_closest() -> None:
+    with pytest.raises(OptionError, match="did you mean 'zb_h1'"):
+        Options(stages=2, schedule="zb-h1")
+
+
+def test_a_schedule_may_be_a_function() -> None:
+    def all_forward_first(num_meshes: int, num_microbatches: int) -> list[list[tuple[Any, ...]]]:
+        raise AssertionError("options do not call it")
+
+    options = Options(stages=2, schedule=all_forward_first)
+    assert options.schedule is all_forward_first
+    assert "all_forward_first" in options.to_dict()["schedule"]
+
+
+def test_pipelining_is_no_method() -> None:
+    with pytest.raises(OptionError, match="stages=2"):
         Options(method="pipeline")
 
 
