@@ -304,15 +304,13 @@ class _Stage:
         if not link.per_microbatch:
             arriving = Version(version.atom, self._arriving(version, sent))
             if arriving != version:
-                steps = reshard_steps(arriving.layout, version.layout, self.mesh)
-                self.before.insert(0, Reshard(arriving, version, steps, "state", ""))
+                self.before = _entered(self.before, arriving, version, self.mesh, "state")
             self.arrives[position] = ("outer", arriving)
             return
         inner = self._slice_of(version)
         arriving = Version(inner.atom, self._arriving(inner, sent))
         if arriving != inner:
-            steps = reshard_steps(arriving.layout, inner.layout, self.mesh)
-            self.body.insert(0, Reshard(arriving, inner, steps, "activation", ""))
+            self.body = _entered(self.body, arriving, inner, self.mesh, "activation")
         self.arrives[position] = ("inner", arriving)
 
     def _slice_of(self, stack: Version) -> Version:
@@ -628,6 +626,19 @@ class _Stage:
                     inputs[v] = Port(self.inner[v], v)
             kind = TASKS[task]
             self._add(f"{kind}{self.number}", kind, inputs.values(), outputs, group)
+
+
+def _entered(
+    instructions: Sequence[Instruction],
+    arriving: Version,
+    planned: Version,
+    mesh: tuple[int, ...],
+    purpose: str,
+) -> list[Instruction]:
+    """A value arrives in another layout than planned, which then is the one that has to be made."""
+    steps = reshard_steps(arriving.layout, planned.layout, mesh)
+    rest = [x for x in instructions if arriving not in _writes(x)]
+    return [Reshard(arriving, planned, steps, purpose, ""), *rest]
 
 
 def _ordered(instructions: Sequence[Instruction], inputs: Sequence[Version]) -> list[Instruction]:
