@@ -184,14 +184,18 @@ def test_gpt_needs_a_checkpoint_to_resume(gpt: ModuleType, tmp_path: Path) -> No
 
 
 def test_gpt_stops_between_steps_when_interrupted(gpt: ModuleType) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with gpt.interruptible() as interrupted:
-        assert not interrupted.is_set()
-        signal.raise_signal(signal.SIGINT)
-        assert interrupted.is_set()
-        with pytest.raises(KeyboardInterrupt):
+    # A shell that starts the suite in the background has the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with gpt.interruptible() as interrupted:
+            assert not interrupted.is_set()
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            assert interrupted.is_set()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_gpt_decays_matrices_only_and_clips(gpt: ModuleType) -> None:

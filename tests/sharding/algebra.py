@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
+from autopar.passes import jax_compat
 from autopar.passes.sharding.layout import Layout, cuts_product, divides
 from autopar.passes.sharding.program import Block, Branch, Loop, Program, Reshard, Version
 from autopar.passes.sharding.reshard import Step
@@ -102,13 +103,12 @@ def _check_block(block: Block, mesh: tuple[int, ...]) -> None:
         read(instruction.operands)
         if isinstance(instruction, Loop):
             inner = instruction.body.inputs
-            count = instruction.eqn.params["num_consts"] + instruction.eqn.params["num_carry"]
+            num_consts, num_carry = jax_compat.scan_counts(instruction.eqn.params)
+            count = num_consts + num_carry
             outer = [v.layout for v in instruction.operands]
             assert [v.layout for v in inner[:count]] == outer[:count]
-            carried = instruction.body.outputs[: instruction.eqn.params["num_carry"]]
-            assert [v.layout for v in carried] == [
-                v.layout for v in inner[instruction.eqn.params["num_consts"] : count]
-            ]
+            carried = instruction.body.outputs[:num_carry]
+            assert [v.layout for v in carried] == [v.layout for v in inner[num_consts:count]]
             _check_block(instruction.body, mesh)
         elif isinstance(instruction, Branch):
             read([instruction.index])

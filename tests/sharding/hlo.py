@@ -109,6 +109,10 @@ def _operand_bytes(operands: str, body: Sequence[str]) -> int:
 
 
 def _axes(rest: str, mesh: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
+    named = re.search(r"replica_groups=@?mesh\[[^\]]*\] ?\{([^}]*)\}", rest)
+    if named:  # XLA of JAX 0.12 keeps the axes' names
+        used = {name.strip().strip("'\"") for name in named[1].split(",")}
+        return tuple(name for name in names if name in used)
     groups = frozenset(map(frozenset, _groups(rest)))
     ids = np.arange(int(np.prod(mesh))).reshape(mesh)
     for count in range(1, len(mesh) + 1):
