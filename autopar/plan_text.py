@@ -17,16 +17,28 @@ from .summaries import (
 from .units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
-    from .plans import Candidate, Collective, Plan, SolverSummary, TensorPlan
+    from .plans import (
+        Candidate,
+        Collective,
+        PipelinePlan,
+        Plan,
+        SolverSummary,
+        StageTransfer,
+        TensorPlan,
+    )
 
 
 def render(plan: Plan) -> str:
     """The summary of a plan, its tensors, collectives, certificate and candidates."""
     blocks = [_summary(plan)]
-    blocks.append(_tensors("inputs", plan.inputs))
+    if plan.pipeline is not None:
+        blocks += [_stages(plan), _transfers(plan.pipeline)]
+    blocks.append(_tensors("inputs", plan.inputs, plan))
     if results := results_of(plan):
-        blocks.append(_tensors("results", results))
-    blocks += [_collectives(stage.collectives) for stage in plan.stages]
+        blocks.append(_tensors("results", results, plan))
+    for number, stage in enumerate(plan.stages):
+        where = "" if plan.pipeline is None else f" of stage {number}"
+        blocks.append(_collectives(stage.collectives, where))
     if plan.certificate:
         blocks.append(_certificate(plan))
     if plan.candidates:
@@ -44,12 +56,68 @@ def describe_solver(solver: SolverSummary) -> str:
     return f"{size}; at most {solver.gap:.2%} of the cost above the best"
 
 
+def describe_pipeline(pipeline: PipelinePlan, num_stages: int) -> str:
+    """One line: the stages, their meshes, the schedule, and how long the meshes wait."""
+    chunks = f", {pipeline.num_chunks} to a mesh" if pipeline.num_chunks > 1 else ""
+    return (
+        f"{num_stages} stages on {pipeline.num_meshes} meshes{chunks}, "
+        f"schedule {pipeline.schedule}, {pipeline.bubble_fraction:.0%} bubble"
+    )
+
+
+def _stages(plan: Plan) -> list[str]:
+    rows = [
+        (
+            f"  {number}",
+            _layers(stage.layers),
+            str(stage.mesh),
+            format_mesh(stage.logical_mesh, stage.axis_names),
+            format_seconds(sum(item.seconds * item.times for item in stage.collectives)),
+            format_bytes(stage.peak_bytes_per_device),
+        )
+        for number, stage in enumerate(plan.stages)
+    ]
+    header = ("stage", "layers", "mesh", "axes", "collectives", "peak on its mesh")
+    return _table(header, rows, "llrlrr")
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    first, stop = layers
+    return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+
+
+def _transfers(pipeline: PipelinePlan) -> list[str]:
+    groups: dict[tuple[int, int, str, int], list[StageTransfer]] = {}
+    for item in pipeline.transfers:
+        groups.setdefault((item.source, item.target, item.what, item.times), []).append(item)
+    rows = [
+        (
+            f"  {source} to {target}",
+            what,
+            format_array(items[0]) if len(items) == 1 else f"{len(items)} values",
+            str(times),
+            format_bytes(times * sum(item.bytes for item in items)),
+        )
+        for (source, target, what, times), items in groups.items()
+    ]
+    if not rows:
+        return ["sent between stages: nothing"]
+    header = ("sent between stages", "what", "value", "times", "bytes a step")
+    return _table(header, rows, "lllrr")
+
+
+def format_array(item: StageTransfer) -> str:
+    """`float32[8, 64]`."""
+    return f"{item.dtype}[{', '.join(map(str, item.shape))}]"
+
+
 def _summary(plan: Plan) -> list[str]:
     estimates = plan.estimates
     lines = [f"autopar plan: {plan.method}"]
-    for stage in plan.stages:
-        mesh = format_mesh(stage.logical_mesh, stage.axis_names)
-        lines.append(f"  mesh          {mesh} ({describe_cluster(plan.cluster)})")
+    meshes = {format_mesh(stage.logical_mesh, stage.axis_names): None for stage in plan.stages}
+    lines.append(f"  mesh          {', '.join(meshes)} ({describe_cluster(plan.cluster)})")
+    if plan.pipeline is not None:
+        lines.append(f"  pipeline      {describe_pipeline(plan.pipeline, len(plan.stages))}")
     step = (
         f"{format_seconds(estimates.step_seconds)}: "
         f"compute {format_seconds(estimates.compute_seconds)}, "
@@ -70,7 +138,8 @@ def _summary(plan: Plan) -> list[str]:
     return lines
 
 
-def _tensors(title: str, tensors: Sequence[TensorPlan]) -> list[str]:
+def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> list[str]:
+    staged = plan.pipeline is not None
     rows = [
         (
             f"  {group.path}",
@@ -78,14 +147,17 @@ def _tensors(title: str, tensors: Sequence[TensorPlan]) -> list[str]:
             format_value(group.tensor),
             str(group.count),
             format_bytes(group.bytes_per_device),
+            *((",".join(map(str, group.tensor.stages)),) if staged else ()),
         )
         for group in fold_tensors(tensors)
     ]
     header = (title, "role", "value (n/x: cut along x)", "of", "per device")
+    if staged:
+        return _table((*header, "stage"), rows, "lllrrl")
     return _table(header, rows, "lllrr")
 
 
-def _collectives(collectives: Sequence[Collective]) -> list[str]:
+def _collectives(collectives: Sequence[Collective], where: str) -> list[str]:
     rows = [
         (
             f"  {group.purpose}",
@@ -98,8 +170,8 @@ def _collectives(collectives: Sequence[Collective]) -> list[str]:
         for group in group_collectives(collectives)
     ]
     if not rows:
-        return ["collectives a step: none"]
-    header = ("collectives a step", "kind", "axes", "times", "bytes", "estimate")
+        return [f"collectives{where} a step: none"]
+    header = (f"collectives{where} a step", "kind", "axes", "times", "bytes", "estimate")
     return _table(header, rows, "lllrrr")
 
 

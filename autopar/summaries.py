@@ -47,7 +47,7 @@ def fold_tensors(tensors: Iterable[TensorPlan]) -> tuple[TensorGroup, ...]:
     alike: dict[tuple[object, ...], dict[str, TensorPlan]] = {}
     order: dict[str, int] = {}
     for tensor in tensors:
-        key = (tensor.role, tensor.shape, tensor.dtype, tensor.spec, tensor.donated)
+        key = (tensor.role, tensor.shape, tensor.dtype, tensor.spec, tensor.donated, tensor.stages)
         alike.setdefault(key, {})[tensor.path] = tensor
         order[tensor.path] = len(order)
     groups: list[tuple[int, TensorGroup]] = []

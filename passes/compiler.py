@@ -42,7 +42,7 @@ from autopar.passes.sharding.program import Program
 from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.stages.artifact import follow_pipeline, make_pipeline_plan
-from autopar.passes.stages.candidate import Pipelined, Runnable, num_meshes, plan_pipeline
+from autopar.passes.stages.candidate import Pipelined, Runnable, num_meshes, plan_pipelines
 from autopar.plans import OutputCertificate, Plan
 
 Report = Callable[[str], None]
@@ -144,12 +144,13 @@ def _compile_pipeline(
     candidates: list[Pipelined] = []
     for count in _pipeline_counts(graph, options, num_meshes(options, cluster)):
         split = _split(graph, rules, options, count, report)
-        candidates.append(plan_pipeline(split, count, options, cluster, report))
-        if candidates[-1].fits:
+        candidates += plan_pipelines(split, count, options, cluster, report)
+        if any(candidate.fits for candidate in candidates):
             break
-    chosen = candidates[-1]
-    if not chosen.fits:
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
         raise _pipeline_out_of_memory(candidates, options)
+    chosen = min(fitting, key=lambda c: c.step_seconds)
     made = make_pipeline_plan(chosen, candidates, program_hash, options, cluster)
     return Compiled(made, Runnable(chosen.pieces, chosen.program), chosen.split.graph)
 

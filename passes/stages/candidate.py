@@ -137,10 +137,10 @@ def submesh(cluster: Cluster, num_devices: int) -> Cluster:
     return dataclasses.replace(cluster, num_nodes=num_devices // cluster.devices_per_node)
 
 
-def plan_pipeline(
+def plan_pipelines(
     split: Split, count: int, options: Options, cluster: Cluster, report: Report
-) -> Pipelined:
-    """The best plan with the stages and the schedule that the options ask for.
+) -> list[Pipelined]:
+    """Plans with the stages that the options ask for, one for every schedule that is considered.
 
     Args:
       split: the program with its batch split in `count` microbatches, at least two.
@@ -161,10 +161,7 @@ def plan_pipeline(
             first = _plan(split, count, splitting[0], options, cluster, report)
             found.append(first)
             found += [_with_schedule(first, name, cluster) for name in splitting[1:]]
-    fitting = [candidate for candidate in found if candidate.fits]
-    if fitting:
-        return min(fitting, key=lambda c: c.step_seconds)
-    return min(found, key=lambda c: max(c.peak_bytes))
+    return found
 
 
 def _schedules(options: Options) -> tuple[Any, ...]:
