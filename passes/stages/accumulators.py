@@ -19,7 +19,7 @@ from autopar.passes.stages.anatomy import Anatomy, Carried
 
 _ADDITIONS = frozenset({"add", "add_any"})
 # Linear in their one operand, and not worth a stage of their own.
-_PASSED = names("convert_element_type copy neg reshape squeeze transpose")
+_PASSED = names("convert_element_type copy neg reduce_sum reshape squeeze transpose")
 
 
 @dataclass(frozen=True)

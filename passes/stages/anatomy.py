@@ -1,8 +1,10 @@
 """A microbatched program taken apart: prologue, loop, epilogue; forward, backward, and copied.
 
 An equation is *free* if it is cheap and depends on no large state leaf: masks, positions, random
-bits, slices of the batch, counters. Free equations are copied to every stage that reads them; all
-others are evaluated on one stage.
+bits, slices of the batch, counters. In the loop, what is made element by element from parameters
+and free values is free as well: the parameters move once a step, their sum with a mask would move
+once a microbatch. Free equations are copied to every stage that reads them; all others are
+evaluated on one stage.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.errors import OptionError
 from autopar.passes import jax_compat
 from autopar.passes.factors.flops import total_flops
-from autopar.passes.factors.primitives import CONTROL_FLOW, MATRIX_FUNCTIONS, names
+from autopar.passes.factors.primitives import CONTROL_FLOW, ELEMENTWISE, MATRIX_FUNCTIONS, names
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom, Graph, Input
 
@@ -28,6 +30,8 @@ HEAVY = (
     | MATRIX_FUNCTIONS
     | CONTROL_FLOW
 )
+# Each result element from one element of every operand.
+_PLAIN = ELEMENTWISE | names("broadcast_in_dim reshape select_n squeeze transpose")
 _TRANSPOSED = re.compile(r"(^|[/(])transpose\(")
 
 
@@ -62,7 +66,8 @@ class Anatomy:
       slices: the body's variables for slices, each with the stacked value outside.
       carried: the accumulators.
       stacked: values that leave the body stacked, each with the variable outside.
-      free: variables, inside and outside, that are computed wherever they are read.
+      free: variables, inside and outside, that are computed wherever they are read. Those that the
+        loop computes may depend on parameters.
       backward: numbers of the body's equations that belong to the backward pass.
     """
 
@@ -233,6 +238,11 @@ def _free(
     body = graph.jaxpr.eqns[loop].params["jaxpr"].jaxpr
     assert not carries & free
     _spread(body.eqns, free)
+    known = free | consts.keys() | slices.keys()
+    for eqn in body.eqns:
+        if eqn.primitive.name in _PLAIN and all(_is_free(atom, known) for atom in eqn.invars):
+            known.update(eqn.outvars)
+            free.update(eqn.outvars)
     _spread(graph.jaxpr.eqns[loop + 1 :], free)
     # Behind the loop, what is computed from scalars alone is computed wherever it is read.
     for eqn in graph.jaxpr.eqns[loop + 1 :]:

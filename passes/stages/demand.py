@@ -92,12 +92,10 @@ class _Search:
 
     def run(self) -> None:
         graph = self.program.parts.graph
-        for item in self.program.outside:
+        for index, item in enumerate(self.program.outside):
             if item.eqn.effects:
                 assert item.stage is not None
-                for var in item.eqn.outvars:
-                    self.done.add(("outside", item.stage, var))
-                self.equation("outside", item.stage, self.program.outside.index(item))
+                self.equation("outside", item.stage, index)
         later = []
         for number, (atom, label) in enumerate(
             zip(graph.jaxpr.outvars, graph.outputs, strict=True)

@@ -188,6 +188,32 @@ class _Problem:
             if others:
                 self.values.append(Value(bytes_of(var), others, maker))
         self._leaf_values(readers)
+        self._totals_at_home(terms, readers)
+
+    def _totals_at_home(self, terms: tuple[Terms, ...], readers: Mapping[Var, list[Node]]) -> None:
+        """A sum whose terms come from several stages is needed where the leaf is that it updates.
+
+        Cuts count how many boundaries a value crosses and would rather have it in the middle.
+        """
+        eqns = self.parts.graph.jaxpr.eqns
+        for number, item in enumerate(terms):
+            if len(item.terms) < 2:
+                continue
+            homes: set[int] = set()
+            seen: set[Node] = set()
+            stack = list(readers.get(item.carried.total, ()))
+            while stack:
+                node = stack.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if node[0] == "leaf":
+                    homes |= {self.fixed[node]} if node in self.fixed else set()
+                else:
+                    for var in eqns[node[1]].outvars:
+                        stack += readers.get(var, ())
+            if len(homes) == 1:
+                self.preferred["total", number] = homes.pop()
 
     def _leaf_values(self, readers: Mapping[Var, list[Node]]) -> None:
         """State leaves: those that forward equations read are at home where they are read."""
@@ -253,4 +279,7 @@ def _leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
     for var, atom in (*parts.consts.items(), *parts.slices.items()):
         if not isinstance(atom, Literal) and atom in found:
             found[var] = found[atom]
+    for eqn in parts.body.eqns:
+        if parts.is_free(eqn):
+            through(eqn)
     return found

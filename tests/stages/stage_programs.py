@@ -1,16 +1,22 @@
 """Microbatched graphs of the real programs, and the inputs for them."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.extend import core as jex_core
 from programs import PROGRAMS, Program
+from stages.stage_reference import evaluate
 
+from autopar.passes import graph as graphs
 from autopar.passes.factors.populate import populate
 from autopar.passes.graph import Graph
 from autopar.passes.microbatch import analyze, split
+from autopar.passes.stages import Stages
 from autopar.passes.trace import trace
 
 MICROBATCHES = 4
@@ -33,12 +39,88 @@ def microbatched(program: Program | str) -> Microbatched:
     case = program.build()
     known = ("batch_axes", "batch_argnums", "static_argnums")
     options = {key: value for key, value in case.options.items() if key in known}
-    arguments, keywords = case.arguments(case.state, case.batch), case.keywords[0]
-    step = trace(case.step, arguments, keywords, **options)
-    graph = split(step.graph, analyze(step.graph, populate(step.graph.jaxpr), MICROBATCHES))
+    arguments = case.arguments(case.state, case.batch)
+    return microbatched_step(case.step, arguments, case.keywords[0], **options)
+
+
+def microbatched_step(
+    step: Callable[..., Any], arguments: Any, keywords: Any = None, **options: Any
+) -> Microbatched:
+    """Trace and split a step."""
+    keywords = keywords or {}
+    traced = trace(step, arguments, keywords, **options)
+    graph = split(traced.graph, analyze(traced.graph, populate(traced.graph.jaxpr), MICROBATCHES))
     leaves = jax.tree.leaves((arguments, keywords))
-    arrays = [leaves[i] for i in step.signature.array_positions]
+    arrays = [leaves[i] for i in traced.signature.array_positions]
     return Microbatched(graph, populate(graph.jaxpr), [*arrays, *graph.constants])
+
+
+def assert_equal_to_whole(
+    whole: Microbatched, stages: Stages, relative: float | None = None
+) -> None:
+    """The stages, one task after the other, compute what the uncut graph computes."""
+    run = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(whole.graph.jaxpr, ())))
+    expected, found = run(*whole.inputs), evaluate(stages, whole.inputs)
+    for label, one, other in zip(whole.graph.outputs, expected, found, strict=True):
+        assert_close(label.path, one, other, relative)
+
+
+def check_links(stages: Stages) -> None:
+    """Links agree with the graphs at both ends, and activations flow up and gradients down."""
+    fed = {(link.target, link.target_input) for link in stages.links}
+    assert len(fed) == len(stages.links)
+    for number, stage in enumerate(stages.graphs):
+        graphs.check(stage.graph)
+        for place, leaf in enumerate(stage.inputs):
+            assert (leaf is None) == ((number, place) in fed)
+    for link in stages.links:
+        shape = (MICROBATCHES, *link.shape) if link.per_microbatch else link.shape
+        source, target = stages.graphs[link.source], stages.graphs[link.target]
+        assert source.outputs[link.source_output] is None
+        assert source.graph.jaxpr.outvars[link.source_output].aval.shape == shape
+        assert target.graph.jaxpr.invars[link.target_input].aval.shape == shape
+        if link.label == "activation":
+            assert link.source < link.target
+        if link.label == "gradient":
+            assert link.source > link.target
+    states = Counter(
+        number
+        for stage in stages.graphs
+        for number, label in zip(stage.inputs, stage.graph.inputs, strict=True)
+        if number is not None and label.role == "state"
+    )
+    assert all(times == 1 for times in states.values()), "a state leaf is on two stages"
+    for stage in stages.graphs:  # a leaf is replaced where it is
+        for label in stage.graph.inputs:
+            assert label.role != "state" or label.twin is not None or not label.donated
+
+
+def crossing(stages: Stages) -> Counter[Any]:
+    """How many values cross per microbatch, by source, target and label."""
+    return Counter((k.source, k.target, k.label) for k in stages.links if k.per_microbatch)
+
+
+def one_each_way(number: int) -> dict[Any, int]:
+    """One activation up and one gradient down over every boundary, and nothing else."""
+    up = {(stage, stage + 1, "activation"): 1 for stage in range(number - 1)}
+    return up | {(stage + 1, stage, "gradient"): 1 for stage in range(number - 1)}
+
+
+def assert_close(path: str, one: Any, other: Any, relative: float | None = None) -> None:
+    """Equal up to the order of sums; integers, booleans and keys exactly."""
+    assert one.dtype == other.dtype, path
+    expected, found = plain(one), plain(other)
+    assert expected.shape == found.shape, path
+    if expected.dtype.kind in "biu":
+        np.testing.assert_array_equal(expected, found, err_msg=path)
+        return
+    allowed = relative or (1e-12 if expected.dtype.itemsize == 8 else 1e-5)
+    expected, found = expected.astype(np.float64), found.astype(np.float64)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(finite, np.isfinite(found), err_msg=path)
+    scale = np.max(np.abs(expected[finite]), initial=1e-6)
+    error = np.max(np.abs(expected - found)[finite], initial=0.0)
+    assert error <= allowed * scale, (path, error, scale)
 
 
 def plain(value: Any) -> np.ndarray:

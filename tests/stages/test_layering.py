@@ -1,0 +1,69 @@
+"""Layers: cheap cuts, balanced work, equal layers recognised."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from stages.stage_programs import microbatched_step
+
+from autopar.passes.stages import Layer, Layers, layers
+from autopar.passes.stages.layering import boundaries_of
+
+WIDTH = 16
+
+
+def residual_network(depth: int) -> Layers:
+    """The layers of pre-norm residual blocks that are wide inside."""
+    rng = np.random.default_rng(0)
+    params = [
+        (
+            jnp.asarray(rng.normal(size=(WIDTH, 4 * WIDTH)), jnp.float32),
+            jnp.asarray(rng.normal(size=(4 * WIDTH, WIDTH)), jnp.float32),
+        )
+        for _ in range(depth)
+    ]
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for up, down in params:
+            normed = x / (1 + jnp.mean(x**2, axis=-1, keepdims=True))
+            x = x + jax.nn.relu(normed @ up) @ down
+        return jnp.mean(x**2)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    whole = microbatched_step(step, (params, jnp.ones((8, WIDTH))))
+    return layers(whole.graph, whole.rules)
+
+
+def test_blocks_are_layers_and_inner_ones_are_equal() -> None:
+    """Cuts lie where only the residual stream is alive, never in the wide middle of a block."""
+    found = residual_network(6)
+    assert len(found) == 6
+    stream = 2 * WIDTH * 4
+    assert [layer.cut_bytes for layer in found.layers] == [stream] * 5 + [0]
+    # The first block's input has no gradient, the last one ends in the loss.
+    assert len({layer.digest for layer in found.layers[1:-1]}) == 1
+    flops = [layer.flops for layer in found.layers]
+    assert max(flops) < 1.5 * min(flops)
+    assert all(layer.backward_flops > layer.forward_flops for layer in found.layers[1:-1])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stages_are_balanced(seed: int) -> None:
+    """The slowest stage is within the allowed slack of the best of all partitions."""
+    rng = np.random.default_rng(seed)
+    flops = [int(f) for f in rng.integers(1, 1000, 9)]
+    found = Layers(0, tuple(Layer((), f, 0, int(rng.integers(1, 9)), "", "") for f in flops))
+    for number in (1, 2, 4, 9):
+        cuts = boundaries_of(found, number)
+
+        def slowest(cuts: Any) -> int:
+            return max(sum(flops[a:b]) for a, b in itertools.pairwise((0, *cuts, len(flops))))
+
+        best = min(map(slowest, itertools.combinations(range(1, len(flops)), number - 1)))
+        assert slowest(cuts) <= 1.05 * best
