@@ -117,7 +117,7 @@ class Anatomy:
 
     def is_free(self, eqn: JaxprEqn) -> bool:
         """Whether an equation is copied to where its results are read."""
-        return all(var in self.free for var in eqn.outvars)
+        return not eqn.effects and all(var in self.free for var in eqn.outvars)
 
 
 def dissect(graph: Graph, rules: Mapping[JaxprEqn, FactorRule]) -> Anatomy:
@@ -273,7 +273,7 @@ def _backward(body: Jaxpr, free: frozenset[Var], carries: set[Var]) -> frozenset
     found: set[int] = set()
     late: set[Var] = set()
     for index, eqn in enumerate(body.eqns):
-        if all(var in free for var in eqn.outvars):
+        if not eqn.effects and all(var in free for var in eqn.outvars):
             continue
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         if any(v in carries for v in operands):

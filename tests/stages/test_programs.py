@@ -18,27 +18,58 @@ from autopar.errors import OptionError
 from autopar.passes.stages import slice_stages
 
 FEW_LAYERS = {
-    "graph_network": 2,
+    "custom_vjp": 2,
+    "debug_print": 3,
+    "evaluation": 2,
+    "generation": 1,
+    "key_per_example": 3,
+    "key_raw": 3,
+    "key_rbg": 3,
+    "key_typed": 3,
+    "loss_scale_cond": 3,
+    "loss_scale_where": 3,
     "lstm": 2,
-    "lstm_linen": 2,
+    "lstm_float64": 2,
+    "lstm_linen": 1,
+    "lstm_time_first": 2,
+    "mlp": 3,
+    "mlp_documented": 3,
+    "mlp_float64": 3,
+    "mlp_keywords": 3,
+    "mlp_multi_steps": 3,
+    "mlp_sgd": 3,
+    "mlp_static": 3,
+    "per_example_gradients": 3,
+    "per_example_metrics": 3,
     "scan_layers": 2,
+    "scan_layers_float64": 2,
     "scan_layers_linen": 2,
+    "token_weighted": 2,
+    "token_weighted_float64": 2,
 }
-"""Programs with fewer than four places to cut, and how many layers they have."""
+"""Programs that have fewer than four layers: heavy equations, each with what follows it."""
 
 ONE_EACH_WAY = ("cnn", "linen_gpt", "nnx_transformer", "hf_gpt2", "hf_bert", "hf_vit")
 """Programs whose stages pass one activation and one gradient per boundary and microbatch."""
 
-QUICK = ("mlp_multi_steps", "linen_gpt", "unet", "scan_layers", "loss_scale_cond", "key_rbg")
-"""`make test` runs these; all others are for the full run."""
+QUICK = {
+    "adversarial": 4,
+    "debug_print": 2,
+    "key_rbg": 2,
+    "linen_gpt": 4,
+    "loss_scale_cond": 2,
+    "mlp_multi_steps": 2,
+    "scan_layers": 4,
+    "unet": 2,
+}
+"""`make test` runs these, with that many stages; all others are for the full run."""
 
 
 def combinations() -> Iterator[Any]:
     """Every program that splits into microbatches, with 2 and with 4 stages."""
     for program, number in itertools.product(PROGRAMS.values(), (2, 4)):
         if program.splits:
-            quick = program.name in QUICK and (number == 4 or program.name == "unet")
-            marks = () if quick else pytest.mark.full
+            marks = () if QUICK.get(program.name) == number else pytest.mark.full
             yield pytest.param(program, number, id=f"{program}-{number}", marks=marks)
 
 
@@ -47,15 +78,17 @@ def test_equals_the_uncut_graph(program: Program, number: int) -> None:
     """F, B and W of several microbatches in flight, links as the only way between stages."""
     with program.context():
         whole = microbatched(program)
-        layers = next((n for name, n in FEW_LAYERS.items() if program.name.startswith(name)), None)
-        if layers is not None and number > layers:
-            with pytest.raises(OptionError, match="more than the program has layers"):
+        layers = FEW_LAYERS.get(program.name, 4)
+        if number > layers:
+            with pytest.raises(OptionError, match=f"it has {layers} layer"):
                 slice_stages(whole.graph, whole.rules, number)
             return
         stages = slice_stages(whole.graph, whole.rules, number, split_backward=True)
         assert len(stages.graphs) == number
         assert all("F" in stage.tasks for stage in stages.graphs)
         check_links(stages)
+        effects = [e for stage in stages.graphs for e in stage.graph.jaxpr.eqns if e.effects]
+        assert len(effects) == sum(bool(e.effects) for e in whole.graph.jaxpr.eqns)
         assert_equal_to_whole(whole, stages, program.tolerance.relative)
     if program.name in ONE_EACH_WAY:
         assert crossing(stages) == one_each_way(number)
