@@ -7,6 +7,7 @@ program, unflatten. Whatever goes wrong there is looked into afterwards.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from .buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from .errors import DonatedBufferError, TraceError
@@ -28,7 +29,7 @@ from .passes.signature import Key, Signature, signature_of
 from .passes.trace import Traced
 from .plans import Plan
 from .progress import Progress
-from .runtime import local
+from .runtime import distributed, local
 
 _notebook_was_told = False
 
@@ -372,6 +373,36 @@ class Executable:
           TraceError: what `init_fn` makes is none of the step's arguments.
         """
         return initialize(self._traced, self._in_shardings, init_fn, args, kwargs)
+
+    def gather(self, tree: Any) -> Any:
+        """A tree of leaves that may be on different stages, whole on every device of the plan.
+
+        For printing, exporting and small computations: JAX cannot mix arrays of different meshes.
+        `jax.device_get` brings a tree to the host instead, and takes no device memory.
+
+        Args:
+          tree: such as a state that the step returned. Leaves that are no arrays stay as they are.
+        """
+        return distributed.gather(tree, self._all_devices)
+
+    def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+        """`fn(state, *args)` on a state whose leaves may be on different stages.
+
+        Args:
+          fn: a function of JAX arrays, such as a global norm or a moving average. It is compiled
+            for all devices of the plan.
+          state: any tree of leaves of the step's state. It is not donated.
+          *args: more trees, from any place.
+
+        Returns:
+          What `fn` returns. If that has the structure of `state`, its leaves are where those of
+          `state` are, ready for the next step; else it is whole on every device.
+        """
+        return distributed.apply(fn, state, args, self._all_devices)
+
+    @functools.cached_property
+    def _all_devices(self) -> Mesh:
+        return distributed.mesh_of((*self._in_shardings, *self._out_shardings))
 
     def __repr__(self) -> str:
         return f"<Executable {self._name}: {self.plan!r}>"

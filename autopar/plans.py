@@ -13,12 +13,17 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import plan_text, summaries
 from .errors import PlanMismatchError
 from .records import Record, dump_json
+from .step_model import StepModel
 from .units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .passes.pipeline.what_if import Simulation
 
 FORMAT_VERSION = 2
 """Of the JSON form; a file of another format version is refused."""
@@ -162,6 +167,7 @@ class PipelinePlan(Record):
       splits_backward: whether weight gradients are tasks of their own.
       bubble_fraction: the share of the meshes' time in which they wait, in the simulated step.
       transfers: what crosses between stages.
+      model: what the step is made of, for `Plan.simulate`.
     """
 
     schedule: str
@@ -171,6 +177,7 @@ class PipelinePlan(Record):
     splits_backward: bool
     bubble_fraction: float
     transfers: tuple[StageTransfer, ...]
+    model: StepModel | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +332,53 @@ class Plan(Record):
                 f"library changed (the plan was made with jax {self.jax_version}).",
                 hint="plan again for this program.",
             )
+
+    def simulate(
+        self,
+        *,
+        schedule: Any = None,
+        microbatches: int | None = None,
+        cluster: Cluster | None = None,
+        link_scale: float = 1.0,
+        compute_scale: float = 1.0,
+    ) -> Simulation:
+        """The step that the cost model expects, as it is planned or if something were different.
+
+        No program and no device is needed, and nothing is planned again: stages and strategies stay
+        as they are, so another plan may be better than what is simulated here.
+
+        Args:
+          schedule: another schedule, by name or a function as `autopar.compile` takes. One that
+            splits the backward pass (`zb_h1`) needs a plan that was made for such a schedule.
+          microbatches: another number. The batch stays, so what a microbatch computes, moves and
+            keeps changes in proportion to its rows; starting a collective takes as long as before.
+          cluster: other devices. Each mesh is repeated as often as they allow, its copies share the
+            rows of a microbatch and add up their gradients once a step. Compute changes with the
+            devices' operations or memory bandwidth, whichever gained less.
+          link_scale: how much more bandwidth all links have.
+          compute_scale: how much faster devices compute.
+
+        Returns:
+          A `Simulation`: `step_seconds`, `bubble_fraction`, `peak_bytes` of each mesh's devices,
+          and a `timeline` that prints and has `to_chrome_trace()`. A plan of one stage has one run,
+          in which all communication counts as bytes on links.
+
+        Raises:
+          OptionError: the batch or the devices do not divide, a scale is not positive, or a plan of
+            one stage is asked for another schedule or number of microbatches.
+          ScheduleError: there is no such schedule, or it needs what the plan does not have.
+          PlanMismatchError: the plan was saved without what a simulation needs.
+        """
+        from .passes.pipeline.what_if import what_if
+
+        return what_if(
+            self,
+            schedule=schedule,
+            microbatches=microbatches,
+            cluster=cluster,
+            link_scale=link_scale,
+            compute_scale=compute_scale,
+        )
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What differs, one line each, as `field: this plan's value -> the other's`.

@@ -214,7 +214,7 @@ def _needed(instructions: Sequence[Instruction], wanted: Iterable[Version]) -> l
 
 
 def _unstacked(layout: Layout) -> Layout:
-    assert not layout.dims[0], "a stack of microbatches is never cut along itself"
+    """The layout of one microbatch; a stack that the plan cuts along itself never exists."""
     return Layout(layout.dims[1:], layout.partial)
 
 

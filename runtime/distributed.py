@@ -1,0 +1,74 @@
+"""Trees whose leaves live on different meshes, brought together.
+
+With several pipeline stages a state's leaves are on their stages' devices, and JAX refuses to mix
+arrays of different devices in one computation. Here they are put on all of the plan's devices,
+which is where a function of the whole tree can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+AXIS = "devices"
+
+
+def mesh_of(shardings: Sequence[Sharding]) -> Mesh:
+    """One axis over all devices of these shardings, in the order of their ids."""
+    devices = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
+    return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def gather(tree: Any, mesh: Mesh) -> Any:
+    """The tree with every array whole on every device of `mesh`; other leaves as they are."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.device_put(x, whole) if _is_array(x) else x, tree)
+
+
+def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
+    """`fn(tree, *args)`, compiled for all devices of `mesh`.
+
+    Arrays are cut along a dimension that the devices divide, where there is one. A result that has
+    the structure of `tree` comes back in the places of `tree`, leaf by leaf where shapes are equal;
+    so an average of parameters can go on to the next step. Other results are whole on every device.
+    """
+    leaves, structure = jax.tree.flatten((tree, *args))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def on_arrays(*values: Any) -> Any:
+        given = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            given[i] = value
+        return fn(*structure.unflatten(given))
+
+    placed = [jax.device_put(leaves[i], _spread(leaves[i], mesh)) for i in arrays]
+    result = jax.jit(on_arrays)(*placed)
+    whole = NamedSharding(mesh, PartitionSpec())
+    olds, shape = jax.tree.flatten(tree)
+    news, result_shape = jax.tree.flatten(result)
+    if result_shape != shape:
+        return jax.tree.map(lambda x: jax.device_put(x, whole) if _is_array(x) else x, result)
+    back = [
+        jax.device_put(new, old.sharding)
+        if isinstance(old, jax.Array) and np.shape(new) == old.shape
+        else new
+        for old, new in zip(olds, news, strict=True)
+    ]
+    return shape.unflatten(back)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def _spread(leaf: Any, mesh: Mesh) -> NamedSharding:
+    count = mesh.devices.size
+    sizes = np.shape(leaf)
+    for dim in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
+        if sizes[dim] and sizes[dim] % count == 0:
+            return NamedSharding(mesh, PartitionSpec(*([None] * dim), AXIS))
+    return NamedSharding(mesh, PartitionSpec())

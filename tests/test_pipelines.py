@@ -1,0 +1,256 @@
+"""Every program in pipeline stages, compared with plain `jax.jit` over three steps."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import PROGRAMS, Program, compare
+
+import autopar
+from autopar.errors import InexactMicrobatchError, MemoryLimitError, OptionError, ScheduleError
+
+STAGES = (2, 4)
+SCHEDULES = ("1f1b", "zb_h1")
+FEW_LAYERS: dict[str, int] = {}
+"""Programs that are fewer layers than four, and how many."""
+
+
+def combinations() -> Iterator[Any]:
+    """All of them; the first of each program, turned from program to program, by default."""
+    for number, program in enumerate(PROGRAMS.values()):
+        pairs = list(itertools.product(STAGES, SCHEDULES))
+        pairs = pairs[number % 4 :] + pairs[: number % 4]
+        for place, (stages, schedule) in enumerate(pairs):
+            marks = [pytest.mark.full] if place else []
+            name = f"{program.name}-{stages}-{schedule}"
+            yield pytest.param(program, stages, schedule, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("program", "stages", "schedule"), list(combinations()))
+def test_pipelined_step_equals_plain_step(program: Program, stages: int, schedule: str) -> None:
+    reason = program.missing()
+    if reason:
+        pytest.skip(reason)
+    with program.context():
+        case = program.build()
+        arguments = case.arguments(compare.copy_tree(case.state), case.batch)
+
+        def compiled() -> autopar.Executable:
+            return autopar.compile(
+                case.step,
+                *arguments,
+                **case.keywords[0],
+                **{**case.options, "stages": stages, "schedule": schedule, "microbatches": 4},
+            )
+
+        if not program.splits:
+            with pytest.raises(InexactMicrobatchError, match=re.escape(program.file.name)):
+                compiled()
+            return
+        if stages > FEW_LAYERS.get(program.name, stages):
+            with pytest.raises(OptionError, match="more than the program has layers"):
+                compiled()
+            return
+        step = compiled()
+        assert len(step.plan.stages) == stages
+        compare.assert_steps_equal(case.plain, step, case, program.tolerance)
+
+
+# A small step for everything else.
+
+
+def train_step(state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> Any:
+        x = batch["x"]
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    scale = jnp.minimum(1.0, 0.5 / norm)
+    params = jax.tree.map(lambda p, g: p - 0.1 * scale * g, state["params"], grads)
+    return {"params": params, "step": state["step"] + 1}, {"loss": loss, "norm": norm}
+
+
+def init(key: Any, layers: int = 8, width: int = 16) -> Any:
+    keys = jax.random.split(key, layers)
+    params = [{"w": jax.random.normal(k, (width, width)) / 4, "b": jnp.zeros(width)} for k in keys]
+    return {"params": params, "step": jnp.int32(0)}
+
+
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32),
+}
+
+
+def run(step: Any, steps: int = 3) -> Any:
+    state = init(jax.random.key(0))
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+    return jax.device_get((state, metrics))
+
+
+def assert_close(left: Any, right: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), left, right)
+
+
+def compiled(**options: Any) -> autopar.Executable:
+    return autopar.compile(train_step, init(jax.random.key(0)), BATCH, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_stages"),
+    [
+        ({"schedule": "gpipe", "stages": 2}, 2),
+        ({"schedule": "1f1b", "stages": [1, 6], "logical_mesh": (2,)}, 3),
+        ({"schedule": "eager_1f1b", "stages": 4}, 4),
+        ({"schedule": "interleaved_1f1b", "stages": 2, "num_chunks": 2}, 4),
+        ({"schedule": "zb_h2", "stages": 4, "microbatches": 8}, 4),
+        ({"stages": 2, "method": "zero2"}, 2),
+        ({"stages": 2, "method": "data", "microbatches": "auto"}, 2),
+        ({"stages": 8, "schedule": "1f1b"}, 8),
+    ],
+    ids=str,
+)
+def test_schedules_and_shapes(options: dict[str, Any], num_stages: int) -> None:
+    if options["stages"] == [1, 6]:
+        options = {**options, "cluster": autopar.Cluster.preset("cpu", devices_per_node=6)}
+    step = compiled(**{"microbatches": 4, **options})
+    assert len(step.plan.stages) == num_stages
+    assert_close(run(step), run(jax.jit(train_step)))
+
+
+def test_a_users_schedule_runs() -> None:
+    def one_at_a_time(num_meshes: int, num_microbatches: int) -> list[list[tuple[Any, ...]]]:
+        order = [t for m in range(num_microbatches) for t in (("F", m), ("B", m))]
+        return [[(kind, stage, m) for kind, m in order] for stage in range(num_meshes)]
+
+    step = compiled(stages=2, microbatches=4, schedule=one_at_a_time)
+    assert_close(run(step), run(jax.jit(train_step)))
+
+
+def test_what_crosses_is_one_activation_each_way() -> None:
+    plan = compiled(stages=4, microbatches=4, schedule="1f1b").plan
+    assert plan.pipeline is not None
+    crossing = [(t.source, t.target, t.shape) for t in plan.pipeline.transfers if t.times == 4]
+    activation = (8, 16)
+    forward = [(s, s + 1, activation) for s in range(3)]
+    backward = [(s + 1, s, activation) for s in range(3)]
+    assert sorted(crossing) == sorted([*forward, *backward])
+
+
+def test_a_saved_plan_runs_again(tmp_path: Path) -> None:
+    step = compiled(stages=2, microbatches=4)
+    path = tmp_path / "plan.json"
+    step.plan.save(path)
+    again = compiled(stages=2, microbatches=4, plan=path)
+    assert again.plan.to_json() == step.plan.to_json()
+    jax.tree.map(np.testing.assert_array_equal, run(again), run(step))
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    options: dict[str, Any] = {"stages": 2, "microbatches": 4}
+    assert compiled(**options).plan.to_json() == compiled(**options).plan.to_json()
+
+
+def test_plans_need_no_devices() -> None:
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    plan = autopar.plan(
+        train_step,
+        shapes,
+        BATCH,
+        stages=4,
+        cluster=autopar.Cluster.preset("dgx-h100", nodes=8),
+    )
+    assert [stage.num_devices for stage in plan.stages] == [16] * 4
+    assert plan.num_microbatches == 16
+    assert "4 stages on 4 meshes" in str(plan)
+
+
+def test_state_is_born_on_its_stage_and_donated() -> None:
+    step = compiled(stages=2, microbatches=4)
+    state = step.initialize(init, jax.random.key(0))
+    expected = init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
+    first, last = state["params"][0]["w"], state["params"][-1]["w"]
+    assert first.sharding.device_set.isdisjoint(last.sharding.device_set)
+    after, _ = step(state, BATCH)
+    assert first.is_deleted()
+    assert last.is_deleted()
+    assert after["params"][0]["w"].sharding.device_set == first.sharding.device_set
+    with pytest.raises(autopar.AutoparError, match="donated by an earlier call"):
+        step(state, BATCH)
+
+
+def test_gather_and_apply_on_a_distributed_state() -> None:
+    step = compiled(stages=2, microbatches=4)
+    state, _ = step(init(jax.random.key(0)), BATCH)
+
+    def norm(tree: Any) -> Any:
+        return jnp.sqrt(sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(tree)))
+
+    host = jax.device_get(state)
+    np.testing.assert_allclose(step.apply(norm, state), norm(host), rtol=1e-6)
+    np.testing.assert_allclose(norm(step.gather(state)), norm(host), rtol=1e-6)
+    halved = step.apply(lambda tree: jax.tree.map(lambda x: x // 2, tree), state)
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(halved), strict=True):
+        assert new.sharding == old.sharding
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a // 2, b), host, halved)
+    mixed = step.apply(lambda tree, scale: tree["step"] * scale, state, np.float32(3))
+    assert mixed == 3
+
+
+def test_every_piece_is_compiled_and_readable() -> None:
+    step = compiled(stages=2, microbatches=4, schedule="1f1b")
+    text = step.as_text()
+    assert "// piece F0" in text
+    assert "// piece B1" in text
+    assert set(step.memory_analysis()) >= {"F0", "B0", "F1", "B1"}
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"stages": 16}, OptionError, "more than the cluster has devices"),
+        ({"stages": 3}, OptionError, "cannot be split into 3 equal meshes"),
+        ({"stages": 8, "num_chunks": 2}, OptionError, "more than the program has layers"),
+        ({"stages": [4, 99]}, OptionError, "cannot be split into 3 equal meshes"),
+        ({"stages": [99]}, OptionError, "layers"),
+        ({"stages": 2, "microbatches": 1}, OptionError, "at least two microbatches"),
+        ({"stages": 2, "microbatches": 5}, autopar.AutoparError, "5"),
+        (
+            {"stages": 4, "num_chunks": 2, "microbatches": 2},
+            ScheduleError,
+            "microbatches",
+        ),
+        ({"stages": 2, "memory_limit": 1000}, MemoryLimitError, "stage"),
+        ({"stages": 2, "logical_mesh": (8,)}, OptionError, "does not fit a stage"),
+        ({"stages": 2, "schedule": lambda p, m: [[("F", 0, 0)]]}, ScheduleError, "mesh"),
+    ],
+    ids=str,
+)
+def test_bad_requests(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        compiled(**{"microbatches": 4, **options})
+
+
+def test_a_batch_without_examples_to_split() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        return train_step(state, batch)
+
+    odd = {name: value[:3] for name, value in BATCH.items()}
+    with pytest.raises(OptionError, match="cannot be split for a pipeline"):
+        autopar.compile(step, init(jax.random.key(0)), odd, stages=2)
