@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from autopar.errors import DeviceError
 from autopar.passes.compiler import Compiled
 from autopar.passes.logical import no_mesh
+from autopar.runtime.pace import Paced, paced
 from autopar.runtime.pipeline import LocalPipeline
 from autopar.runtime.spmd import block_function, partition_spec, typed
 
@@ -37,7 +38,7 @@ class LocalProgram:
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[jax.Array],
-    ) -> jax.stages.Compiled:
+    ) -> jax.stages.Compiled | Paced:
         """The compiled step: (donated leaves, kept leaves, constants) -> all output leaves.
 
         Args:
@@ -67,7 +68,8 @@ class LocalProgram:
         )
         # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
         with no_mesh():
-            return jitted.lower(*parts(shapes), list(constants)).compile()
+            compiled = jitted.lower(*parts(shapes), list(constants)).compile()
+        return paced(compiled, self.mesh)
 
 
 def load(
