@@ -9,6 +9,8 @@ In the order in which they are met:
 - `verify`: the checker of programs (`autopar.passes.pipeline.verify.verify`);
 - `memory`: live bytes at every instruction;
 - `simulate`: the virtual clock (`autopar.passes.pipeline.simulate.simulate`);
+- `what_if`: another schedule, other links or more devices for a plan that was saved;
+- `single`: a step of one stage as such a program;
 - `timeline`, `chrome`: when everything happened, simulated or measured, and its pictures.
 """
 

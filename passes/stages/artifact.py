@@ -33,6 +33,7 @@ from autopar.passes.stages.candidate import (
 )
 from autopar.passes.stages.pieces import Pieces, cut
 from autopar.passes.stages.slicing import slice_stages
+from autopar.passes.stages.step_model import step_model
 from autopar.plans import (
     Candidate,
     Estimates,
@@ -145,6 +146,7 @@ def make_pipeline_plan(
                 )
                 for link in stages.links
             ),
+            model=step_model(chosen.split, chosen.pieces, chosen.program, chosen.planned, cluster),
         ),
     )
 

@@ -1,0 +1,337 @@
+"""What would change a plan's step: another schedule, more microbatches, other links, more devices.
+
+Everything stands on the numbers that the plan holds (`autopar.step_model`), so no program and no
+device is needed, and nothing is planned again: the stages and their strategies stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from autopar.cluster import Cluster, Link
+from autopar.errors import OptionError, PlanMismatchError, ScheduleError
+from autopar.passes.costs import alpha_beta
+from autopar.passes.pipeline.emit import emit
+from autopar.passes.pipeline.instructions import Piece, PieceKind, Run, Send, Transfer, Value
+from autopar.passes.pipeline.memory import peak_bytes
+from autopar.passes.pipeline.simulate import simulate
+from autopar.passes.pipeline.single import single_program
+from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.named import SCHEDULES
+from autopar.passes.schedules.schedule import Schedule
+from autopar.plans import PipelinePlan, Plan
+from autopar.step_model import ModelPiece, StepModel
+
+_LOOP = ("F", "B", "W")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step.
+
+    Args:
+      timeline: when every instruction would run.
+    """
+
+    timeline: Timeline
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first start to the last end."""
+        return self.timeline.step_seconds
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in which they execute nothing."""
+        return self.timeline.bubble_fraction
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For every mesh, the most bytes per device that are alive at once."""
+        return self.timeline.peak_bytes
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The timeline for chrome://tracing or Perfetto, ready for `json.dump`."""
+        return self.timeline.to_chrome_trace()
+
+    def __str__(self) -> str:
+        return str(self.timeline)
+
+    def __repr__(self) -> str:
+        return f"<Simulation {str(self.timeline).splitlines()[0]}>"
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """By what the plan's numbers are multiplied.
+
+    `compute` includes that a device has fewer rows, `rows` is that alone; `bandwidth` and `latency`
+    are of seconds within a stage; `link` joins the meshes; `copies` of each stage's devices work in
+    parallel, and `sync` gives the seconds in which they add up so many bytes of gradients.
+    """
+
+    rows: float
+    compute: float
+    bandwidth: float
+    latency: float
+    link: Link
+    copies: int
+    sync: Callable[[int, int], float]
+
+
+def what_if(
+    plan: Plan,
+    *,
+    schedule: Any = None,
+    microbatches: int | None = None,
+    cluster: Cluster | None = None,
+    link_scale: float = 1.0,
+    compute_scale: float = 1.0,
+) -> Simulation:
+    """The simulated step of a plan if something else were different (see `Plan.simulate`).
+
+    Raises:
+      OptionError: a number that is not possible, or what a plan of one stage does not have.
+      ScheduleError: the schedule does not exist, or needs what the plan's stages do not have.
+      PlanMismatchError: the plan does not hold what a simulation needs.
+    """
+    for name, scale in (("link_scale", link_scale), ("compute_scale", compute_scale)):
+        if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise OptionError(f"{name}={scale!r} is not possible.", why="it must be positive.")
+    if plan.pipeline is None:
+        if schedule is not None or microbatches is not None:
+            raise OptionError(
+                "A plan of one stage has no schedule, and its microbatches are part of what was "
+                "planned.",
+                where=f"simulate(schedule={schedule!r}, microbatches={microbatches!r})",
+                hint="plan again with stages=2 or more, or with these microbatches.",
+            )
+        scales = _scales(plan, 1.0, cluster, link_scale, compute_scale)
+        return Simulation(_one_stage(plan, scales))
+    pipeline = plan.pipeline
+    model = pipeline.model
+    if model is None:
+        raise PlanMismatchError(
+            "The plan does not hold what a simulation needs.", hint="plan again."
+        )
+    count = plan.num_microbatches if microbatches is None else microbatches
+    rows = plan.num_microbatches / _possible(count, model, pipeline)
+    scales = _scales(plan, rows, cluster, link_scale, compute_scale)
+    if scales.copies > 1:
+        _divided(model, count * scales.copies, f"{count} microbatches on {scales.copies} times "
+                 "the devices")  # fmt: skip
+    return Simulation(_several(plan, pipeline, model, _order(pipeline, schedule, count), scales))
+
+
+def _possible(count: Any, model: StepModel, pipeline: PipelinePlan) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise OptionError(f"microbatches={count!r} is not possible.", why="use 1 or more.")
+    _divided(model, count, f"microbatches={count}")
+    return count
+
+
+def _divided(model: StepModel, parts: int, what: str) -> None:
+    uneven = [size for size in model.batch_rows if size % parts]
+    if uneven:
+        raise OptionError(
+            f"A batch of {uneven[0]} rows does not divide by {parts}.",
+            where=what,
+            hint="use a divisor of the number of rows.",
+        )
+
+
+def _order(pipeline: PipelinePlan, wanted: Any, count: int) -> Schedule:
+    """The asked schedule, or that of the plan, for so many microbatches."""
+    if wanted is None and pipeline.schedule not in SCHEDULES:
+        raise ScheduleError(
+            f"The plan's schedule {pipeline.schedule!r} is a function, which a plan cannot hold.",
+            hint="pass it again as schedule=.",
+        )
+    schedule = make_schedule(
+        pipeline.schedule if wanted is None else wanted,
+        pipeline.num_meshes,
+        count,
+        num_chunks=pipeline.num_chunks,
+    )
+    if schedule.splits_backward and not pipeline.splits_backward:
+        raise ScheduleError(
+            f"Schedule {schedule.name!r} has weight gradients as tasks of their own, and the "
+            "plan's backward pass is not split.",
+            why=f"it was planned for {pipeline.schedule!r}, whose stages compute both together.",
+            hint=f"plan again with schedule={schedule.name!r}; the other schedules can be "
+            "simulated from that plan.",
+        )
+    return schedule
+
+
+def _scales(
+    plan: Plan, rows: float, cluster: Cluster | None, link_scale: float, compute_scale: float
+) -> _Scales:
+    old = Cluster.from_dict(plan.cluster)
+    new = old if cluster is None else cluster
+    meshes = 1 if plan.pipeline is None else plan.pipeline.num_meshes
+    before = {stage.num_devices for stage in plan.stages}
+    size = new.num_devices // meshes
+    if cluster is not None and (
+        new.num_devices % meshes or len(before) > 1 or size % min(before) or size < min(before)
+    ):
+        sizes = " or ".join(map(str, sorted(before)))
+        raise OptionError(
+            f"The plan cannot be simulated on {new.num_devices} devices.",
+            where=str(new),
+            why=f"it has {meshes} mesh{'es' * (meshes > 1)} of {sizes} devices; each can only be "
+            "repeated a whole number of times.",
+            hint=f"use a multiple of {meshes * min(before)} devices, or plan for the cluster.",
+        )
+    copies = 1 if cluster is None else size // min(before)
+    faster = compute_scale * _device_speed(old, new)
+    old_link, new_link = _inside(old, min(before)), _inside(new, min(before))
+    between = new.inter_node if new.num_nodes > 1 else new.intra_node
+    started = old.collective_seconds + old_link.latency
+
+    def sync(nbytes: int, devices: int) -> float:
+        if copies == 1 or not nbytes:
+            return 0.0
+        alpha, beta = alpha_beta("all-reduce", new, (copies, devices), (0,))
+        return alpha + beta * nbytes / link_scale
+
+    return _Scales(
+        rows=rows / copies,
+        compute=rows / copies / faster,
+        bandwidth=old_link.bandwidth / new_link.bandwidth / link_scale,
+        latency=(new.collective_seconds + new_link.latency) / started if started else 1.0,
+        link=dataclasses.replace(between, bandwidth=between.bandwidth * link_scale),
+        copies=copies,
+        sync=sync,
+    )
+
+
+def _device_speed(old: Cluster, new: Cluster) -> float:
+    """How much faster a device is, by whichever of operations and memory gained less."""
+    ratios = [
+        new.device.peak_flops_for(dtype) / old.device.peak_flops_for(dtype)
+        for dtype in ("bfloat16", "float32")
+    ]
+    return min(*ratios, new.device.memory_bandwidth / old.device.memory_bandwidth)
+
+
+def _inside(cluster: Cluster, size: int) -> Link:
+    """What joins the devices of a mesh of that size."""
+    return cluster.intra_node if size <= cluster.devices_per_node else cluster.inter_node
+
+
+def _one_stage(plan: Plan, scales: _Scales) -> Timeline:
+    """One run; what is not compute is taken as bytes on links."""
+    found, name = plan.estimates, "step"
+    kept = sum(x.bytes_per_device for x in plan.inputs if not x.donated)
+    donated = sum(x.bytes_per_device for x in plan.inputs if x.donated)
+    results = sum(x.bytes_per_device for x in plan.outputs)
+    program = single_program(name, kept, donated, results)
+    inside = max(found.peak_bytes_per_device - peak_bytes(program)[0], 0)
+    communication = min(found.communication_seconds, found.step_seconds)
+    seconds = (
+        (found.step_seconds - communication) * scales.compute
+        + communication * scales.bandwidth
+        + scales.sync(donated, plan.stages[0].num_devices)
+    )
+    return simulate(
+        program,
+        seconds,
+        devices_per_mesh=plan.stages[0].num_devices * scales.copies,
+        temporary_bytes={name: math.ceil(inside * scales.rows)},
+    )
+
+
+def _several(
+    plan: Plan, pipeline: PipelinePlan, model: StepModel, schedule: Schedule, scales: _Scales
+) -> Timeline:
+    values = [
+        Value(
+            number,
+            value.stage,
+            math.ceil(value.bytes_per_device * scales.rows)
+            if value.per_microbatch
+            else value.bytes_per_device,
+            value.per_microbatch,
+            value.label,
+        )
+        for number, value in enumerate(model.values)
+    ]
+    pieces = [
+        Piece(p.name, p.stage, cast("PieceKind", p.when), p.reads, p.writes, p.donates)
+        for p in model.pieces
+    ]
+    program = emit(
+        schedule,
+        values,
+        pieces,
+        [Transfer(source, target) for source, target in model.transfers],
+        inputs=model.inputs,
+        outputs=model.outputs,
+        donated=model.donated,
+    )
+    sums = _sums(model)
+    seconds = {
+        piece.name: _piece_seconds(piece, scales)
+        + scales.sync(sums.get(piece.name, 0), plan.stages[piece.stage].num_devices)
+        for piece in model.pieces
+    }
+
+    def transfer_seconds(send: Send) -> float:
+        size = sum(values[buffer.value].bytes_per_device for buffer in send.buffers)
+        return scales.link.latency + size / scales.link.bandwidth
+
+    def run_seconds(run: Run) -> float:
+        return seconds[run.piece]
+
+    devices = [0] * pipeline.num_meshes
+    for stage in plan.stages:
+        devices[stage.mesh] = stage.num_devices * scales.copies
+    return simulate(
+        program,
+        run_seconds,
+        transfer_seconds,
+        devices_per_mesh=devices,
+        temporary_bytes={
+            piece.name: math.ceil(piece.temporary_bytes * scales.rows)
+            if piece.when in _LOOP
+            else piece.temporary_bytes
+            for piece in model.pieces
+        },
+    )
+
+
+def _piece_seconds(piece: ModelPiece, scales: _Scales) -> float:
+    """Microbatches change the loop's pieces alone: the others see all rows, however many."""
+    looping = piece.when in _LOOP
+    rows = scales.rows if looping else 1 / scales.copies
+    compute = scales.compute * rows / scales.rows
+    if piece.when == "epilogue":  # the optimizer: every copy of a stage does all of it
+        compute *= scales.copies
+    return (
+        piece.compute_seconds * compute
+        + piece.latency_seconds * scales.latency
+        + piece.activation_seconds * scales.bandwidth * rows
+        + piece.other_seconds * scales.bandwidth
+    )
+
+
+def _sums(model: StepModel) -> dict[str, int]:
+    """For epilogue pieces, the bytes of sums over microbatches that are first read there.
+
+    Copies of a stage's devices, each with rows of its own, have to add these up once a step.
+    """
+    made = {n for p in model.pieces if p.when in _LOOP for n in p.writes}
+    left = {n for n in made if not model.values[n].per_microbatch}
+    found: dict[str, int] = {}
+    for piece in model.pieces:
+        if piece.when == "epilogue":
+            here = left & set(piece.reads)
+            left -= here
+            found[piece.name] = sum(model.values[n].bytes_per_device for n in here)
+    return found
