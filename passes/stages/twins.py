@@ -29,6 +29,7 @@ def find_twins(parts: Anatomy) -> dict[int, int]:
     numbers = _value_numbers(parts)
     eqns = parts.body.eqns
     trunk = [index for index in parts.trunk() if eqns[index].primitive.name in HEAVY]
+    inner = {numbers[var] for index in parts.trunk() for var in eqns[index].outvars}
     readers: dict[int, list[int]] = {}
     makers: dict[int, int] = {}
     for index in trunk:
@@ -51,6 +52,11 @@ def find_twins(parts: Anatomy) -> dict[int, int]:
         if eqn.primitive.name == "scan":
             shared = [makers[n] for n in operands if n in makers] or shared
         twin = _agreed(shared, eqn, eqns)
+        if twin is None:  # several at one place, such as query, key and value, read one residual
+            made = [n for n in operands if n in inner and n in readers]
+            near = {c for n in made for c in readers[n] if c in shared}
+            near = {c for c in near if _place(eqns[c]) == _place(eqn)}
+            twin = min(near, default=None)
         if twin is None:
             named = [c for c in trunk if eqns[c].primitive is eqn.primitive]
             named = [c for c in named if _place(eqns[c]) == _place(eqn)]

@@ -49,7 +49,15 @@ FEW_LAYERS = {
 }
 """Programs that have fewer than four layers: heavy equations, each with what follows it."""
 
-ONE_EACH_WAY = ("cnn", "linen_gpt", "nnx_transformer", "hf_gpt2", "hf_bert", "hf_vit")
+ONE_EACH_WAY = (
+    "cnn",
+    "equinox_transformer",
+    "linen_gpt",
+    "nnx_transformer",
+    "hf_gpt2",
+    "hf_bert",
+    "hf_vit",
+)
 """Programs whose stages pass one activation and one gradient per boundary and microbatch."""
 
 QUICK = {
