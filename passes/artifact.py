@@ -40,7 +40,7 @@ from autopar.plans import (
 
 def make_plan(
     chosen: Planned,
-    candidates: Sequence[Planned],
+    candidates: Sequence[Candidate],
     program_hash: str,
     graph: Graph,
     options: Options,
@@ -66,7 +66,7 @@ def make_plan(
         cluster=cluster.to_dict(),
         method=options.method,
         num_microbatches=chosen.num_microbatches,
-        reason_for_microbatches=_reason(chosen, candidates, options, cluster),
+        reason_for_microbatches=_reason(chosen, options, cluster),
         stages=(
             StagePlan(
                 logical_mesh=program.mesh,
@@ -96,18 +96,7 @@ def make_plan(
             edges=len(built.edges),
             strategies=sum(node.num_strategies for node in built.nodes),
         ),
-        candidates=tuple(
-            Candidate(
-                method=options.method,
-                logical_mesh=c.mesh,
-                num_microbatches=c.num_microbatches,
-                step_seconds=c.step_seconds,
-                peak_bytes_per_device=c.peak.bytes,
-                chosen=c is chosen,
-                note="" if c.fits else "exceeds the memory limit",
-            )
-            for c in candidates
-        ),
+        candidates=tuple(candidates),
     )
 
 
@@ -212,9 +201,7 @@ def _held(version: Version, program: Program) -> int:
     return version_bytes(version, program.mesh)
 
 
-def _reason(
-    chosen: Planned, candidates: Sequence[Planned], options: Options, cluster: Cluster
-) -> str:
+def _reason(chosen: Planned, options: Options, cluster: Cluster) -> str:
     if options.microbatches != "auto":
         return "as asked"
     limit = memory_limit_of(options, cluster)

@@ -41,8 +41,18 @@ from autopar.passes.graph import Graph, fingerprint
 from autopar.passes.sharding.program import Program
 from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch
 from autopar.passes.sharding.scopes import aval_shape
-from autopar.passes.stages.artifact import follow_pipeline, make_pipeline_plan
-from autopar.passes.stages.candidate import Pipelined, Runnable, num_meshes, plan_pipelines
+from autopar.passes.stages.artifact import (
+    follow_pipeline,
+    list_candidates,
+    make_pipeline_plan,
+)
+from autopar.passes.stages.auto import choose_stages
+from autopar.passes.stages.candidate import (
+    Pipelined,
+    Runnable,
+    StageLayout,
+    plan_pipelines,
+)
 from autopar.plans import OutputCertificate, Plan
 
 Report = Callable[[str], None]
@@ -125,10 +135,19 @@ def compile_graph(
         if any(candidate.fits for candidate in found):
             break
     fitting = [c for c in candidates if c.fits]
-    if not fitting:
+    pipelines: list[Pipelined] = []
+    if options.stages == "auto" and (cluster.num_nodes > 1 or not fitting):
+        pipelines = _automatic_pipelines(graph, rules, options, cluster, report)
+    best = min((c for c in pipelines if c.fits), key=lambda c: c.step_seconds, default=None)
+    if not fitting and best is None:
         raise _out_of_memory(candidates, graph, options, cluster, reason)
-    chosen = min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
-    made = make_plan(chosen, candidates, program_hash, graph, options, cluster)
+    chosen = min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)), default=None)
+    considered: list[Planned | Pipelined] = [*candidates, *pipelines]
+    if chosen is None or (best is not None and best.step_seconds < chosen.step_seconds):
+        assert best is not None
+        return _pipelined(best, considered, program_hash, options, cluster)
+    listed = list_candidates(considered, chosen, options)
+    made = make_plan(chosen, listed, program_hash, graph, options, cluster)
     return Compiled(made, chosen.program, chosen.split.graph)
 
 
@@ -142,17 +161,60 @@ def _compile_pipeline(
 ) -> Compiled:
     """The stages and the schedule that were asked for; more microbatches while nothing fits."""
     candidates: list[Pipelined] = []
-    for count in _pipeline_counts(graph, options, num_meshes(options, cluster)):
+    layout = StageLayout.asked(options, cluster)
+    for count in _pipeline_counts(graph, options, len(layout.devices)):
         split = _split(graph, rules, options, count, report)
-        candidates += plan_pipelines(split, count, options, cluster, report)
+        candidates += plan_pipelines(split, count, layout, options, cluster, report)
         if any(candidate.fits for candidate in candidates):
             break
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise _pipeline_out_of_memory(candidates, options)
     chosen = min(fitting, key=lambda c: c.step_seconds)
-    made = make_pipeline_plan(chosen, candidates, program_hash, options, cluster)
+    return _pipelined(chosen, candidates, program_hash, options, cluster)
+
+
+def _pipelined(
+    chosen: Pipelined,
+    candidates: Sequence[Planned | Pipelined],
+    program_hash: str,
+    options: Options,
+    cluster: Cluster,
+) -> Compiled:
+    listed = list_candidates(candidates, chosen, options)
+    made = make_pipeline_plan(chosen, listed, program_hash, options, cluster)
     return Compiled(made, Runnable(chosen.pieces, chosen.program), chosen.split.graph)
+
+
+def _automatic_pipelines(
+    graph: Graph,
+    rules: Any,
+    options: Options,
+    cluster: Cluster,
+    report: Report,
+) -> list[Pipelined]:
+    """Pipelines whose stages the dynamic program chooses; none where one mesh is best or must be.
+
+    With the microbatches that are asked, else with about four for each node (at least eight).
+    """
+    sizes = _batch_sizes(graph)
+    if options.microbatches == 1 or options.logical_mesh is not None or not sizes:
+        return []
+    count = int(options.microbatches) if options.microbatches != "auto" else 1
+    while options.microbatches == "auto" and count < max(8, 4 * cluster.num_nodes):
+        if any(size % (2 * count) for size in sizes):
+            break
+        count *= 2
+    if count < 2:
+        return []
+    try:
+        split = _split(graph, rules, options, count, report)
+    except (InexactMicrobatchError, BatchArgumentError):
+        return []
+    layout = choose_stages(split, count, options, cluster, report)
+    if layout is None:
+        return []
+    return plan_pipelines(split, count, layout, options, cluster, report)
 
 
 def _pipeline_counts(graph: Graph, options: Options, meshes: int) -> Iterator[int]:

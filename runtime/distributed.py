@@ -19,7 +19,8 @@ AXIS = "devices"
 
 def mesh_of(shardings: Sequence[Sharding]) -> Mesh:
     """One axis over all devices of these shardings, in the order of their ids."""
-    devices = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
+    found: set[Any] = {device for sharding in shardings for device in sharding.device_set}
+    devices = sorted(found, key=lambda device: device.id)
     return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -36,6 +37,7 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
     the structure of `tree` comes back in the places of `tree`, leaf by leaf where shapes are equal;
     so an average of parameters can go on to the next step. Other results are whole on every device.
     """
+    structure: Any
     leaves, structure = jax.tree.flatten((tree, *args))
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
@@ -48,6 +50,8 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
     placed = [jax.device_put(leaves[i], _spread(leaves[i], mesh)) for i in arrays]
     result = jax.jit(on_arrays)(*placed)
     whole = NamedSharding(mesh, PartitionSpec())
+    shape: Any
+    result_shape: Any
     olds, shape = jax.tree.flatten(tree)
     news, result_shape = jax.tree.flatten(result)
     if result_shape != shape:

@@ -18,7 +18,7 @@ from autopar.passes.artifact import (
     tensor_plan,
     total_flops,
 )
-from autopar.passes.candidates import Split, prepare
+from autopar.passes.candidates import Planned, Split, prepare
 from autopar.passes.factors.populate import populate
 from autopar.passes.pipeline.emit import emit
 from autopar.passes.schedules.make import make_schedule
@@ -48,7 +48,7 @@ from autopar.plans import (
 
 def make_pipeline_plan(
     chosen: Pipelined,
-    candidates: Sequence[Pipelined],
+    candidates: Sequence[Candidate],
     program_hash: str,
     options: Options,
     cluster: Cluster,
@@ -114,19 +114,7 @@ def make_pipeline_plan(
             edges=sum(len(p.built.edges) for p in chosen.planned),
             strategies=sum(n.num_strategies for p in chosen.planned for n in p.built.nodes),
         ),
-        candidates=tuple(
-            Candidate(
-                method=options.method,
-                logical_mesh=c.planned[0].mesh,
-                num_microbatches=c.schedule.num_microbatches,
-                step_seconds=c.step_seconds,
-                peak_bytes_per_device=max(c.peak_bytes),
-                chosen=c is chosen,
-                note=f"{c.schedule.num_stages} stages, {c.schedule.name}"
-                + ("" if c.fits else ", exceeds the memory limit"),
-            )
-            for c in candidates
-        ),
+        candidates=tuple(candidates),
         pipeline=PipelinePlan(
             schedule=schedule.name,
             num_meshes=schedule.num_meshes,
@@ -149,6 +137,34 @@ def make_pipeline_plan(
             model=step_model(chosen.split, chosen.pieces, chosen.program, chosen.planned, cluster),
         ),
     )
+
+
+def list_candidates(
+    candidates: Sequence[Planned | Pipelined], chosen: Planned | Pipelined, options: Options
+) -> tuple[Candidate, ...]:
+    """What was considered, as a plan lists it."""
+    found = []
+    for c in candidates:
+        if isinstance(c, Pipelined):
+            mesh, count, peak = c.planned[0].mesh, c.schedule.num_microbatches, max(c.peak_bytes)
+            notes = [f"{c.schedule.num_stages} stages, {c.schedule.name}"]
+        else:
+            mesh, count, peak = c.mesh, c.num_microbatches, c.peak.bytes
+            notes = []
+        if not c.fits:
+            notes.append("exceeds the memory limit")
+        found.append(
+            Candidate(
+                method=options.method,
+                logical_mesh=mesh,
+                num_microbatches=count,
+                step_seconds=c.step_seconds,
+                peak_bytes_per_device=peak,
+                chosen=c is chosen,
+                note=", ".join(notes),
+            )
+        )
+    return tuple(found)
 
 
 def _inputs(split: Split, pieces: Pieces) -> tuple[TensorPlan, ...]:

@@ -46,6 +46,34 @@ class Runnable:
 
 
 @dataclass(frozen=True)
+class StageLayout:
+    """Where stages begin and what they run on.
+
+    Args:
+      boundaries: the layers at which the second and later stages begin, or how many stages there
+        are (of about the same FLOPs).
+      devices: of every mesh.
+    """
+
+    boundaries: int | tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @classmethod
+    def asked(cls, options: Options, cluster: Cluster) -> StageLayout:
+        """What the options say; all meshes are of one size.
+
+        Raises:
+          OptionError: the devices do not divide by the stages, or chunks not the stages.
+        """
+        meshes = num_meshes(options, cluster)
+        wanted = options.stages
+        if isinstance(wanted, int):
+            wanted = wanted * chunks_of(options)
+        assert isinstance(wanted, (int, tuple))
+        return cls(wanted, (cluster.num_devices // meshes,) * meshes)
+
+
+@dataclass(frozen=True)
 class Pipelined:
     """A program in stages: what each mesh runs, in which order, and what that is expected to take.
 
@@ -138,14 +166,20 @@ def submesh(cluster: Cluster, num_devices: int) -> Cluster:
 
 
 def plan_pipelines(
-    split: Split, count: int, options: Options, cluster: Cluster, report: Report
+    split: Split,
+    count: int,
+    layout: StageLayout,
+    options: Options,
+    cluster: Cluster,
+    report: Report,
 ) -> list[Pipelined]:
-    """Plans with the stages that the options ask for, one for every schedule that is considered.
+    """Plans with these stages, one for every schedule that is considered.
 
     Args:
       split: the program with its batch split in `count` microbatches, at least two.
       count: the number of microbatches.
-      options: `stages` is a number or boundaries in layers.
+      layout: where the stages begin, and the devices of their meshes.
+      options: method, schedule, memory limit and so on.
       cluster: all devices.
       report: takes a line of progress.
 
@@ -154,11 +188,11 @@ def plan_pipelines(
       ScheduleError: the schedule does not exist or needs more microbatches.
     """
     names = _schedules(options)
-    found = [_plan(split, count, name, options, cluster, report) for name in names[:1]]
+    found = [_plan(split, count, names[0], layout, options, cluster, report)]
     if len(names) > 1 and not found[0].stages.forward_only:
         splitting = [name for name in names if name.startswith("zb")]
         if splitting:
-            first = _plan(split, count, splitting[0], options, cluster, report)
+            first = _plan(split, count, splitting[0], layout, options, cluster, report)
             found.append(first)
             found += [_with_schedule(first, name, cluster) for name in splitting[1:]]
     return found
@@ -171,31 +205,40 @@ def _schedules(options: Options) -> tuple[Any, ...]:
 
 
 def _plan(
-    split: Split, count: int, name: Any, options: Options, cluster: Cluster, report: Report
+    split: Split,
+    count: int,
+    name: Any,
+    layout: StageLayout,
+    options: Options,
+    cluster: Cluster,
+    report: Report,
 ) -> Pipelined:
-    meshes, chunks = num_meshes(options, cluster), chunks_of(options)
+    meshes, chunks = len(layout.devices), chunks_of(options)
     splits = isinstance(name, str) and name.startswith("zb")
     if callable(name):
         splits = make_schedule(name, meshes, count, num_chunks=chunks).splits_backward
-    wanted: Any = options.stages
-    if isinstance(wanted, int):
-        wanted = wanted * chunks
     report(f"slicing into {meshes * chunks} stages")
-    stages = slice_stages(split.graph, split.rules, wanted, split_backward=splits)
+    stages = slice_stages(split.graph, split.rules, layout.boundaries, split_backward=splits)
     if stages.forward_only and name in AUTO_SCHEDULES:
         name = "inference"
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
-    part = submesh(cluster, cluster.num_devices // meshes)
-    planned = _plan_stages(split, stages, count, options, part, report)
+    parts = [submesh(cluster, size) for size in layout.devices]
+    planned = _plan_stages(split, stages, count, options, parts, report)
     return assemble(split, stages, planned, schedule, options, cluster)
 
 
 def _plan_stages(
-    split: Split, stages: Stages, count: int, options: Options, part: Cluster, report: Report
+    split: Split,
+    stages: Stages,
+    count: int,
+    options: Options,
+    parts: Sequence[Cluster],
+    report: Report,
 ) -> tuple[Planned, ...]:
     found = []
     for number, stage in enumerate(label_batch(split, stages)):
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
+        part = parts[number % len(parts)]
         one = Split(stage.graph, populate(stage.graph.jaxpr), ())
         candidates = [
             plan_mesh(one, mesh, count, options, part, lambda message: None)

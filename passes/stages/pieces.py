@@ -157,6 +157,21 @@ def cut(stages: Stages, programs: Sequence[Program], flexible: Sequence[frozense
     )
 
 
+def residual_bytes(stage: StageGraph, program: Program, flexible: frozenset[int]) -> int:
+    """Bytes per device that one microbatch in flight holds: what F leaves or got, and B reads."""
+    cutter = _Stage(0, stage, program, flexible)
+    cutter.cut_body()
+    if cutter.loop is None:
+        return 0
+    num_consts, num_carry = cutter.counts()
+    made = {v: cutter.task_of[id(x)] for x in cutter.body for v in _writes(x)}
+    made.update(dict.fromkeys(cutter.loop.body.inputs[num_consts + num_carry :], 0))
+    kept = {
+        v for x in cutter.body if cutter.task_of[id(x)] > 0 for v in _reads(x) if made.get(v) == 0
+    }
+    return sum(version_bytes(v, program.mesh) for v in kept)
+
+
 @dataclass
 class _Numbers:
     """Numbers of values, given in order."""
@@ -253,7 +268,8 @@ class _Stage:
         self.output_values: tuple[int | None, ...] = ()
         self.pieces: list[StagePiece] = []
 
-    def _counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
+        """How many constants and carries the loop has."""
         assert self.loop is not None
         return jax_compat.scan_counts(self.loop.eqn.params)
 
@@ -261,7 +277,7 @@ class _Stage:
         """For stacks that leave the loop, the body's version that they are made of."""
         if self.loop is None:
             return {}
-        _, num_carry = self._counts()
+        _, num_carry = self.counts()
         pairs = zip(self.loop.results, self.loop.body.outputs, strict=True)
         return {
             outer: inner
@@ -316,7 +332,7 @@ class _Stage:
     def _slice_of(self, stack: Version) -> Version:
         """The body's version of a received stack, which nothing but the loop reads."""
         assert self.loop is not None
-        num_consts, num_carry = self._counts()
+        num_consts, num_carry = self.counts()
         targets = {v.target: v.source for v in self.before if isinstance(v, Reshard)}
         for outer, inner in list(zip(self.loop.operands, self.loop.body.inputs, strict=True))[
             num_consts + num_carry :
@@ -355,7 +371,7 @@ class _Stage:
 
     def finish(self, levels: Levels, numbers: _Numbers) -> None:
         """Number the values and make the pieces."""
-        self._cut_body()
+        self.cut_body()
         self._number_inputs(numbers)
         self._link_loop(numbers)
         groups = self._outer_groups(levels)
@@ -386,7 +402,7 @@ class _Stage:
             found.append(number)
         self.input_values = tuple(found)
 
-    def _cut_body(self) -> None:
+    def cut_body(self) -> None:
         """A task for every instruction of the body."""
         self.task_of: dict[int, int] = {}
         if self.loop is None:
@@ -428,7 +444,7 @@ class _Stage:
         self.loop_inputs: list[Port] = []  # what the prologue has to provide, beside known values
         if self.loop is None:
             return
-        num_consts, num_carry = self._counts()
+        num_consts, num_carry = self.counts()
         body = self.loop.body
         arrived = {self._slice_of(self.program.block.inputs[p]) for p, (w, _) in
                    self.arrives.items() if w == "inner"}  # fmt: skip

@@ -1,0 +1,190 @@
+"""Stages chosen automatically: layers, submeshes and logical meshes by an exact dynamic program.
+
+Every layer is sliced and planned alone on every size of submesh, identical layers once; a stage
+costs what its layers cost, and what crosses its end. No candidate split is planned or compiled
+itself; the chosen one is planned afterwards as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.errors import MemoryLimitError, OptionError
+from autopar.options import Options
+from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
+from autopar.passes.factors.populate import populate
+from autopar.passes.graph import fingerprint
+from autopar.passes.inter_op import StageChoice, StageOption, best_stages
+from autopar.passes.sharding.memory import version_bytes
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.program import Block, Loop
+from autopar.passes.stages.candidate import (
+    StageLayout,
+    flexible_equations,
+    label_batch,
+    stage_meshes,
+    submesh,
+)
+from autopar.passes.stages.piece_costs import PieceCosts
+from autopar.passes.stages.pieces import residual_bytes
+from autopar.passes.stages.result import StageGraph, Stages
+from autopar.passes.stages.slicing import slice_stages
+
+MAX_UNITS = 24  # more layers than this are put together in equal runs before the search
+
+
+@dataclass(frozen=True)
+class _LayerCost:
+    """One run of layers on one submesh: per microbatch, once a step, and memory per device."""
+
+    seconds: float
+    once_seconds: float
+    bytes_fixed: int
+    bytes_per_microbatch: int
+
+
+def choose_stages(
+    split: Split,
+    count: int,
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+) -> StageLayout | None:
+    """The stages with the least step time that fit, or None where one stage is best.
+
+    Args:
+      split: the program with its batch split in `count` microbatches.
+      count: the number of microbatches.
+      options: method, pins, memory limit and so on; `stages` is "auto".
+      cluster: all devices.
+      report: takes a line of progress.
+    """
+    try:
+        whole = slice_stages(split.graph, split.rules, 1)
+    except OptionError:
+        return None
+    step = math.ceil(len(whole.layers) / MAX_UNITS)
+    starts = list(range(0, len(whole.layers), step))
+    if len(starts) < 2 or cluster.num_devices < 2:
+        return None
+    report(f"slicing into {len(starts)} layers")
+    units = slice_stages(split.graph, split.rules, starts[1:])
+    sizes = _sizes(cluster)
+    costs = _costs(split, units, sizes, count, options, cluster, report)
+    ends = [*starts[1:], len(whole.layers)]
+    crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
+
+    def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
+        parts = [costs[size][i] for i in range(start, stop)]
+        if any(part is None for part in parts):
+            return ()
+        known = [part for part in parts if part is not None]
+        link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
+        moved = crossing[stop - 1] if stop < len(starts) else 0
+        seconds = 2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0
+        return (
+            StageOption(
+                seconds=seconds + sum(part.seconds for part in known),
+                bytes_fixed=sum(part.bytes_fixed for part in known),
+                bytes_per_microbatch=sum(part.bytes_per_microbatch for part in known),
+                once_seconds=sum(part.once_seconds for part in known),
+            ),
+        )
+
+    try:
+        choice: StageChoice = best_stages(
+            len(starts),
+            sizes,
+            cluster.num_devices,
+            oracle,
+            num_microbatches=count,
+            memory_limit=memory_limit_of(options, cluster),
+        )
+    except (MemoryLimitError, OptionError):
+        return None
+    if len(choice.stages) < 2:
+        return None
+    return StageLayout(
+        tuple(starts[stage.start] for stage in choice.stages[1:]),
+        tuple(stage.num_devices for stage in choice.stages),
+    )
+
+
+def _sizes(cluster: Cluster) -> list[int]:
+    """Powers of two within a node, and whole nodes."""
+    inside = [2**i for i in range(cluster.devices_per_node.bit_length())]
+    sizes = [n for n in inside if n <= cluster.devices_per_node]
+    nodes = [2**i for i in range(1, cluster.num_nodes.bit_length() + 1)]
+    sizes += [n * cluster.devices_per_node for n in nodes if n <= cluster.num_nodes]
+    if cluster.num_devices not in sizes:
+        sizes.append(cluster.num_devices)
+    return sorted(set(sizes))
+
+
+def _costs(
+    split: Split,
+    units: Stages,
+    sizes: Sequence[int],
+    count: int,
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+) -> dict[int, list[_LayerCost | None]]:
+    """For every size of submesh, what each unit costs; None where it cannot be planned there."""
+    labelled = label_batch(split, units)
+    kinds = [fingerprint(stage.graph.jaxpr) for stage in labelled]
+    distinct = list(dict.fromkeys(kinds))
+    found: dict[int, list[_LayerCost | None]] = {}
+    for size in sizes:
+        report(f"costs of {len(distinct)} kinds of layers on {size} devices")
+        part = submesh(cluster, size)
+        known = {
+            kind: _cost(labelled[kinds.index(kind)], count, options, part) for kind in distinct
+        }
+        found[size] = [known[kind] for kind in kinds]
+    return found
+
+
+def _cost(stage: StageGraph, count: int, options: Options, part: Cluster) -> _LayerCost:
+    one = Split(stage.graph, populate(stage.graph.jaxpr), ())
+    candidates = [
+        plan_mesh(one, mesh, count, options, part, lambda message: None)
+        for mesh in stage_meshes(options, part)
+    ]
+    fitting = [c for c in candidates if c.fits] or candidates
+    best = min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
+    return _measured(stage, best, part)
+
+
+def _measured(stage: StageGraph, planned: Planned, part: Cluster) -> _LayerCost:
+    program = planned.program
+    prices = PieceCosts(Pricing(part, planned.mesh), planned.split.rules)
+    inside, outside = 0.0, []
+    carried = 0
+    for instruction in program.block.instructions:
+        if (
+            isinstance(instruction, Loop)
+            and stage.loop is not None
+            and (instruction.eqn is stage.graph.jaxpr.eqns[stage.loop])
+        ):
+            inside = prices.seconds(instruction.body)
+            carried = sum(version_bytes(v, program.mesh) for v in instruction.results)
+        else:
+            outside.append(instruction)
+    block = program.block
+    state = sum(
+        version_bytes(version, program.mesh)
+        for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
+        if label.role in ("state", "constant")
+    )
+    return _LayerCost(
+        seconds=inside,
+        once_seconds=prices.seconds(Block(block.inputs, tuple(outside), block.outputs)),
+        bytes_fixed=state + carried,
+        bytes_per_microbatch=residual_bytes(
+            stage, program, flexible_equations(planned.built.scope)
+        ),
+    )
