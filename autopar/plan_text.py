@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .stage_summaries import (
+    format_homes,
+    format_layers,
+    format_stages,
+    group_stage_collectives,
+    group_transfers,
+)
 from .summaries import (
     describe_cluster,
     fold_tensors,
     format_mesh,
     format_value,
     group_certificate,
-    group_collectives,
     results_of,
 )
 from .units import format_bytes, format_flops, format_seconds
@@ -19,11 +25,9 @@ from .units import format_bytes, format_flops, format_seconds
 if TYPE_CHECKING:
     from .plans import (
         Candidate,
-        Collective,
         PipelinePlan,
         Plan,
         SolverSummary,
-        StageTransfer,
         TensorPlan,
     )
 
@@ -32,13 +36,11 @@ def render(plan: Plan) -> str:
     """The summary of a plan, its tensors, collectives, certificate and candidates."""
     blocks = [_summary(plan)]
     if plan.pipeline is not None:
-        blocks += [_stages(plan), _transfers(plan.pipeline)]
+        blocks += [_stages(plan), _transfers(plan)]
     blocks.append(_tensors("inputs", plan.inputs, plan))
     if results := results_of(plan):
         blocks.append(_tensors("results", results, plan))
-    for number, stage in enumerate(plan.stages):
-        where = "" if plan.pipeline is None else f" of stage {number}"
-        blocks.append(_collectives(stage.collectives, where))
+    blocks.append(_collectives(plan))
     if plan.certificate:
         blocks.append(_certificate(plan))
     if plan.candidates:
@@ -69,7 +71,7 @@ def _stages(plan: Plan) -> list[str]:
     rows = [
         (
             f"  {number}",
-            _layers(stage.layers),
+            format_layers(stage.layers),
             str(stage.mesh),
             format_mesh(stage.logical_mesh, stage.axis_names),
             format_seconds(sum(item.seconds * item.times for item in stage.collectives)),
@@ -81,34 +83,16 @@ def _stages(plan: Plan) -> list[str]:
     return _table(header, rows, "llrlrr")
 
 
-def _layers(layers: tuple[int, int]) -> str:
-    first, stop = layers
-    return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
-
-
-def _transfers(pipeline: PipelinePlan) -> list[str]:
-    groups: dict[tuple[int, int, str, int], list[StageTransfer]] = {}
-    for item in pipeline.transfers:
-        groups.setdefault((item.source, item.target, item.what, item.times), []).append(item)
+def _transfers(plan: Plan) -> list[str]:
+    assert plan.pipeline is not None
     rows = [
-        (
-            f"  {source} to {target}",
-            what,
-            format_array(items[0]) if len(items) == 1 else f"{len(items)} values",
-            str(times),
-            format_bytes(times * sum(item.bytes for item in items)),
-        )
-        for (source, target, what, times), items in groups.items()
+        (f"  {group.routes}", group.what, group.value, str(group.count), format_bytes(group.bytes))
+        for group in group_transfers(plan.pipeline.transfers, len(plan.stages))
     ]
     if not rows:
         return ["sent between stages: nothing"]
     header = ("sent between stages", "what", "value", "times", "bytes a step")
     return _table(header, rows, "lllrr")
-
-
-def format_array(item: StageTransfer) -> str:
-    """`float32[8, 64]`."""
-    return f"{item.dtype}[{', '.join(map(str, item.shape))}]"
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -147,9 +131,9 @@ def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> list[str]
             format_value(group.tensor),
             str(group.count),
             format_bytes(group.bytes_per_device),
-            *((",".join(map(str, group.tensor.stages)),) if staged else ()),
+            *((format_homes(group.stages),) if staged else ()),
         )
-        for group in fold_tensors(tensors)
+        for group in fold_tensors(tensors, [stage.mesh for stage in plan.stages])
     ]
     header = (title, "role", "value (n/x: cut along x)", "of", "per device")
     if staged:
@@ -157,7 +141,8 @@ def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> list[str]
     return _table(header, rows, "lllrr")
 
 
-def _collectives(collectives: Sequence[Collective], where: str) -> list[str]:
+def _collectives(plan: Plan) -> list[str]:
+    staged = plan.pipeline is not None
     rows = [
         (
             f"  {group.purpose}",
@@ -166,12 +151,15 @@ def _collectives(collectives: Sequence[Collective], where: str) -> list[str]:
             str(group.count),
             format_bytes(group.bytes),
             format_seconds(group.seconds),
+            *((format_stages(stages),) if staged else ()),
         )
-        for group in group_collectives(collectives)
+        for group, stages in group_stage_collectives(plan.stages)
     ]
     if not rows:
-        return [f"collectives{where} a step: none"]
-    header = (f"collectives{where} a step", "kind", "axes", "times", "bytes", "estimate")
+        return ["collectives a step: none"]
+    header = ("collectives a step", "kind", "axes", "times", "bytes", "estimate")
+    if staged:
+        return _table((*header, "stage"), rows, "lllrrrl")
     return _table(header, rows, "lllrrr")
 
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class TensorGroup:
     """Tensors that differ only in their paths, such as the layers of a model.
 
-    `path` folds them (`Block_{0..11}/{bias,scale}`), `tensor` is the first of them, and the
-    bytes are those of all together.
+    `path` folds them (`Block_{0..11}/{bias,scale}`), `tensor` is the first of them, `bytes` are
+    those of all together, `bytes_per_device` those on a device of the mesh that holds the most,
+    and `stages` has an entry for each of them.
     """
 
     path: str
@@ -28,6 +29,7 @@ class TensorGroup:
     tensor: TensorPlan
     bytes: int
     bytes_per_device: int
+    stages: tuple[tuple[int, ...], ...] = ((0,),)
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,17 @@ class CollectiveGroup:
     seconds: float
 
 
-def fold_tensors(tensors: Iterable[TensorPlan]) -> tuple[TensorGroup, ...]:
-    """Groups of tensors alike in all but names and numbers in their paths, in order."""
+def fold_tensors(
+    tensors: Iterable[TensorPlan], meshes: Sequence[int] = ()
+) -> tuple[TensorGroup, ...]:
+    """Groups of tensors alike in all but stages, and names and numbers in their paths, in order.
+
+    `meshes` are those of the stages; without them every stage has one of its own.
+    """
     alike: dict[tuple[object, ...], dict[str, TensorPlan]] = {}
     order: dict[str, int] = {}
     for tensor in tensors:
-        key = (tensor.role, tensor.shape, tensor.dtype, tensor.spec, tensor.donated, tensor.stages)
+        key = (tensor.role, tensor.shape, tensor.dtype, tensor.spec, tensor.donated)
         alike.setdefault(key, {})[tensor.path] = tensor
         order[tensor.path] = len(order)
     groups: list[tuple[int, TensorGroup]] = []
@@ -59,10 +66,20 @@ def fold_tensors(tensors: Iterable[TensorPlan]) -> tuple[TensorGroup, ...]:
                 count=len(members),
                 tensor=members[0],
                 bytes=sum(tensor.bytes for tensor in members),
-                bytes_per_device=sum(tensor.bytes_per_device for tensor in members),
+                bytes_per_device=most_bytes_per_device(members, meshes),
+                stages=tuple(tensor.stages for tensor in members),
             )
             groups.append((min(order[path] for path in paths), group))
     return tuple(group for _, group in sorted(groups, key=lambda item: item[0]))
+
+
+def most_bytes_per_device(tensors: Iterable[TensorPlan], meshes: Sequence[int] = ()) -> int:
+    """What a device of the fullest mesh holds of these tensors, in bytes."""
+    sizes: Counter[int] = Counter()
+    for tensor in tensors:
+        for stage in tensor.stages:
+            sizes[meshes[stage] if meshes else stage] += tensor.bytes_per_device
+    return max(sizes.values(), default=0)
 
 
 def fold_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
