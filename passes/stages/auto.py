@@ -7,6 +7,7 @@ itself; the chosen one is planned afterwards as a whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from autopar.errors import MemoryLimitError, OptionError
 from autopar.options import Options
 from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
 from autopar.passes.factors.populate import populate
-from autopar.passes.graph import fingerprint
 from autopar.passes.inter_op import StageChoice, StageOption, best_stages
 from autopar.passes.sharding.memory import version_bytes
 from autopar.passes.sharding.pricing import Pricing
@@ -72,7 +72,7 @@ def choose_stages(
         return None
     report(f"slicing into {len(starts)} layers")
     units = slice_stages(split.graph, split.rules, starts[1:])
-    sizes = _sizes(cluster)
+    sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
     costs = _costs(split, units, sizes, count, options, cluster, report)
     ends = [*starts[1:], len(whole.layers)]
     crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
@@ -135,7 +135,11 @@ def _costs(
 ) -> dict[int, list[_LayerCost | None]]:
     """For every size of submesh, what each unit costs; None where it cannot be planned there."""
     labelled = label_batch(split, units)
-    kinds = [fingerprint(stage.graph.jaxpr) for stage in labelled]
+    ends = (0, *units.boundaries, len(units.layers))
+    kinds = [
+        tuple(layer.digest for layer in units.layers.layers[start:stop])
+        for start, stop in itertools.pairwise(ends)
+    ]
     distinct = list(dict.fromkeys(kinds))
     found: dict[int, list[_LayerCost | None]] = {}
     for size in sizes:
