@@ -11,3 +11,4 @@ KINDS = {
     "all-to-all": "#8e6bbf",
     "collective-permute": "#4fa3a5",
 }
+TASK_COLORS = ("#3b7dd8", "#7fb069", "#e8a33d", "#8e6bbf", "#4fa3a5")

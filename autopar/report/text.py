@@ -6,26 +6,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..plan_text import describe_solver
-from ..plans import Candidate, Plan, StagePlan, TensorPlan
+from ..plan_text import describe_pipeline, describe_solver
+from ..plans import Candidate, Plan, TensorPlan
+from ..stage_summaries import format_homes, format_stages, group_stage_collectives
 from ..summaries import (
     describe_cluster,
     fold_tensors,
     group_certificate,
-    group_collectives,
     input_categories,
     memory_limit,
+    most_bytes_per_device,
     relative_path,
     results_of,
 )
 from ..units import format_bytes, format_flops, format_seconds
+from .stage_tables import TimelineRows, simulated, stages_table, table, transfers_table
 
 # One colour for each mesh axis, in every table.
 _AXIS_STYLES = ("bold cyan", "bold magenta", "bold yellow")
@@ -43,13 +44,15 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def plan_tables(plan: Plan) -> RenderableType:
-    """The summary, state, batch, results, collectives, certificate and candidates of a plan."""
+    """The summary, stages, tensors, collectives, certificate and candidates of a plan."""
     styles = _axis_styles(plan)
     parts: list[RenderableType] = [_summary(plan, styles)]
+    if plan.pipeline is not None:
+        parts += [stages_table(plan, styles), _timeline(plan), transfers_table(plan)]
     for title, tensors in (("Inputs", plan.inputs), ("Results", results_of(plan))):
         if tensors:
             parts.append(_tensors(title, tensors, plan))
-    parts += [_collectives(stage, styles) for stage in plan.stages]
+    parts.append(_collectives(plan, styles))
     if plan.certificate:
         parts.append(_certificate(plan))
     if plan.candidates:
@@ -67,12 +70,15 @@ def _summary(plan: Plan, styles: Mapping[str, str]) -> Panel:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     grid.add_row("method", Text(plan.method, style="bold"))
-    for stage in plan.stages:
+    shapes = dict.fromkeys((stage.axis_names, stage.logical_mesh) for stage in plan.stages)
+    for i, (names, sizes) in enumerate(shapes):
         mesh = Text()
-        for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
+        for name, size in zip(names, sizes, strict=True):
             mesh.append(f"{name}={size}  ", style=styles[name])
-        mesh.append(describe_cluster(plan.cluster))
-        grid.add_row("mesh", mesh)
+        grid.add_row("mesh" if i == 0 else "", mesh)
+    mesh.append(describe_cluster(plan.cluster))
+    if plan.pipeline is not None:
+        grid.add_row("pipeline", describe_pipeline(plan.pipeline, len(plan.stages)))
     microbatches = Text(str(plan.num_microbatches), style="bold")
     grid.add_row("microbatches", microbatches.append(f"  {plan.reason_for_microbatches}", "dim"))
     grid.add_row("step", _step(plan))
@@ -119,52 +125,46 @@ def _bar(*parts: tuple[float, str], total: float) -> Text:
     return text.append("━" * (_BAR_WIDTH - len(text)), "bright_black")
 
 
-def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1)
-    )
-    for column in columns:
-        side = "right" if column in right else "left"
-        table.add_column(column, justify=side, overflow="fold")  # type: ignore[arg-type]
-    return table
-
-
 def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> Table:
     """A row for each group of tensors, under a heading for each part of the state and each role."""
     styles = _axis_styles(plan)
     categories = input_categories(plan)
     right = ("tensors", "all", "per device")
-    table = _table(title, "path", "type", "shape, cut along", *right, right=right)
+    staged = plan.pipeline is not None
+    columns = ("path", "type", "shape, cut along", *right, *(("stage",) if staged else ()))
+    meshes = [stage.mesh for stage in plan.stages]
+    made = table(title, *columns, right=right)
     members: dict[str, list[TensorPlan]] = {}
     for tensor in tensors:
         members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
     for category, kind in members.items():
         donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
-        table.add_section()
-        table.add_row(category + donated, "", "", *_totals(kind), style="bold")
-        for group in fold_tensors(kind):
-            table.add_row(
+        made.add_section()
+        made.add_row(category + donated, "", "", *_totals(kind, meshes), style="bold")
+        for group in fold_tensors(kind, meshes):
+            made.add_row(
                 _Path(relative_path(group.path, category)),
                 _short_dtype(group.tensor.dtype),
                 _shape(group.tensor, styles),
                 str(group.count),
                 format_bytes(group.bytes),
                 format_bytes(group.bytes_per_device),
+                *((format_homes(group.stages),) if staged else ()),
             )
     if len(members) > 1:
-        table.add_section()
-        table.add_row("together", "", "", *_totals(tensors), style="bold")
+        made.add_section()
+        made.add_row("together", "", "", *_totals(tensors, meshes), style="bold")
     if any(tensor.donated for tensor in tensors):
-        table.caption = "donated: the step reuses the buffer, the caller's array is gone\n"
-        table.caption_justify = "left"
-    return table
+        made.caption = "donated: the step reuses the buffer, the caller's array is gone\n"
+        made.caption_justify = "left"
+    return made
 
 
-def _totals(tensors: Sequence[TensorPlan]) -> tuple[str, str, str]:
+def _totals(tensors: Sequence[TensorPlan], meshes: Sequence[int]) -> tuple[str, str, str]:
     return (
         str(len(tensors)),
         format_bytes(sum(tensor.bytes for tensor in tensors)),
-        format_bytes(sum(tensor.bytes_per_device for tensor in tensors)),
+        format_bytes(most_bytes_per_device(tensors, meshes)),
     )
 
 
@@ -207,39 +207,50 @@ def _shape(tensor: TensorPlan, styles: Mapping[str, str]) -> Text:
     return text if tensor.shape else Text("scalar", "dim")
 
 
-def _collectives(stage: StagePlan, styles: Mapping[str, str]) -> RenderableType:
-    groups = group_collectives(stage.collectives)
-    if not groups:
+def _timeline(plan: Plan) -> RenderableType:
+    found = simulated(plan)
+    if isinstance(found, str):
+        return Text(f"\nA step, simulated: {found}\n", "dim")
+    return TimelineRows(found)
+
+
+def _collectives(plan: Plan, styles: Mapping[str, str]) -> RenderableType:
+    rows = group_stage_collectives(plan.stages)
+    if not rows:
         return Text("\nNo communication between devices.", "bold")
+    staged = plan.pipeline is not None
     right = ("a step", "bytes", "estimate")
-    table = _table("Communication in a step", "purpose", "collective", "along", *right, right=right)
-    for group in groups:
+    title = "Communication within stages" if staged else "Communication"
+    columns = ("purpose", "collective", "along", *right, *(("stage",) if staged else ()))
+    made = table(f"{title} in a step", *columns, right=right)
+    for group, stages in rows:
         along = Text(" ").join(Text(axis, styles[axis]) for axis in group.axes)
-        table.add_row(
+        made.add_row(
             group.purpose,
             group.kind,
             along,
             f"{group.count} x",
             format_bytes(group.bytes),
             format_seconds(group.seconds),
+            *((format_stages(stages),) if staged else ()),
         )
-    return table
+    return made
 
 
 def _certificate(plan: Plan) -> Table:
     right = ("outputs",)
-    table = _table("How outputs come out of the microbatches", "how", *right, "which", right=right)
+    made = table("How outputs come out of the microbatches", "how", *right, "which", right=right)
     for how, count, names in group_certificate(plan):
-        table.add_row(how, str(count), "\n".join(names))
-    return table
+        made.add_row(how, str(count), "\n".join(names))
+    return made
 
 
 def _candidates(candidates: Sequence[Candidate]) -> Table:
     right = ("microbatches", "step", "peak memory")
-    table = _table("Considered", "", "method", "mesh", *right, "note", right=right)
+    made = table("Considered", "", "method", "mesh", *right, "note", right=right)
     for item in candidates:
         step, peak = item.step_seconds, item.peak_bytes_per_device
-        table.add_row(
+        made.add_row(
             "▶" if item.chosen else "",
             item.method,
             " x ".join(map(str, item.logical_mesh)),
@@ -249,4 +260,4 @@ def _candidates(candidates: Sequence[Candidate]) -> Table:
             item.note,
             style="bold green" if item.chosen else "",
         )
-    return table
+    return made
