@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, Sharding
@@ -30,6 +30,10 @@ from .passes.trace import Traced
 from .plans import Plan
 from .progress import Progress
 from .runtime import distributed, local
+from .runtime.pipeline import PipelineStep
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 _notebook_was_told = False
 
@@ -373,6 +377,56 @@ class Executable:
           TraceError: what `init_fn` makes is none of the step's arguments.
         """
         return initialize(self._traced, self._in_shardings, init_fn, args, kwargs)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Run the step on these arguments with every instruction timed; the state is kept.
+
+        The step runs three times, on copies of what it would consume: to warm up; waiting for each
+        instruction before the next is dispatched, which gives the seconds of each alone; and as it
+        always runs. There, times are those at which results were seen to be there: a run starts
+        when what is before it on its mesh has ended and what it receives has arrived, so a wait for
+        a core or for the dispatching thread counts as running. Instructions of less than about a
+        millisecond measure mostly their dispatch. A transfer's time is that from its dispatch until
+        it has arrived, and placing the arguments is not counted.
+
+        Args:
+          *args: the arguments of a call; they can be used again afterwards.
+          **kwargs: the same, by keyword.
+
+        Returns:
+          A `Profile`: `print` it for a table of expected and measured times by instruction;
+          `timeline` is the measured run and `expected` the one simulated from the instructions'
+          times alone; both have `to_chrome_trace()`. A plan of one stage is one instruction.
+
+        Raises:
+          TraceError: the arguments are not like those that the step was compiled for.
+          DonatedBufferError: a leaf was consumed by an earlier call.
+        """
+        from .profile import profile_pipeline, profile_single
+
+        found = signature_of(self._traced.convention, args, kwargs)
+        if not _same_signature(found, self._traced.signature, strict=False):
+            raise self._wrong_arguments(args, kwargs)
+        if self._traced.convention.static_argnums:
+            args, kwargs, _ = self._traced.convention.split(args, kwargs)
+        leaves = jax.tree.leaves((args, dict(kwargs)))
+        donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
+        if any_deleted(donated) or any_deleted(kept):
+            raise self._deleted(donated, kept)
+        inputs = self._traced.graph.inputs
+
+        def copied(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+            pairs = zip(leaves, indices, strict=True)
+            return [copy_to(x, self._in_shardings[i]) if inputs[i].donated else x for x, i in pairs]
+
+        kept = self._placed(kept, self._kept, range(len(kept)))
+
+        def fresh() -> tuple[list[Any], list[Any]]:
+            return copied(donated, self._donated), copied(kept, self._kept)
+
+        if isinstance(self._compiled, PipelineStep):
+            return profile_pipeline(self._compiled, fresh)
+        return profile_single(self._name, self._compiled, fresh, self._constants, self.plan)
 
     def gather(self, tree: Any) -> Any:
         """A tree of leaves that may be on different stages, whole on every device of the plan.

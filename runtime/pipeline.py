@@ -228,13 +228,7 @@ class PipelineStep:
         Raises:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
-        _check(donated, self.donated_types)
-        _check(kept, self.kept_types)
-        buffers = dict(self.constants)
-        for leaves, targets in ((donated, self.donated), (kept, self.kept)):
-            for leaf, (names, shardings) in zip(leaves, targets, strict=True):
-                for name, sharding in zip(names, shardings, strict=True):
-                    buffers[name] = jax.device_put(leaf, sharding)
+        buffers = self.place(donated, kept)
         sent: dict[int, Any] = {}
         for action in self.actions:
             action(buffers, sent)
@@ -242,6 +236,21 @@ class PipelineStep:
             if not is_passed and isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
         return [buffers[Buffer(number, None)] for number in self.pipeline.pieces.outputs]
+
+    def place(self, donated: Sequence[Any], kept: Sequence[Any]) -> dict[Buffer, Any]:
+        """The inputs where the first instructions want them.
+
+        Raises:
+          TypeError: a leaf has another shape or dtype than the program was compiled for.
+        """
+        _check(donated, self.donated_types)
+        _check(kept, self.kept_types)
+        buffers = dict(self.constants)
+        for leaves, targets in ((donated, self.donated), (kept, self.kept)):
+            for leaf, (names, shardings) in zip(leaves, targets, strict=True):
+                for name, sharding in zip(names, shardings, strict=True):
+                    buffers[name] = jax.device_put(leaf, sharding)
+        return buffers
 
     # -- what was compiled -----------------------------------------------------------------------
 

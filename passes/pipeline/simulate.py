@@ -7,6 +7,9 @@ With `shared_cores`, the meshes are virtual devices that share the cores of one 
 sharing): a mesh of n devices wants n cores, or all if there are fewer, and when the meshes that run
 something want more cores than there are, all slow down by the same factor. The given seconds are
 those of a mesh that has the machine to itself.
+
+Meshes of `in_line` start their runs one at a time, in the program's dispatch order, as one process
+does whose XLA client has one queue for programs of several devices (that for CPUs).
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ def simulate(
     reshard_seconds: Callable[[Reshard], float] | float = 0.0,
     accumulate_seconds: Callable[[Accumulate], float] | float = 0.0,
     shared_cores: int | None = None,
+    in_line: Sequence[int] = (),
     devices_per_mesh: Sequence[int] | int = 1,
     temporary_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
@@ -67,6 +71,7 @@ def simulate(
       reshard_seconds: how long a `Reshard` occupies the mesh.
       accumulate_seconds: how long an `Accumulate` occupies the mesh.
       shared_cores: cores that all meshes share; None where every device works for itself.
+      in_line: the meshes whose runs wait for all runs of these that were dispatched before.
       devices_per_mesh: devices of each mesh, or one number for all.
       temporary_bytes: by the piece's name, the bytes per device that it needs inside while it runs.
 
@@ -105,11 +110,12 @@ def simulate(
     def latency(send: Send) -> float:
         return _cost(transfer_seconds, send)
 
-    if shared_cores is None:
+    if shared_cores is None and not in_line:
         events = _independent(program, seconds, latency)
     else:
-        wanted = [min(n, shared_cores) for n in devices]
-        events = _shared(program, seconds, latency, shared_cores, wanted)
+        cores = sum(devices) if shared_cores is None else shared_cores
+        wanted = [min(n, cores) for n in devices]
+        events = _shared(program, seconds, latency, cores, wanted, _line(program, in_line))
     return Timeline(program, tuple(sorted(events)), devices, dict(temporary_bytes or {}))
 
 
@@ -221,16 +227,23 @@ def _shared(
     latency: Callable[[Send], float],
     cores: int,
     wanted: Sequence[int],
+    line: Mapping[tuple[int, int], int],
 ) -> list[Event]:
-    """All meshes share `cores`: time goes on to the next end of a run or arrival of a transfer."""
+    """All meshes share `cores`: time goes on to the next end of a run or arrival of a transfer.
+
+    `line` has the places of the runs that start one at a time.
+    """
     position = [0] * len(program.meshes)
     now = 0.0
     started: dict[int, float] = {}
     left: dict[int, float] = {}  # seconds that a mesh's instruction still needs at full speed
     arrival: dict[int, float] = {}
     events: list[Event] = []
+    served = 0  # places of the line that are done
 
     def finish(mesh: int, start: float) -> None:
+        nonlocal served
+        served += (mesh, position[mesh]) in line
         instruction = program.meshes[mesh][position[mesh]]
         if isinstance(instruction, Send):
             arrival[instruction.tag] = now + latency(instruction)
@@ -253,6 +266,8 @@ def _shared(
                         if arrives > now:
                             waking.append(arrives)
                             break
+                    if line.get((mesh, position[mesh]), served) != served:
+                        break
                     needs = seconds(instruction)
                     progress = True
                     if needs > 0:
@@ -279,6 +294,16 @@ def _shared(
             finish(mesh, started.pop(mesh))
     _require_end(program, position)
     return events
+
+
+def _line(program: PipelineProgram, meshes: Sequence[int]) -> dict[tuple[int, int], int]:
+    """The runs of these meshes, numbered in the order in which they are dispatched."""
+    places = [
+        place
+        for place in program.order
+        if place[0] in meshes and isinstance(program.meshes[place[0]][place[1]], Run)
+    ]
+    return {place: number for number, place in enumerate(places)}
 
 
 def _require_end(program: PipelineProgram, position: Sequence[int]) -> None:

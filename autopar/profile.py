@@ -1,0 +1,178 @@
+"""`Profile`: what the instructions of a real step took, beside what a simulation makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .passes.pipeline.instructions import (
+    Accumulate,
+    Buffer,
+    Instruction,
+    PipelineProgram,
+    Reshard,
+    Run,
+    Send,
+)
+from .passes.pipeline.simulate import simulate
+from .passes.pipeline.single import single_program
+from .passes.pipeline.timeline import Event, Timeline, difference
+from .plans import Plan
+from .runtime.pipeline import PipelineStep
+from .runtime.profile import alone, events, in_line, together
+
+Leaves = tuple[list[Any], list[Any]]
+"""The leaves to donate, in memory of their own, and the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A measured step. `print(profile)` compares it with the expected one by instruction.
+
+    Args:
+      timeline: of the real run, instructions of all meshes overlapping as they do in every step.
+      expected: simulated with the seconds that every instruction took alone. On a CPU the meshes
+        share the machine's cores.
+      seconds: what each instruction took alone, by mesh and index, as it was measured. (The
+        simulation takes the median over the microbatches of a piece.)
+    """
+
+    timeline: Timeline
+    expected: Timeline
+    seconds: Mapping[tuple[int, int], float] = dataclasses.field(hash=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the real run."""
+        return self.timeline.step_seconds
+
+    @property
+    def deviation(self) -> float:
+        """(measured - expected) / measured, of the whole step."""
+        measured = self.timeline.step_seconds
+        return (measured - self.expected.step_seconds) / measured if measured else 0.0
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The real run for chrome://tracing or Perfetto, ready for `json.dump`.
+
+        `expected.to_chrome_trace()` has the same rows.
+        """
+        return self.timeline.to_chrome_trace()
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_chrome_trace()` as JSON; an existing file is replaced."""
+        Path(path).write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return f"{self.timeline}\n\n{difference(self.expected, self.timeline)}"
+
+    def __repr__(self) -> str:
+        title = str(self.timeline).splitlines()[0]
+        return f"<Profile {title}, {self.deviation:+.1%} from the simulation>"
+
+
+def profile_pipeline(step: PipelineStep, leaves: Callable[[], Leaves]) -> Profile:
+    """Run a pipelined step three times: to warm up, one instruction at a time, and as it is.
+
+    Args:
+      step: the compiled step.
+      leaves: gives fresh copies of what a step consumes.
+    """
+    pipeline = step.pipeline
+    program = pipeline.program
+    line = in_line(step)
+    together(step, _placed(step, leaves))
+    seconds = alone(step, _placed(step, leaves))
+    times = together(step, _placed(step, leaves))
+    sizes = [0] * len(program.meshes)
+    for home, mesh in zip(program.schedule.mesh_of_stage, pipeline.meshes, strict=True):
+        sizes[home] = max(sizes[home], mesh.size)
+    is_cpu = pipeline.meshes[0].devices.flat[0].platform == "cpu"
+    expected = _simulated(
+        program,
+        seconds,
+        shared_cores=os.cpu_count() if is_cpu else None,
+        in_line=line,
+        devices_per_mesh=sizes,
+        temporary_bytes=_temporary_bytes(step),
+    )
+    measured = dataclasses.replace(expected, events=events(program, times, line))
+    return Profile(measured, expected, seconds)
+
+
+def _placed(step: PipelineStep, leaves: Callable[[], Leaves]) -> dict[Buffer, Any]:
+    return step.place(*leaves())
+
+
+def _simulated(
+    program: PipelineProgram, seconds: Mapping[tuple[int, int], float], **machine: Any
+) -> Timeline:
+    """What each instruction took alone, put together; equal runs take equally long."""
+    groups: dict[Any, list[float]] = defaultdict(list)
+
+    def key(instruction: Instruction) -> Any:
+        return instruction.piece if isinstance(instruction, Run) else instruction
+
+    for (mesh, index), taken in seconds.items():
+        groups[key(program.meshes[mesh][index])].append(taken)
+    typical = {name: statistics.median(found) for name, found in groups.items()}
+
+    def cost(instruction: Run | Send | Reshard | Accumulate) -> float:
+        return typical[key(instruction)]
+
+    return simulate(program, cost, cost, reshard_seconds=cost, accumulate_seconds=cost, **machine)
+
+
+def _temporary_bytes(step: PipelineStep) -> dict[str, int]:
+    """What XLA says that pieces need inside, per device."""
+    found: dict[str, int] = defaultdict(int)
+    for (name, _), compiled in step.variants.items():
+        analysis = compiled.memory_analysis()
+        if analysis is not None:
+            found[name] = max(found[name], int(analysis.temp_size_in_bytes))
+    return dict(found)
+
+
+def profile_single(
+    name: str, compiled: Any, leaves: Callable[[], Leaves], constants: list[Any], plan: Plan
+) -> Profile:
+    """Run a step of one stage three times, which are one instruction each.
+
+    Args:
+      name: of the step.
+      compiled: the compiled step: (donated leaves, kept leaves, constants) -> results.
+      leaves: gives fresh copies of what a step consumes.
+      constants: the program's own arrays.
+      plan: of the step.
+    """
+    passed = []
+    for _ in range(3):
+        donated, kept = leaves()
+        jax.block_until_ready((donated, kept))
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(donated, kept, constants))
+        passed.append(time.perf_counter() - start)
+    analysis = compiled.memory_analysis()
+    program = single_program(
+        name,
+        sum(x.bytes_per_device for x in plan.inputs if not x.donated),
+        sum(x.bytes_per_device for x in plan.inputs if x.donated),
+        sum(x.bytes_per_device for x in plan.outputs),
+    )
+    expected = simulate(
+        program,
+        passed[1],
+        devices_per_mesh=plan.stages[0].num_devices,
+        temporary_bytes={name: int(analysis.temp_size_in_bytes)} if analysis is not None else {},
+    )
+    measured = dataclasses.replace(expected, events=(Event(0, 0, 0.0, passed[2]),))
+    return Profile(measured, expected, {(0, 0): passed[1]})
