@@ -63,8 +63,10 @@ class Options:
         num_microbatches) that returns for every mesh its tasks such as ("F", stage, microbatch).
         "auto": the one with the shortest simulated step that fits.
       num_chunks: stages that each mesh holds (for "interleaved_1f1b"); "auto": one.
-      remat: "auto" or "none": keep for the backward pass what the program keeps
-        (`jax.checkpoint` is respected).
+      remat: what a stage keeps from its forward pass for the backward pass of a microbatch: "none":
+        what the program keeps (`jax.checkpoint` is respected); "full": only what the stage
+        receives, and the forward pass is computed again; "auto": "full" for stages that do not fit
+        otherwise.
 
     Raises:
       OptionError: a value is not one that the option can have.
@@ -220,6 +222,9 @@ def _check_one_stage(options: Options) -> None:
         raise _impossible("schedule", options.schedule, why, hint)
     if options.num_chunks not in ("auto", 1):
         raise _impossible("num_chunks", options.num_chunks, why, hint)
+    if options.remat == "full":
+        hint = "wrap the model, or parts of it, in jax.checkpoint; or say stages=2."
+        raise _impossible("remat", options.remat, why, hint)
 
 
 def _stages(value: Any) -> Any:
@@ -267,13 +272,13 @@ def _num_chunks(value: Any) -> Any:
 
 
 def _remat(value: Any) -> str:
-    if value is None or (isinstance(value, str) and value in ("auto", "none")):
+    if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
         return "auto" if value is None else value
     raise _impossible(
         "remat",
         value,
-        'it must be "auto" or "none": this version keeps what the program keeps.',
-        "wrap parts of the model in jax.checkpoint, which is respected.",
+        'it must be "auto", "none" or "full".',
+        "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected.",
     )
 
 

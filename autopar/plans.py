@@ -122,6 +122,7 @@ class StagePlan(Record):
       mesh: number of the device mesh that runs the stage.
       layers: the first layer of the stage, and the one behind its last.
       peak_bytes_per_device: at the worst moment of the step, on the stage's mesh.
+      remat: "full" if the backward pass computes the stage's forward pass again, else "none".
     """
 
     logical_mesh: tuple[int, ...]
@@ -132,6 +133,7 @@ class StagePlan(Record):
     mesh: int = 0
     layers: tuple[int, int] = (0, 0)
     peak_bytes_per_device: int = 0
+    remat: str = "none"
 
 
 @dataclasses.dataclass(frozen=True)

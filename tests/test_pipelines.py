@@ -119,6 +119,8 @@ def compiled(**options: Any) -> autopar.Executable:
         ({"stages": 2, "method": "zero2"}, 2),
         ({"stages": 2, "method": "data", "microbatches": "auto"}, 2),
         ({"stages": 8, "schedule": "1f1b"}, 8),
+        ({"stages": 2, "schedule": "1f1b", "remat": "full"}, 2),
+        ({"stages": 2, "schedule": "zb_h1", "remat": "full"}, 2),
     ],
     ids=str,
 )
@@ -128,6 +130,35 @@ def test_schedules_and_shapes(options: dict[str, Any], num_stages: int) -> None:
     step = compiled(**{"microbatches": 4, **options})
     assert len(step.plan.stages) == num_stages
     assert_close(run(step), run(jax.jit(train_step)))
+
+
+def test_rematerialization_keeps_less() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            y = x
+            for w in params:
+                y = jnp.sin(jnp.tanh(jnp.sin(y @ w)) * 2) + y
+            return jnp.mean(y**2)
+
+        grads = jax.grad(loss_fn)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
+
+    params = [jnp.eye(16) * (1 + i / 8) for i in range(8)]
+    x = np.random.default_rng(0).normal(size=(1024, 16)).astype(np.float32)
+
+    def kept(remat: str, **options: Any) -> tuple[autopar.Plan, int]:
+        options = {"stages": 2, "microbatches": 8, "schedule": "1f1b", "method": "data", **options}
+        plan = autopar.plan(step, params, x, remat=remat, **options)
+        return plan, max(stage.peak_bytes_per_device for stage in plan.stages)
+
+    none, most = kept("none")
+    full, least = kept("full")
+    assert least < most
+    assert [stage.remat for stage in full.stages] == ["full", "full"]
+    chosen, size = kept("auto", memory_limit=(least + most) // 2)
+    assert "full" in [stage.remat for stage in chosen.stages]
+    assert size <= (least + most) // 2
+    assert [stage.remat for stage in none.stages] == ["none", "none"]
 
 
 def test_a_users_schedule_runs() -> None:

@@ -85,6 +85,7 @@ def make_pipeline_plan(
                 mesh=schedule.mesh_of_stage[number],
                 layers=(ends[number], ends[number + 1]),
                 peak_bytes_per_device=chosen.peak_bytes[schedule.mesh_of_stage[number]],
+                remat="full" if chosen.remat[number] else "none",
             )
             for number, p in enumerate(chosen.planned)
         ),
@@ -148,6 +149,8 @@ def list_candidates(
         if isinstance(c, Pipelined):
             mesh, count, peak = c.planned[0].mesh, c.schedule.num_microbatches, max(c.peak_bytes)
             notes = [f"{c.schedule.num_stages} stages, {c.schedule.name}"]
+            if any(c.remat):
+                notes.append(f"remat on {sum(c.remat)}")
         else:
             mesh, count, peak = c.mesh, c.num_microbatches, c.peak.bytes
             notes = []
@@ -218,7 +221,8 @@ def follow_pipeline(plan: Plan, split: Split, options: Options) -> Runnable:
         assignment = assignment_of(written, built)
         programs.append(lower(stage.graph, built, assignment, pricing, axis_names(mesh), dims))
         flexible.append(flexible_equations(built.scope))
-    pieces = cut(stages, programs, flexible)
+    remat = [stage.remat == "full" for stage in plan.stages]
+    pieces = cut(stages, programs, flexible, remat)
     schedule = make_schedule(
         options.schedule if callable(options.schedule) else pipeline.schedule,
         pipeline.num_meshes,

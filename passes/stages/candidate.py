@@ -85,6 +85,7 @@ class Pipelined:
       program: one list of instructions per mesh.
       timeline: of the simulated step.
       limit: bytes that a device may hold.
+      remat: for each stage, whether its backward pass computes the forward pass again.
     """
 
     split: Split
@@ -94,6 +95,7 @@ class Pipelined:
     program: PipelineProgram
     timeline: Timeline
     limit: int
+    remat: tuple[bool, ...]
 
     @property
     def schedule(self) -> Schedule:
@@ -195,6 +197,9 @@ def plan_pipelines(
             first = _plan(split, count, splitting[0], layout, options, cluster, report)
             found.append(first)
             found += [_with_schedule(first, name, cluster) for name in splitting[1:]]
+    if options.remat == "auto" and not any(candidate.fits for candidate in found):
+        report("computing forward passes again where a stage does not fit")
+        found += [rematerialized(candidate, options, cluster) for candidate in found]
     return found
 
 
@@ -224,7 +229,8 @@ def _plan(
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
     parts = [submesh(cluster, size) for size in layout.devices]
     planned = _plan_stages(split, stages, count, options, parts, report)
-    return assemble(split, stages, planned, schedule, options, cluster)
+    remat = (options.remat == "full",) * len(planned)
+    return assemble(split, stages, planned, schedule, options, cluster, remat)
 
 
 def _plan_stages(
@@ -301,11 +307,11 @@ def assemble(
     schedule: Schedule,
     options: Options,
     cluster: Cluster,
+    remat: Sequence[bool],
 ) -> Pipelined:
     """Cut the planned stages into pieces, order them, and simulate a step."""
-    pieces = cut(
-        stages, [p.program for p in planned], [flexible_equations(p.built.scope) for p in planned]
-    )
+    flexible = [flexible_equations(p.built.scope) for p in planned]
+    pieces = cut(stages, [p.program for p in planned], flexible, remat)
     program = emit(
         schedule,
         pieces.values,
@@ -317,7 +323,28 @@ def assemble(
     )
     limit = memory_limit_of(options, cluster)
     timeline = simulated(pieces, program, planned, cluster)
-    return Pipelined(split, stages, tuple(planned), pieces, program, timeline, limit)
+    return Pipelined(split, stages, tuple(planned), pieces, program, timeline, limit, tuple(remat))
+
+
+def rematerialized(candidate: Pipelined, options: Options, cluster: Cluster) -> Pipelined:
+    """The same plan; stages on meshes that do not fit compute their forward pass again."""
+    while True:
+        too_much = {m for m, size in enumerate(candidate.peak_bytes) if size > candidate.limit}
+        remat = tuple(
+            done or candidate.schedule.mesh_of_stage[stage] in too_much
+            for stage, done in enumerate(candidate.remat)
+        )
+        if remat == candidate.remat:
+            return candidate
+        candidate = assemble(
+            candidate.split,
+            candidate.stages,
+            candidate.planned,
+            candidate.schedule,
+            options,
+            cluster,
+            remat,
+        )
 
 
 def _with_schedule(candidate: Pipelined, name: str, cluster: Cluster) -> Pipelined:

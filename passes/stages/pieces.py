@@ -114,16 +114,24 @@ class Pieces:
         return "\n".join(lines)
 
 
-def cut(stages: Stages, programs: Sequence[Program], flexible: Sequence[frozenset[int]]) -> Pieces:
+def cut(
+    stages: Stages,
+    programs: Sequence[Program],
+    flexible: Sequence[frozenset[int]],
+    remat: Sequence[bool] | None = None,
+) -> Pieces:
     """Take the lowered stages apart.
 
     Args:
       stages: what the programs were lowered from.
       programs: one for each stage.
       flexible: for each stage, the ids of the equations that are computed wherever they are read.
+      remat: for each stage, whether its backward pass computes the forward pass again from what
+        the stage receives, instead of keeping what that leaves. None: no stage does.
     """
+    again = remat or (False,) * len(programs)
     cutters = [
-        _Stage(number, stage, program, flexible[number])
+        _Stage(number, stage, program, flexible[number], remat=again[number])
         for number, (stage, program) in enumerate(zip(stages.graphs, programs, strict=True))
     ]
     numbers = _Numbers()
@@ -242,9 +250,17 @@ KINDS: tuple[PieceKind, PieceKind] = ("prologue", "epilogue")
 class _Stage:
     """One stage being taken apart."""
 
-    def __init__(self, number: int, stage: StageGraph, program: Program, flexible: frozenset[int]):
+    def __init__(
+        self,
+        number: int,
+        stage: StageGraph,
+        program: Program,
+        flexible: frozenset[int],
+        *,
+        remat: bool = False,
+    ):
         self.number, self.stage, self.program = number, stage, program
-        self.flexible = flexible
+        self.flexible, self.remat = flexible, remat
         self.mesh = program.mesh
         outer = list(program.block.instructions)
         self.loop: Loop | None = None
@@ -603,6 +619,24 @@ class _Stage:
             )
         )
 
+    def _recompute(
+        self, by_task: dict[int, list[Instruction]], maker: Mapping[Version, int]
+    ) -> dict[Version, int]:
+        """Let the first later task run what it needs of F again; says where values are found.
+
+        What F sends, collects and accumulates stays F's; effects happen once.
+        """
+        later = [task for task in sorted(by_task) if task > 0]
+        if not later or 0 not in by_task:
+            return dict(maker)
+        wanted = {
+            v for task in later for x in by_task[task] for v in _reads(x) if maker.get(v) == 0
+        }
+        again = _needed(_without_effects(by_task[0]), wanted)
+        by_task[later[0]] = [*again, *by_task[later[0]]]
+        remade = {v for x in again for v in _writes(x)}
+        return {v: later[0] if v in remade else task for v, task in maker.items()}
+
     # -- the loop's body ---------------------------------------------------------------------------
 
     def _make_body(self, numbers: _Numbers) -> None:
@@ -612,6 +646,8 @@ class _Stage:
         for instruction in self.body:
             by_task[self.task_of[id(instruction)]].append(instruction)
         maker = {v: self.task_of[id(x)] for x in self.body for v in _writes(x)}
+        found_in = self._recompute(by_task, maker) if self.remat else maker
+        kept: dict[Version, int] = {}  # what one task leaves for another
         # A value that enters the body and leaves it as it is leaves with the first task.
         first = min(by_task, default=0)
         writes: dict[int, dict[Version, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -621,14 +657,15 @@ class _Stage:
                 constant.append(Port(number, version))
             else:
                 writes[maker.get(version, first)][version].append(number)
-        for task, group in sorted(by_task.items()):
+        for _, group in sorted(by_task.items()):
+            local = {v for x in group for v in _writes(x)}
             for v in dict.fromkeys(v for x in group for v in _reads(x)):
-                if v in maker and maker[v] != task and not writes[maker[v]][v]:
+                if v not in maker or v in local:
+                    continue
+                if not writes[found_in[v]][v]:
                     number = numbers.new(self.number, v, self.mesh, True, "residual")
-                    writes[maker[v]][v].append(number)
-                    self.inner[v] = number
-                elif v in maker and maker[v] != task:
-                    self.inner.setdefault(v, writes[maker[v]][v][0])
+                    writes[found_in[v]][v].append(number)
+                kept[v] = writes[found_in[v]][v][0]
         tasks = {*by_task, *(t for t, w in writes.items() if w), *([first] if constant else [])}
         for task in sorted(tasks):
             group = by_task.get(task, [])
@@ -639,7 +676,7 @@ class _Stage:
             inputs: dict[Version, Port] = {}
             for v in _entering(group, outputs):
                 if v not in local:
-                    inputs[v] = Port(self.inner[v], v)
+                    inputs[v] = Port(kept[v] if v in kept else self.inner[v], v)
             kind = TASKS[task]
             self._add(f"{kind}{self.number}", kind, inputs.values(), outputs, group)
 
@@ -655,6 +692,10 @@ def _entered(
     steps = reshard_steps(arriving.layout, planned.layout, mesh)
     rest = [x for x in instructions if arriving not in _writes(x)]
     return [Reshard(arriving, planned, steps, purpose, ""), *rest]
+
+
+def _without_effects(instructions: Sequence[Instruction]) -> list[Instruction]:
+    return [x for x in instructions if not _has_effect(x)]
 
 
 def _ordered(instructions: Sequence[Instruction], inputs: Sequence[Version]) -> list[Instruction]:
