@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import PROGRAMS, Program, compare
+from programs import FEW_LAYERS, PROGRAMS, Program, compare
 
 import autopar
 from autopar.errors import InexactMicrobatchError, MemoryLimitError, OptionError, ScheduleError
 
 STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")
-FEW_LAYERS: dict[str, int] = {}
-"""Programs that are fewer layers than four, and how many."""
 
 
 def combinations() -> Iterator[Any]:
