@@ -135,7 +135,11 @@ def format_homes(homes: Iterable[tuple[int, ...]]) -> str:
 
 
 def format_layers(layers: tuple[int, int]) -> str:
-    """`(4, 8)`, the first layer and the one behind the last, as `4 to 7`."""
+    """The first layer and the one behind the last as people write them.
+
+    >>> format_layers((4, 8)), format_layers((4, 5))
+    ('4 to 7', '4')
+    """
     first, stop = layers
     return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
 
@@ -180,7 +184,9 @@ def stage_contents(plan: Plan) -> tuple[tuple[str, ...], ...]:
     while paths and all(len(p) > common + 1 and p[common] == paths[0][common] for p in paths):
         common += 1
     names: list[dict[str, None]] = [{} for _ in plan.stages]
+    # A number alone says nothing: `layers/3`.
+    first = max(common - any(path[common][0].isdigit() for path in paths), 0)
     for tensor, path in zip(model, paths, strict=True):
         for stage in tensor.stages:
-            names[stage][path[common]] = None
+            names[stage]["/".join(path[first : common + 1])] = None
     return tuple(tuple(fold_paths(here)) for here in names)

@@ -1,18 +1,28 @@
 """Tables say what the plan says, and in pictures no two texts overlap."""
 
+import functools
 import io
 import itertools
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
+import autopar
 from autopar.cluster import Cluster, axis_names
 from autopar.options import Options
 from autopar.passes import costs
+from autopar.passes.pipeline.simulate import simulate_schedule
+from autopar.passes.schedules import make_schedule
 from autopar.plans import (
     Candidate,
     Collective,
@@ -24,7 +34,7 @@ from autopar.plans import (
     TensorPlan,
     check,
 )
-from autopar.report import plot_plan, print_plan, save_plot
+from autopar.report import plot_plan, plot_timeline, print_plan, save_plot, save_timeline
 from autopar.units import format_bytes
 
 
@@ -142,12 +152,53 @@ def convolution_plan() -> Plan:
     )
 
 
-PLANS = {
-    "one axis": transformer_plan((8,)),
-    "two axes": transformer_plan((4, 2)),
-    "three axes": transformer_plan((2, 2, 2), preset="cpu", layers=2, width=64),
-    "convolutions": convolution_plan(),
+def pipelined_plan(**options: Any) -> Plan:
+    """A perceptron of eight layers in stages, planned as users plan."""
+
+    def train_step(params: Any, x: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            h = x
+            for layer in params["layers"]:
+                h = jnp.tanh(h @ layer["w"] + layer["b"]) * jnp.float32(0.5)
+            return jnp.mean(h**2)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients)))
+        return jax.tree.map(lambda p, g: p - 0.1 * g / norm, params, gradients), {"loss": loss}
+
+    layer = {
+        "w": jax.ShapeDtypeStruct((256, 256), np.float32),
+        "b": jax.ShapeDtypeStruct((256,), np.float32),
+    }
+    params, x = {"layers": [layer] * 8}, jax.ShapeDtypeStruct((128, 256), np.float32)
+    cluster = Cluster.preset("dgx-h100")
+    return autopar.plan(train_step, params, x, cluster=cluster, progress=False, **options)
+
+
+def own_schedule(num_meshes: int, num_microbatches: int) -> Any:
+    """A user's function; a plan cannot hold it, so it cannot simulate its own step."""
+    return [list(tasks) for tasks in make_schedule("gpipe", num_meshes, num_microbatches).tasks]
+
+
+ONE_STAGE: dict[str, Callable[[], Plan]] = {
+    "one axis": lambda: transformer_plan((8,)),
+    "two axes": lambda: transformer_plan((4, 2)),
+    "three axes": lambda: transformer_plan((2, 2, 2), preset="cpu", layers=2, width=64),
+    "convolutions": convolution_plan,
 }
+PIPELINES: dict[str, Callable[[], Plan]] = {
+    "zero bubble": lambda: pipelined_plan(stages=4, microbatches=8, schedule="zb_h1"),
+    "chunks": lambda: pipelined_plan(
+        stages=4, microbatches=4, num_chunks=2, logical_mesh=(2, 1), schedule="interleaved_1f1b"
+    ),
+    "own schedule": lambda: pipelined_plan(stages=2, microbatches=4, schedule=own_schedule),
+}
+PLANS = {**ONE_STAGE, **PIPELINES}
+
+
+@functools.cache
+def sample(name: str) -> Plan:
+    return PLANS[name]()
 
 
 def rendered(plan: Plan, width: int = 120) -> str:
@@ -156,20 +207,20 @@ def rendered(plan: Plan, width: int = 120) -> str:
     return text.getvalue()
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_samples_are_plans(plan: Plan) -> None:
-    check(plan)
+@pytest.mark.parametrize("name", PLANS)
+def test_samples_are_plans(name: str) -> None:
+    check(sample(name))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_tables_fit_their_console(plan: Plan) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_tables_fit_their_console(name: str) -> None:
     for width in (100, 140):
-        lines = rendered(plan, width).splitlines()
+        lines = rendered(sample(name), width).splitlines()
         assert max(len(line.rstrip()) for line in lines) <= width
 
 
 def test_tables_say_what_the_plan_says() -> None:
-    plan = PLANS["two axes"]
+    plan = sample("two axes")
     text = rendered(plan)
     assert "x=4  y=2" in text
     assert "the fewest that fit" in text
@@ -192,7 +243,73 @@ def test_repeated_layers_take_one_row() -> None:
 
 
 def test_a_plan_without_communication_says_so() -> None:
-    assert "No communication between devices." in rendered(PLANS["convolutions"])
+    assert "No communication between devices." in rendered(sample("convolutions"))
+
+
+def test_tables_of_pipelines_say_where_and_when() -> None:
+    plan = sample("zero bubble")
+    text = rendered(plan)
+    assert "4 stages on 4 meshes, schedule zb_h1" in text
+    stages = [line.split() for line in text.splitlines() if " layers/{" in line]
+    assert [row[0] for row in stages] == ["0", "1", "2", "3"]
+    for row, stage in zip(stages, plan.stages, strict=True):
+        assert " ".join(row).endswith(format_bytes(stage.peak_bytes_per_device))
+    assert re.search(r"each to the next +activation +float32\[16, 256\] +24 x", text)
+    assert re.search(r"layers/\{0..7\}/w .* 0 to 3", text)
+    assert re.search(r"gradient +all-reduce .* 0 to 3", text)
+
+
+def test_a_terminal_shows_the_simulated_step() -> None:
+    plan = sample("zero bubble")
+    lines = rendered(plan, 400).splitlines()
+    timeline = plan.simulate().timeline
+    for mesh in range(4):
+        (row,) = (line for line in lines if line.strip().startswith(f"mesh {mesh}  "))
+        numbers = [int(n) for n in re.findall(r"(\d)━", row)]
+        assert numbers == list(range(8)), "the forward pass of every microbatch, in order"
+        idle = 1 - timeline.busy[mesh] / timeline.step_seconds
+        assert row.endswith(f"{idle:4.0%} idle")
+        dots = row.count("·") / (row.rindex("·") - row.index("·") + 1)
+        assert 0 < dots < 1
+    assert any("weight gradients" in line and "waiting" in line for line in lines)
+
+
+def test_a_plan_that_cannot_simulate_its_step_says_why() -> None:
+    reason = "schedule 'own_schedule' is a function, which a plan cannot hold"
+    assert reason in rendered(sample("own schedule"))
+    shown = [text.get_text() for text in texts(plot_plan(sample("own schedule")))]
+    assert any(reason in text for text in shown)
+
+
+def test_a_picture_of_a_pipeline_shows_stages_and_tasks() -> None:
+    from matplotlib.collections import PolyCollection
+
+    plan = sample("chunks")
+    figure = plot_plan(plan)
+    shown = [text.get_text() for text in texts(figure)]
+    assert {f"Stage {i}" for i in range(8)} <= set(shown)
+    assert {"mesh 0\nstages 0, 4", "forward", "waiting"} <= set(shown)
+    (axes,) = (a for a in figure.axes if a.get_title(loc="left").startswith("A step as"))
+    timeline = plan.simulate().timeline
+    drawn = [c for c in axes.collections if isinstance(c, PolyCollection)]
+    # For each mesh one rectangle of waiting, then its tasks.
+    tasks = [len(collection.get_paths()) for collection in drawn]
+    assert tasks[::2] == [1] * 4
+    runs = [e for e in timeline.events if e.seconds > 0]
+    assert tasks[1::2] == [sum(e.mesh == mesh for e in runs) for mesh in range(4)]
+    width = sum(
+        path.get_extents().width for collection in drawn[1::2] for path in collection.get_paths()
+    )
+    assert width == pytest.approx(sum(timeline.busy), rel=1e-6)
+
+
+def test_a_timeline_is_a_picture_of_its_own(tmp_path: Path) -> None:
+    timeline = sample("zero bubble").simulate(schedule="gpipe").timeline
+    assert_legible(plot_timeline(timeline))
+    save_timeline(timeline, tmp_path / "step.svg", "what if")
+    assert "<svg" in (tmp_path / "step.svg").read_text()
+    many = simulate_schedule(make_schedule("1f1b", 10, 10), 1.0, 2.0)
+    assert_legible(plot_timeline(many))
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -201,9 +318,12 @@ def texts(figure: Figure) -> list[Text]:
     return [text for text in found if text.get_text().strip() and text.get_visible()]
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_no_text_of_a_picture_overlaps_another_or_is_cut(plan: Plan) -> None:
-    figure = plot_plan(plan)
+@pytest.mark.parametrize("name", PLANS)
+def test_no_text_of_a_picture_overlaps_another_or_is_cut(name: str) -> None:
+    assert_legible(plot_plan(sample(name)))
+
+
+def assert_legible(figure: Figure) -> None:
     boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     assert len(boxes) > 10
     for text, box in boxes:
@@ -218,7 +338,7 @@ def test_no_text_of_a_picture_overlaps_another_or_is_cut(plan: Plan) -> None:
 
 
 def test_a_picture_tells_what_is_where() -> None:
-    shown = [text.get_text() for text in texts(plot_plan(PLANS["two axes"]))]
+    shown = [text.get_text() for text in texts(plot_plan(sample("two axes")))]
     assert any(text.startswith("shard on 1 node of 8 x H100") for text in shown)
     assert {"params", "the part on device 0", "cut along x (4 ways)"} <= set(shown)
     assert "Communication in a step" in shown
@@ -232,7 +352,7 @@ def test_device_0_holds_its_share_of_each_tile() -> None:
 
     from autopar.report.palette import MINE, OTHERS, WHOLE
 
-    figure = plot_plan(PLANS["three axes"])
+    figure = plot_plan(sample("three axes"))
     tiles = figure.axes[0]
     areas: dict[str, float] = dict.fromkeys((MINE, OTHERS, WHOLE), 0.0)
     for patch in tiles.patches:
@@ -247,5 +367,5 @@ def test_device_0_holds_its_share_of_each_tile() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures_are_saved_by_their_ending(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"plan.{suffix}"
-    save_plot(PLANS["one axis"], path)
+    save_plot(sample("one axis"), path)
     assert path.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]

@@ -1,4 +1,4 @@
-"""Views of a plan for people: Rich tables (`print_plan`) and pictures (`plot_plan`)."""
+"""Views for people: Rich tables (`print_plan`) and pictures (`plot_plan`, `plot_timeline`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .. import _lazy
 
 if TYPE_CHECKING:
+    from .gantt import plot_timeline, save_timeline
     from .plots import plot_plan, save_plot
     from .text import plan_tables, print_plan
 else:
@@ -15,9 +16,18 @@ else:
         {
             "plan_tables": ".text",
             "plot_plan": ".plots",
+            "plot_timeline": ".gantt",
             "print_plan": ".text",
             "save_plot": ".plots",
+            "save_timeline": ".gantt",
         },
     )
 
-__all__ = ["plan_tables", "plot_plan", "print_plan", "save_plot"]
+__all__ = [
+    "plan_tables",
+    "plot_plan",
+    "plot_timeline",
+    "print_plan",
+    "save_plot",
+    "save_timeline",
+]

@@ -12,3 +12,5 @@ KINDS = {
     "collective-permute": "#4fa3a5",
 }
 TASK_COLORS = ("#3b7dd8", "#7fb069", "#e8a33d", "#8e6bbf", "#4fa3a5")
+WAITING = "#eef1f4"
+MESHES = ("#3b7dd8", "#c95d63", "#e8a33d", "#4fa3a5", "#8e6bbf", "#7fb069", "#9aa5b1", "#b3261e")

@@ -22,13 +22,20 @@ _CUT: dict[str, Any] = {"linewidth": 1.4, "solid_capstyle": "butt"}
 # Tiles. Coordinates are in cells: one unit is the width of a column and the height of a row.
 
 
-def draw_tiles(axes: Axes, plan: Plan) -> None:
-    """Draws the state and the batch of a plan as rows of tiles, with a legend above them."""
+def tiles_height(plan: Plan) -> float:
+    """How many rows high the tiles of a plan are, with their headings."""
     bands = _bands(plan)
-    height = len(bands) + _HEADING * sum(any(title for title, _, _ in band) for band in bands)
+    return len(bands) + _HEADING * sum(any(title for title, _, _ in band) for band in bands)
+
+
+def draw_tiles(axes: Axes, plan: Plan, *, height: float = 3.2) -> None:
+    """Draws the state and the batch of a plan as rows of tiles, with a legend above them.
+
+    Few tiles stay at the top instead of growing: the axes are at least so many rows high.
+    """
+    bands = _bands(plan)
     axes.set_xlim(0, _COLUMNS)
-    # Few tiles stay at the top instead of growing.
-    axes.set_ylim(max(height, 3.2), 0)
+    axes.set_ylim(max(tiles_height(plan), height), 0)
     axes.axis("off")
     _draw_legend(axes, plan)
     shown = [group for band in bands for _, groups, _ in band for group in groups]
@@ -54,7 +61,7 @@ def _bands(plan: Plan) -> list[list[_Segment]]:
     """Rows of tiles. Categories of few tensors come last and share the last rows."""
     category = input_categories(plan)
     members: dict[str, list[TensorGroup]] = {}
-    for group in fold_tensors(plan.inputs):
+    for group in fold_tensors(plan.inputs, [stage.mesh for stage in plan.stages]):
         if group.tensor.shape and group.tensor.role in ("state", "batch"):
             members.setdefault(category[group.tensor.path], []).append(group)
     names = sorted(members, key=lambda name: len(members[name]) <= _FEW)
@@ -111,7 +118,8 @@ def _draw_tile(
     from matplotlib.patches import Rectangle
 
     tensor = group.tensor
-    sizes = dict(zip(plan.stages[0].axis_names, plan.stages[0].logical_mesh, strict=True))
+    stage = plan.stages[tensor.stages[0]]
+    sizes = dict(zip(stage.axis_names, stage.logical_mesh, strict=True))
     colors = _axis_colors(plan)
     *outer, last = tensor.shape
     row_axes = [axis for dim in tensor.spec[:-1] for axis in dim]
@@ -193,15 +201,21 @@ def _draw_legend(axes: Axes, plan: Plan) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    stage = plan.stages[0]
     colors = _axis_colors(plan)
+    device = "device 0" if plan.pipeline is None else "a mesh's first device"
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=MINE, label="the part on device 0"),
+        Patch(facecolor=MINE, label=f"the part on {device}"),
         Patch(facecolor=OTHERS, label="parts on other devices"),
         Patch(facecolor=WHOLE, label="whole on every device"),
     ]
-    for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
-        label = f"cut along {name} ({size} ways)"
+    ways: dict[str, dict[str, None]] = {}
+    for stage in plan.stages:
+        for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
+            ways.setdefault(name, {})[str(size)] = None
+    for name, sizes in ways.items():
+        if plan.pipeline is not None and list(sizes) == ["1"]:
+            continue
+        label = f"cut along {name} ({' or '.join(sizes)} ways)"
         handles.append(Line2D([], [], color=colors[name], linewidth=2, label=label))
     axes.legend(
         handles=handles,
@@ -218,4 +232,5 @@ def _draw_legend(axes: Axes, plan: Plan) -> None:
 
 
 def _axis_colors(plan: Plan) -> dict[str, str]:
-    return dict(zip(plan.stages[0].axis_names, AXIS_COLORS, strict=False))
+    names = dict.fromkeys(name for stage in plan.stages for name in stage.axis_names)
+    return dict(zip(names, AXIS_COLORS, strict=False))
