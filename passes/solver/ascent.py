@@ -32,7 +32,6 @@ class Ascent:
     dual: Dual
     bound: float = -np.inf
     best_prices: Floats | None = None
-    smallest_peak: tuple[float, int] | None = None  # largest excess over room, and its point
 
 
 def ascend(
@@ -42,19 +41,22 @@ def ascend(
     found: Callable[[Integers], float],
     *,
     upper: float = np.inf,
+    missed: Callable[[Integers], None] | None = None,
     repair_every: int = 10,
     until: float = 1.0,
+    known: bool = False,
 ) -> Ascent:
     """Runs passes until `sweeps` or the part `until` of the budget is used.
 
-    `found` takes each feasible choice and returns the least cost known so far. The prices are left
-    at the best ones found.
+    `found` takes each feasible choice and returns the least cost known so far. Until there is one
+    (`known` says that there was one before), `missed` takes each allowed choice that did not fit
+    but came nearer than those before. The prices are left at the best ones found.
     """
     arrays = dual.arrays
     result = Ascent(dual)
     limit = float(arrays.limit)
     average: Floats | None = None
-    best = np.inf
+    best, nearest = np.inf, np.inf
     started = budget.used
     work = sweep_work(arrays)
     for index in range(sweeps):
@@ -67,11 +69,19 @@ def ascend(
         progress = max((index + 1) / sweeps, used)
         if upper - result.bound < 1.0:
             break
-        if index % repair_every == repair_every - 1 or progress >= 1.0:
-            choice = _feasible(arrays, chooser.choice, budget, result)
-            if choice is not None:
-                best = found(choice)
+        due = index % repair_every == repair_every - 1 or progress >= 1.0
+        # Until something fits, it is tried more often: after passes 2, 4 and 8 of the first ten.
+        due = due or (not known and index in (1, 3, 7))
+        if due and arrays.costs_of(chooser.choice) < ALLOWED:
+            choice, fits = _feasible(arrays, chooser.choice, budget)
+            if fits:
+                best, known = found(choice), True
                 upper = min(upper, best)
+            elif missed is not None and not known:
+                missing = float((arrays.profile(choice) - arrays.room).max())
+                if missing < nearest:
+                    nearest = missing
+                    missed(choice)
         if progress >= 1.0 or budget.exhausted:
             break
         if len(arrays.room):
@@ -103,21 +113,12 @@ def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
     return np.maximum(dual.prices, np.where(excess > 0, least, 0.0)) * np.exp(step * relative)
 
 
-def _feasible(arrays: Arrays, choice: Integers, budget: Budget, result: Ascent) -> Integers | None:
-    """The choice made to fit and improved, None if that fails."""
-    if arrays.costs_of(choice) >= ALLOWED:
-        return None
+def _feasible(arrays: Arrays, choice: Integers, budget: Budget) -> tuple[Integers, bool]:
+    """The choice made to fit and improved, and whether that succeeded."""
 
     def stop() -> bool:
         budget.spend(4e-8 * len(arrays.low.slot_start) + 1e-3)
         return budget.exhausted
 
-    repaired = repair(arrays, choice, stop)
-    if repaired is None:
-        if len(arrays.room):
-            excess = arrays.profile(choice) - arrays.room
-            point = int(excess.argmax())
-            if result.smallest_peak is None or excess[point] < result.smallest_peak[0]:
-                result.smallest_peak = float(excess[point]), point
-        return None
-    return improve(arrays, repaired, stop)
+    repaired, fits = repair(arrays, choice, stop)
+    return (improve(arrays, repaired, stop) if fits else repaired), fits

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+LOOK_EVERY = 32
+"""How many of its steps a loop makes between two looks at the clock."""
+
+Stop = Callable[[], bool]
+"""Called before every step of a loop; True means that the loop must end now."""
 
 
 class Budget:
     """Counts work, in units of about a second of one core of a recent server, and time.
 
-    With a work limit alone everything that depends on a budget is deterministic.
+    With a work limit alone everything that depends on a budget is deterministic. `reserve` seconds
+    of the time limit are kept for what must be done after the search.
     """
 
     def __init__(self, work_limit: float | None, time_limit: float | None) -> None:
         self.work_limit = work_limit
         self.time_limit = time_limit
         self.work = 0.0
+        self.reserve = 0.0
         self._start = time.monotonic()
 
     def spend(self, work: float) -> None:
@@ -31,15 +40,38 @@ class Budget:
         if self.work_limit is not None:
             used = self.work / max(self.work_limit, 1e-9)
         if self.time_limit is not None:
-            used = max(used, self.seconds / max(self.time_limit, 1e-9))
+            used = max(used, self.seconds / max(self.time_limit - self.reserve, 1e-9))
         return min(used, 1.0)
 
     @property
     def exhausted(self) -> bool:
         return self.used >= 1.0
 
+    def keep(self, seconds: float) -> None:
+        """Reserves at least so many seconds, but no more than a quarter of the time limit."""
+        if self.time_limit is not None:
+            self.reserve = max(self.reserve, min(seconds, self.time_limit / 4))
+
     def share(self, part: float) -> tuple[float | None, float | None]:
         """A part of what is left, as (work, seconds); None where there is no limit."""
         work = None if self.work_limit is None else max(0.0, self.work_limit - self.work) * part
-        seconds = None if self.time_limit is None else max(0.0, self.time_limit - self.seconds)
-        return work, None if seconds is None else seconds * part
+        if self.time_limit is None:
+            return work, None
+        return work, max(0.0, self.time_limit - self.reserve - self.seconds) * part
+
+    def stopper(self, work: float, until: float = 1.0) -> Stop:
+        """A `Stop` that spends `work` for every step and holds at the part `until` of the limit."""
+        steps = 0
+
+        def stop() -> bool:
+            nonlocal steps
+            self.work += work
+            steps += 1
+            return steps % LOOK_EVERY == 0 and self.used >= until
+
+        return stop
+
+
+def never() -> bool:
+    """The `Stop` of a loop without a limit."""
+    return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.solver.budget import Stop, never
 from autopar.passes.solver.model import INFINITE, Contradiction, Model, saturated
 from autopar.passes.solver.problem import Integers
 
@@ -67,8 +68,8 @@ def elimination_order(model: Model, max_cells: int, max_total: int) -> Order | N
 Table = tuple[tuple[int, ...], Integers]  # its nodes, one axis each
 
 
-def eliminate(model: Model, order: Order) -> dict[int, int]:
-    """The optimal choice for the nodes that are left, ignoring memory.
+def eliminate(model: Model, order: Order, stop: Stop = never) -> dict[int, int] | None:
+    """The optimal choice for the nodes that are left, ignoring memory; None if it had to stop.
 
     Raises:
         Contradiction: if every choice is forbidden.
@@ -80,6 +81,8 @@ def eliminate(model: Model, order: Order) -> dict[int, int]:
             if position[u] < position[v]:
                 tables[u].append(((u, v), matrix))
     for step in order.steps:
+        if stop():
+            return None
         total = _joint(tables[step.node], (*step.neighbours, step.node))
         least = total.min(axis=-1)
         if least.min() >= INFINITE:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.passes.solver.budget import Stop, never
 from autopar.passes.solver.dual import Dual, Excluder
 from autopar.passes.solver.model import INFINITE, Model
 from autopar.passes.solver.reduce import reduce
 
 
-def excluded(model: Model, dual: Dual, upper: float) -> Model:
+def excluded(model: Model, dual: Dual, upper: float, stop: Stop = never) -> Model:
     """A reduced copy of a model without what cannot be part of a choice cheaper than `upper`.
 
     Two passes at the present prices, one in each direction, find what to drop. A margin covers the
-    rounding of floating-point sums.
+    rounding of floating-point sums. When `stop` says so, less is dropped and reduced.
 
     Raises:
         Contradiction: if nothing is left, that is, nothing is cheaper than `upper`.
@@ -25,6 +26,8 @@ def excluded(model: Model, dual: Dual, upper: float) -> Model:
         bound = dual.sweep(not forward)
         excluder = Excluder(dual, upper - bound + 1e-9 * magnitude)
         dual.sweep(forward, excluder)
+        if stop():
+            break
         for strategy in np.flatnonzero(excluder.strategies).tolist():
             i = int(arrays.owner[strategy])
             costs = smaller.cost_of(int(arrays.names[i])).copy()
@@ -42,5 +45,5 @@ def excluded(model: Model, dual: Dual, upper: float) -> Model:
             matrix = smaller.edges[near][far]
             drop = excluder.pairs[starts[e] : starts[e + 1]].reshape(matrix.shape)
             smaller.replace_edge(near, far, np.where(drop, INFINITE, matrix))
-    reduce(smaller)
+    reduce(smaller, stop=stop)
     return smaller

@@ -11,11 +11,12 @@ Usages are relative: what every strategy of a node uses has been moved to `base`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.solver.flat import Flat, Tables
 from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
 
 INFINITE = 1 << 61
@@ -89,23 +90,25 @@ def saturated(costs: Integers) -> Integers:
 class Model:
     """Nodes with costs, edges as oriented matrices, memory as rows; see the module's text."""
 
-    def __init__(self, problem: Problem, *, with_memory: bool = True) -> None:
+    def __init__(
+        self, problem: Problem, *, with_memory: bool = True, flat: Flat | None = None
+    ) -> None:
         self.num_nodes = problem.num_nodes
-        self.shift = _shift(problem)
+        flat = Flat(problem) if flat is None else flat
+        self.shift = _shift(flat)
         self.offset = 0
-        self.costs: list[Integers | None] = []
         self.edges: list[dict[int, Integers]] = [{} for _ in range(problem.num_nodes)]
         self.trail: list[Kept | Merged | Eliminated] = []
-        self.dirty_nodes: set[int] = set()
+        self.dirty_nodes: set[int] = set(range(problem.num_nodes))
         self.dirty_edges: set[tuple[int, int]] = set()
-        for costs in problem.node_costs:
-            self.dirty_nodes.add(len(self.costs))
-            self.costs.append(self._internal(costs))
-        for (u, v), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+        self.costs: list[Integers | None] = [*self._internal(flat.nodes).split()]
+        edge_costs = problem.edge_costs
+        matrices = self._internal(flat.edges).split()
+        for e, (u, v) in enumerate(problem.edges):
             if u == v:
-                self.add_costs(u, self._internal(np.diagonal(matrix)))
+                self.add_costs(u, np.diagonal(matrices[e].reshape(edge_costs[e].shape)))
             else:
-                self.add_edge(u, v, self._internal(matrix))
+                self.add_edge(u, v, matrices[e].reshape(edge_costs[e].shape))
         self.limit: int | None = problem.usage_limit if with_memory else None
         self.memory: list[list[Rows]] = [[] for _ in range(problem.num_nodes)]
         self.base: Integers = np.zeros(0, np.int64)
@@ -113,15 +116,17 @@ class Model:
         if self.limit is not None:
             self._start_memory(problem)
 
-    def _internal(self, costs: Integers) -> Integers:
-        """Costs shifted to be zero at their least, forbidden ones `INFINITE`."""
-        forbidden = costs >= FORBIDDEN
-        if forbidden.all():
-            return np.full(costs.shape, INFINITE, np.int64)
-        finite = costs >> self.shift if self.shift else costs
-        least = int(finite.min(where=~forbidden, initial=INFINITE))
-        self.offset += least
-        return np.where(forbidden, INFINITE, finite - least)
+    def _internal(self, tables: Tables) -> Tables:
+        """Costs shifted to be zero at each table's least, forbidden ones `INFINITE`."""
+        forbidden = tables.cells >= FORBIDDEN
+        cells = tables.cells >> self.shift if self.shift else tables.cells
+        cells = np.where(forbidden, INFINITE, cells)
+        least = Tables(cells, tables.first).least()
+        least[least >= INFINITE] = 0  # all of that table is forbidden
+        self.offset += sum(least.tolist())
+        cells -= np.repeat(least, np.diff(tables.first))
+        cells[forbidden] = INFINITE
+        return Tables(cells, tables.first)
 
     def _start_memory(self, problem: Problem) -> None:
         times = sorted({time for interval in problem.intervals for time in interval})
@@ -425,11 +430,11 @@ def _min_plus(left: Integers, right: Integers) -> Integers:
     return out
 
 
-def _shift(problem: Problem) -> int:
+def _shift(flat: Flat) -> int:
     """By how many bits costs are shifted so that sums of finite costs stay under `INFINITE`."""
     total = 0
-    tables: Iterable[Integers] = itertools.chain(problem.node_costs, problem.edge_costs)
-    for table in tables:
-        finite = table < FORBIDDEN
-        total += int(table.max(where=finite, initial=0)) - int(table.min(where=finite, initial=0))
+    for tables in (flat.nodes, flat.edges):
+        finite = Tables(np.where(tables.cells < FORBIDDEN, tables.cells, 0), tables.first)
+        most, least = np.maximum(finite.most(), 0), np.minimum(finite.least(), 0)
+        total += sum(most.tolist()) - sum(least.tolist())
     return max(0, total.bit_length() - INFINITE.bit_length() + 1)

@@ -46,7 +46,7 @@ class Neighbourhoods:
         self.looked_at = self.improved = 0
         self.optimal = False  # whether a neighbourhood of all nodes held nothing better
 
-    def search(self, budget: Budget, found: Callable[[dict[int, int]], bool]) -> None:
+    def search(self, budget: Budget, found: Callable[[dict[int, int]], None]) -> None:
         """Looks at neighbourhoods; `found` takes each better choice.
 
         Ends when the budget is used or `PATIENCE` of them, all searched fully, held nothing better.
@@ -126,7 +126,9 @@ class Neighbourhoods:
 
     def _best(self, small: Model, upper: int, budget: Budget) -> tuple[dict[int, int] | None, bool]:
         """A choice for the reduced `small` that costs less than `upper`, if one was found."""
-        reduce(small)
+        stop = budget.stopper(0.0)
+        if not reduce(small, stop=stop):
+            return None, False
         budget.spend(2e-3 + 2e-3 * small.num_nodes)
         if not small.nodes:
             return {}, True
@@ -136,15 +138,18 @@ class Neighbourhoods:
         for sweep in range(10):
             dual.sweep(sweep % 2 == 0)
         budget.spend(14 * (1e-8 * len(arrays.low.cells) + 6e-5 * arrays.num_levels))
-        less = excluded(small, dual, float(upper - 1 - small.offset))
+        less = excluded(small, dual, float(upper - 1 - small.offset), stop)
         relaxed = less.copy()
         relaxed.forget_memory()
         relaxed.dirty_nodes.update(relaxed.nodes)
-        reduce(relaxed)
+        if not reduce(relaxed, stop=stop) or budget.exhausted:
+            return None, False
         order = elimination_order(relaxed, TABLE_CELLS, ALL_CELLS)
         if order is not None:
             budget.spend(1e-8 * order.total_cells)
-            chosen = eliminate(relaxed, order)
+            chosen = eliminate(relaxed, order, stop)
+            if chosen is None:
+                return None, False
             if relaxed.value(chosen) + relaxed.offset >= upper:
                 return None, True
             assignment = relaxed.reconstruct(chosen, len(less.trail))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.passes.solver.budget import Stop, never
 from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem, peak_usage
 
 Feasible = Callable[[Problem], tuple[tuple[int, ...] | None, bool]]
@@ -25,8 +26,12 @@ class Peak:
     lower_bound: int
 
 
-def smallest_peak(problem: Problem, feasible: Feasible, steps: int = 64) -> Peak | None:
+def smallest_peak(
+    problem: Problem, feasible: Feasible, stop: Stop = never, steps: int = 64
+) -> Peak | None:
     """The smallest peak usage of any allowed assignment, None if `feasible` finds no assignment."""
+    if stop():
+        return None
     free = replace(
         problem,
         node_costs=tuple(_only_forbidden(costs) for costs in problem.node_costs),
@@ -40,7 +45,7 @@ def smallest_peak(problem: Problem, feasible: Feasible, steps: int = 64) -> Peak
     least = peak_usage(replace(free, usages=tuple(_least(u) for u in free.usages)), assignment)[0]
     proven = tried = least
     for _ in range(steps):
-        if tried >= usage:
+        if tried >= usage or stop():
             break
         middle = (tried + usage) // 2
         assignment, certain = feasible(replace(free, usage_limit=middle))

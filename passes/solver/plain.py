@@ -9,6 +9,7 @@ for comparison.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -91,6 +92,7 @@ def solve_cp_sat(
     Costs above 2^50 in sum are divided by a power of two, rounding down, so the bound stays valid;
     the choice is then optimal only up to that rounding.
     """
+    start = time.monotonic()
     shift = max(0, model.largest_cost().bit_length() - 50)
     program = cp_model.CpModel()
     pick = {u: [program.new_bool_var("") for _ in model.cost_of(u)] for u in model.nodes}
@@ -133,7 +135,7 @@ def solve_cp_sat(
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
     if time_limit is not None:
-        solver.parameters.max_time_in_seconds = max(0.0, time_limit)
+        solver.parameters.max_time_in_seconds = max(0.01, time_limit - (time.monotonic() - start))
     if work_limit is not None:
         solver.parameters.max_deterministic_time = max(0.0, work_limit)
     status = solver.solve(program)
@@ -156,6 +158,7 @@ def solve_cp_sat(
 def solve_highs(model: Model, *, time_limit: float | None = None) -> Answer:
     """The same model as a mixed-integer program in HiGHS, in floating point."""
     program = mathopt.Model()
+    start = time.monotonic()
     scale = 1e6 / max(1, _largest_cost(model))
     pick: dict[int, list[mathopt.Variable]] = {}
     objective: list[mathopt.LinearTerm] = []
@@ -193,7 +196,9 @@ def solve_highs(model: Model, *, time_limit: float | None = None) -> Answer:
     program.minimize(mathopt.fast_sum(objective))
     parameters = mathopt.SolveParameters(relative_gap_tolerance=0.0)
     if time_limit is not None:
-        parameters.time_limit = timedelta(seconds=max(0.0, time_limit))
+        parameters.time_limit = timedelta(
+            seconds=max(0.01, time_limit - (time.monotonic() - start))
+        )
     result = mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters)
     infeasible = result.termination.reason == mathopt.TerminationReason.INFEASIBLE
     chosen = None

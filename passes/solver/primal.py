@@ -75,17 +75,17 @@ def improve(
     return choice
 
 
-def repair(arrays: Arrays, choice: Integers, stop: Callable[[], bool]) -> Integers | None:
+def repair(arrays: Arrays, choice: Integers, stop: Callable[[], bool]) -> tuple[Integers, bool]:
     """Changes nodes until memory fits, those first that cost least per unit of excess removed.
 
-    A change may not make any excess larger. Returns None if it gets stuck.
+    A change may not make any excess larger. Returns what was reached and whether it fits.
     """
     choice = choice.copy()
     slack = arrays.room - arrays.profile(choice)
     while not stop():
         excess = np.maximum(-slack, 0)
         if not excess.any():
-            return choice
+            return choice, True
         weight = np.concatenate([[0.0], np.cumsum(excess / excess.max())])
         row_weight = weight[arrays.row_end] - weight[arrays.row_start]
         changes = usage_changes(arrays, choice)
@@ -98,7 +98,7 @@ def repair(arrays: Arrays, choice: Integers, stop: Callable[[], bool]) -> Intege
         extra = conditional - conditional[choice][arrays.owner]
         useful = fits & (saved > 0) & (conditional < ALLOWED)
         if not useful.any():
-            return None
+            break
         # A change that even lowers the cost comes first; otherwise the price per unit counts.
         rate = np.where(
             useful, np.where(extra < 0, -saved, extra / np.maximum(saved, 1e-9)), np.inf
@@ -108,8 +108,8 @@ def repair(arrays: Arrays, choice: Integers, stop: Callable[[], bool]) -> Intege
         order = order[np.argsort(rate[best][order], kind="stable")]
         order = order[: max(1, len(order) // 10)]
         if not _apply(arrays, choice, slack, best, order, only_excess=True):
-            return None
-    return None
+            break
+    return choice, False
 
 
 def _apply(

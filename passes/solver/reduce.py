@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
+from autopar.passes.solver.budget import Stop, never
 from autopar.passes.solver.model import INFINITE, Contradiction, Model, disjoint
 from autopar.passes.solver.problem import Integers
 
@@ -22,67 +24,92 @@ MERGE_CELLS = 200_000
 ELIMINATION_CELLS = 60_000_000
 """The most cells that the elimination of one node of two neighbours may look at."""
 
+BLOCK_CELLS = 200_000
+"""How many cells the search for dominated strategies compares at once."""
+
 DOMINANCE_CELLS = 20_000_000
 """The most cells that the search for dominated strategies of one node may look at."""
 
 
-def reduce(model: Model, *, dominance: bool = True) -> None:
-    """Applies all reductions, in place, until none applies.
+def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
+    """Applies all reductions, in place, until none applies; says whether it came to that.
+
+    When `stop` says so it ends earlier. The model is then equivalent too, and can be reduced on.
 
     Raises:
         Contradiction: if no assignment is left.
     """
     model.compress_time()
     while True:
-        _settle(model, dominance)
+        if not _settle(model, dominance, stop):
+            _drop_forbidden(model)
+            return False
         before = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
         model.compress_time()
         _drop_oversized(model)
         after = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
         if not model.dirty_nodes and before == after:
-            return
+            return True
 
 
-def _settle(model: Model, dominance: bool) -> None:
-    """Everything that needs no new look at the time axis."""
+def _drop_forbidden(model: Model) -> None:
+    """Drops strategies of infinite cost, as `reduce` may leave some when it ends early."""
+    for u in model.nodes:
+        finite = np.flatnonzero(model.cost_of(u) < INFINITE)
+        if len(finite) < len(model.cost_of(u)):
+            model.keep(u, finite)
+
+
+def _settle(model: Model, dominance: bool, stop: Stop) -> bool:
+    """Everything that needs no new look at the time axis; False if it had to stop."""
     candidates: set[int] = set()
     while model.dirty_edges or model.dirty_nodes or candidates:
         if model.dirty_edges:
             edges, model.dirty_edges = sorted(model.dirty_edges), set()
-            for u, v in edges:
+            for i, (u, v) in enumerate(edges):
+                if stop():
+                    model.dirty_edges.update(edges[i:])
+                    return False
                 if v in model.edges[u]:
                     _look_at_edge(model, u, v)
         elif model.dirty_nodes:
             nodes, model.dirty_nodes = sorted(model.dirty_nodes), set()
-            for u in nodes:
+            for i, u in enumerate(nodes):
+                if stop():
+                    model.dirty_nodes.update(nodes[i:])
+                    return False
                 if model.costs[u] is not None and not _look_at_node(model, u):
                     candidates.add(u)
         else:
             nodes, candidates = sorted(candidates), set()
             if dominance:
                 for u in nodes:
+                    if stop():
+                        return False
                     if model.costs[u] is not None:
                         drop_dominated(model, u)
+    return True
 
 
 def _look_at_edge(model: Model, u: int, v: int) -> None:
     matrix = model.edges[u][v]
     finite = matrix < INFINITE
+    if finite.all():
+        first = matrix[:, :1]
+        if matrix[-1, -1] - first[-1, 0] != matrix[0, -1] - matrix[0, 0]:
+            return
+        if (matrix - first == matrix[0] - matrix[0, 0]).all():
+            model.remove_edge(u, v)
+            model.add_costs(u, first[:, 0])
+            model.add_costs(v, matrix[0] - matrix[0, 0] - int((matrix[0] - matrix[0, 0]).min()))
+            model.offset += int((matrix[0] - matrix[0, 0]).min())
+        return
     per_row, per_column = finite.sum(axis=1), finite.sum(axis=0)
     if not per_row.all() or not per_column.all():
         if not per_row.all():
             model.keep(u, np.flatnonzero(per_row))
         if not per_column.all():
             model.keep(v, np.flatnonzero(per_column))
-        return
-    rows, columns = matrix.shape
-    if per_row.sum() == rows * columns:
-        first = matrix[:, :1]
-        if (matrix - first == matrix[0] - matrix[0, 0]).all():
-            model.remove_edge(u, v)
-            model.add_costs(u, first[:, 0])
-            model.add_costs(v, matrix[0] - matrix[0, 0] - int((matrix[0] - matrix[0, 0]).min()))
-            model.offset += int((matrix[0] - matrix[0, 0]).min())
         return
     to_v, to_u = int(per_row.max()) == 1, int(per_column.max()) == 1
     if to_v and to_u:
@@ -128,8 +155,8 @@ def drop_dominated(model: Model, u: int) -> None:
     """Drops each strategy that another one replaces at no cost, whatever the neighbours choose."""
     costs = model.cost_of(u)
     count = len(costs)
-    pairs = np.ones((count, count), bool)  # pairs[a, b]: a may dominate b
-    np.fill_diagonal(pairs, False)
+    # pairs[a, b]: a may dominate b
+    pairs: NDArray[np.bool_] = ~np.eye(count, dtype=bool)
     if model.memory[u]:
         usage = disjoint(model.memory[u]).usage
         model_cells = count * count * len(usage)
@@ -147,25 +174,32 @@ def drop_dominated(model: Model, u: int) -> None:
     finite = (table < INFINITE).astype(np.float32)
     if (finite == 0).any():
         pairs &= (1 - finite) @ finite.T == 0  # nowhere does `a` forbid what `b` allows
-    if int(pairs.sum()) * table.shape[1] > DOMINANCE_CELLS * 5:
-        return
-    _drop_pairs(model, u, _proven(costs, table, matrices, pairs))
+    bounds = np.cumsum([0] + [matrix.shape[1] for matrix in matrices])
+    # Necessary: `a` costs no more in a few surroundings.
+    for columns in (bounds[:-1], bounds[1:] - 1, (bounds[:-1] + bounds[1:]) // 2):
+        there = table[:, columns]
+        blocked = there.max(axis=1) >= INFINITE
+        sums = np.where(blocked, INFINITE, costs + np.where(blocked[:, None], 0, there).sum(axis=1))
+        pairs = pairs & ((sums[:, None] <= sums[None, :]) | blocked[None, :])
+    count_pairs = np.count_nonzero(pairs)
+    if count_pairs and count_pairs * table.shape[1] <= DOMINANCE_CELLS * 5:
+        _drop_pairs(model, u, _proven(costs, table, bounds[:-1], pairs))
 
 
-def _proven(
-    costs: Integers, table: Integers, matrices: list[Integers], pairs: np.ndarray
-) -> np.ndarray:
+def _proven(costs: Integers, table: Integers, bounds: Integers, pairs: np.ndarray) -> np.ndarray:
     """Which of the candidate pairs hold: the worst difference on every edge, summed."""
-    bounds = np.cumsum([0] + [matrix.shape[1] for matrix in matrices[:-1]])
     proven = np.zeros_like(pairs)
-    for a in np.flatnonzero(pairs.any(axis=1)):
-        others = np.flatnonzero(pairs[a])
-        difference = table[a] - table[others]
-        difference[table[others] >= INFINITE] = -INFINITE
+    above, below = np.nonzero(pairs)
+    block = max(1, BLOCK_CELLS // table.shape[1])
+    for start in range(0, len(above), block):
+        a, b = above[start : start + block], below[start : start + block]
+        theirs = table[b]
+        difference = table[a] - theirs
+        difference[theirs >= INFINITE] = -INFINITE
         worst = np.maximum.reduceat(difference, bounds, axis=1)
-        blocked = (worst >= INFINITE >> 1).any(axis=1)
-        total = worst.sum(axis=1) + costs[a] - costs[others]
-        proven[a, others] = ~blocked & (total <= 0)
+        blocked = worst.max(axis=1) >= INFINITE >> 1
+        total = np.where(blocked[:, None], 0, worst).sum(axis=1) + costs[a] - costs[b]
+        proven[a, b] = ~blocked & (total <= 0)
     return proven
 
 

@@ -18,16 +18,17 @@ import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, flatten
 from autopar.passes.solver.ascent import ascend
-from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.budget import Budget, Stop
 from autopar.passes.solver.certificate import certified_bound
 from autopar.passes.solver.dual import Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
 from autopar.passes.solver.exclude import excluded
+from autopar.passes.solver.flat import Flat
 from autopar.passes.solver.model import Contradiction, Model
 from autopar.passes.solver.neighbourhood import Neighbourhoods
 from autopar.passes.solver.peak import smallest_peak
 from autopar.passes.solver.plain import solve_cp_sat
-from autopar.passes.solver.problem import Integers, Problem, evaluate, is_allowed, peak_usage
+from autopar.passes.solver.problem import Integers, Problem
 from autopar.passes.solver.reduce import reduce
 from autopar.passes.solver.solution import Infeasible, Solution, relative_gap
 
@@ -40,10 +41,20 @@ RELAX_FIRST_NODES = 5_000
 EXACT_CELLS = 60_000
 """Models of at most so many edge cells are given to CP-SAT as a whole."""
 
+REDUCTION_WORK = 2e-5
+"""The work of looking at one node or edge in a reduction."""
+
+REDUCTION_PART = 0.5
+"""The part of the limits at which the reduction of the whole problem ends at the latest."""
+
 PEAK_WORK = 2.0
 """The work for each step of the search for the smallest peak of an infeasible problem."""
 
 SWEEPS = 240
+FIRST_SWEEPS = 10
+RESERVE = 3.0
+"""How many times as long as the check of one assignment is kept for the end of the time limit."""
+
 ROUNDS = 4
 
 Progress = Callable[[int | None, int | None, float], None]
@@ -97,15 +108,18 @@ class _Search:
     smallest_peak: tuple[int, tuple[int, int]] | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.flat = Flat(self.problem)
+
     def run(self) -> None:
         problem = self.problem
+        model: Model | None = None
         if problem.usage_limit is None or problem.num_nodes <= RELAX_FIRST_NODES:
-            model = Model(problem, with_memory=False)
-            reduce(model)
-            if self.try_elimination(model) or self.closed:
+            model = self.reduced(with_memory=False)
+            if not self.budget.exhausted and (self.try_elimination(model) or self.closed):
                 return
-        model = Model(problem)
-        reduce(model)
+        if model is None or problem.usage_limit is not None:
+            model = self.reduced(with_memory=True)
         self.stats["reduced_nodes"] = len(model.nodes)
         self.stats["seconds_reduced"] = self.budget.seconds
         if not model.nodes:
@@ -115,13 +129,57 @@ class _Search:
         chosen, dual = self.rounds(model)
         if not self.closed and not self.budget.exhausted and chosen is not None:
             neighbourhoods = Neighbourhoods(model, dual, chosen, self.seed)
-            neighbourhoods.search(self.budget, lambda found: self.offer(model, found))
+            offers = _Offers(self, model)
+            neighbourhoods.search(self.budget, offers.take)
+            offers.flush()
             self.stats["neighbourhoods"] = neighbourhoods.looked_at
             self.stats["neighbourhoods_improved"] = neighbourhoods.improved
             if neighbourhoods.optimal:
                 self.bound = self.best_cost
             elif not self.budget.exhausted:
-                self.exact(excluded(model, dual, self.upper(model)), 1.0)
+                self.exact(excluded(model, dual, self.upper(model), self.stopper()), 1.0)
+
+    def reduced(self, with_memory: bool) -> Model:
+        """The problem's model, reduced as far as the budget allows.
+
+        On the way, as soon as no forbidden pair is left that a strategy cannot avoid, a large
+        problem gets its first choice.
+        """
+        model = Model(self.problem, with_memory=with_memory, flat=self.flat)
+        stop = self.stopper(REDUCTION_PART)
+        if self.problem.num_nodes > RELAX_FIRST_NODES:
+            whole = reduce(model, dominance=False, stop=stop)
+            self.stats["seconds_arcs"] = self.budget.seconds
+            self.first_choice(model)
+            if not whole:
+                return model
+            model.dirty_nodes.update(model.nodes)
+        reduce(model, stop=stop)
+        return model
+
+    def first_choice(self, model: Model) -> None:
+        """Offers what a few passes over a model give, at little cost beside what follows."""
+        if model.nodes:
+            arrays = flatten(model)
+
+            def found(choice: Integers) -> float:
+                self.offer(model, arrays.chosen(choice))
+                return self.upper(model)
+
+            ascend(
+                Dual(arrays), FIRST_SWEEPS, self.budget, found, missed=self.missed(model, arrays)
+            )
+
+    def missed(self, model: Model, arrays: Arrays) -> Callable[[Integers], None]:
+        """Takes note of the peak usage of choices that do not fit."""
+
+        def note(choice: Integers) -> None:
+            self.offer(model, arrays.chosen(choice))
+
+        return note
+
+    def stopper(self, until: float = 1.0) -> Stop:
+        return self.budget.stopper(REDUCTION_WORK, until)
 
     @property
     def closed(self) -> bool:
@@ -133,7 +191,9 @@ class _Search:
         if order is None:
             return False
         self.budget.spend(1e-8 * order.total_cells)
-        chosen = eliminate(model, order)
+        chosen = eliminate(model, order, self.budget.stopper(0.0))
+        if chosen is None:
+            return False
         self.raise_bound(model, model.value(chosen))
         if not self.offer(model, chosen):
             return False
@@ -161,7 +221,17 @@ class _Search:
 
             first = first or dual
             upper = min(self.upper(current), current.largest_cost() + 2.0)
-            ascend(dual, SWEEPS, self.budget, found, upper=upper, until=0.6)
+            used = self.budget.used
+            ascend(
+                dual,
+                SWEEPS,
+                self.budget,
+                found,
+                upper=upper,
+                missed=self.missed(current, arrays),
+                until=max(0.6, used + 0.5 * (1.0 - used)),
+                known=self.best is not None,
+            )
             bound = certified_bound(dual)
             if bound > current.largest_cost():
                 raise Contradiction
@@ -173,7 +243,9 @@ class _Search:
                 self.exact(current)
                 break
             cells = len(arrays.low.cells)
-            current = excluded(current, dual, self.upper(current))
+            current = excluded(current, dual, self.upper(current), self.stopper())
+            if self.budget.used >= 1.0:
+                break
             left = sum(m.size for u in current.nodes for m in current.edges[u].values()) // 2
             self.stats["excluded_nodes"] = len(current.nodes)
             self.stats["excluded_cells"] = left
@@ -187,10 +259,14 @@ class _Search:
         relaxed = model.copy()
         relaxed.forget_memory()
         relaxed.dirty_nodes.update(relaxed.nodes)
-        reduce(relaxed)
+        if not reduce(relaxed, stop=self.stopper()):
+            return False
         order = elimination_order(relaxed, TABLE_CELLS, ALL_CELLS)
+        chosen = None
         if order is not None:
-            chosen = eliminate(relaxed, order)
+            self.budget.spend(1e-8 * order.total_cells)
+            chosen = eliminate(relaxed, order, self.budget.stopper(0.0))
+        if chosen is not None:
             self.raise_bound(relaxed, relaxed.value(chosen))
             if self.offer(relaxed, chosen) or self.closed:
                 self.bound = self.best_cost
@@ -227,16 +303,19 @@ class _Search:
 
     def offer(self, model: Model, chosen: dict[int, int]) -> bool:
         """Whether a choice is allowed and fits and is the best so far, or as good."""
+        start = self.budget.seconds
         assignment = model.reconstruct(chosen)
-        peak = peak_usage(self.problem, assignment)
-        limit = self.problem.usage_limit
-        if not is_allowed(self.problem, assignment):
+        array = np.array(assignment, np.int64)
+        cost = self.flat.cost(array)
+        if cost is None:
             return False
+        peak = self.flat.peak(array)
+        self.budget.keep(RESERVE * (self.budget.seconds - start))
+        limit = self.problem.usage_limit
         if self.smallest_peak is None or peak[0] < self.smallest_peak[0]:
             self.smallest_peak = peak
         if limit is not None and peak[0] > limit:
             return False
-        cost = evaluate(self.problem, assignment)
         if self.best_cost is not None and cost > self.best_cost:
             return False
         if self.best is None:
@@ -270,23 +349,30 @@ class _Search:
             return search.best, search.best is None
         return search.best, False
 
+    def out_of_time(self) -> bool:
+        """Whether the time limit is used up; the work limit does not bind what errors report."""
+        return self.budget.share(1.0)[1] == 0.0
+
     def infeasible(self, proven: bool) -> Infeasible:
         """The error to raise: with the smallest peak usage, which takes a search of its own."""
-        peak = smallest_peak(self.problem, self.feasible)
-        if peak is None:
-            what = (
-                "Every assignment is forbidden." if proven else "No assignment was found in time."
-            )
-            return Infeasible(what, proven=proven)
-        usage, interval = peak.usage, peak.interval
-        if self.smallest_peak is not None and self.smallest_peak[0] < usage:
-            usage, interval = self.smallest_peak
+        peak = smallest_peak(self.problem, self.feasible, self.out_of_time)
+        if peak is not None and (self.smallest_peak is None or peak.usage <= self.smallest_peak[0]):
+            self.smallest_peak = peak.usage, peak.interval
         limit = self.problem.usage_limit
+        if self.smallest_peak is None:
+            what = "No assignment was found in time."
+            if proven and (limit is None or not self.out_of_time()):
+                what = "Every assignment is forbidden."
+            elif proven:
+                what = f"No assignment keeps within the usage limit of {limit}."
+            return Infeasible(what, proven=proven)
+        usage, interval = self.smallest_peak
+        lower_bound = None if peak is None else peak.lower_bound
         if proven:
             what = f"No assignment keeps within the usage limit of {limit}."
         else:
             what = f"No assignment within the usage limit of {limit} was found in time."
-        exact = usage == peak.lower_bound
+        exact = usage == lower_bound
         return Infeasible(
             what,
             why=f"the smallest peak usage {'is' if exact else 'found is'} {usage}, "
@@ -295,5 +381,30 @@ class _Search:
             smallest_usage=usage,
             interval=interval,
             proven=proven,
-            lower_bound=peak.lower_bound,
+            lower_bound=lower_bound,
         )
+
+
+class _Offers:
+    """Passes better and better choices of a model on, at intervals: to check one takes a while."""
+
+    def __init__(self, search: _Search, model: Model) -> None:
+        self.search = search
+        self.model = model
+        self.pending: dict[int, int] | None = None
+        self.wait = 0.0
+        self.last = search.budget.seconds
+
+    def take(self, chosen: dict[int, int]) -> None:
+        self.pending = chosen
+        if self.search.budget.seconds - self.last >= self.wait:
+            self.flush()
+
+    def flush(self) -> None:
+        """Offers the last choice, unless that was done."""
+        if self.pending is not None:
+            start = self.search.budget.seconds
+            self.search.offer(self.model, self.pending)
+            self.pending = None
+            self.last = self.search.budget.seconds
+            self.wait = 20.0 * (self.last - start)

@@ -140,8 +140,8 @@ def test_repair_and_improvement_fit_and_never_cost_more() -> None:
     chooser = Chooser(arrays)
     Dual(arrays).sweep(True, chooser)
     assert (arrays.profile(chooser.choice) > arrays.room).any()
-    repaired = repair(arrays, chooser.choice, lambda: False)
-    assert repaired is not None
+    repaired, fits = repair(arrays, chooser.choice, lambda: False)
+    assert fits
     assert model.fits(arrays.chosen(repaired))
     improved = improve(arrays, repaired, lambda: False)
     assert model.fits(arrays.chosen(improved))
@@ -164,10 +164,9 @@ def test_neighbourhoods_improve_a_poor_choice() -> None:
     costs = [model.value(start)]
     search = Neighbourhoods(model, dual, start, seed=0)
 
-    def better(chosen: dict[int, int]) -> bool:
+    def better(chosen: dict[int, int]) -> None:
         assert model.fits(chosen)
         costs.append(model.value(chosen))
-        return True
 
     search.search(Budget(1.0, None), better)
     assert search.improved == len(costs) - 1 > 0
