@@ -244,6 +244,7 @@ def _unstacked(layout: Layout) -> Layout:
 Level = tuple[int, int]  # before (0) or behind (1) the loop, and the round there
 Levels = dict[Version, Level]
 FIRST: Level = (0, 0)
+BEFORE: Level = (-1, 0)
 KINDS: tuple[PieceKind, PieceKind] = ("prologue", "epilogue")
 
 
@@ -752,18 +753,24 @@ def _levels(cutters: Sequence[_Stage], links: Sequence[Link]) -> list[Levels]:
 
     What arrives from another stage's round r can be read in round r + 1.
     """
-    levels: list[Levels] = [{} for _ in cutters]
+    levels: list[Levels] = [
+        dict.fromkeys(cutter.loop.results if cutter.loop else (), (1, 0)) for cutter in cutters
+    ]
     changed = True
+    most = len(links) + 2
     while changed:
         changed = False
+        assert all(number < most for found in levels for _, number in found.values()), (
+            "stages wait for each other's values in a cycle"
+        )
         for cutter, found in zip(cutters, levels, strict=True):
             for phase, part in ((0, cutter.before), (1, cutter.behind)):
                 for instruction in part:
                     operands = [found.get(v, FIRST) for v in _reads(instruction)]
                     level = max([(phase, 0), *operands])
                     for v in _writes(instruction):
-                        changed |= found.get(v) != level
-                        found[v] = level
+                        changed |= found.get(v, BEFORE) < level
+                        found[v] = max(found.get(v, BEFORE), level)
         for link in links:
             if link.per_microbatch:
                 continue
@@ -771,6 +778,7 @@ def _levels(cutters: Sequence[_Stage], links: Sequence[Link]) -> list[Levels]:
             _, arriving = cutters[link.target].arrives[link.target_input]
             phase, number = levels[link.source].get(sent, FIRST)
             level = (phase, number + 1)
-            changed |= levels[link.target].get(arriving) != level
-            levels[link.target][arriving] = level
+            known = levels[link.target].get(arriving, BEFORE)
+            changed |= known < level
+            levels[link.target][arriving] = max(known, level)
     return levels
