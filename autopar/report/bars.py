@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..plans import Candidate, Plan
-from ..summaries import CollectiveGroup, format_microbatches
+from ..summaries import CollectiveGroup, format_microbatches, memory_limit
 from ..units import format_bytes, format_seconds
 from .palette import GREY, INK, KINDS, MINE, QUIET
 
@@ -68,7 +68,7 @@ def draw_candidates(axes: Axes, plan: Plan, *, rows: int = MAX_BARS) -> None:
         axes,
         [seconds for seconds, _ in possible[:MAX_BARS]],
         [_candidate_label(item, plan) for item in shown],
-        [_candidate_value(item) for item in shown],
+        [_candidate_value(item, memory_limit(plan)) for item in shown],
         [MINE if item.chosen else GREY for item in shown],
         rows=rows,
     )
@@ -88,10 +88,12 @@ def _candidate_label(item: Candidate, plan: Plan) -> str:
     return f"{item.method} {mesh}\n{parts}"
 
 
-def _candidate_value(item: Candidate) -> str:
+def _candidate_value(item: Candidate, limit: int | None) -> str:
     parts = [] if item.step_seconds is None else [format_seconds(item.step_seconds)]
     if item.peak_bytes_per_device is not None:
         parts.append(format_bytes(item.peak_bytes_per_device))
+        if limit is not None and item.peak_bytes_per_device > limit:
+            parts.append("too large")
     return ", ".join([*parts, "chosen"] if item.chosen else parts)
 
 

@@ -45,11 +45,11 @@ def stages_table(plan: Plan, styles: Mapping[str, str]) -> Table:
     seconds = task_seconds(plan.pipeline)
     kinds = [kind for kind in TASKS if kind in seconds and kind in "FBW"]
     headings = [TASKS[kind].short_name for kind in kinds]
-    right = ("stage", *headings, "collectives", "peak memory")
-    made = table(
-        "Stages", "stage", "layers", "state", "mesh", *headings, "collectives", "peak memory",
-        right=right,
-    )  # fmt: skip
+    right = ("stage", *headings, "peak")
+    made = table("Stages", "stage", "layers", "state", "mesh", *headings, "peak", right=right)
+    made.collapse_padding = True
+    for column in made.columns:
+        column.no_wrap = column.header != "state"
     contents = stage_contents(plan)
     for number, stage in enumerate(plan.stages):
         mesh = Text(f"{stage.mesh}  ", "dim")
@@ -64,11 +64,10 @@ def stages_table(plan: Plan, styles: Mapping[str, str]) -> Table:
             ", ".join(names),
             mesh,
             *(format_seconds(seconds[kind].get(number, 0.0)) for kind in kinds),
-            format_seconds(sum(item.seconds * item.times for item in stage.collectives)),
             format_bytes(stage.peak_bytes_per_device),
         )
     tasks = f"{', '.join(headings)}: of one microbatch; " if kinds else ""
-    made.caption = f"{tasks}collectives and peak memory: of a step\n"
+    made.caption = f"{tasks}peak: of a device's memory\n"
     made.caption_justify = "left"
     return made
 
@@ -161,5 +160,7 @@ class TimelineRows:
         kinds = {span.kind for span in task_spans(self.timeline)}
         for kind, task in TASKS.items():
             if kind in kinds:
-                legend.append(task.fill * 2, task.fill_style).append(f" {task.name}   ", "dim")
+                legend.append(task.fill * 2, task.fill_style).append(
+                    f" {task.short_name}   ", "dim"
+                )
         return legend.append("·· waiting", "dim")
