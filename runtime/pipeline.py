@@ -8,6 +8,7 @@ mesh's collectives can wait for another's that was never dispatched.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -205,10 +206,14 @@ class PipelineStep:
             for x in instructions
             if isinstance(x, Recv)
         }
+        paces = [_Pace() for _ in program.meshes]
         for mesh, index in program.order:
             x = program.meshes[mesh][index]
             if isinstance(x, Run):
-                yield _run(self.variants[x.piece, _donated_numbers(x)], x)
+                compiled = self.variants[x.piece, _donated_numbers(x)]
+                devices = self.pipeline.meshes[x.stage].devices
+                on_cpu = devices.size > 1 and devices.flat[0].platform == "cpu"
+                yield _run(compiled, x, paces[mesh] if on_cpu else None)
             elif isinstance(x, Send):
                 yield _send(x, targets[x.tag])
             elif isinstance(x, Recv):
@@ -279,7 +284,33 @@ def _donated_numbers(run: Run) -> tuple[int, ...]:
     return tuple(buffer.value for buffer in run.donates)
 
 
-def _run(compiled: Any, x: Run) -> Action:
+IN_FLIGHT = 12
+"""Runs that one mesh of virtual CPU devices may be behind what is dispatched (see `pace.py`)."""
+
+
+class _Pace:
+    """Waits until a mesh is no more than `IN_FLIGHT` runs behind."""
+
+    def __init__(self) -> None:
+        self.results: deque[Any] = deque()
+
+    def __call__(self, results: list[Any]) -> None:
+        """Remember a run's smallest result; wait for that of an earlier one if there are too many.
+
+        One that a later run took over needs no wait of its own: that run has the next.
+        """
+        self.results.append(min(results, key=_size))
+        if len(self.results) > IN_FLIGHT:
+            oldest = self.results.popleft()
+            if not oldest.is_deleted():
+                oldest.block_until_ready()
+
+
+def _size(array: Any) -> int:
+    return int(array.size)
+
+
+def _run(compiled: Any, x: Run, pace: _Pace | None) -> Action:
     reads, writes, donates = x.reads, x.writes, x.donates
 
     def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
@@ -287,6 +318,8 @@ def _run(compiled: Any, x: Run) -> Action:
         for buffer in donates:
             del buffers[buffer]
         buffers.update(zip(writes, results, strict=True))
+        if pace is not None and results:
+            pace(results)
 
     return action
 

@@ -30,6 +30,8 @@ class PieceCosts:
                 alpha, beta = self.pricing.step(step)
                 total += alpha + beta * itemsize(atom.aval) * step.elements(whole)
             return total
+        if isinstance(instruction, Compute) and not instruction.eqn.outvars:
+            return 0.0  # an effect alone
         if isinstance(instruction, Compute):
             axes = {
                 axis

@@ -338,6 +338,7 @@ class _Stage:
             arriving = Version(version.atom, self._arriving(version, sent))
             if arriving != version:
                 self.before = _entered(self.before, arriving, version, self.mesh, "state")
+                self.behind = [x for x in self.behind if arriving not in _writes(x)]
             self.arrives[position] = ("outer", arriving)
             return
         inner = self._slice_of(version)
