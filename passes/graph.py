@@ -211,7 +211,8 @@ def map_inner_jaxprs(
         if isinstance(value, Jaxpr):
             return function(value)
         if isinstance(value, tuple) and value and isinstance(value[0], (ClosedJaxpr, Jaxpr)):
-            return tuple(map(apply, value))
+            applied = map(apply, value)  # a named tuple stays one: that of custom_linear_solve
+            return type(value)(*applied) if hasattr(value, "_fields") else tuple(applied)
         return value
 
     return {key: apply(value) for key, value in params.items()}

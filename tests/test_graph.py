@@ -101,6 +101,16 @@ def test_bodies_of_control_flow_are_flat_too() -> None:
     np.testing.assert_allclose(evaluate(graph, X)[0], step(X), rtol=1e-6)
 
 
+def test_bodies_of_a_linear_solve_keep_their_names() -> None:
+    def inverse_norm(x: Any) -> Any:
+        matrix = x @ x.T + jnp.eye(3)
+        return jnp.linalg.solve(matrix, x).sum() + jnp.linalg.slogdet(matrix)[1]
+
+    graph = graph_of(jax.grad(inverse_norm), X)
+    assert "custom_linear_solve" in names(graph)
+    np.testing.assert_allclose(evaluate(graph, X)[0], jax.grad(inverse_norm)(X), rtol=1e-4)
+
+
 def test_an_outputs_may_be_an_input_a_literal_or_shared() -> None:
     identity = jax.jit(lambda x: (x, 1.0, x))
     graph = graph_of(lambda x: identity(x), X)
