@@ -61,6 +61,19 @@ class Profile:
         measured = self.timeline.step_seconds
         return (measured - self.expected.step_seconds) / measured if measured else 0.0
 
+    @property
+    def on_own_devices(self) -> Timeline:
+        """Simulated with the same seconds, if every device worked for itself.
+
+        Its `bubble_fraction` is the schedule's; virtual devices that share cores hide that.
+        """
+        return _simulated(
+            self.expected.program,
+            self.seconds,
+            devices_per_mesh=self.expected.devices_per_mesh or 1,
+            temporary_bytes=self.expected.temporary_bytes,
+        )
+
     def to_chrome_trace(self) -> dict[str, Any]:
         """The real run for chrome://tracing or Perfetto, ready for `json.dump`.
 

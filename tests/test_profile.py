@@ -190,6 +190,15 @@ def test_the_peak_counts_what_xla_needs_inside() -> None:
     assert min(profile.timeline.peak_bytes) >= 2 * 2 * 32 * 32 * 4 // 2
 
 
+def test_on_its_own_devices_a_step_is_no_slower() -> None:
+    profile = compiled(4, 32).profile(make_state(32), make_batch(32))
+    own = profile.on_own_devices
+    assert own.program is profile.timeline.program
+    assert own.step_seconds <= profile.expected.step_seconds * (1 + 1e-9)
+    assert own.busy == pytest.approx(profile.expected.busy)
+    assert 0 < own.bubble_fraction <= profile.expected.bubble_fraction + 1e-9
+
+
 def test_a_step_of_one_stage_is_one_run() -> None:
     step = compiled(4, 32, stages=1, schedule="auto")
     state, batch = make_state(32), make_batch(32)
