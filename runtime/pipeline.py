@@ -302,7 +302,7 @@ class _Pace:
         """
         self.results.append(min(results, key=_size))
         if len(self.results) > IN_FLIGHT:
-            # A buffer may be gone without its array knowing; what else fails, fails where it is read.
+            # A buffer may be gone without its array knowing; other failures show where it is read.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 self.results.popleft().block_until_ready()
 
