@@ -322,8 +322,7 @@ def table_of(results: list[dict[str, Any]], title: str) -> Table:
             format_bytes(row["planned_peak_bytes"]),
             format_bytes(row["xla_peak_bytes"]),
             f"{row['planning_seconds']:.1f} s",
-            end_section=row is results[-1]
-            or row["model"] != results[results.index(row) + 1]["model"],
+            end_section=row["model"] not in {x["model"] for x in results[number + 1 :]},
         )
     return table
 
