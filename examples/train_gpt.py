@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                    about two minutes
     python examples/train_gpt.py --resume                           goes on after Ctrl-C
     python examples/train_gpt.py --method zero3 --microbatches 2    the same, stored otherwise
+    python examples/train_gpt.py --stages 2 --microbatches 4        a pipeline of two stages
     python examples/train_gpt.py --help
 
 The model, the optimizer and `train_step` are what anyone would write for one device. The decorator
@@ -132,11 +133,11 @@ def mean_loss(logits: jax.Array, targets: jax.typing.ArrayLike) -> jax.Array:
 
 
 def make_steps(
-    model: GPT, optimizer: optax.GradientTransformation, method: str, microbatches: int | str
+    model: GPT, optimizer: optax.GradientTransformation, method: str, **options: Any
 ) -> tuple[Any, Any]:
-    """A train step and an evaluation step, both parallelized."""
+    """A train step and an evaluation step, both parallelized; the options are the train step's."""
 
-    @autopar.parallelize(method=method, microbatches=microbatches)
+    @autopar.parallelize(method=method, **options)
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         dropout_key = jax.random.fold_in(state.key, state.step)
 
@@ -272,6 +273,13 @@ def main(
     microbatches: Annotated[
         str, option("Parts into which a batch is split in time: a number, or auto.", PARALLEL)
     ] = "auto",
+    stages: Annotated[
+        int, option("Pipeline stages, each on its share of the devices.", PARALLEL, min=1)
+    ] = 1,
+    schedule: Annotated[
+        Literal["auto", "gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2"],
+        option("Order of the stages' work; auto: the fastest that fits.", PARALLEL),
+    ] = "auto",
     devices: Annotated[
         int, option("Virtual CPU devices; 0 uses the accelerators that JAX sees.", PARALLEL, min=0)
     ] = 8,
@@ -325,16 +333,29 @@ def main(
     }
     progress: dict[str, Any] = {"settings": settings, "position": 0, "losses": [], "validation": []}
 
+    parts = int(microbatches) if microbatches.isdecimal() else microbatches
+    train_step, eval_step = make_steps(
+        model, optimizer, method, microbatches=parts, stages=stages, schedule=schedule
+    )
+    preparing = 0.0
+    if stages > 1:
+        # Stages have their own devices: every leaf is made, saved and restored on those of its own.
+        started = time.perf_counter()
+        tokens = jax.ShapeDtypeStruct((batch, context), jnp.int32)
+        train_step = autopar.compile(train_step, state, {"inputs": tokens, "targets": tokens})
+        state = train_step.initialize(lambda: initial_state(model, optimizer, seed))
+        preparing = time.perf_counter() - started
+
     checkpoints = open_checkpoints(out / "checkpoints", keep)
     if resume:
         state, progress = restore(checkpoints, state, settings)
         console.print(f"continuing after step {int(state.step)}")
 
     batches = TrainingBatches(training, context, batch, seed, progress["position"])
-    parts = int(microbatches) if microbatches.isdecimal() else microbatches
-    train_step, eval_step = make_steps(model, optimizer, method, parts)
 
     def validate(params: Any) -> float:
+        if stages > 1:
+            params = train_step.gather(params)
         return float(np.mean([eval_step(params, rows) for rows in held_out])) / math.log(2)
 
     first = step = int(state.step)
@@ -352,7 +373,7 @@ def main(
             loss = float(metrics["loss"])
             step += 1
             if step == first + 1:
-                seconds = time.perf_counter() - started
+                seconds = preparing + time.perf_counter() - started
                 for old in () if resume else checkpoints.all_steps():
                     checkpoints.delete(old)
                 report.print_plan(train_step.plan, console)

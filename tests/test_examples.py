@@ -138,6 +138,27 @@ def test_gpt_resumes_bit_for_bit(
         np.testing.assert_array_equal(leaf, other)
 
 
+def test_gpt_goes_on_in_stages_as_without(
+    gpt: ModuleType, straight: tuple[Path, str], tmp_path: Path
+) -> None:
+    """The end of a run again, from the checkpoint before it, in a pipeline of two stages."""
+    shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    assert len(restored(gpt, tmp_path)[1]["losses"]) == STEPS - 2
+    gpt.main(**SMALL, out=tmp_path, resume=True, stages=2, microbatches="2", schedule="1f1b")
+
+    plan = autopar.Plan.load(tmp_path / "plan.json")
+    assert [stage.num_devices for stage in plan.stages] == [4, 4]
+    assert is_picture(tmp_path / "plan.png")
+    state, progress = restored(gpt, tmp_path)
+    expected_state, expected_progress = restored(gpt, straight[0])
+    np.testing.assert_allclose(progress["losses"], expected_progress["losses"], rtol=1e-4)
+    (_, bits), (_, expected_bits) = progress["validation"][-1], expected_progress["validation"][-1]
+    assert bits == pytest.approx(expected_bits, rel=1e-4)
+    for leaf, other in zip(raw(state), raw(expected_state), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-5)
+
+
 def test_gpt_validation_is_the_plain_loss(
     gpt: ModuleType, corpus: ModuleType, straight: tuple[Path, str]
 ) -> None:
