@@ -31,7 +31,8 @@ from autopar.passes.stages.candidate import (
     label_batch,
     submesh,
 )
-from autopar.passes.stages.pieces import Pieces, cut
+from autopar.passes.stages.cutting import cut
+from autopar.passes.stages.pieces import Pieces
 from autopar.passes.stages.slicing import slice_stages
 from autopar.passes.stages.step_model import step_model
 from autopar.plans import (

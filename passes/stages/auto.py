@@ -28,8 +28,8 @@ from autopar.passes.stages.candidate import (
     stage_meshes,
     submesh,
 )
+from autopar.passes.stages.cutting import residual_bytes
 from autopar.passes.stages.piece_costs import PieceCosts
-from autopar.passes.stages.pieces import residual_bytes
 from autopar.passes.stages.result import StageGraph, Stages
 from autopar.passes.stages.slicing import slice_stages
 

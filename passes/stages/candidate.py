@@ -26,8 +26,9 @@ from autopar.passes.sharding.memory import Peak, peak, version_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.program import Block, Program
 from autopar.passes.sharding.scopes import Scope
+from autopar.passes.stages.cutting import cut
 from autopar.passes.stages.piece_costs import PieceCosts
-from autopar.passes.stages.pieces import Pieces, StagePiece, cut
+from autopar.passes.stages.pieces import Pieces, StagePiece
 from autopar.passes.stages.result import StageGraph, Stages
 from autopar.passes.stages.slicing import slice_stages
 
