@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solver.model import Model
+from autopar.passes.solver.model import CHECK_EVERY, Model
 from autopar.passes.solver.problem import Integers
 
 Floats = NDArray[np.float64]
@@ -106,6 +106,8 @@ def flatten(model: Model, order: list[int] | None = None) -> Arrays:
     rank = {u: i for i, u in enumerate(order)}
     level = np.zeros(len(order), np.int64)
     for i, u in enumerate(order):
+        if i % CHECK_EVERY == 0:
+            model.check()
         before = [level[rank[v]] for v in model.edges[u] if rank[v] < i]
         level[i] = 1 + max(before) if before else 0
     by_level = np.argsort(level, kind="stable")
@@ -116,21 +118,26 @@ def flatten(model: Model, order: list[int] | None = None) -> Arrays:
     sizes = np.array([len(model.cost_of(u)) for u in names.tolist()], np.int64)
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     exact = _concatenated([model.cost_of(u) for u in names.tolist()])
-    ends = np.array(
-        [(place[u], place[v]) for u in order for v in model.edges[u] if place[u] < place[v]],
-        np.int64,
-    ).reshape(-1, 2)
+    pairs: list[tuple[int, int]] = []
+    for i, u in enumerate(order):
+        if i % CHECK_EVERY == 0:
+            model.check()
+        pairs += [(place[u], place[v]) for v in model.edges[u] if place[u] < place[v]]
+    ends = np.array(pairs, np.int64).reshape(-1, 2)
     slots = [_slots_by_edge(ends[:, k], sizes) for k in (0, 1)]
 
     def side(k: int) -> Side:
         """The side on which the end `k` of each edge is near."""
+        model.check()
         edges = np.argsort(ends[:, k], kind="stable")
         near, far = ends[edges, k], ends[edges, 1 - k]
         matrices = [
             model.edges[i][j]
             for i, j in zip(names[near].tolist(), names[far].tolist(), strict=True)
         ]
+        model.check()
         cells = _concatenated([matrix.ravel() for matrix in matrices])
+        model.check()
         slot_edge = np.repeat(np.arange(len(edges)), sizes[near])
         slot_size = sizes[far][slot_edge]
         slot_start = np.concatenate([[0], np.cumsum(slot_size)]).astype(np.int64)
@@ -158,6 +165,7 @@ def flatten(model: Model, order: list[int] | None = None) -> Arrays:
         )
 
     low, high = side(0), side(1)
+    model.check()
     both = np.concatenate([ends, ends[:, ::-1]])
     rows = [(place[u], rows) for u in names.tolist() for rows in model.memory[u]]
     counts = [len(r.starts) for _, r in rows]

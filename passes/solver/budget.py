@@ -12,6 +12,10 @@ Stop = Callable[[], bool]
 """Called before every step of a loop; True means that the loop must end now."""
 
 
+class OutOfTime(Exception):
+    """The time limit is reached within a step that cannot end early by itself."""
+
+
 class Budget:
     """Counts work, in units of about a second of one core of a recent server, and time.
 
@@ -52,6 +56,11 @@ class Budget:
         if self.time_limit is not None:
             self.reserve = max(self.reserve, min(seconds, self.time_limit / 4))
 
+    def check(self) -> None:
+        """Raises OutOfTime at the time limit; the work limit has no say here."""
+        if self.time_limit is not None and self.seconds >= self.time_limit - self.reserve:
+            raise OutOfTime
+
     def share(self, part: float) -> tuple[float | None, float | None]:
         """A part of what is left, as (work, seconds); None where there is no limit."""
         work = None if self.work_limit is None else max(0.0, self.work_limit - self.work) * part
@@ -70,6 +79,10 @@ class Budget:
             return steps % LOOK_EVERY == 0 and self.used >= until
 
         return stop
+
+
+def unlimited() -> None:
+    """The check of a model that is not built within a budget."""
 
 
 def never() -> bool:

@@ -11,13 +11,17 @@ Usages are relative: what every strategy of a node uses has been moved to `base`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.solver.budget import unlimited
 from autopar.passes.solver.flat import Flat, Tables
 from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
+
+CHECK_EVERY = 256
+"""How many steps a long loop makes between two checks of the time limit."""
 
 INFINITE = 1 << 61
 """Forbidden, inside the solver: three of them still fit into int64."""
@@ -73,6 +77,17 @@ class Eliminated:
         assignment[self.node] = int(total.argmin())
 
 
+@dataclass(frozen=True)
+class _Single:
+    """Nodes of one row each, the most common kind: where the row holds and what it uses."""
+
+    nodes: list[int]
+    starts: Integers
+    ends: Integers
+    largest: Integers
+    usages: list[Integers]
+
+
 class Contradiction(Exception):
     """No assignment is left; `usage` and `point` say where memory made that certain, if it did."""
 
@@ -91,8 +106,14 @@ class Model:
     """Nodes with costs, edges as oriented matrices, memory as rows; see the module's text."""
 
     def __init__(
-        self, problem: Problem, *, with_memory: bool = True, flat: Flat | None = None
+        self,
+        problem: Problem,
+        *,
+        with_memory: bool = True,
+        flat: Flat | None = None,
+        check: Callable[[], None] = unlimited,
     ) -> None:
+        self.check = check  # called now and then in long loops; may raise
         self.num_nodes = problem.num_nodes
         flat = Flat(problem) if flat is None else flat
         self.shift = _shift(flat)
@@ -105,6 +126,8 @@ class Model:
         edge_costs = problem.edge_costs
         matrices = self._internal(flat.edges).split()
         for e, (u, v) in enumerate(problem.edges):
+            if e % CHECK_EVERY == 0:
+                check()
             if u == v:
                 self.add_costs(u, np.diagonal(matrices[e].reshape(edge_costs[e].shape)))
             else:
@@ -304,12 +327,22 @@ class Model:
         """
         if self.limit is None:
             return
+        self.check()
+        single = self._compress_single()
         most = np.zeros(len(self.base) + 1, np.int64)
         opens = np.zeros(len(self.base) + 1, np.int64)
         closes = np.zeros(len(self.base) + 1, np.int64)
-        for u in self.nodes:
-            if not self.memory[u]:
-                continue
+        if single is not None:
+            np.add.at(most, single.starts, single.largest)
+            np.subtract.at(most, single.ends, single.largest)
+            np.add.at(opens, single.starts, 1)
+            np.add.at(closes, single.ends, 1)
+        others = [u for u in self.nodes if self.memory[u]]
+        if single is not None:
+            others = sorted(set(others).difference(single.nodes))
+        for i, u in enumerate(others):
+            if i % CHECK_EVERY == 0:
+                self.check()
             rows = disjoint(self.memory[u])
             least = rows.usage.min(axis=1)
             _add_rows(self.base, rows.starts, rows.ends, least)
@@ -329,7 +362,9 @@ class Model:
         binding = np.flatnonzero(self.base + np.cumsum(most[:-1]) > self.limit)
         kept = _maximal(binding, self.base, opens, closes)
         place = np.searchsorted(kept, np.arange(len(self.base) + 1))
-        for u in self.nodes:
+        if single is not None:
+            self._place_single(single, place)
+        for u in others:
             for rows in self.memory[u]:
                 starts, ends = place[rows.starts], place[rows.ends]
                 alive = starts < ends
@@ -338,6 +373,46 @@ class Model:
                 )
         self.base = self.base[kept]
         self.times = [self.times[i] for i in kept]
+
+    def _compress_single(self) -> _Single | None:
+        """Moves the least usage of all nodes of one row to the base, all of them at once."""
+        nodes = [
+            u for u in self.nodes if len(self.memory[u]) == 1 and len(self.memory[u][0].starts) == 1
+        ]
+        if not nodes:
+            return None
+        rows = [self.memory[u][0] for u in nodes]
+        starts = np.concatenate([row.starts for row in rows])
+        ends = np.concatenate([row.ends for row in rows])
+        usage = Tables.of([row.usage for row in rows])
+        least = usage.least()
+        changes = np.zeros(len(self.base) + 1, np.int64)
+        np.add.at(changes, starts, least)
+        np.subtract.at(changes, ends, least)
+        self.base += np.cumsum(changes[:-1])
+        largest = usage.most() - least
+        usage = Tables(usage.cells - np.repeat(least, np.diff(usage.first)), usage.first)
+        varied = np.flatnonzero(largest)
+        for i in np.flatnonzero(largest == 0).tolist():
+            self.memory[nodes[i]] = []
+        tables = usage.split()
+        kept = varied.tolist()
+        return _Single(
+            [nodes[i] for i in kept],
+            starts[varied],
+            ends[varied],
+            largest[varied],
+            [tables[i] for i in kept],
+        )
+
+    def _place_single(self, single: _Single, place: Integers) -> None:
+        """Gives the nodes of one row their usages, at the points that are left."""
+        starts, ends = place[single.starts], place[single.ends]
+        alive = (starts < ends).tolist()
+        for i, (u, usage) in enumerate(zip(single.nodes, single.usages, strict=True)):
+            self.memory[u] = (
+                [Rows(starts[i : i + 1], ends[i : i + 1], usage[None, :])] if alive[i] else []
+            )
 
     def forget_memory(self) -> None:
         """Relaxes the memory limit."""

@@ -199,6 +199,7 @@ def contributions(dual: Dual, choice: Integers) -> Floats:
 def restricted(model: Model, arrays: Arrays, choice: Integers, nodes: list[int]) -> Model:
     """The model of some nodes, numbered from 0, when all others keep their choice."""
     small = object.__new__(Model)
+    small.check = model.check
     names = [int(arrays.names[i]) for i in nodes]
     place = {u: k for k, u in enumerate(names)}
     small.num_nodes = len(names)

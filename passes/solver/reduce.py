@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solver.budget import Stop, never
-from autopar.passes.solver.model import INFINITE, Contradiction, Model, disjoint
+from autopar.passes.solver.model import CHECK_EVERY, INFINITE, Contradiction, Model, disjoint
 from autopar.passes.solver.problem import Integers
 
 MERGE_CELLS = 200_000
@@ -54,7 +54,9 @@ def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
 
 def _drop_forbidden(model: Model) -> None:
     """Drops strategies of infinite cost, as `reduce` may leave some when it ends early."""
-    for u in model.nodes:
+    for i, u in enumerate(model.nodes):
+        if i % CHECK_EVERY == 0:
+            model.check()
         finite = np.flatnonzero(model.cost_of(u) < INFINITE)
         if len(finite) < len(model.cost_of(u)):
             model.keep(u, finite)
@@ -215,7 +217,9 @@ def _drop_oversized(model: Model) -> None:
     if model.limit is None:
         return
     room = model.limit - model.base
-    for u in model.nodes:
+    for i, u in enumerate(model.nodes):
+        if i % CHECK_EVERY == 0:
+            model.check()
         for rows in model.memory[u]:
             # `compress_time` has just made the rows disjoint, of least usage zero.
             left = np.array(

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, flatten
 from autopar.passes.solver.ascent import ascend
-from autopar.passes.solver.budget import Budget, Stop
+from autopar.passes.solver.budget import Budget, OutOfTime, Stop
 from autopar.passes.solver.certificate import certified_bound
 from autopar.passes.solver.dual import Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
@@ -44,6 +44,9 @@ EXACT_CELLS = 60_000
 REDUCTION_WORK = 2e-5
 """The work of looking at one node or edge in a reduction."""
 
+FIRST_PART = 0.75
+"""The part of the limits at which the reduction before the first choice ends at the latest."""
+
 REDUCTION_PART = 0.5
 """The part of the limits at which the reduction of the whole problem ends at the latest."""
 
@@ -52,6 +55,10 @@ PEAK_WORK = 2.0
 
 SWEEPS = 240
 FIRST_SWEEPS = 10
+RESERVE_OF_FLAT = 0.5
+RESERVE_OF_START = 0.2
+"""The parts of the time for the flat arrays, and for the model too, kept for taking it down."""
+
 RESERVE = 3.0
 """How many times as long as the check of one assignment is kept for the end of the time limit."""
 
@@ -91,6 +98,8 @@ def solve(
         if search.best is None:
             raise search.infeasible(proven=True) from None
         search.bound = search.best_cost
+    except OutOfTime:
+        search.offers.flush()
     return search.solution()
 
 
@@ -110,6 +119,8 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.flat = Flat(self.problem)
+        self.budget.keep(RESERVE_OF_FLAT * self.budget.seconds)
+        self.offers = _Offers(self)
 
     def run(self) -> None:
         problem = self.problem
@@ -129,9 +140,9 @@ class _Search:
         chosen, dual = self.rounds(model)
         if not self.closed and not self.budget.exhausted and chosen is not None:
             neighbourhoods = Neighbourhoods(model, dual, chosen, self.seed)
-            offers = _Offers(self, model)
-            neighbourhoods.search(self.budget, offers.take)
-            offers.flush()
+            self.offers.model = model
+            neighbourhoods.search(self.budget, self.offers.take)
+            self.offers.flush()
             self.stats["neighbourhoods"] = neighbourhoods.looked_at
             self.stats["neighbourhoods_improved"] = neighbourhoods.improved
             if neighbourhoods.optimal:
@@ -145,16 +156,16 @@ class _Search:
         On the way, as soon as no forbidden pair is left that a strategy cannot avoid, a large
         problem gets its first choice.
         """
-        model = Model(self.problem, with_memory=with_memory, flat=self.flat)
-        stop = self.stopper(REDUCTION_PART)
+        model = Model(
+            self.problem, with_memory=with_memory, flat=self.flat, check=self.budget.check
+        )
+        self.budget.keep(RESERVE_OF_START * self.budget.seconds)
         if self.problem.num_nodes > RELAX_FIRST_NODES:
-            whole = reduce(model, dominance=False, stop=stop)
-            self.stats["seconds_arcs"] = self.budget.seconds
-            self.first_choice(model)
-            if not whole:
+            if not reduce(model, dominance=False, stop=self.stopper(FIRST_PART)):
                 return model
+            self.first_choice(model)
             model.dirty_nodes.update(model.nodes)
-        reduce(model, stop=stop)
+        reduce(model, stop=self.stopper(REDUCTION_PART))
         return model
 
     def first_choice(self, model: Model) -> None:
@@ -304,13 +315,17 @@ class _Search:
     def offer(self, model: Model, chosen: dict[int, int]) -> bool:
         """Whether a choice is allowed and fits and is the best so far, or as good."""
         start = self.budget.seconds
-        assignment = model.reconstruct(chosen)
+        accepted = self.consider(model.reconstruct(chosen))
+        self.budget.keep(RESERVE * (self.budget.seconds - start))
+        return accepted
+
+    def consider(self, assignment: tuple[int, ...]) -> bool:
+        """The same for an assignment of the problem."""
         array = np.array(assignment, np.int64)
         cost = self.flat.cost(array)
         if cost is None:
             return False
         peak = self.flat.peak(array)
-        self.budget.keep(RESERVE * (self.budget.seconds - start))
         limit = self.problem.usage_limit
         if self.smallest_peak is None or peak[0] < self.smallest_peak[0]:
             self.smallest_peak = peak
@@ -332,7 +347,10 @@ class _Search:
 
     def solution(self) -> Solution:
         if self.best is None or self.best_cost is None:
-            raise self.infeasible(proven=False)
+            # The search for the smallest peak may come upon an assignment that fits.
+            error = self.infeasible(proven=False)
+            if self.best is None or self.best_cost is None:
+                raise error
         bound = self.best_cost if self.bound is None else min(self.bound, self.best_cost)
         self.stats["seconds"] = self.budget.seconds
         self.stats["work"] = round(self.budget.work, 6)
@@ -347,6 +365,10 @@ class _Search:
             search.run()
         except Contradiction:
             return search.best, search.best is None
+        except OutOfTime:
+            pass
+        if search.best is not None:
+            self.consider(search.best)
         return search.best, False
 
     def out_of_time(self) -> bool:
@@ -388,9 +410,9 @@ class _Search:
 class _Offers:
     """Passes better and better choices of a model on, at intervals: to check one takes a while."""
 
-    def __init__(self, search: _Search, model: Model) -> None:
+    def __init__(self, search: _Search) -> None:
         self.search = search
-        self.model = model
+        self.model: Model | None = None
         self.pending: dict[int, int] | None = None
         self.wait = 0.0
         self.last = search.budget.seconds
@@ -402,7 +424,7 @@ class _Offers:
 
     def flush(self) -> None:
         """Offers the last choice, unless that was done."""
-        if self.pending is not None:
+        if self.pending is not None and self.model is not None:
             start = self.search.budget.seconds
             self.search.offer(self.model, self.pending)
             self.pending = None

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from solver_instances import brute_force, grid, make, problems
 
-from autopar.passes.solver import FORBIDDEN, Problem, evaluate, peak_usage
+from autopar.passes.solver import FORBIDDEN, Problem, evaluate, is_allowed, peak_usage
 from autopar.passes.solver.arrays import flatten, interleaved
-from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.budget import Budget, OutOfTime
 from autopar.passes.solver.certificate import certified_bound
 from autopar.passes.solver.dual import Chooser, Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
 from autopar.passes.solver.exclude import excluded
+from autopar.passes.solver.flat import Flat
 from autopar.passes.solver.model import INFINITE, Contradiction, Model
 from autopar.passes.solver.neighbourhood import Neighbourhoods
 from autopar.passes.solver.primal import improve, repair
@@ -178,3 +179,48 @@ def test_the_interleaved_order_has_all_nodes_and_few_levels() -> None:
     problem = make([[0, 1]] * count, {(k, k + 1): [[0, 2], [3, 0]] for k in range(count - 1)})
     assert sorted(interleaved(list(range(count)))) == list(range(count))
     assert flatten(Model(problem)).num_levels < 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(max_nodes=5), steps=st.integers(0, 40))
+def test_reductions_that_end_early_keep_an_optimum(problem: Problem, steps: int) -> None:
+    least, _ = brute_force(problem)
+    left = iter(range(steps))
+    model = Model(problem)
+    try:
+        whole = reduce(model, stop=lambda: next(left, None) is None)
+        assert least_left(model) == least
+        if not whole:
+            reduce(model)
+    except Contradiction:
+        assert least is None
+        return
+    assert least_left(model) == least
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), data=st.data())
+def test_flat_arrays_evaluate_like_the_problem(problem: Problem, data: st.DataObject) -> None:
+    assignment = tuple(data.draw(st.integers(0, len(c) - 1)) for c in problem.node_costs)
+    flat, array = Flat(problem), np.array(assignment, np.int64)
+    cost = evaluate(problem, assignment) if is_allowed(problem, assignment) else None
+    assert flat.cost(array) == cost
+    assert flat.peak(array)[0] == peak_usage(problem, assignment)[0]
+
+
+def test_usages_beyond_64_bits_add_up_exactly() -> None:
+    large = 2**62
+    problem = make([[0]] * 5, usages=[[large]] * 5)
+    flat = Flat(problem)
+    assert flat.peak(np.zeros(5, np.int64)) == (5 * large, (0, 1))
+    assert peak_usage(problem, (0,) * 5) == (5 * large, (0, 1))
+
+
+def test_a_budget_says_when_the_time_is_over() -> None:
+    Budget(0.0, None).check()
+    Budget(None, 60.0).check()
+    with pytest.raises(OutOfTime):
+        Budget(None, 0.0).check()
+    problem = grid(3, 3, 3, seed=0, tightness=0.5)
+    with pytest.raises(OutOfTime):
+        Model(problem, check=Budget(None, 0.0).check)

@@ -114,6 +114,38 @@ def test_a_time_limit_returns_what_there_is() -> None:
     assert 0 < solution.lower_bound <= solution.cost
 
 
+def test_without_time_the_error_says_that_nothing_is_proven() -> None:
+    problem = grid(6, 20, 6, seed=2, tightness=0.6)
+    with pytest.raises(Infeasible, match="in time") as caught:
+        solve(problem, time_limit=1e-6)
+    assert not caught.value.proven
+
+
+@pytest.mark.parametrize("tightness", [0.0, 0.6])
+def test_hardly_any_work_gives_a_feasible_choice(tightness: float) -> None:
+    problem = grid(6, 12, 4, seed=1, tightness=tightness)
+    first = solve(problem, work_limit=1e-4)
+    check(problem, first.assignment, first.cost)
+    assert first.lower_bound <= solve(problem, work_limit=0.3).cost <= first.cost
+
+
+def test_a_large_problem_is_solved_exactly() -> None:
+    # More nodes than are tried without memory first: it gets a choice before it is fully reduced.
+    count = 5002
+    random = np.random.default_rng(0)
+    problem = make(
+        random.integers(0, 9, (count, 2)).tolist(),
+        {(k, k + 1): random.integers(0, 9, (2, 2)).tolist() for k in range(count - 1)},
+        usages=[[1, 2] if k % 500 == 0 else [0, 0] for k in range(count)],
+        intervals=[(k, k + 1200) for k in range(count)],
+        limit=5,
+    )
+    solution = solve(problem)
+    check(problem, solution.assignment, solution.cost)
+    assert solution.gap == 0
+    assert solve(replace(problem, usage_limit=None)).cost <= solution.cost
+
+
 def test_progress_improves_steadily() -> None:
     seen: list[tuple[int | None, int | None]] = []
     problem = grid(4, 8, 4, seed=4, tightness=0.7)
