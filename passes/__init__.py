@@ -6,7 +6,11 @@
 - `factors`: which dimensions of an equation's operands and results are the same factor;
 - `microbatch`: an exact split of the batch into a loop, with a certificate for every output;
 - `sharding`: a strategy for every equation on a logical mesh, and the program that it lowers to;
-- `solver`: the integer linear program that chooses, a plain problem that knows nothing of JAX.
+- `solver`: the integer linear program that chooses, a plain problem that knows nothing of JAX;
+- `stages`: the microbatched program cut into pipeline stages, each sharded on a mesh of its own;
+- `inter_op`: the dynamic program that chooses where to cut and how many devices a stage gets;
+- `schedules`: in which order the meshes run the stages' tasks, and the checker of such orders;
+- `pipeline`: one list of instructions per mesh, verified, and simulated with a virtual clock.
 """
 
 from __future__ import annotations

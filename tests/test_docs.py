@@ -49,12 +49,11 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def test_the_readme_trains_as_plain_jit_does() -> None:
-    code = blocks("README.md", "python")
-    assert len(code) == 1
+    code, pipeline = blocks("README.md", "python")
     names = reader()
     initial = jax.tree.map(jnp.copy, names["state"])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code[0], "README.md", "exec"), names)
+        exec(compile(code, "README.md", "exec"), names)
 
     plain = jax.jit(names["train_step"].__wrapped__)
     state = initial
@@ -65,6 +64,15 @@ def test_the_readme_trains_as_plain_jit_does() -> None:
         np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-6)
     assert names["train_step"].plan.stages[0].num_devices == len(jax.devices()) == 8
     assert printed.getvalue() == f"{names['train_step'].plan}\n"
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(pipeline, "README.md", "exec"), names)
+    state, loss = plain(state, names["batches"][-1])
+    np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
+    for leaf, expected in zip(jax.tree.leaves(names["state"]), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-6)
+    assert [stage.num_devices for stage in names["step"].plan.stages] == [4, 4]
+    assert printed.getvalue().startswith("gpipe: ")
 
 
 def modules_with_examples() -> list[str]:

@@ -52,9 +52,9 @@ def stages_table(plan: Plan, styles: Mapping[str, str]) -> Table:
         column.no_wrap = column.header != "state"
     contents = stage_contents(plan)
     for number, stage in enumerate(plan.stages):
-        mesh = Text(f"{stage.mesh}  ", "dim")
+        mesh = Text.assemble((f"{stage.mesh} ", "dim"))
         for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
-            mesh.append(f"{name}={size} ", styles[name])
+            mesh.append(" ").append(f"{name}={size}", styles[name])
         names = list(contents[number][:_MAX_NAMES])
         if more := len(contents[number]) - len(names):
             names.append(f"{more} more")
