@@ -11,6 +11,7 @@ were dispatched, whichever devices they are for (seen with jaxlib 0.10.2: last_c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import queue
@@ -101,7 +102,7 @@ def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
       buffers: its inputs, placed; they are consumed.
 
     Raises:
-      Exception: whatever waiting for a result raises.
+      Exception: whatever waiting for the step's results raises.
     """
     program = step.pipeline.program
     waited = _waited_for(program)
@@ -123,9 +124,7 @@ def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
     finally:
         for waiter in waiters:
             waiter.end()
-    for waiter in waiters:
-        if waiter.error is not None:
-            raise waiter.error
+    jax.block_until_ready([buffers[Buffer(n, None)] for n in step.pipeline.pieces.outputs])
     return times
 
 
@@ -188,12 +187,15 @@ def _done(program: PipelineProgram, times: Times, line: Sequence[int]) -> dict[P
 
 
 class _Waiter:
-    """A thread that waits for results in the order in which it gets them."""
+    """A thread that waits for results in the order in which it gets them.
+
+    What fails has no time: a buffer may be gone without its array knowing, where a program returned
+    an argument as it came; a program's own failure shows in the step's results.
+    """
 
     def __init__(self, ready: dict[Place, float]):
         self._ready = ready
         self._queue: queue.SimpleQueue[tuple[Place, list[Any]] | None] = queue.SimpleQueue()
-        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="autopar profile", daemon=True)
         self._thread.start()
 
@@ -209,11 +211,9 @@ class _Waiter:
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             place, arrays = item
-            try:
+            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 jax.block_until_ready(arrays)
-            except Exception as error:
-                self.error = self.error or error
-            self._ready[place] = time.perf_counter()
+                self._ready[place] = time.perf_counter()
 
 
 def _waited_for(program: PipelineProgram) -> dict[Place, list[Buffer]]:
