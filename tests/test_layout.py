@@ -26,6 +26,8 @@ GROUND = {
     "plan_text",
     "plans",
     "records",
+    "stage_summaries",
+    "step_model",
     "summaries",
     "units",
 }
