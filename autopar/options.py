@@ -58,7 +58,8 @@ class Options:
       progress: whether to report progress while planning.
       runtime: what runs the plan: "local".
       stages: how many pipeline stages, or the layers at which the second and later stages begin.
-        "auto": one.
+        "auto": one, or where the cluster has several nodes or nothing fits on one mesh, what the
+        dynamic program over layers and submeshes finds quicker.
       schedule: the order of the pipeline's tasks: one of `SCHEDULES`, or a function of (num_meshes,
         num_microbatches) that returns for every mesh its tasks such as ("F", stage, microbatch).
         "auto": the one with the shortest simulated step that fits.

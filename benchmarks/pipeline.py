@@ -262,7 +262,8 @@ def measure(name: str, arguments: argparse.Namespace, console: Console) -> list[
         states[plan] = steps[plan].initialize(model.make)
         batches[plan] = model.batch
     with console.status(f"{name}: measuring"):
-        seconds = alternate(steps, states, batches, arguments.repeats)
+        taken = alternate(steps, states, batches, arguments.repeats)
+        seconds = {plan: [wall for wall, _ in times] for plan, times in taken.items()}
         for plan in arguments.plans:
             found = [steps[plan].profile(states[plan], model.batch) for _ in range(3)]
             profiles[plan] = sorted(found, key=lambda one: one.expected.step_seconds)[1]

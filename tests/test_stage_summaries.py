@@ -58,7 +58,10 @@ def test_other_routes_are_written_out() -> None:
 routes = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
 names = st.sampled_from(["activation", "state.a0", "state.a1", "scalar"])
 transfers = st.builds(
-    lambda route, what, times: transfer(*route, what, times), routes, names, st.sampled_from([1, 4])
+    lambda route, what, times: transfer(route[0], route[1], what, times),
+    routes,
+    names,
+    st.sampled_from([1, 4]),
 )
 
 
