@@ -267,7 +267,12 @@ def test_every_piece_is_compiled_and_readable() -> None:
         ),
         ({"stages": 2, "memory_limit": 1000}, MemoryLimitError, "stage"),
         ({"stages": 2, "logical_mesh": (8,)}, OptionError, "does not fit a stage"),
-        ({"stages": 2, "schedule": lambda p, m: [[("F", 0, 0)]]}, ScheduleError, "mesh"),
+        pytest.param(
+            {"stages": 2, "schedule": lambda p, m: [[("F", 0, 0)]]},
+            ScheduleError,
+            "mesh",
+            id="one task",
+        ),
     ],
     ids=str,
 )
