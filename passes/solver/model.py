@@ -23,6 +23,9 @@ from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
 CHECK_EVERY = 256
 """How many steps a long loop makes between two checks of the time limit."""
 
+LARGEST_LIMIT = 1 << 62
+"""Larger usage limits count as this one, so that room fits into int64."""
+
 INFINITE = 1 << 61
 """Forbidden, inside the solver: three of them still fit into int64."""
 
@@ -132,7 +135,9 @@ class Model:
                 self.add_costs(u, np.diagonal(matrices[e].reshape(edge_costs[e].shape)))
             else:
                 self.add_edge(u, v, matrices[e].reshape(edge_costs[e].shape))
-        self.limit: int | None = problem.usage_limit if with_memory else None
+        self.limit: int | None = None
+        if with_memory and problem.usage_limit is not None:
+            self.limit = min(problem.usage_limit, LARGEST_LIMIT)
         self.memory: list[list[Rows]] = [[] for _ in range(problem.num_nodes)]
         self.base: Integers = np.zeros(0, np.int64)
         self.times: list[tuple[int, int]] = []

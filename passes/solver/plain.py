@@ -24,6 +24,9 @@ from autopar.passes.solver.solution import Infeasible, Solution, relative_gap
 
 Engine = Literal["cp-sat", "highs"]
 
+BUILD_PART = 0.75
+"""The part of a time limit after which building the program is given up, without a solution."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -99,6 +102,8 @@ def solve_cp_sat(
     variables: list[cp_model.IntVar] = []
     weights: list[int] = []
     for u, literals in pick.items():
+        if time_limit is not None and time.monotonic() - start > BUILD_PART * time_limit:
+            return Answer(None, 0, False, False)
         costs = model.cost_of(u)
         program.add_exactly_one(literals)
         for literal, cost in zip(literals, costs.tolist(), strict=True):
@@ -172,6 +177,8 @@ def solve_highs(model: Model, *, time_limit: float | None = None) -> Answer:
             else:
                 objective.append(cost * scale * variable)
     for u in model.nodes:
+        if time_limit is not None and time.monotonic() - start > BUILD_PART * time_limit:
+            return Answer(None, 0, False, False)
         for v, matrix in model.edges[u].items():
             if u < v:
                 by_row: list[list[mathopt.Variable]] = [[] for _ in pick[u]]

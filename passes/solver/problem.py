@@ -237,6 +237,8 @@ def _validate(problem: Problem) -> None:
             raise ProblemError(f"node {i}: the cost {costs.min()} is out of range")
         if interval[0] > interval[1]:
             raise ProblemError(f"node {i}: its interval {interval} ends before it starts")
+        if interval[0] < -(2**63) or interval[1] >= 2**63:
+            raise ProblemError(f"node {i}: its interval {interval} does not fit into 64 bits")
     for e, ((u, v), matrix) in enumerate(zip(problem.edges, problem.edge_costs, strict=True)):
         for end in (u, v):
             if not 0 <= end < count:

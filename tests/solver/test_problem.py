@@ -21,6 +21,7 @@ from autopar.passes.solver import (
     evaluate,
     is_allowed,
     peak_usage,
+    solve,
 )
 
 DOCUMENT: dict[str, Any] = {
@@ -110,6 +111,7 @@ def test_costs_beyond_64_bits_are_forbidden() -> None:
         (["nodes", "usages", 1, 0], -4, "a usage is negative"),
         (["nodes", "usages", 1, 0], 10**30, "does not fit into 64 bits"),
         (["nodes", "intervals", 1], [6, 2], "ends before it starts"),
+        (["nodes", "intervals", 1], [2, 10**30], "does not fit into 64 bits"),
         (["nodes", "intervals", 1], [6], "expected [start, end]"),
         (["edges", "nodes", 0], [0, 3], "edge 0: there is no node 3"),
         (["edges", "nodes", 0], [0, -1], "edge 0: there is no node -1"),
@@ -155,10 +157,23 @@ def test_broken_files(tmp_path: Path) -> None:
         Problem.load(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
+def test_numbers_that_json_writers_make_up(tmp_path: Path, value: str) -> None:
+    text = json.dumps(DOCUMENT).replace("[1, 2]", f"[1, {value}]", 1)
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ProblemError, match="expected an integer"):
+        Problem.load(tmp_path / "p.json")
+
+
 def test_arrays_of_other_types_are_refused() -> None:
     with pytest.raises(ProblemError, match="int64"):
         Problem(((0, 1),), (np.array([1.0]),), (np.array([0]),), (), ())
     assert issubclass(ProblemError, AutoparError)
+
+
+def test_a_limit_beyond_64_bits_limits_nothing() -> None:
+    problem = make([[3, 1]], usages=[[1, 2]], limit=10**30)
+    assert solve(problem).assignment == (1,)
 
 
 def test_a_limit_of_zero_is_valid() -> None:

@@ -64,6 +64,13 @@ def test_equals_the_plain_model(engine: str) -> None:
     assert mine.cost == theirs.cost == mine.lower_bound
 
 
+def test_without_time_the_plain_model_has_no_solution() -> None:
+    problem = grid(3, 5, 3, seed=3, tightness=0.6)
+    with pytest.raises(Infeasible, match="no solution in time") as caught:
+        plain(problem, time_limit=0.0)
+    assert not caught.value.proven
+
+
 def test_a_frustrated_grid_has_a_bounded_gap() -> None:
     problem = grid(6, 12, 4, seed=1, tightness=0.5)
     solution = solve(problem, work_limit=0.7)
