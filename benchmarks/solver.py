@@ -16,10 +16,21 @@ import multiprocessing
 import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from autopar.passes.solver import Infeasible, Problem, plain, solve
+from autopar.passes.solver import (
+    Infeasible,
+    Problem,
+    Solution,
+    evaluate,
+    is_allowed,
+    peak_usage,
+    plain,
+    solve,
+)
 
 
 def measure(path: Path, reference: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -51,10 +62,21 @@ def measure(path: Path, reference: dict[str, Any], options: argparse.Namespace) 
         }
         if "best_known" in reference:
             row["score"] = round(reference["best_known"] / solution.cost, 5)
-    row["seconds"] = round(time.monotonic() - start, 2)
+        row["seconds"] = round(time.monotonic() - start, 2)
+        _verify(problem, solution)
+    row.setdefault("seconds", round(time.monotonic() - start, 2))
     row["cpu_seconds"] = round(time.process_time() - cpu, 2)
     row["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return row
+
+
+def _verify(problem: Problem, solution: Solution) -> None:
+    """Raises AssertionError if a solution is not what it says, by the plain definitions."""
+    assert is_allowed(problem, solution.assignment), "the assignment is forbidden"
+    assert evaluate(problem, solution.assignment) == solution.cost, "the cost is not as stated"
+    limit = problem.usage_limit
+    peak, interval = peak_usage(problem, solution.assignment)
+    assert limit is None or peak <= limit, f"usage {peak} in {interval} exceeds {limit}"
 
 
 def main() -> None:
@@ -77,8 +99,11 @@ def main() -> None:
         name = path.name.removesuffix(".json.gz").rpartition("-")[2]
         if wanted is not None and name not in wanted:
             continue
-        with context.Pool(1) as pool:
-            row = pool.apply(measure, (path, references.get(name, {}), options))
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            try:
+                row = pool.submit(measure, path, references.get(name, {}), options).result()
+            except BrokenProcessPool:
+                row = {"error": "Its process was killed: there may be too little memory."}
         if "score" in row or name in references:
             scores.append(row.get("score", 0.0))
         if options.json:
