@@ -20,6 +20,9 @@ CHOOSE := autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/
 # What the tests compute must not depend on the machine's accelerators.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
 
+# What `make check` leaves to `make test`: files that compile many programs or start processes.
+SLOW := collectives examples localize pace packaging pipelines programs properties
+
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all test-oldest check format clean help
 
@@ -39,7 +42,7 @@ check: $(ENV)/dev.stamp  ## lint, formatting, types and the fast part of the sui
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(PYTEST) --ignore-glob='*/test_programs*' --ignore-glob='*/test_examples*' $(ARGS)
+	$(PYTEST) $(foreach name,$(SLOW),--ignore-glob='*/test_$(name).py') $(ARGS)
 
 format: $(ENV)/dev.stamp  ## mend lint and formatting
 	$(BIN)/ruff check --fix
