@@ -112,6 +112,7 @@ FEW_LAYERS = {
     "key_raw": 3,
     "key_rbg": 3,
     "key_typed": 3,
+    "leaf_kinds": 3,
     "loss_scale_cond": 3,
     "loss_scale_where": 3,
     "lstm": 2,
