@@ -36,6 +36,7 @@ from autopar.plans import (
     StagePlan,
     TensorPlan,
 )
+from autopar.units import format_bytes
 
 
 def make_plan(
@@ -206,8 +207,8 @@ def _reason(chosen: Planned, options: Options, cluster: Cluster) -> str:
         return "as asked"
     limit = memory_limit_of(options, cluster)
     if chosen.num_microbatches == 1:
-        return f"the whole batch at once fits {limit:,} bytes per device"
-    return f"the fewest with which a step fits {limit:,} bytes per device"
+        return f"the whole batch at once fits {format_bytes(limit)} per device"
+    return f"the fewest with which a step fits {format_bytes(limit)} per device"
 
 
 def total_flops(jaxpr: Any, rules: Any, times: int = 1) -> int:
