@@ -8,7 +8,6 @@ mesh's collectives can wait for another's that was never dispatched.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from autopar.passes.pipeline import (
     Run,
     Send,
 )
+from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.program import Program, Version
 from autopar.passes.stages.pieces import Pieces, Port, StagePiece
@@ -208,13 +208,14 @@ class PipelineStep:
             if isinstance(x, Recv)
         }
         paces = [_Pace() for _ in program.meshes]
+        lasting = lasting_writes(program)
         for mesh, index in program.order:
             x = program.meshes[mesh][index]
             if isinstance(x, Run):
                 compiled = self.variants[x.piece, _donated_numbers(x)]
-                devices = self.pipeline.meshes[x.stage].devices
-                on_cpu = devices.size > 1 and devices.flat[0].platform == "cpu"
-                yield _run(compiled, x, paces[mesh] if on_cpu else None)
+                yield _run(
+                    compiled, x, paces[mesh], self._waited(x, lasting.get((mesh, index), ()))
+                )
             elif isinstance(x, Send):
                 yield _send(x, targets[x.tag])
             elif isinstance(x, Recv):
@@ -226,10 +227,22 @@ class PipelineStep:
             else:
                 yield _free(x)
 
+    def _waited(self, run: Run, lasting: Sequence[Buffer]) -> Buffer | None:
+        """What to wait for on virtual CPU devices, the smallest result that stays.
+
+        The caller's next step may take over what this one returns, so that is left out.
+        """
+        devices = self.pipeline.meshes[run.stage].devices
+        if devices.size == 1 or devices.flat[0].platform != "cpu":
+            return None
+        outputs, values = set(self.pipeline.pieces.outputs), self.pipeline.program.value_of
+        inner = [buffer for buffer in lasting if buffer.value not in outputs]
+        return min(inner, key=lambda b: values[b.value].bytes_per_device, default=None)
+
     def __call__(
         self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
     ) -> list[Any]:
-        """One step: dispatches everything and waits for nothing.
+        """One step: dispatches everything, and waits for no result (but see `_waited`).
 
         Raises:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
@@ -295,23 +308,14 @@ class _Pace:
     def __init__(self) -> None:
         self.results: deque[Any] = deque()
 
-    def __call__(self, results: list[Any]) -> None:
-        """Remember a run's smallest result; wait for that of an earlier one if there are too many.
-
-        One that a later run took over needs no wait of its own: that run has the next.
-        """
-        self.results.append(min(results, key=_size))
+    def __call__(self, result: Any) -> None:
+        """Remember a run by one of its results; wait for an earlier run if there are too many."""
+        self.results.append(result)
         if len(self.results) > IN_FLIGHT:
-            # A buffer may be gone without its array knowing; other failures show where it is read.
-            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
-                self.results.popleft().block_until_ready()
+            self.results.popleft().block_until_ready()
 
 
-def _size(array: Any) -> int:
-    return int(array.size)
-
-
-def _run(compiled: Any, x: Run, pace: _Pace | None) -> Action:
+def _run(compiled: Any, x: Run, pace: _Pace, waited: Buffer | None) -> Action:
     reads, writes, donates = x.reads, x.writes, x.donates
 
     def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
@@ -319,8 +323,8 @@ def _run(compiled: Any, x: Run, pace: _Pace | None) -> Action:
         for buffer in donates:
             del buffers[buffer]
         buffers.update(zip(writes, results, strict=True))
-        if pace is not None and results:
-            pace(results)
+        if waited is not None:
+            pace(buffers[waited])
 
     return action
 

@@ -24,16 +24,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.passes.pipeline.instructions import (
-    Accumulate,
     Buffer,
     Free,
     Instruction,
     PipelineProgram,
     Recv,
-    Reshard,
     Run,
     Send,
 )
+from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.pipeline.timeline import Event
 from autopar.runtime.pipeline import PipelineStep
 
@@ -105,7 +104,7 @@ def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
       Exception: whatever waiting for the step's results raises.
     """
     program = step.pipeline.program
-    waited = _waited_for(program)
+    waited = lasting_writes(program)
     jax.block_until_ready(list(buffers.values()))
     sent: dict[int, Any] = {}
     times = Times({}, {})
@@ -214,26 +213,6 @@ class _Waiter:
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 jax.block_until_ready(arrays)
                 self._ready[place] = time.perf_counter()
-
-
-def _waited_for(program: PipelineProgram) -> dict[Place, list[Buffer]]:
-    """For every instruction, what it writes that no later run takes over (and thereby deletes)."""
-    found: dict[Place, list[Buffer]] = {}
-    for mesh, instructions in enumerate(program.meshes):
-        taken: set[Buffer] = set()
-        for index in reversed(range(len(instructions))):
-            instruction = instructions[index]
-            lasting = [b for b in instruction.writes if b not in taken]
-            if lasting:
-                found[mesh, index] = lasting
-            # One array may have two names after these.
-            if isinstance(instruction, Accumulate) and instruction.target in taken:
-                taken.add(instruction.addend)
-            elif isinstance(instruction, Reshard) and instruction.target in taken:
-                taken.add(instruction.source)
-            elif isinstance(instruction, Run):
-                taken.update(instruction.donates)
-    return found
 
 
 def _marker(arrays: Sequence[Any]) -> Any:

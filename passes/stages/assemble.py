@@ -54,6 +54,10 @@ class _Stage:
     def __init__(self, program: Program, demand: Demand, stage: int, *, split_backward: bool):
         self.program = program
         self.needs: Needs = demand.needs[stage]
+        self.leaves = set(self.needs.leaves)
+        if stage == 0:  # what nobody reads has to be somewhere
+            used = {leaf for needs in demand.needs for leaf in needs.leaves}
+            self.leaves |= set(range(len(program.parts.graph.inputs))) - used
         self.stage = stage
         self.received = [passed for passed in demand.passed if passed.target == stage]
         sent = [passed for passed in demand.passed if passed.source == stage]
@@ -97,7 +101,7 @@ class _Stage:
 
     def _build(self) -> StageGraph:
         program, graph, needs = self.program, self.program.parts.graph, self.needs
-        leaves = sorted(needs.leaves)
+        leaves = sorted(self.leaves)
         own = [n for n in leaves if graph.inputs[n].role != "constant"]
         constants = [n for n in leaves if graph.inputs[n].role == "constant"]
         received = [p for p in self.received if p.space == "outside"]
