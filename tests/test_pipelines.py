@@ -221,6 +221,27 @@ def test_state_is_born_on_its_stage_and_donated() -> None:
         step(state, BATCH)
 
 
+def test_leaves_that_nothing_reads_go_through() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        new, metrics = train_step({k: state[k] for k in ("params", "step")}, batch)
+        return {**state, **new}, metrics
+
+    extra = {"kept": jnp.arange(3), "empty": jnp.zeros((0, 4))}
+    batch = {**BATCH, "a": np.zeros((32, 2), np.float32), "z": np.ones((32, 3), np.int8)}
+    state = {**init(jax.random.key(0)), **extra}
+    made = autopar.compile(step, state, batch, stages=2, microbatches=4)
+    for _ in range(3):
+        state, _ = made(state, batch)
+    np.testing.assert_array_equal(state["kept"], np.arange(3))
+    assert state["empty"].shape == (0, 4)
+    assert_close(jax.device_get(state["params"]), run(jax.jit(train_step))[0]["params"])
+
+
+def test_steps_that_nobody_waits_for() -> None:
+    step = compiled(stages=2, microbatches=8, schedule="zb_h1", method="data")
+    assert_close(run(step, steps=40), run(jax.jit(train_step), steps=40))
+
+
 def test_gather_and_apply_on_a_distributed_state() -> None:
     step = compiled(stages=2, microbatches=4)
     state, _ = step(init(jax.random.key(0)), BATCH)
