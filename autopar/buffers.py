@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from .split_array import SplitArray, SplitSharding, put
+
 
 class Returned:
     """The leaves that the last call returned for the next one to donate.
@@ -66,6 +68,10 @@ def share_a_leaf(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 def memory_of(leaf: Any) -> Iterator[tuple[Any, int]]:
     """Where a leaf's bytes are: the device and the address of each shard."""
+    if isinstance(leaf, SplitArray):
+        for part in leaf.parts:
+            yield from memory_of(part)
+        return
     if not isinstance(leaf, jax.Array) or not leaf.size:
         return
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -78,9 +84,13 @@ def memory_of(leaf: Any) -> Iterator[tuple[Any, int]]:
         yield shard.device, address
 
 
-def copy_to(leaf: Any, sharding: Sharding) -> Any:
+def copy_to(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
     """A leaf in a sharding, in memory of its own: what the caller holds outlives a donation."""
-    placed = jax.device_put(leaf, sharding)
+    if isinstance(sharding, SplitSharding):
+        given = put(leaf, sharding).parts
+        parts = [copy_to(part, where) for part, where in zip(given, sharding.parts, strict=True)]
+        return SplitArray(parts, sharding.axis)
+    placed = put(leaf, sharding)
     if set(memory_of(leaf)).isdisjoint(memory_of(placed)):
         return placed
     # On the devices that it comes from, JAX may keep the old buffer; for one sharding it copies.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from .buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from .errors import DonatedBufferError, TraceError
@@ -31,6 +31,7 @@ from .plans import Plan
 from .progress import Progress
 from .runtime import distributed, local
 from .runtime.pipeline import PipelineStep
+from .split_array import SplitArray, SplitSharding
 
 if TYPE_CHECKING:
     from .profile import Profile
@@ -225,10 +226,13 @@ class Executable:
         )
 
     def _is_stray(self, leaf: Any, index: int) -> bool:
+        wanted = self._in_shardings[index]
+        if isinstance(leaf, SplitArray) or isinstance(wanted, SplitSharding):
+            return False  # the pipeline places them itself
         return (
             isinstance(leaf, jax.Array)
             and leaf.committed
-            and not leaf.sharding.is_equivalent_to(self._in_shardings[index], leaf.ndim)
+            and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
         )
 
     def _placed(
@@ -337,7 +341,7 @@ class Executable:
     @property
     def out_shardings(self) -> Any:
         """A pytree as the result, of the shardings of its leaves (None: static)."""
-        leaves: list[Sharding | None] = list(self._out_shardings)
+        leaves: list[Any] = list(self._out_shardings)
         for position, _ in self._traced.out_statics:
             leaves.insert(position, None)
         return self._traced.out_tree.unflatten(leaves)

@@ -16,6 +16,7 @@ from .passes.arguments import Argument
 from .passes.logical import logical_shapes
 from .passes.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
 from .passes.trace import Traced
+from .split_array import SplitArray, SplitSharding
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class _Made:
 
 def initialize(
     traced: Traced,
-    shardings: Sequence[Sharding],
+    shardings: Sequence[Sharding | SplitSharding],
     init_fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -84,29 +85,53 @@ def initialize(
 
 def _on_meshes(
     on_arrays: Callable[..., list[Any]],
-    wanted: Sequence[Sharding],
+    wanted: Sequence[Sharding | SplitSharding],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[Any]:
     """Every leaf in its sharding. A jitted function lives on one mesh, so each mesh runs its own.
 
-    It makes the leaves of that mesh alone: what the others hold is dead code in it.
+    It makes the leaves, and the parts of leaves, of that mesh alone: what the others hold is dead
+    code in it.
     """
-    groups: dict[Any, list[int]] = {}
+    items: list[_Part] = []
     for number, sharding in enumerate(wanted):
-        groups.setdefault(frozenset(sharding.device_set), []).append(number)
-    values: list[Any] = [None] * len(wanted)
-    for numbers in groups.values():
+        if isinstance(sharding, SplitSharding):
+            before = (slice(None),) * sharding.axis
+            for (start, stop), where in zip(sharding.rows(), sharding.parts, strict=True):
+                items.append(_Part(number, where, (*before, slice(start, stop))))
+        else:
+            items.append(_Part(number, sharding))
+    groups: dict[Any, list[int]] = {}
+    for place, item in enumerate(items):
+        groups.setdefault(frozenset(item.sharding.device_set), []).append(place)
+    values: list[Any] = [None] * len(items)
+    for places in groups.values():
+        here = [items[place] for place in places]
 
-        def part(*args: Any, _numbers: Sequence[int] = tuple(numbers), **kwargs: Any) -> list[Any]:
+        def part(*args: Any, _here: Sequence[_Part] = tuple(here), **kwargs: Any) -> list[Any]:
             made = on_arrays(*args, **kwargs)
-            return [made[number] for number in _numbers]
+            return [made[x.leaf] if x.rows is None else made[x.leaf][x.rows] for x in _here]
 
-        shardings = [wanted[number] for number in numbers]
-        results = jax.jit(part, out_shardings=shardings)(*args, **kwargs)
-        for number, value in zip(numbers, results, strict=True):
-            values[number] = value
-    return values
+        results = jax.jit(part, out_shardings=[x.sharding for x in here])(*args, **kwargs)
+        for place, value in zip(places, results, strict=True):
+            values[place] = value
+    left = iter(values)
+    return [
+        SplitArray([next(left) for _ in sharding.parts], sharding.axis)
+        if isinstance(sharding, SplitSharding)
+        else next(left)
+        for sharding in wanted
+    ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A leaf, or some rows of it, that one mesh makes."""
+
+    leaf: int
+    sharding: Sharding
+    rows: tuple[slice, ...] | None = None
 
 
 def _targets(traced: Traced, made: _Made) -> tuple[list[Argument], bool]:

@@ -183,7 +183,7 @@ def _pipelined(
 ) -> Compiled:
     listed = list_candidates(candidates, chosen, options)
     made = make_pipeline_plan(chosen, listed, program_hash, options, cluster)
-    return Compiled(made, Runnable(chosen.pieces, chosen.program), chosen.split.graph)
+    return Compiled(made, chosen.runnable, chosen.split.graph)
 
 
 def _automatic_pipelines(

@@ -78,6 +78,13 @@ def new_var(aval: Any) -> Var:
     return Var(aval)
 
 
+@cache
+def array_type(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
+    """The type (aval) of an array, from a traced argument: its class has no public name."""
+    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return jax.make_jaxpr(lambda x: x)(struct).jaxpr.invars[0].aval
+
+
 def replace_jaxpr(jaxpr: Jaxpr, **changes: Any) -> Jaxpr:
     """`jaxpr` with some fields replaced; argument and result names go when the counts change."""
     if "constvars" in changes or "invars" in changes or "outvars" in changes:

@@ -14,10 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from autopar.split_array import SplitArray, SplitSharding, put
+
 AXIS = "devices"
 
 
-def mesh_of(shardings: Sequence[Sharding]) -> Mesh:
+def mesh_of(shardings: Sequence[Sharding | SplitSharding]) -> Mesh:
     """One axis over all devices of these shardings, in the order of their ids."""
     found: set[Any] = {device for sharding in shardings for device in sharding.device_set}
     devices = sorted(found, key=lambda device: device.id)
@@ -27,7 +29,7 @@ def mesh_of(shardings: Sequence[Sharding]) -> Mesh:
 def gather(tree: Any, mesh: Mesh) -> Any:
     """The tree with every array whole on every device of `mesh`; other leaves as they are."""
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.device_put(x, whole) if _is_array(x) else x, tree)
+    return jax.tree.map(lambda x: put(x, whole) if _is_array(x) else x, tree)
 
 
 def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
@@ -47,7 +49,7 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
             given[i] = value
         return fn(*structure.unflatten(given))
 
-    placed = [jax.device_put(leaves[i], _spread(leaves[i], mesh)) for i in arrays]
+    placed = [put(leaves[i], _spread(leaves[i], mesh)) for i in arrays]
     result = jax.jit(on_arrays)(*placed)
     whole = NamedSharding(mesh, PartitionSpec())
     shape: Any
@@ -55,10 +57,10 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
     olds, shape = jax.tree.flatten(tree)
     news, result_shape = jax.tree.flatten(result)
     if result_shape != shape:
-        return jax.tree.map(lambda x: jax.device_put(x, whole) if _is_array(x) else x, result)
+        return jax.tree.map(lambda x: put(x, whole) if _is_array(x) else x, result)
     back = [
-        jax.device_put(new, old.sharding)
-        if isinstance(old, jax.Array) and np.shape(new) == old.shape
+        put(new, old.sharding)
+        if isinstance(old, jax.Array | SplitArray) and np.shape(new) == old.shape
         else new
         for old, new in zip(olds, news, strict=True)
     ]
@@ -66,12 +68,12 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return isinstance(leaf, jax.Array | SplitArray | np.ndarray | np.generic)
 
 
 def _spread(leaf: Any, mesh: Mesh) -> NamedSharding:
     count = mesh.devices.size
-    sizes = np.shape(leaf)
+    sizes = leaf.shape
     for dim in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
         if sizes[dim] and sizes[dim] % count == 0:
             return NamedSharding(mesh, PartitionSpec(*([None] * dim), AXIS))

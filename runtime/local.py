@@ -82,7 +82,7 @@ def load(
     """
     devices = jax.devices() if devices is None else list(devices)
     if compiled.pipeline is not None:
-        return LocalPipeline(compiled.pipeline.pieces, compiled.pipeline.program, devices)
+        return LocalPipeline(compiled.pipeline, devices)
     return _load_one(compiled, devices)
 
 

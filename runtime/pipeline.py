@@ -24,7 +24,6 @@ from autopar.passes.pipeline import (
     Accumulate,
     Buffer,
     Free,
-    PipelineProgram,
     Recv,
     Reshard,
     Run,
@@ -33,8 +32,11 @@ from autopar.passes.pipeline import (
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.program import Program, Version
-from autopar.passes.stages.pieces import Pieces, Port, StagePiece
+from autopar.passes.stages.candidate import Runnable
+from autopar.passes.stages.pieces import Port, StagePiece
+from autopar.passes.stages.result import LeafRows
 from autopar.runtime.spmd import block_function, partition_spec, typed
+from autopar.split_array import SplitArray, SplitSharding, put_parts
 
 Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
 
@@ -55,26 +57,38 @@ class LocalPipeline:
     """A pipelined plan on the devices of this process.
 
     Args:
-      pieces: what the meshes run.
-      program: in which order.
+      runnable: what the meshes run, and in which order.
       devices: those of all meshes, mesh by mesh.
 
     Raises:
       DeviceError: there are fewer devices than the plan needs.
     """
 
-    def __init__(
-        self, pieces: Pieces, program: PipelineProgram, devices: Sequence[jax.Device]
-    ) -> None:
-        self.pieces, self.program = pieces, program
+    def __init__(self, runnable: Runnable, devices: Sequence[jax.Device]) -> None:
+        self.pieces, self.program = pieces, program = runnable.pieces, runnable.program
+        self.leaves, self.results = runnable.leaves, runnable.results
         schedule = program.schedule
         self.meshes = _meshes(pieces.programs, schedule.mesh_of_stage, devices)
         self.places = {
             number: self._place(program.value_of[number].stage, version)
             for number, version in pieces.versions.items()
         }
-        self.in_shardings = tuple(self.places[group[0]].sharding for group in pieces.inputs)
-        self.out_shardings = tuple(self.places[number].sharding for number in pieces.outputs)
+        self.in_shardings = tuple(
+            self._sharding(group, [pieces.inputs[rows.number][0] for rows in group])
+            for group in self.leaves
+        )
+        self.out_shardings = tuple(
+            self._sharding(group, [pieces.outputs[rows.number] for rows in group])
+            for group in self.results
+        )
+
+    def _sharding(
+        self, group: Sequence[LeafRows], values: Sequence[int]
+    ) -> NamedSharding | SplitSharding:
+        """Where a leaf is whose rows are these values."""
+        shardings = tuple(self.places[value].sharding for value in values)
+        ends = [rows.stop for rows in group if rows.stop is not None]
+        return SplitSharding(group[0].axis, tuple(ends), shardings) if ends else shardings[0]
 
     def _place(self, stage: int, version: Version) -> Place:
         mesh, program = self.meshes[stage], self.pieces.programs[stage]
@@ -177,9 +191,13 @@ class PipelineStep:
         self.pipeline = pipeline
         self.variants = pipeline.variants()
         self.actions = tuple(self._actions())
-        groups, places = pipeline.pieces.inputs, pipeline.places
-        self.donated = self._targets(donated)
-        self.kept = self._targets(kept)
+        places = pipeline.places
+        groups = [
+            [number for rows in group for number in pipeline.pieces.inputs[rows.number]]
+            for group in pipeline.leaves
+        ]
+        self.donated = [self._target(i) for i in donated]
+        self.kept = [self._target(i) for i in kept]
         self.donated_types = [(shapes[i].shape, shapes[i].dtype) for i in donated]
         self.kept_types = [(shapes[i].shape, shapes[i].dtype) for i in kept]
         # What a step must not lose: outputs that are inputs as they came.
@@ -191,12 +209,17 @@ class PipelineStep:
                 placed = jax.device_put(value, places[number].sharding)
                 self.constants[Buffer(number, None)] = placed
 
-    def _targets(self, leaves: Sequence[int]) -> list[tuple[list[Buffer], list[NamedSharding]]]:
-        groups, places = self.pipeline.pieces.inputs, self.pipeline.places
-        return [
-            ([Buffer(n, None) for n in groups[i]], [places[n].sharding for n in groups[i]])
-            for i in leaves
-        ]
+    def _target(self, leaf: int) -> _Target:
+        pipeline = self.pipeline
+        sharding = pipeline.in_shardings[leaf]
+        groups = [pipeline.pieces.inputs[rows.number] for rows in pipeline.leaves[leaf]]
+        return _Target(
+            sharding if isinstance(sharding, SplitSharding) else None,
+            tuple(
+                tuple((Buffer(n, None), pipeline.places[n].sharding) for n in group)
+                for group in groups
+            ),
+        )
 
     def _actions(self) -> Iterator[Action]:
         """The instructions in their global order, each as a function of buffers and transfers."""
@@ -252,9 +275,15 @@ class PipelineStep:
         for action in self.actions:
             action(buffers, sent)
         for leaf, is_passed in zip(donated, self.passed, strict=True):
-            if not is_passed and isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            if not is_passed and isinstance(leaf, jax.Array | SplitArray) and not leaf.is_deleted():
                 leaf.delete()
-        return [buffers[Buffer(number, None)] for number in self.pipeline.pieces.outputs]
+        outputs = [buffers[Buffer(number, None)] for number in self.pipeline.pieces.outputs]
+        return [
+            outputs[group[0].number]
+            if group[0].stop is None
+            else SplitArray([outputs[rows.number] for rows in group], group[0].axis)
+            for group in self.pipeline.results
+        ]
 
     def place(self, donated: Sequence[Any], kept: Sequence[Any]) -> dict[Buffer, Any]:
         """The inputs where the first instructions want them.
@@ -266,9 +295,14 @@ class PipelineStep:
         _check(kept, self.kept_types)
         buffers = dict(self.constants)
         for leaves, targets in ((donated, self.donated), (kept, self.kept)):
-            for leaf, (names, shardings) in zip(leaves, targets, strict=True):
-                for name, sharding in zip(names, shardings, strict=True):
-                    buffers[name] = jax.device_put(leaf, sharding)
+            for leaf, target in zip(leaves, targets, strict=True):
+                if target.split is not None:
+                    parts = put_parts(leaf, target.split)
+                else:
+                    parts = [leaf.__jax_array__() if isinstance(leaf, SplitArray) else leaf]
+                for part, places in zip(parts, target.places, strict=True):
+                    for name, sharding in places:
+                        buffers[name] = jax.device_put(part, sharding)
         return buffers
 
     # -- what was compiled -----------------------------------------------------------------------
@@ -287,11 +321,26 @@ class PipelineStep:
         return {name: x.cost_analysis() for (name, _), x in self.variants.items()}
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The buffers that take a leaf, for each of its parts, and where they are.
+
+    Args:
+      split: how the leaf is split over meshes, if it is.
+      places: of each part.
+    """
+
+    split: SplitSharding | None
+    places: tuple[tuple[tuple[Buffer, NamedSharding], ...], ...]
+
+
 def _check(leaves: Sequence[Any], types: Sequence[tuple[tuple[int, ...], Any]]) -> None:
     for leaf, (shape, dtype) in zip(leaves, types, strict=True):
-        aval = jax.typeof(leaf)
+        aval = leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf)
         if aval.shape != shape or aval.dtype != dtype:
-            raise TypeError(f"compiled for {dtype}{list(shape)}, called with {aval.str_short()}")
+            raise TypeError(
+                f"compiled for {dtype}{list(shape)}, called with {aval.dtype}{list(aval.shape)}"
+            )
 
 
 def _donated_numbers(run: Run) -> tuple[int, ...]:

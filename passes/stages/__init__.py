@@ -5,7 +5,8 @@ In the order in which a program passes through them:
 - `conditionals`: conditionals over the whole state taken apart;
 - `anatomy`: prologue, loop and epilogue taken apart; what is forward, backward, or copied freely;
 - `twins`: the forward equation that a heavy backward equation belongs to;
-- `layering`: forward equations clustered into layers, and layers into stages;
+- `layer_scans`, `layering`: forward equations clustered into layers, and layers into stages;
+- `runs`: scans over layers cut between stages, with the leaves that are stacked by layer;
 - `accumulators`: sums over microbatches whose terms may be made on several stages;
 - `placement`, `mincut`: backward and epilogue equations go to stages by nested minimum cuts;
 - `program`: the whole program with every equation's stage, accumulators split where needed;
@@ -21,7 +22,7 @@ from autopar import _lazy
 
 if TYPE_CHECKING:
     from .layering import layers
-    from .result import Layer, Layers, Link, StageGraph, Stages
+    from .result import Layer, Layers, LeafRows, Link, StageGraph, Stages
     from .slicing import slice_stages
 else:
     __getattr__, __dir__ = _lazy.exports(
@@ -29,6 +30,7 @@ else:
         {
             "Layer": ".result",
             "Layers": ".result",
+            "LeafRows": ".result",
             "Link": ".result",
             "StageGraph": ".result",
             "Stages": ".result",
@@ -37,4 +39,4 @@ else:
         },
     )
 
-__all__ = ["Layer", "Layers", "Link", "StageGraph", "Stages", "layers", "slice_stages"]
+__all__ = ["Layer", "Layers", "LeafRows", "Link", "StageGraph", "Stages", "layers", "slice_stages"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -209,13 +210,14 @@ def follow_pipeline(plan: Plan, split: Split, options: Options) -> Runnable:
     stages = slice_stages(
         split.graph, split.rules, pipeline.boundaries, split_backward=pipeline.splits_backward
     )
+    split = dataclasses.replace(split, graph=stages.whole, rules=stages.rules)
     if len(stages.graphs) != len(plan.stages):
         raise PlanMismatchError(
             f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
             hint="plan again.",
         )
     programs, flexible = [], []
-    for stage, written in zip(label_batch(split, stages), plan.stages, strict=True):
+    for stage, written in zip(label_batch(stages), plan.stages, strict=True):
         one = Split(stage.graph, populate(stage.graph.jaxpr), ())
         mesh = written.logical_mesh
         built, pricing, dims = prepare(one, mesh, options, submesh(cluster, math.prod(mesh)))
@@ -239,4 +241,4 @@ def follow_pipeline(plan: Plan, split: Split, options: Options) -> Runnable:
         outputs=pieces.outputs,
         donated=donated_values(split, pieces),
     )
-    return Runnable(pieces, program)
+    return Runnable(pieces, program, stages.leaves, stages.results)

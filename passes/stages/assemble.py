@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import jax
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -230,11 +228,5 @@ def _distinct(variables: Any) -> list[Var]:
 
 
 def _stacked_aval(aval: Any, count: int) -> Any:
-    return _aval((count, *aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
-
-
-@cache
-def _aval(shape: tuple[int, ...], dtype: Any, weak: bool) -> Any:
-    """The type of an array, from a traced argument."""
-    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
-    return jax.make_jaxpr(lambda x: x)(struct).jaxpr.invars[0].aval
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax_compat.array_type((count, *aval.shape), aval.dtype, weak)

@@ -73,7 +73,7 @@ def choose_stages(
     report(f"slicing into {len(starts)} layers")
     units = slice_stages(split.graph, split.rules, starts[1:])
     sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
-    costs = _costs(split, units, sizes, count, options, cluster, report)
+    costs = _costs(units, sizes, count, options, cluster, report)
     ends = [*starts[1:], len(whole.layers)]
     crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
 
@@ -125,7 +125,6 @@ def _sizes(cluster: Cluster) -> list[int]:
 
 
 def _costs(
-    split: Split,
     units: Stages,
     sizes: Sequence[int],
     count: int,
@@ -134,7 +133,7 @@ def _costs(
     report: Callable[[str], None],
 ) -> dict[int, list[_LayerCost | None]]:
     """For every size of submesh, what each unit costs; None where it cannot be planned there."""
-    labelled = label_batch(split, units)
+    labelled = label_batch(units)
     ends = (0, *units.boundaries, len(units.layers))
     kinds = [
         tuple(layer.digest for layer in units.layers.layers[start:stop])

@@ -29,7 +29,7 @@ from autopar.passes.sharding.scopes import Scope
 from autopar.passes.stages.cutting import cut
 from autopar.passes.stages.piece_costs import PieceCosts
 from autopar.passes.stages.pieces import Pieces, StagePiece
-from autopar.passes.stages.result import StageGraph, Stages
+from autopar.passes.stages.result import LeafRows, StageGraph, Stages
 from autopar.passes.stages.slicing import slice_stages
 
 Report = Callable[[str], None]
@@ -40,10 +40,20 @@ MESHES_AXES = 2
 
 @dataclass(frozen=True)
 class Runnable:
-    """What the meshes of a pipelined plan run: pieces, and in which order."""
+    """What the meshes of a pipelined plan run: pieces, and in which order.
+
+    Args:
+      pieces: what is run.
+      program: in which order.
+      leaves: for every leaf of the step's arguments (constants too), the leaves of the pieces'
+        program that hold its rows. Several, if a scan over layers was cut.
+      results: the same for the leaves of what the step returns.
+    """
 
     pieces: Pieces
     program: PipelineProgram
+    leaves: tuple[tuple[LeafRows, ...], ...]
+    results: tuple[tuple[LeafRows, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Pipelined:
     """A program in stages: what each mesh runs, in which order, and what that is expected to take.
 
     Args:
-      split: the microbatched program.
+      split: the microbatched program, as it was sliced (scans over layers are cut in it).
       stages: how it was sliced.
       planned: the intra-operator plan of each stage.
       pieces: the stages' programs taken apart.
@@ -116,6 +126,11 @@ class Pipelined:
     @property
     def fits(self) -> bool:
         return max(self.peak_bytes) <= self.limit
+
+    @property
+    def runnable(self) -> Runnable:
+        """What the meshes run."""
+        return Runnable(self.pieces, self.program, self.stages.leaves, self.stages.results)
 
 
 def num_meshes(options: Options, cluster: Cluster) -> int:
@@ -225,17 +240,17 @@ def _plan(
         splits = make_schedule(name, meshes, count, num_chunks=chunks).splits_backward
     report(f"slicing into {meshes * chunks} stages")
     stages = slice_stages(split.graph, split.rules, layout.boundaries, split_backward=splits)
+    split = dataclasses.replace(split, graph=stages.whole, rules=stages.rules)
     if stages.forward_only and name in AUTO_SCHEDULES:
         name = "inference"
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
     parts = [submesh(cluster, size) for size in layout.devices]
-    planned = _plan_stages(split, stages, count, options, parts, report)
+    planned = _plan_stages(stages, count, options, parts, report)
     remat = (options.remat == "full",) * len(planned)
     return assemble(split, stages, planned, schedule, options, cluster, remat)
 
 
 def _plan_stages(
-    split: Split,
     stages: Stages,
     count: int,
     options: Options,
@@ -243,7 +258,7 @@ def _plan_stages(
     report: Report,
 ) -> tuple[Planned, ...]:
     found = []
-    for number, stage in enumerate(label_batch(split, stages)):
+    for number, stage in enumerate(label_batch(stages)):
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         part = parts[number % len(parts)]
         one = Split(stage.graph, populate(stage.graph.jaxpr), ())
@@ -274,9 +289,9 @@ def stage_meshes(options: Options, part: Cluster) -> tuple[tuple[int, ...], ...]
     return part.logical_meshes(MESHES_AXES)
 
 
-def label_batch(split: Split, stages: Stages) -> tuple[StageGraph, ...]:
+def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
     """The stages' graphs, with the batch dimension of what they receive."""
-    known = batch_dims(split.graph, split.rules)
+    known = batch_dims(stages.whole, stages.rules)
     return tuple(_labelled(stage, known) for stage in stages.graphs)
 
 

@@ -3,7 +3,8 @@
 Between two heavy equations there is one place where the program may be cut: where the fewest bytes
 are alive (the last such place, so that a convolution keeps its norm). Of these places those are
 dropped that lie next to a clearly cheaper one. A dynamic program over the remaining places balances
-the layers' FLOPs, forward plus backward, against what crosses.
+the layers' FLOPs, forward plus backward, against what crosses. A scan over layers may be cut
+between its iterations.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.passes import jax_compat
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, user_source
 from autopar.passes.stages.anatomy import HEAVY, Anatomy, bytes_of, dissect, flops_of
+from autopar.passes.stages.layer_scans import find_layer_scans
 from autopar.passes.stages.result import Layer, Layers
 from autopar.passes.stages.twins import find_twins
 
@@ -34,17 +36,23 @@ _FEWER = 1.5
 _SLACK = 1.05
 
 
+Entry = tuple[int, int, int]  # an equation, the first of its iterations, behind the last (0: all)
+
+
 @dataclass(frozen=True)
 class _Chain:
-    """The forward equations in order: their numbers, FLOPs, and bytes alive behind each."""
+    """The forward equations in order: their numbers, FLOPs, and bytes alive behind each.
 
-    equations: list[int]
+    A scan over layers is several entries, one for each iteration (or few of them, if many).
+    """
+
+    entries: list[Entry]
     forward: list[int]
     backward: list[int]
     alive: list[int]
 
     def flops_until(self) -> list[int]:
-        """FLOPs of the first n equations, for all n."""
+        """FLOPs of the first n entries, for all n."""
         both = (f + b for f, b in zip(self.forward, self.backward, strict=True))
         return list(itertools.accumulate(both, initial=0))
 
@@ -66,7 +74,7 @@ def layers(graph: Graph, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int 
 def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
     """The layers of a program that is taken apart already."""
     chain = _chain(parts, rules)
-    if not chain.equations:
+    if not chain.entries:
         return Layers(parts.loop, ())
     places, front = _places(parts, chain)
     cuts = _choose(chain, _cheap_places(chain, places, front))
@@ -74,9 +82,13 @@ def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least:
         cuts = _choose(chain, places)
     if len(cuts) + 1 < at_least:
         cuts = places
+    if len(cuts) + 1 < at_least:
+        cuts = _anywhere(chain, cuts, at_least)
     made = []
-    for first, last in itertools.pairwise((0, *cuts, len(chain.equations))):
-        numbers = chain.equations[first:last]
+    for first, last in itertools.pairwise((0, *cuts, len(chain.entries))):
+        entries = chain.entries[first:last]
+        numbers = list(dict.fromkeys(index for index, *_ in entries))
+        iterations = _iterations(parts, entries)
         heaviest = max(range(first, last), key=lambda i: chain.forward[i] + chain.backward[i])
         made.append(
             Layer(
@@ -84,37 +96,77 @@ def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least:
                 forward_flops=sum(chain.forward[first:last]),
                 backward_flops=sum(chain.backward[first:last]),
                 cut_bytes=chain.alive[last - 1],
-                digest=_digest(parts, numbers),
-                source=user_source(parts.body.eqns[chain.equations[heaviest]]),
+                digest=_digest(parts, numbers, [stop - start for _, start, stop in iterations]),
+                source=user_source(parts.body.eqns[chain.entries[heaviest][0]]),
+                iterations=iterations,
             )
         )
     return Layers(parts.loop, tuple(made))
 
 
+def _iterations(parts: Anatomy, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The scans of which these entries are a part only."""
+    found: dict[int, tuple[int, int]] = {}
+    for index, start, stop in entries:
+        if stop:
+            found[index] = (found.get(index, (start, stop))[0], stop)
+    lengths = {index: int(parts.body.eqns[index].params["length"]) for index in found}
+    return tuple(
+        (index, start, stop)
+        for index, (start, stop) in found.items()
+        if stop - start < lengths[index]
+    )
+
+
 def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     eqns = parts.body.eqns
-    numbers = parts.trunk()
-    rank = {index: place for place, index in enumerate(numbers)}
-    backward = [0] * len(numbers)
+    scans = find_layer_scans(parts)
+    entries: list[Entry] = []
+    for index in parts.trunk():
+        entries += _runs(index, scans[index]) if index in scans else [(index, 0, 0)]
+    twins: dict[int, int] = {}
     for index, twin in find_twins(parts).items():
-        backward[rank[twin]] += flops_of(eqns[index], parts.body, rules)
+        twins[twin] = twins.get(twin, 0) + flops_of(eqns[index], parts.body, rules)
+    own = {index: flops_of(eqns[index], parts.body, rules) for index, *_ in entries}
+
+    def share(total: int, entry: Entry) -> int:
+        index, start, stop = entry
+        return total * stop // scans[index] - total * start // scans[index] if stop else total
+
     made: dict[Var, int] = {}
     until: dict[Var, int] = {}
-    for place, index in enumerate(numbers):
-        for var in eqns[index].invars:
-            if not isinstance(var, Literal) and var in made:
+    alive = np.zeros(len(entries), np.int64)
+    for place, (index, start, stop) in enumerate(entries):
+        eqn = eqns[index]
+        carried = range(0)
+        if stop:
+            num_consts, num_carry = jax_compat.scan_counts(eqn.params)
+            carried = range(num_consts, num_consts + num_carry)
+            if stop < scans[index]:
+                alive[place] += sum(bytes_of(var) for var in eqn.outvars[:num_carry])
+        for position, var in enumerate(eqn.invars):
+            taken = start and position in carried  # by the first iteration
+            if not isinstance(var, Literal) and var in made and not taken:
                 until[var] = place
-        made.update((var, place) for var in eqns[index].outvars)
-    change = np.zeros(len(numbers) + 1, np.int64)
+        made.update((var, place) for var in eqn.outvars)
+    change = np.zeros(len(entries) + 1, np.int64)
     for var, last in until.items():
         change[made[var]] += bytes_of(var)
         change[last] -= bytes_of(var)
+    alive += np.cumsum(change[:-1])
     return _Chain(
-        equations=numbers,
-        forward=[flops_of(eqns[index], parts.body, rules) for index in numbers],
-        backward=backward,
-        alive=[int(x) for x in np.cumsum(change[:-1])],
+        entries=entries,
+        forward=[share(own[entry[0]], entry) for entry in entries],
+        backward=[share(twins.get(entry[0], 0), entry) for entry in entries],
+        alive=[int(x) for x in alive],
     )
+
+
+def _runs(index: int, length: int) -> list[Entry]:
+    """A scan's iterations one by one; if there are many, in runs."""
+    count = min(length, _MAX_LAYERS)
+    ends = [length * place // count for place in range(count + 1)]
+    return [(index, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
 def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
@@ -123,11 +175,11 @@ def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
     Apart from these, the places that leave nearly no work in front: a cut there is of no use, but
     places next to it compare with it.
     """
-    count = len(chain.equations)
+    count = len(chain.entries)
     total = sum(chain.forward) + sum(chain.backward)
     heavy = [
         place
-        for place, index in enumerate(chain.equations)
+        for place, (index, *_) in enumerate(chain.entries)
         if parts.body.eqns[index].primitive.name in HEAVY
     ]
     if len(heavy) < 2:
@@ -170,7 +222,7 @@ def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
     total = until[-1] or 1
     unit = float(np.median([chain.alive[place - 1] for place in places])) or 1.0
     weight = 1 / (2 * _MAX_LAYERS**2)
-    ends = [0, *places, len(chain.equations)]
+    ends = [0, *places, len(chain.entries)]
     at = np.array([until[end] / total for end in ends])
     cost = np.zeros(len(ends))
     before = np.zeros(len(ends), int)
@@ -187,7 +239,17 @@ def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
     return cuts[::-1]
 
 
-def _digest(parts: Anatomy, numbers: Sequence[int]) -> str:
+def _anywhere(chain: _Chain, cuts: Sequence[int], count: int) -> list[int]:
+    """`count` layers, or as many as there are equations: cuts where next few bytes are alive.
+
+    For programs with fewer heavy equations than stages are asked for.
+    """
+    others = [place for place in range(1, len(chain.entries)) if place not in cuts]
+    others.sort(key=lambda place: (chain.alive[place - 1], place))
+    return sorted((*cuts, *others[: count - 1 - len(cuts)]))
+
+
+def _digest(parts: Anatomy, numbers: Sequence[int], lengths: Sequence[int]) -> str:
     """The content hash of a layer, with the free equations that it reads left outside."""
     eqns = [parts.body.eqns[index] for index in numbers]
     made = {var for eqn in eqns for var in eqn.outvars}
@@ -195,7 +257,7 @@ def _digest(parts: Anatomy, numbers: Sequence[int]) -> str:
     jaxpr = jax_compat.replace_jaxpr(
         parts.body, eqns=eqns, invars=list(dict.fromkeys(read)), outvars=[]
     )
-    return graphs.fingerprint(jaxpr)
+    return "-".join([graphs.fingerprint(jaxpr), *map(str, lengths)])
 
 
 def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]:
@@ -226,9 +288,9 @@ def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]
     if stages > count:
         raise OptionError(
             f"{stages} stages are more than the program has layers.",
-            why=f"it has {count} {'layer' if count == 1 else 'layers'}: places to cut lie between"
-            " heavy equations where few bytes are alive; a scan over layers is one.",
-            hint=f"use at most {count} stages, or write the layers as a Python loop.",
+            why=f"it has {count} {'layer' if count == 1 else 'layers'}, even if it is cut between"
+            " any two equations that are not recomputed everywhere.",
+            hint=f"use at most {count} stages.",
         )
     return _balanced(found.layers, stages)
 

@@ -7,7 +7,7 @@ the lowest stage that reads it. Values of the loop cost their bytes once per mic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
@@ -17,7 +17,6 @@ from autopar.passes.stages import mincut
 from autopar.passes.stages.accumulators import Terms, absorbed_by, terms_reading
 from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds
 from autopar.passes.stages.mincut import Node, Value
-from autopar.passes.stages.result import Layers
 from autopar.passes.stages.twins import find_twins
 
 
@@ -42,26 +41,25 @@ class Placement:
 
 
 def place(
-    parts: Anatomy, terms: tuple[Terms, ...], found: Layers, boundaries: Sequence[int]
+    parts: Anatomy, terms: tuple[Terms, ...], stage_of: Mapping[int, int], num_stages: int
 ) -> Placement:
-    """Place every equation, accumulator and state leaf."""
-    ends = (*boundaries, len(found.layers))
-    forward: dict[int, int] = {}
-    stage = 0
-    for number, layer in enumerate(found.layers):
-        while number >= ends[stage]:
-            stage += 1
-        forward.update((index, stage) for index in layer.equations)
+    """Place every equation, accumulator and state leaf.
+
+    Args:
+      parts: the program.
+      terms: its accumulators.
+      stage_of: the stages of the body's forward equations.
+      num_stages: how many there are.
+    """
     absorbed = absorbed_by(terms)
-    for index in absorbed:
-        forward.pop(index, None)
+    forward = {index: stage for index, stage in stage_of.items() if index not in absorbed}
     problem = _Problem(parts, terms, forward, set(absorbed))
     where = mincut.place(
         problem.nodes,
         problem.values,
         problem.fixed,
         problem.preferred,
-        len(ends),
+        num_stages,
     )
     body = dict(forward)
     body.update((node[1], s) for node, s in where.items() if node[0] == "body")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph
 from autopar.units import format_bytes
 
@@ -18,6 +22,8 @@ class Layer:
 
     Args:
       equations: their numbers in the loop's body, ascending.
+      iterations: of these, the scans over layers of which this has only some iterations: (equation,
+        first, last + 1).
       forward_flops: of one microbatch.
       backward_flops: of the heavy backward equations that belong to them, of one microbatch.
       cut_bytes: what crosses behind this layer to later ones, of one microbatch.
@@ -31,6 +37,7 @@ class Layer:
     cut_bytes: int
     digest: str
     source: str
+    iterations: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def flops(self) -> int:
@@ -59,6 +66,23 @@ class Layers:
                 f" {format_bytes(layer.cut_bytes)} behind it, {layer.source}"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LeafRows:
+    """Where rows of a leaf are, if a scan over layers was cut.
+
+    Args:
+      number: the leaf of the cut program that holds them.
+      axis: the dimension in which the layers are.
+      start: the first row.
+      stop: behind the last row; None if these are all.
+    """
+
+    number: int
+    axis: int = 0
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +154,11 @@ class Stages:
       forward_only: no stage has backward equations.
       layers: the layers that the stages are made of.
       boundaries: stage s has the layers from boundaries[s - 1] to boundaries[s] (ends left out).
+      whole: the program that the stages together compute: scans over layers that more than one
+        stage has a part of are cut in it, and leaves stacked by layer are several leaves.
+      rules: the factor rules of its equations.
+      leaves: for every input of the program before, where it is in `whole`.
+      results: for every output of the program before, where it is in `whole`.
     """
 
     graphs: tuple[StageGraph, ...]
@@ -137,6 +166,10 @@ class Stages:
     forward_only: bool
     layers: Layers
     boundaries: tuple[int, ...]
+    whole: Graph
+    rules: Mapping[JaxprEqn, FactorRule]
+    leaves: tuple[tuple[LeafRows, ...], ...]
+    results: tuple[tuple[LeafRows, ...], ...]
 
     def __str__(self) -> str:
         ends = (0, *self.boundaries, len(self.layers))

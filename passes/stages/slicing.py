@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
+from autopar.passes.factors.populate import populate
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph
 from autopar.passes.stages.accumulators import find_terms
-from autopar.passes.stages.anatomy import dissect
+from autopar.passes.stages.anatomy import Anatomy, dissect
 from autopar.passes.stages.assemble import assemble
 from autopar.passes.stages.conditionals import split_conditionals
 from autopar.passes.stages.demand import find_demand
 from autopar.passes.stages.layering import boundaries_of, layers_of
 from autopar.passes.stages.placement import place
 from autopar.passes.stages.program import build
-from autopar.passes.stages.result import Stages
+from autopar.passes.stages.result import Layers, LeafRows, Stages
+from autopar.passes.stages.runs import cut_scans
 
 
 def slice_stages(
@@ -45,8 +49,10 @@ def slice_stages(
     parts = dissect(split_conditionals(graph), rules)
     found = layers_of(parts, rules, at_least=stages if isinstance(stages, int) else 1)
     boundaries = boundaries_of(found, stages)
-    terms = find_terms(parts)
-    program = build(parts, terms, place(parts, terms, found, boundaries))
+    cut = _cut(parts, rules, found, boundaries)
+    terms = find_terms(cut.parts)
+    where = place(cut.parts, terms, cut.stage_of, len(boundaries) + 1)
+    program = build(cut.parts, terms, where)
     demand = find_demand(program, len(boundaries) + 1)
     graphs, links = assemble(program, demand, split_backward=split_backward)
     return Stages(
@@ -55,4 +61,64 @@ def slice_stages(
         forward_only=not any(task != "F" for stage in graphs for task in stage.tasks),
         layers=found,
         boundaries=boundaries,
+        whole=cut.parts.graph,
+        rules=cut.rules,
+        leaves=cut.leaves,
+        results=cut.results,
     )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The program whose equations can be placed, and the stages of the body's forward ones."""
+
+    parts: Anatomy
+    rules: Mapping[JaxprEqn, FactorRule]
+    stage_of: Mapping[int, int]
+    leaves: tuple[tuple[LeafRows, ...], ...]
+    results: tuple[tuple[LeafRows, ...], ...]
+
+
+def _cut(
+    parts: Anatomy,
+    rules: Mapping[JaxprEqn, FactorRule],
+    found: Layers,
+    boundaries: Sequence[int],
+) -> _Cut:
+    """Cut the scans over layers that several stages have a part of."""
+    ends = (0, *boundaries, len(found.layers))
+    stage_of: dict[int, int] = {}
+    starts: dict[int, dict[int, int]] = {}  # of scans in several stages: iteration -> stage
+    for stage, (first, last) in enumerate(itertools.pairwise(ends)):
+        for layer in found.layers[first:last]:
+            stage_of.update((index, stage) for index in layer.equations)
+            for index, start, _ in layer.iterations:
+                known = starts.setdefault(index, {})
+                if stage not in known.values():
+                    known[start] = stage
+    starts = {index: known for index, known in starts.items() if len(known) > 1}
+    graph = parts.graph
+    if not starts:
+        leaves = tuple((LeafRows(number),) for number in range(len(graph.inputs)))
+        results = tuple((LeafRows(number),) for number in range(len(graph.outputs)))
+        return _Cut(parts, rules, stage_of, leaves, results)
+    lengths = {index: int(parts.body.eqns[index].params["length"]) for index in starts}
+    sizes = {
+        index: tuple(b - a for a, b in itertools.pairwise((*known, lengths[index])))
+        for index, known in starts.items()
+    }
+    made = cut_scans(parts, rules, sizes)
+    rules = populate(made.graph.jaxpr)
+    new = dissect(made.graph, rules)
+    assert new.loop == made.loop
+    stages: dict[int, int] = {}
+    made_by = {var: index for index, eqn in enumerate(new.body.eqns) for var in eqn.outvars}
+    for index in new.trunk():
+        source = made.sources[index]
+        stage = stage_of.get(source.equation, 0)
+        if source.equation in starts:
+            stage = starts[source.equation][source.iteration]
+        reads = (v for v in new.body.eqns[index].invars if not isinstance(v, Literal))
+        before = (stages.get(made_by[var], 0) for var in reads if var in made_by)
+        stages[index] = max(stage, *before, 0)
+    return _Cut(new, rules, stages, made.inputs, made.outputs)

@@ -103,35 +103,5 @@ def _all() -> list[Program]:
 PROGRAMS: dict[str, Program] = {program.name: program for program in _all()}
 """Every program, by name."""
 
-FEW_LAYERS = {
-    "custom_vjp": 2,
-    "debug_print": 3,
-    "evaluation": 2,
-    "generation": 1,
-    "key_per_example": 3,
-    "key_raw": 3,
-    "key_rbg": 3,
-    "key_typed": 3,
-    "leaf_kinds": 3,
-    "loss_scale_cond": 3,
-    "loss_scale_where": 3,
-    "lstm": 2,
-    "lstm_float64": 2,
-    "lstm_linen": 1,
-    "lstm_time_first": 2,
-    "mlp": 3,
-    "mlp_documented": 3,
-    "mlp_float64": 3,
-    "mlp_keywords": 3,
-    "mlp_multi_steps": 3,
-    "mlp_sgd": 3,
-    "mlp_static": 3,
-    "per_example_gradients": 3,
-    "per_example_metrics": 3,
-    "scan_layers": 2,
-    "scan_layers_float64": 2,
-    "scan_layers_linen": 2,
-    "token_weighted": 2,
-    "token_weighted_float64": 2,
-}
-"""Programs that have fewer than four layers: heavy equations, each with what follows it."""
+ONE_LAYER = frozenset({"generation"})
+"""Programs that cannot be cut into stages: all of their work is one loop over time."""

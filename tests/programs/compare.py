@@ -37,6 +37,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.split_array import SplitArray
+
 from . import data
 from .case import Case, Tolerance
 
@@ -220,6 +222,8 @@ def _to_host(leaf: Any) -> Leaf:
             data = np.asarray(jax.random.key_data(leaf))
             return Leaf("key", str(jax.random.key_impl(leaf)), leaf.shape, False, data)
         return Leaf("array", leaf.dtype.name, leaf.shape, aval.weak_type, np.asarray(leaf))
+    if isinstance(leaf, SplitArray):
+        return Leaf("array", leaf.dtype.name, leaf.shape, leaf.weak_type, np.asarray(leaf))
     if isinstance(leaf, (np.ndarray, np.generic)):
         return Leaf("host array", leaf.dtype.name, leaf.shape, False, np.asarray(leaf))
     return Leaf("object", type(leaf).__name__, (), False, leaf)

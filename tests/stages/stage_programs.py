@@ -1,7 +1,7 @@
 """Microbatched graphs of the real programs, and the inputs for them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from autopar.passes import graph as graphs
 from autopar.passes.factors.populate import populate
 from autopar.passes.graph import Graph
 from autopar.passes.microbatch import analyze, split
-from autopar.passes.stages import Stages
+from autopar.passes.stages import LeafRows, Stages
 from autopar.passes.trace import trace
 
 MICROBATCHES = 4
@@ -60,9 +60,31 @@ def assert_equal_to_whole(
 ) -> None:
     """The stages, one task after the other, compute what the uncut graph computes."""
     run = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(whole.graph.jaxpr, ())))
-    expected, found = run(*whole.inputs), evaluate(stages, whole.inputs)
+    expected = run(*whole.inputs)
+    found = joined(stages.results, evaluate(stages, in_rows(stages.leaves, whole.inputs)))
     for label, one, other in zip(whole.graph.outputs, expected, found, strict=True):
         assert_close(label.path, one, other, relative)
+
+
+def in_rows(leaves: Sequence[Sequence[LeafRows]], values: Sequence[Any]) -> list[Any]:
+    """Values as the cut program takes them."""
+    return [
+        value
+        if rows.stop is None
+        else jax.lax.slice_in_dim(value, rows.start, rows.stop, axis=rows.axis)
+        for group, value in zip(leaves, values, strict=True)
+        for rows in group
+    ]
+
+
+def joined(results: Sequence[Sequence[LeafRows]], values: Sequence[Any]) -> list[Any]:
+    """The inverse."""
+    return [
+        values[group[0].number]
+        if group[0].stop is None
+        else np.concatenate([values[rows.number] for rows in group], axis=group[0].axis)
+        for group in results
+    ]
 
 
 def check_links(stages: Stages) -> None:

@@ -1,0 +1,799 @@
+"""Scans over layers cut between iterations, and with them every value that is stacked by layer.
+
+The program is evaluated symbolically once more. Where a value has the layers in one of its
+dimensions it is held as `Runs`: one variable for each run of layers. Equations that work on every
+layer alike become one equation per run, by their factor rules; a sum over all layers becomes a sum
+of the runs' sums; what must see the whole value sees the runs concatenated. State leaves that are
+stacked by layer become one leaf per run, with the optimizer's moments and averages of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.passes import jax_compat
+from autopar.passes.factors.primitives import shape_of
+from autopar.passes.factors.rule import FactorRule
+from autopar.passes.graph import Atom, Graph
+from autopar.passes.stages.anatomy import Anatomy, holds
+from autopar.passes.stages.layer_scans import Origins
+from autopar.passes.stages.result import LeafRows
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A value as consecutive runs along one dimension, of these sizes."""
+
+    axis: int
+    sizes: Sizes
+    atoms: tuple[Atom, ...]
+
+
+Value = Any  # Atom | Runs
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an equation of the new body comes from: an old one, and the iteration it begins with."""
+
+    equation: int
+    iteration: int = 0
+
+
+@dataclass(frozen=True)
+class CutProgram:
+    """A program with its scans over layers cut.
+
+    Args:
+      graph: the program; its loop is equation number `loop`.
+      loop: the number of the loop over microbatches.
+      sources: for every equation of the loop's body, the old equation that it comes from.
+      inputs: for every leaf of the old program (constants too), the new leaves that hold its rows.
+      outputs: the same for its outputs.
+    """
+
+    graph: Graph
+    loop: int
+    sources: tuple[Source, ...]
+    inputs: tuple[tuple[LeafRows, ...], ...]
+    outputs: tuple[tuple[LeafRows, ...], ...]
+
+
+def cut_scans(
+    parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], sizes: Mapping[int, Sizes]
+) -> CutProgram:
+    """Cut scans of the loop's body.
+
+    Args:
+      parts: the program.
+      rules: the factor rules of its equations.
+      sizes: numbers of the body's equations that are cut, each with the iterations of every run.
+    """
+    seeds: dict[int, tuple[int, Sizes]] = {}
+    while True:  # until every leaf that is wanted in runs is read in runs
+        cutter = _Cutter(parts, rules, sizes, seeds)
+        cutter.run()
+        missing = {leaf: how for leaf, how in cutter.wanted.items() if leaf not in seeds}
+        if not missing:
+            return cutter.result()
+        seeds.update(missing)
+
+
+class _Cutter:
+    def __init__(
+        self,
+        parts: Anatomy,
+        rules: Mapping[JaxprEqn, FactorRule],
+        sizes: Mapping[int, Sizes],
+        seeds: Mapping[int, tuple[int, Sizes]],
+    ):
+        self.parts, self.rules, self.seeds = parts, rules, dict(seeds)
+        self.sizes = {id(parts.body.eqns[index]): tuple(runs) for index, runs in sizes.items()}
+        self.numbers = {id(eqn): index for index, eqn in enumerate(parts.body.eqns)}
+        self.origins = Origins(parts)
+        self.wanted: dict[int, tuple[int, Sizes]] = {}
+        self.env: dict[Var, Value] = {}
+        self.eqns: list[JaxprEqn] = []
+        self.made_by: dict[Var, JaxprEqn] = {}
+        self.old: dict[Var, Var] = {}  # a whole value's variable before
+        self.known: dict[Any, Any] = {}  # slices and concatenations that were made
+        self.source = Source(-1)
+        self.sources: list[Source] = []
+        self.traced: dict[Any, Any] = {}
+        self.carries: dict[int, tuple[int, Sizes]] = {}  # of the loop, that are in runs
+        self.loop = -1
+
+    # The program as a whole.
+
+    def run(self) -> None:
+        graph = self.parts.graph
+        self.invars: list[Var] = []
+        self.inputs: list[tuple[LeafRows, ...]] = []
+        for number, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):
+            first = len(self.invars)
+            if number not in self.seeds:
+                self.env[var] = var
+                self.invars.append(var)
+                self.inputs.append((LeafRows(first),))
+                continue
+            assert label.role == "state"
+            axis, sizes = self.seeds[number]
+            runs = self.fresh(var.aval, axis, sizes)
+            self.env[var] = runs
+            self.invars += runs.atoms
+            self.inputs.append(
+                tuple(
+                    LeafRows(first + place, axis, start, stop)
+                    for place, (start, stop) in enumerate(_ends(sizes))
+                )
+            )
+        self.evaluate(graph.jaxpr.eqns)
+        self.outvars: list[Atom] = []
+        self.outputs: list[tuple[LeafRows, ...]] = []
+        for atom, output in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
+            first = len(self.outvars)
+            value = self.read(atom)
+            twin = output.twin
+            if twin is not None and isinstance(value, Runs) and self.holds(twin):
+                self.wanted.setdefault(twin, (value.axis, value.sizes))
+            if twin is None or twin not in self.seeds:
+                self.outvars.append(self.join(value))
+                self.outputs.append((LeafRows(first),))
+                continue
+            axis, sizes = self.seeds[twin]
+            self.outvars += self.split(value, axis, sizes)
+            self.outputs.append(
+                tuple(
+                    LeafRows(first + place, axis, start, stop)
+                    for place, (start, stop) in enumerate(_ends(sizes))
+                )
+            )
+
+    def holds(self, leaf: int) -> bool:
+        graph = self.parts.graph
+        return holds(graph.inputs[leaf], graph.jaxpr.invars[leaf].aval)
+
+    def result(self) -> CutProgram:
+        graph = self.parts.graph
+        jaxpr = jax_compat.replace_jaxpr(
+            graph.jaxpr,
+            invars=self.invars,
+            outvars=self.outvars,
+            eqns=self.eqns,
+            effects=graph.jaxpr.effects,
+        )
+        inputs = [
+            dataclasses.replace(label, path=label.path + _suffix(rows), twin=None)
+            for label, group in zip(graph.inputs, self.inputs, strict=True)
+            for rows in group
+        ]
+        outputs = [
+            dataclasses.replace(label, path=label.path + _suffix(rows), twin=None)
+            for label, group in zip(graph.outputs, self.outputs, strict=True)
+            for rows in group
+        ]
+        for label, group in zip(graph.outputs, self.outputs, strict=True):
+            if label.twin is None:
+                continue
+            for out, into in zip(group, self.inputs[label.twin], strict=True):
+                outputs[out.number] = dataclasses.replace(outputs[out.number], twin=into.number)
+                if graph.inputs[label.twin].twin is not None:
+                    inputs[into.number] = dataclasses.replace(inputs[into.number], twin=out.number)
+        return CutProgram(
+            Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants),
+            self.loop,
+            tuple(self.sources),
+            tuple(self.inputs),
+            tuple(self.outputs),
+        )
+
+    # Values.
+
+    def read(self, atom: Atom) -> Value:
+        return atom if isinstance(atom, Literal) else self.env[atom]
+
+    def fresh(self, aval: Any, axis: int, sizes: Sizes) -> Runs:
+        """New variables for a value in runs."""
+        avals = (with_size(aval, axis, size) for size in sizes)
+        return Runs(axis, sizes, tuple(jax_compat.new_var(aval) for aval in avals))
+
+    def join(self, value: Value) -> Atom:
+        """A value in one piece."""
+        if not isinstance(value, Runs):
+            return value
+        key = ("join", value)
+        if key not in self.known:
+            axis = value.axis
+            (self.known[key],) = self.emit(
+                lambda *xs: [lax.concatenate(xs, axis)], value.atoms, key=("join", axis)
+            )
+        return self.known[key]
+
+    def split(self, value: Value, axis: int, sizes: Sizes) -> tuple[Atom, ...]:
+        """A value in runs of these sizes; the leaf that it is made from is wanted so as well."""
+        if isinstance(value, Runs):
+            if (value.axis, value.sizes) == (axis, sizes):
+                return value.atoms
+            value = self.join(value)
+        else:
+            self.want(value, axis, sizes)
+        return tuple(self.slice(value, axis, start, stop) for start, stop in _ends(sizes))
+
+    def want(self, value: Atom, axis: int, sizes: Sizes) -> None:
+        found = self.origins.of(value, axis)
+        if found is not None:
+            leaf, dim = found
+            self.wanted.setdefault(leaf, (dim, sizes))
+
+    def slice(self, atom: Atom, axis: int, start: int, stop: int) -> Atom:
+        key = ("slice", atom, axis, start, stop)
+        if key in self.known:
+            return self.known[key]
+        made = self.made_by.get(atom)
+        if made is not None and made.primitive.name == "broadcast_in_dim":
+            dims = made.params["broadcast_dimensions"]
+            if axis not in dims or shape_of(made.invars[0])[dims.index(axis)] == 1:
+                shape = with_size(atom.aval, axis, stop - start).shape
+                changed = {"shape": shape, "sharding": None}
+                self.known[key] = self.bound(made, [made.invars[0]], changed)[0]
+                return self.known[key]
+        (self.known[key],) = self.emit(
+            lambda x: [lax.slice_in_dim(x, start, stop, axis=axis)],
+            [atom],
+            key=("slice", axis, start, stop),
+        )
+        return self.known[key]
+
+    # New equations.
+
+    def append(self, eqn: JaxprEqn) -> None:
+        self.eqns.append(eqn)
+        self.made_by.update((var, eqn) for var in eqn.outvars)
+        if self.inside:
+            self.sources.append(self.source)
+
+    inside = False
+
+    def bound(
+        self, eqn: JaxprEqn, operands: Sequence[Atom], params: Mapping[str, Any]
+    ) -> list[Atom]:
+        """An equation with other operands and params."""
+        return self.emit(
+            lambda *xs: _bind(eqn, xs, params),
+            operands,
+            key=(id(eqn), tuple(sorted((k, str(v)) for k, v in params.items()))),
+            like=eqn,
+        )
+
+    def emit(
+        self,
+        function: Callable[..., Sequence[Any]],
+        operands: Sequence[Atom],
+        *,
+        key: Any,
+        like: JaxprEqn | None = None,
+    ) -> list[Atom]:
+        """The equations of a traced function of these operands, with its results."""
+        closed = self.trace(function, operands, key, like)
+        env: dict[Var, Atom] = {}
+        variables = [v for v in operands if not isinstance(v, Literal)]
+        env.update(zip(closed.jaxpr.invars, variables, strict=True))
+
+        def at(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        assert not closed.consts
+        for eqn in closed.jaxpr.eqns:
+            outvars = [jax_compat.new_var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            made = eqn.replace(invars=[at(v) for v in eqn.invars], outvars=outvars)
+            if like is not None:
+                made = made.replace(source_info=like.source_info)
+            elif self.current is not None:
+                made = made.replace(source_info=self.current.source_info)
+            self.append(made)
+        return [at(atom) for atom in closed.jaxpr.outvars]
+
+    current: JaxprEqn | None = None
+
+    def trace(
+        self,
+        function: Callable[..., Sequence[Any]],
+        operands: Sequence[Atom],
+        key: Any,
+        like: JaxprEqn | None,
+    ) -> ClosedJaxpr:
+        shapes = tuple(
+            None if isinstance(v, Literal) else str(v.aval) + str(getattr(v.aval, "weak_type", 0))
+            for v in operands
+        )
+        found = self.traced.get((key, shapes))
+        if found is None:
+            structs = [_struct(v.aval) for v in operands if not isinstance(v, Literal)]
+
+            def whole(*arrays: Any) -> Sequence[Any]:
+                given = iter(arrays)
+                return function(*(v.val if isinstance(v, Literal) else next(given)
+                                  for v in operands))  # fmt: skip
+
+            found = self.traced[key, shapes] = jax.make_jaxpr(whole)(*structs)
+        return found
+
+    # Equations.
+
+    def evaluate(self, eqns: Sequence[JaxprEqn]) -> None:
+        for eqn in eqns:
+            if self.inside and id(eqn) in self.numbers:
+                self.source = Source(self.numbers[id(eqn)])
+            self.current = eqn
+            self.equation(eqn)
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        operands = [self.read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        if eqn is self.parts.scan:
+            self.microbatches(eqn, operands)
+            return
+        if name == "scan":
+            sizes = self.sizes.get(id(eqn)) or _sizes_of_slices(eqn, operands)
+            if sizes is not None and not eqn.effects:
+                self.scan(eqn, operands, sizes)
+                return
+        if any(isinstance(value, Runs) for value in operands) and not eqn.effects:
+            if name == "optimization_barrier":
+                self.barrier(eqn, operands)
+                return
+            if name == "cond":
+                self.cond(eqn, operands)
+                return
+            results = self.by_rule(eqn, operands)
+            if results is not None:
+                self.env.update(zip(eqn.outvars, results, strict=True))
+                return
+        self.whole(eqn, operands)
+
+    def whole(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
+        """An equation as it is."""
+        atoms = [self.join(value) for value in operands]
+        same = all(new is old for new, old in zip(atoms, eqn.invars, strict=True))
+        self.append(eqn if same else eqn.replace(invars=atoms))
+        self.env.update((var, var) for var in eqn.outvars)
+
+    def barrier(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
+        flat = [atom for value in operands for atom in _atoms(value)]
+        outvars = [jax_compat.new_var(atom.aval) for atom in flat]
+        self.append(eqn.replace(invars=flat, outvars=outvars))
+        left = iter(outvars)
+        for var, value in zip(eqn.outvars, operands, strict=True):
+            if isinstance(value, Runs):
+                atoms = tuple(itertools.islice(left, len(value.atoms)))
+                self.env[var] = dataclasses.replace(value, atoms=atoms)
+            else:
+                self.env[var] = next(left)
+
+    def by_rule(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value] | None:
+        """One equation per run, or None if the equation must see whole values."""
+        cut = _how(eqn, self.rules.get(eqn), operands)
+        if cut is None:
+            return None
+        changes = [_changed_params(eqn, cut, place) for place in range(len(cut.sizes))]
+        if any(change is None for change in changes):
+            return None
+        split = [
+            self.split(value, dim, _scaled(cut.sizes, inner)) if dim is not None
+            else (self.join(value),) * len(cut.sizes)
+            for value, (dim, inner) in zip(operands, cut.operands, strict=True)
+        ]  # fmt: skip
+        made = []
+        for place, change in enumerate(changes):
+            atoms = [group[place] for group in split]
+            try:
+                made.append(self.bound(eqn, atoms, change or {}))
+            except (TypeError, ValueError):
+                return None
+        results: list[Value] = []
+        for number, (dim, inner) in enumerate(cut.results):
+            parts = tuple(atoms[number] for atoms in made)
+            aval = eqn.outvars[number].aval
+            if dim is not None:
+                runs = Runs(dim, _scaled(cut.sizes, inner), parts)
+                expected = [with_size(aval, dim, size).shape for size in runs.sizes]
+                if [part.aval.shape for part in parts] != expected:
+                    return None
+                results.append(runs)
+                continue
+            if any(part.aval.shape != aval.shape for part in parts):
+                return None
+            combine = _combining(cut.kind)
+            total = parts[0]
+            for part in parts[1:]:
+                (total,) = self.emit(combine, [total, part], key=("combine", cut.kind))
+            results.append(total)
+        return results
+
+    def scan(self, eqn: JaxprEqn, operands: Sequence[Value], sizes: Sizes) -> None:
+        """One scan per run of iterations, from carry to carry."""
+        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
+        first = num_consts + num_carry
+        consts = [self.join(value) for value in operands[:num_consts]]
+        carry = [self.join(value) for value in operands[num_consts:first]]
+        slices = [self.want_all(value, 0, sizes) for value in operands[first:]]
+        stacked: list[list[Atom]] = [[] for _ in eqn.outvars[num_carry:]]
+        places = range(len(sizes))
+        starts = [start for start, _ in _ends(sizes)]
+        outer = self.source
+        for place in reversed(places) if eqn.params["reverse"] else places:
+            self.source = Source(outer.equation, starts[place])
+            xs = [self.run_of(value, sizes, place) for value in slices]
+            carried = [jax_compat.new_var(v.aval) for v in eqn.outvars[:num_carry]]
+            made = [
+                jax_compat.new_var(with_size(v.aval, 0, sizes[place]))
+                for v in eqn.outvars[num_carry:]
+            ]
+            self.append(
+                eqn.replace(
+                    invars=[*consts, *carry, *xs],
+                    outvars=[*carried, *made],
+                    params={**eqn.params, "length": sizes[place]},
+                )
+            )
+            carry = list(carried)
+            for group, var in zip(stacked, made, strict=True):
+                group.append(var)
+        self.source = outer
+        self.env.update(zip(eqn.outvars[:num_carry], carry, strict=True))
+        for var, group in zip(eqn.outvars[num_carry:], stacked, strict=True):
+            atoms = reversed(group) if eqn.params["reverse"] else group
+            self.env[var] = Runs(0, sizes, tuple(atoms))
+
+    def want_all(self, value: Value, axis: int, sizes: Sizes) -> Value:
+        """A value that will be read in runs: its leaf is wanted so."""
+        if isinstance(value, Runs):
+            same = (value.axis, value.sizes) == (axis, sizes)
+            return value if same else self.join(value)
+        self.want(value, axis, sizes)
+        return value
+
+    def run_of(self, value: Value, sizes: Sizes, place: int) -> Atom:
+        if isinstance(value, Runs):
+            return value.atoms[place]
+        return self.slice(value, 0, *_ends(sizes)[place])
+
+    def cond(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
+        """Branches whose operands and results are in runs."""
+        branches = [closed.jaxpr for closed in eqn.params["branches"]]
+        if any(branch.constvars for branch in branches):
+            self.whole(eqn, operands)
+            return
+        wanted: dict[int, tuple[int, Sizes]] = {}
+        while True:
+            made = [self.branch(branch, operands[1:], wanted) for branch in branches]
+            found = {
+                place: (value.axis, value.sizes)
+                for _, _, values in made
+                for place, value in enumerate(values)
+                if isinstance(value, Runs) and place not in wanted
+            }
+            if not found:
+                break
+            wanted.update(found)
+        closed = tuple(
+            ClosedJaxpr(
+                jax_compat.replace_jaxpr(
+                    branch,
+                    invars=invars,
+                    outvars=[atom for value in values for atom in _atoms(value)],
+                    eqns=eqns,
+                ),
+                (),
+            )
+            for branch, (invars, eqns, values) in zip(branches, made, strict=True)
+        )
+        outvars: list[Var] = []
+        for place, var in enumerate(eqn.outvars):
+            if place in wanted:
+                runs = self.fresh(var.aval, *wanted[place])
+                self.env[var] = runs
+                outvars += runs.atoms
+            else:
+                self.env[var] = var
+                outvars.append(var)
+        self.append(
+            eqn.replace(
+                invars=[
+                    self.join(operands[0]),
+                    *(atom for value in operands[1:] for atom in _atoms(value)),
+                ],
+                outvars=outvars,
+                params={**eqn.params, "branches": closed},
+            )
+        )
+
+    def branch(
+        self, jaxpr: Jaxpr, operands: Sequence[Value], wanted: Mapping[int, tuple[int, Sizes]]
+    ) -> tuple[list[Var], list[JaxprEqn], list[Value]]:
+        """A branch's variables and equations, and its results, those of `wanted` in runs."""
+        with self.nested():
+            invars = self.bind_inputs(jaxpr.invars, operands)
+            self.evaluate(jaxpr.eqns)
+            values: list[Value] = []
+            for place, atom in enumerate(jaxpr.outvars):
+                value = self.read(atom)
+                if place in wanted:
+                    axis, sizes = wanted[place]
+                    value = Runs(axis, sizes, self.split(value, axis, sizes))
+                values.append(value)
+            return invars, self.eqns, values
+
+    def bind_inputs(self, variables: Sequence[Var], values: Sequence[Value]) -> list[Var]:
+        """New variables of a body for what it is given, in runs where that is."""
+        invars: list[Var] = []
+        for var, value in zip(variables, values, strict=True):
+            if isinstance(value, Runs):
+                runs = self.fresh(var.aval, value.axis, value.sizes)
+                self.env[var] = runs
+                invars += runs.atoms
+            else:
+                self.env[var] = var
+                invars.append(var)
+        return invars
+
+    def nested(self) -> _Nested:
+        return _Nested(self)
+
+    # The loop over microbatches.
+
+    def microbatches(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
+        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
+        first = num_consts + num_carry
+        body = self.parts.body
+        consts, slices = operands[:num_consts], [self.join(v) for v in operands[first:]]
+        while True:
+            carry: list[Value] = []
+            for number, value in enumerate(operands[num_consts:first]):
+                if number in self.carries:
+                    axis, sizes = self.carries[number]
+                    carry.append(Runs(axis, sizes, self.split(value, axis, sizes)))
+                else:
+                    carry.append(self.join(value))
+            given = [*consts, *carry, *slices]
+            with self.nested():
+                self.inside, self.sources = True, []
+                invars = self.bind_inputs(body.invars, given)
+                self.evaluate(body.eqns)
+                results = [self.read(atom) for atom in body.outvars]
+                found = {
+                    number: (value.axis, value.sizes)
+                    for number, value in enumerate(results[:num_carry])
+                    if isinstance(value, Runs) and number not in self.carries
+                }
+                if not found:
+                    outs: list[Atom] = []
+                    for number, value in enumerate(results):
+                        if number in self.carries:
+                            outs += self.split(value, *self.carries[number])
+                        else:
+                            outs += _atoms(value)
+                    eqns = self.eqns
+            if not found:
+                break
+            self.carries.update(found)
+        outvars: list[Var] = []
+        for number, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
+            if number in self.carries:
+                runs = self.fresh(var.aval, *self.carries[number])
+            elif isinstance(value, Runs):
+                runs = self.fresh(var.aval, value.axis + 1, value.sizes)
+            else:
+                self.env[var] = var
+                outvars.append(var)
+                continue
+            self.env[var] = runs
+            outvars += runs.atoms
+        inner = jax_compat.replace_jaxpr(
+            body, invars=invars, outvars=outs, eqns=eqns, effects=body.effects
+        )
+        flat = [[atom for value in group for atom in _atoms(value)]
+                for group in (consts, carry, slices)]  # fmt: skip
+        self.loop = len(self.eqns)
+        self.append(
+            eqn.replace(
+                invars=[atom for group in flat for atom in group],
+                outvars=outvars,
+                params={
+                    **eqn.params,
+                    "jaxpr": ClosedJaxpr(inner, ()),
+                    "num_consts": len(flat[0]),
+                    "num_carry": len(flat[1]),
+                },
+            )
+        )
+
+
+class _Nested:
+    """Equations go to a new list; what was known outside is known again afterwards."""
+
+    def __init__(self, cutter: _Cutter):
+        self.cutter = cutter
+
+    def __enter__(self) -> None:
+        cutter = self.cutter
+        self.saved = (cutter.eqns, cutter.known, cutter.current, cutter.inside)
+        cutter.eqns, cutter.known, cutter.inside = [], {}, False
+
+    def __exit__(self, *error: object) -> None:
+        cutter = self.cutter
+        cutter.eqns, cutter.known, cutter.current, cutter.inside = self.saved
+
+
+# How an equation is cut.
+
+
+@dataclass(frozen=True)
+class _How:
+    """An equation's cut factor: the sizes of its runs; where it is in each operand and result.
+
+    A place is (dimension, length of one unit of the factor there), or (None, 1).
+    """
+
+    sizes: Sizes
+    kind: str
+    operands: tuple[tuple[int | None, int], ...]
+    results: tuple[tuple[int | None, int], ...]
+
+
+def _how(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> _How | None:
+    if rule is None:
+        return None
+    place = next(i for i, value in enumerate(operands) if isinstance(value, Runs))
+    runs = operands[place]
+    dims = rule.operands[place][runs.axis]
+    if not dims:
+        return None
+    factor = dims[0]
+    kind = rule.factors[factor].kind
+    inner = sum(runs.sizes) // rule.factors[factor].size
+    if kind == "replicated" or any(size % inner for size in runs.sizes):
+        return None
+    sizes = tuple(size // inner for size in runs.sizes)
+
+    def where(values: Any, shape: Sequence[int]) -> tuple[int | None, int] | None:
+        found = [dim for dim, factors in enumerate(values) if factor in factors]
+        if not found:
+            return None, 1
+        if len(found) > 1 or values[found[0]][0] != factor:
+            return None
+        return found[0], shape[found[0]] // rule.factors[factor].size
+
+    ins = [where(v, shape_of(x)) for v, x in zip(rule.operands, eqn.invars, strict=True)]
+    outs = [where(v, shape_of(x)) for v, x in zip(rule.results, eqn.outvars, strict=True)]
+    if any(item is None for item in (*ins, *outs)):
+        return None
+    here = {item is not None and item[0] is not None for item in outs}
+    if here != {kind == "pass"} or (kind != "pass" and kind not in _COMBINE):
+        return None
+    return _How(
+        sizes,
+        kind,
+        tuple(item for item in ins if item is not None),
+        tuple(item for item in outs if item is not None),
+    )
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "prod": lax.mul,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+
+
+def _combining(kind: str) -> Callable[..., list[Any]]:
+    return lambda one, other: [_COMBINE[kind](one, other)]
+
+
+# Their params hold shapes or positions that are not rewritten here, or results depend on the place.
+_WHOLE = frozenset(
+    {"tile", "iota", "pad", "random_bits", "random_split", "random_fold_in", "random_gamma"}
+)
+
+
+def _changed_params(eqn: JaxprEqn, cut: _How, place: int) -> dict[str, Any] | None:
+    """The params that one run needs otherwise, or None where they cannot be told."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _WHOLE or name.startswith("scatter"):
+        return None
+    size = cut.sizes[place]
+
+    def shape(values: Any, where: tuple[int | None, int]) -> tuple[int, ...]:
+        found = list(values)
+        if where[0] is not None:
+            found[where[0]] = size * where[1]
+        return tuple(found)
+
+    if name in ("broadcast_in_dim", "reshape"):
+        key = "shape" if name == "broadcast_in_dim" else "new_sizes"
+        return {key: shape(shape_of(eqn.outvars[0]), cut.results[0]), "sharding": None}
+    if name == "dynamic_slice":
+        return {"slice_sizes": shape(params["slice_sizes"], cut.results[0])}
+    if name == "slice":
+        dim, inner = cut.operands[0]
+        assert dim is not None
+        whole = shape_of(eqn.invars[0])[dim]
+        if (params["start_indices"][dim], params["limit_indices"][dim]) != (0, whole):
+            return None
+        if params["strides"] is not None and params["strides"][dim] != 1:
+            return None
+        limits = list(params["limit_indices"])
+        limits[dim] = size * inner
+        return {"limit_indices": tuple(limits)}
+    if name == "gather":
+        dim, inner = cut.operands[0]
+        if dim is None:
+            return {}
+        whole = shape_of(eqn.invars[0])[dim]
+        sizes = list(params["slice_sizes"])
+        if sizes[dim] == whole and whole > 1:
+            sizes[dim] = size * inner
+        return {"slice_sizes": tuple(sizes)}
+    if name == "conv_general_dilated":
+        plain = params["feature_group_count"] == params["batch_group_count"] == 1
+        return {} if plain else None
+    return {}
+
+
+def _bind(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+    bound = eqn.primitive.get_bind_params({**eqn.params, **changes})
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    results = eqn.primitive.bind(*functions, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _sizes_of_slices(eqn: JaxprEqn, operands: Sequence[Value]) -> Sizes | None:
+    """The runs in which some slices of a scan are."""
+    num_consts, num_carry = jax_compat.scan_counts(eqn.params)
+    for value in operands[num_consts + num_carry :]:
+        if isinstance(value, Runs) and value.axis == 0:
+            return value.sizes
+    return None
+
+
+def _scaled(sizes: Sizes, inner: int) -> Sizes:
+    return tuple(size * inner for size in sizes)
+
+
+def _atoms(value: Value) -> tuple[Atom, ...]:
+    return value.atoms if isinstance(value, Runs) else (value,)
+
+
+def _ends(sizes: Sizes) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def _suffix(rows: LeafRows) -> str:
+    if rows.stop is None:
+        return ""
+    return "[" + ":, " * rows.axis + f"{rows.start}:{rows.stop}]"
+
+
+def with_size(aval: Any, axis: int, size: int) -> Any:
+    """The type of an array with another size along one dimension."""
+    shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
+    return jax_compat.array_type(shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
