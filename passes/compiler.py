@@ -39,7 +39,7 @@ from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
 from autopar.passes.factors.populate import populate
 from autopar.passes.graph import Graph, fingerprint
 from autopar.passes.sharding.program import Program
-from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch
+from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch, check_pins
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.stages.artifact import (
     follow_pipeline,
@@ -113,6 +113,7 @@ def compile_graph(
         split = _split(graph, rules, options, plan.num_microbatches, report)
         follow = follow_plan if plan.pipeline is None else follow_pipeline
         return Compiled(plan, follow(plan, split, options), split.graph)
+    check_pins(graph, options.pins)
     if options.stages not in ("auto", 1):
         return _compile_pipeline(graph, rules, options, cluster, program_hash, report)
     candidates: list[Planned] = []

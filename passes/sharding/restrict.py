@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,17 +203,10 @@ def resolve_pins(
       PinError: a pattern matches no input, a spec names an unknown axis, has too many dimensions or
         does not divide its tensor, or two pins disagree.
     """
+    check_pins(graph, pins)
     found: dict[int, tuple[Layout, str]] = {}
     for pattern, spec in pins:
-        matches = [i for i, x in enumerate(graph.inputs) if matches_path(x.path, pattern)]
-        if not matches:
-            some = [x.path for x in graph.inputs if x.role == "state"][:8]
-            raise PinError(
-                f"The pin {pattern!r} matches no input.",
-                why=f"paths look like {', '.join(some) or 'nothing: there are no inputs'}.",
-                hint="use a shell pattern such as '*kernel*'.",
-            )
-        for index in matches:
+        for index in _pinned(graph, pattern):
             layout = _pinned_layout(graph, index, pattern, spec, mesh, axis_names)
             if index in found and found[index][0] != layout:
                 raise PinError(
@@ -222,6 +216,34 @@ def resolve_pins(
                 )
             found[index] = (layout, pattern)
     return {index: layout for index, (layout, _) in found.items()}
+
+
+def check_pins(graph: Graph, pins: Sequence[tuple[str, Any]]) -> None:
+    """Every pin is for an input.
+
+    Raises:
+      PinError: a pattern matches none.
+    """
+    for pattern, _ in pins:
+        if not _pinned(graph, pattern):
+            some = [x.path for x in graph.inputs if x.role == "state"][:8]
+            raise PinError(
+                f"The pin {pattern!r} matches no input.",
+                why=f"paths look like {', '.join(some) or 'nothing: there are no inputs'}.",
+                hint="use a shell pattern such as '*kernel*'.",
+            )
+
+
+def pins_of(graph: Graph, pins: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """The pins that are for inputs of this graph, one stage's for instance."""
+    return tuple((pattern, spec) for pattern, spec in pins if _pinned(graph, pattern))
+
+
+def _pinned(graph: Graph, pattern: str) -> list[int]:
+    return [i for i, x in enumerate(graph.inputs) if matches_path(_ROWS.sub("", x.path), pattern)]
+
+
+_ROWS = re.compile(r"\[(:, )*\d+:\d+\]$")  # rows of a leaf that is split over stages
 
 
 def matches_path(path: str, pattern: str) -> bool:

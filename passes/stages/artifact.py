@@ -30,6 +30,7 @@ from autopar.passes.stages.candidate import (
     donated_values,
     flexible_equations,
     label_batch,
+    stage_options,
     submesh,
 )
 from autopar.passes.stages.cutting import cut
@@ -220,7 +221,9 @@ def follow_pipeline(plan: Plan, split: Split, options: Options) -> Runnable:
     for stage, written in zip(label_batch(stages), plan.stages, strict=True):
         one = Split(stage.graph, populate(stage.graph.jaxpr), ())
         mesh = written.logical_mesh
-        built, pricing, dims = prepare(one, mesh, options, submesh(cluster, math.prod(mesh)))
+        built, pricing, dims = prepare(
+            one, mesh, stage_options(stage.graph, options), submesh(cluster, math.prod(mesh))
+        )
         assignment = assignment_of(written, built)
         programs.append(lower(stage.graph, built, assignment, pricing, axis_names(mesh), dims))
         flexible.append(flexible_equations(built.scope))

@@ -26,6 +26,7 @@ from autopar.passes.stages.candidate import (
     flexible_equations,
     label_batch,
     stage_meshes,
+    stage_options,
     submesh,
 )
 from autopar.passes.stages.cutting import residual_bytes
@@ -153,9 +154,10 @@ def _costs(
 
 def _cost(stage: StageGraph, count: int, options: Options, part: Cluster) -> _LayerCost:
     one = Split(stage.graph, populate(stage.graph.jaxpr), ())
+    own = stage_options(stage.graph, options)
     candidates = [
-        plan_mesh(one, mesh, count, options, part, lambda message: None)
-        for mesh in stage_meshes(options, part)
+        plan_mesh(one, mesh, count, own, part, lambda message: None)
+        for mesh in stage_meshes(own, part)
     ]
     fitting = [c for c in candidates if c.fits] or candidates
     best = min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, axis_names
 from autopar.errors import OptionError
 from autopar.options import Options
 from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
@@ -25,6 +25,7 @@ from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.memory import Peak, peak, version_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.program import Block, Program
+from autopar.passes.sharding.restrict import pins_of
 from autopar.passes.sharding.scopes import Scope
 from autopar.passes.stages.cutting import cut
 from autopar.passes.stages.piece_costs import PieceCosts
@@ -262,13 +263,19 @@ def _plan_stages(
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         part = parts[number % len(parts)]
         one = Split(stage.graph, populate(stage.graph.jaxpr), ())
+        own = stage_options(stage.graph, options)
         candidates = [
-            plan_mesh(one, mesh, count, options, part, lambda message: None)
-            for mesh in stage_meshes(options, part)
+            plan_mesh(one, mesh, count, own, part, lambda message: None)
+            for mesh in stage_meshes(own, part)
         ]
         fitting = [c for c in candidates if c.fits] or candidates
         found.append(min(fitting, key=lambda c: (c.step_seconds, len(c.mesh))))
     return tuple(found)
+
+
+def stage_options(graph: Graph, options: Options) -> Options:
+    """The options with the pins that are for a stage's own inputs."""
+    return dataclasses.replace(options, pins=pins_of(graph, options.pins))
 
 
 def stage_meshes(options: Options, part: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -286,7 +293,9 @@ def stage_meshes(options: Options, part: Cluster) -> tuple[tuple[int, ...], ...]
         return (options.logical_mesh,)
     if options.method in ("data", "zero1", "zero2", "zero3"):
         return ((part.num_devices,),)
-    return part.logical_meshes(MESHES_AXES)
+    meshes = part.logical_meshes(MESHES_AXES)
+    pinned = {axis for _, spec in options.pins for axes in spec for axis in axes}
+    return tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
 
 
 def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
