@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .errors import AutoparError
     from .executable import Executable
     from .plans import Plan
+    from .ray_options import Ray
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
@@ -34,6 +35,7 @@ else:
             "Cluster": ".cluster",
             "Executable": ".executable",
             "Plan": ".plans",
+            "Ray": ".ray_options",
             "__version__": "._version",
             "compile": ".api",
             "errors": ".errors",
@@ -47,6 +49,7 @@ __all__ = [
     "Cluster",
     "Executable",
     "Plan",
+    "Ray",
     "__version__",
     "compile",
     "errors",

@@ -26,6 +26,7 @@ from .passes.signature import Convention, Signature, signature_of
 from .passes.trace import Traced, trace
 from .plans import Plan
 from .progress import Progress
+from .ray_options import Ray
 
 PlanOrPath = Plan | str | os.PathLike[str]
 
@@ -386,9 +387,15 @@ def _build(
 ) -> Executable:
     with Progress(f"compiling {_name_of(fn)}", request.progress) as progress:
         cluster, made = request.load()
-        _check_devices(cluster, made)
+        runtime = request.options.runtime
+        if not isinstance(runtime, Ray):
+            _check_devices(cluster, made)
         traced = _trace(fn, args, kwargs, request, progress)
         compiled = _plan(traced, request, cluster, made, progress)
+        if isinstance(runtime, Ray):
+            from .ray_executable import RayExecutable
+
+            return RayExecutable(fn, traced, compiled, progress, runtime)
         return Executable(fn, traced, compiled, progress)
 
 

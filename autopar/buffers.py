@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from .ray_array import RayArray
 from .split_array import SplitArray, SplitSharding, put
 
 
@@ -71,6 +72,10 @@ def memory_of(leaf: Any) -> Iterator[tuple[Any, int]]:
     if isinstance(leaf, SplitArray):
         for part in leaf.parts:
             yield from memory_of(part)
+        return
+    if isinstance(leaf, RayArray):
+        for resident in leaf.residents:
+            yield resident.owner, resident.key
         return
     if not isinstance(leaf, jax.Array) or not leaf.size:
         return

@@ -128,6 +128,36 @@ class DeviceError(AutoparError, RuntimeError):
     """There are fewer devices than the plan needs, or they are of the wrong kind."""
 
 
+class ClusterError(AutoparError, RuntimeError):
+    """The Ray cluster cannot be reached, or does not have what the plan needs."""
+
+
+class StageError(AutoparError, RuntimeError):
+    """A stage of a step that runs in several processes failed.
+
+    Args:
+      what, where, why, hint: as in `AutoparError`; `where` names the actor, the stage, the
+        instruction and the microbatch.
+      spot: the same as a value (`runtime.ray.failures.Spot`), or None.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        hint: str | None = None,
+        spot: Any = None,
+    ):
+        super().__init__(what, where=where, why=why, hint=hint)
+        self.spot = spot
+
+
+class LostActorError(StageError):
+    """The process of a stage died or does not answer, or the step was shut down."""
+
+
 class DonatedBufferError(AutoparError, RuntimeError):
     """A buffer that an earlier call consumed (donated) is used again."""
 

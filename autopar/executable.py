@@ -67,7 +67,7 @@ class Executable:
         compiled: Compiled,
         progress: Progress,
     ):
-        program = local.load(compiled, jax.devices())
+        program = self._load(fn, compiled)
         self.plan = compiled.plan
         self._fn = fn
         self._name = getattr(fn, "__name__", type(fn).__name__)
@@ -75,7 +75,7 @@ class Executable:
         self._in_shardings = program.in_shardings[: traced.num_arrays]
         self._out_shardings = program.out_shardings
         self._constants = [
-            jax.device_put(value, sharding)
+            self._constant(value, sharding)
             for value, sharding in zip(
                 traced.graph.constants, program.in_shardings[traced.num_arrays :], strict=True
             )
@@ -85,6 +85,15 @@ class Executable:
         self._compiled: Any = program.compile(
             self._name, self._donated, self._kept, traced.signature.shapes, self._constants
         )
+
+    def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
+        """The program, on the devices that run it."""
+        del fn
+        return local.load(compiled, jax.devices())
+
+    def _constant(self, value: Any, sharding: Any) -> Any:
+        """An array that the function closed over, where the program wants it."""
+        return jax.device_put(value, sharding)
 
     def _plan_calls(self) -> None:
         """What a call needs to know, computed once."""

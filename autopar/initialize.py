@@ -34,6 +34,7 @@ def initialize(
     init_fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    make: Callable[..., list[Any]] | None = None,
 ) -> Any:
     """What `init_fn` makes, each array leaf in the sharding of the argument's leaf that it is for.
 
@@ -46,6 +47,8 @@ def initialize(
       init_fn: makes one of the arguments, or a tuple of several.
       args: its arguments.
       kwargs: its arguments by keyword.
+      make: runs a function of arrays whose results shall lie in given shardings; arguments as those
+        of `_on_meshes`, which is the default.
 
     Raises:
       TraceError: what `init_fn` makes is none of the step's arguments.
@@ -73,7 +76,7 @@ def initialize(
         shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
         targets, is_tuple = _targets(traced, _Made(first.tree, first.paths, shaped))
         wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
-        values = iter(_on_meshes(on_arrays, wanted, args, kwargs))
+        values = iter((make or _on_meshes)(on_arrays, wanted, args, kwargs))
     made.clear()  # it holds tracers
     result = []
     for target in targets:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .errors import OptionError, PinError
+from .ray_options import Ray
 from .units import parse_bytes
 
 METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
@@ -56,7 +57,8 @@ class Options:
         A plan found within a limit may differ from run to run.
       seed: of every random choice in planning.
       progress: whether to report progress while planning.
-      runtime: what runs the plan: "local".
+      runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
+        with more to say: one Ray actor for each mesh of the plan, with virtual CPU devices.
       stages: how many pipeline stages, or the layers at which the second and later stages begin.
         "auto": one, or where the cluster has several nodes or nothing fits on one mesh, what the
         dynamic program over layers and submeshes finds quicker.
@@ -96,7 +98,7 @@ class Options:
     solver_time_limit: float | None = None
     seed: int = 0
     progress: bool = False
-    runtime: str = "local"
+    runtime: str | Ray = "local"
     stages: int | str | tuple[int, ...] | None = "auto"
     schedule: str | Callable[..., Any] | None = "auto"
     num_chunks: int | str | None = "auto"
@@ -120,7 +122,7 @@ class Options:
         set_field("seed", _integer(self.seed, "seed", at_least=0))
         if not isinstance(self.progress, bool):
             raise _impossible("progress", self.progress, "it must be True or False.")
-        _check_runtime(self.runtime)
+        set_field("runtime", _runtime(self.runtime))
         set_field("stages", _stages(self.stages))
         set_field("schedule", _schedule(self.schedule))
         set_field("num_chunks", _num_chunks(self.num_chunks))
@@ -207,12 +209,14 @@ def _check_method(method: Any) -> None:
     )
 
 
-def _check_runtime(runtime: Any) -> None:
-    if isinstance(runtime, str) and runtime == "local":
-        return
-    if isinstance(runtime, str) and runtime == "ray":
-        raise _impossible("runtime", runtime, "running under Ray is not available yet.")
-    raise _impossible("runtime", runtime, 'the only runtime of this version is "local".')
+def _runtime(value: Any) -> str | Ray:
+    if isinstance(value, Ray):
+        return value
+    if isinstance(value, str) and value in ("local", "ray"):
+        return value if value == "local" else Ray()
+    if value is Ray:
+        raise _impossible("runtime", value, "it is the class itself.", "write autopar.Ray().")
+    raise _impossible("runtime", value, 'the runtimes are "local", "ray" and autopar.Ray(...).')
 
 
 def _check_one_stage(options: Options) -> None:

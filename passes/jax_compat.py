@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -133,3 +134,40 @@ def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
 
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(function)(*shapes)
+
+
+def is_primitive(value: Any) -> bool:
+    """Whether it is a primitive (its public name covers only one of the base classes)."""
+    return isinstance(value, core.Primitive)
+
+
+def is_traceback(value: Any) -> bool:
+    """Whether it is the traceback of an equation, a type without a public name."""
+    return type(value).__name__ == "Traceback" and type(value).__module__.startswith("jaxlib")
+
+
+def typed_array_parts(value: Any) -> tuple[Any, Any] | None:
+    """The numbers and the type of a constant inside a jaxpr, if it is of JAX's own array class.
+
+    That class, which has no public name, does not pickle: it loses its type. `typed_array` is the
+    inverse.
+    """
+    if type(value) is not _TypedNdArray:
+        return None
+    return np.asarray(value).view(np.ndarray), value.aval
+
+
+def typed_array(numbers: Any, aval: Any) -> Any:
+    """A constant inside a jaxpr."""
+    return _TypedNdArray(numbers, aval)
+
+
+def _typed_array_class() -> Any:
+    try:
+        from jax._src.literals import TypedNdArray
+    except ImportError:  # other releases may not have it
+        return None
+    return TypedNdArray
+
+
+_TypedNdArray = _typed_array_class()

@@ -17,7 +17,11 @@ import numpy as np
 
 from autopar.errors import TraceError
 from autopar.passes.arguments import Argument
+from autopar.ray_array import RayArray
 from autopar.split_array import SplitArray
+
+OWN_ARRAYS = (SplitArray, RayArray)
+"""Arrays that JAX does not know: leaves of a state between steps."""
 
 Key = int | str  # a positional argument's number, or a keyword
 
@@ -198,7 +202,7 @@ def traced_leaves(tree: Any, leaves: Sequence[Any]) -> list[bool]:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, a number, or what stands for one."""
-    if isinstance(leaf, (jax.Array, SplitArray, bool, int, float, complex, jax.ShapeDtypeStruct)):
+    if isinstance(leaf, (jax.Array, *OWN_ARRAYS, bool, int, float, complex, jax.ShapeDtypeStruct)):
         return True
     if isinstance(leaf, (np.ndarray, np.generic)):
         try:
@@ -211,7 +215,7 @@ def is_array(leaf: Any) -> bool:
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype (as JAX will hold it) and weak type; how the leaf is sharded is left out."""
-    aval = leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf)
+    aval = leaf if isinstance(leaf, OWN_ARRAYS) else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
     )

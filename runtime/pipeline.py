@@ -1,59 +1,35 @@
 """Runs a pipelined plan in one process: every mesh's instructions, on its own devices.
 
-Every piece is one `jax.jit` of a fully manual `jax.shard_map` on its stage's mesh, compiled ahead
-of time. A step dispatches the instruction lists in their one global order, that of the program, and
+A step dispatches the instruction lists in their one global order, that of the program, and
 never waits: JAX runs what is dispatched asynchronously. One order for all meshes means that no
 mesh's collectives can wait for another's that was never dispatched.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.errors import DeviceError
 from autopar.passes.logical import no_mesh
-from autopar.passes.pipeline import (
-    Accumulate,
-    Buffer,
-    Free,
-    Recv,
-    Reshard,
-    Run,
-    Send,
-)
+from autopar.passes.pipeline import Accumulate, Buffer, Recv, Reshard, Run, Send
 from autopar.passes.pipeline.lasting import lasting_writes
-from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.program import Program, Version
+from autopar.passes.sharding.program import Program
 from autopar.passes.stages.candidate import Runnable
-from autopar.passes.stages.pieces import Port, StagePiece
 from autopar.passes.stages.result import LeafRows
-from autopar.runtime.spmd import block_function, partition_spec, typed
+from autopar.runtime import stages
+from autopar.runtime.stages import Pace, StagePrograms, donated_numbers
 from autopar.split_array import SplitArray, SplitSharding, put_parts
 
 Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a value is: its sharding, and how many devices it is unreduced over (1: none).
-
-    An unreduced value is held with one more leading dimension, of that size, so that what the
-    devices hold is what JAX believes that they hold.
-    """
-
-    sharding: NamedSharding
-    partial: int
-
-
-class LocalPipeline:
+class LocalPipeline(StagePrograms):
     """A pipelined plan on the devices of this process.
 
     Args:
@@ -65,14 +41,10 @@ class LocalPipeline:
     """
 
     def __init__(self, runnable: Runnable, devices: Sequence[jax.Device]) -> None:
-        self.pieces, self.program = pieces, program = runnable.pieces, runnable.program
+        pieces, program = runnable.pieces, runnable.program
         self.leaves, self.results = runnable.leaves, runnable.results
-        schedule = program.schedule
-        self.meshes = _meshes(pieces.programs, schedule.mesh_of_stage, devices)
-        self.places = {
-            number: self._place(program.value_of[number].stage, version)
-            for number, version in pieces.versions.items()
-        }
+        self.meshes = _meshes(pieces.programs, program.schedule.mesh_of_stage, devices)
+        super().__init__(pieces, program, dict(enumerate(self.meshes)))
         self.in_shardings = tuple(
             self._sharding(group, [pieces.inputs[rows.number][0] for rows in group])
             for group in self.leaves
@@ -89,79 +61,6 @@ class LocalPipeline:
         shardings = tuple(self.places[value].sharding for value in values)
         ends = [rows.stop for rows in group if rows.stop is not None]
         return SplitSharding(group[0].axis, tuple(ends), shardings) if ends else shardings[0]
-
-    def _place(self, stage: int, version: Version) -> Place:
-        mesh, program = self.meshes[stage], self.pieces.programs[stage]
-        layout, names = version.layout, program.axis_names
-        axes = tuple(axis for axis, _ in layout.partial)
-        spec = partition_spec(layout, names)
-        if axes:
-            spec = PartitionSpec(tuple(names[a] for a in axes), *spec)
-        return Place(NamedSharding(mesh, spec), num_parts(axes, program.mesh))
-
-    def variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
-        """A compiled function for every piece and every set of values that it donates."""
-        found: dict[tuple[str, tuple[int, ...]], Any] = {}
-        by_name = {piece.name: piece for piece in self.pieces.pieces}
-        for instructions in self.program.meshes:
-            for x in instructions:
-                if isinstance(x, Run):
-                    key = (x.piece, _donated_numbers(x))
-                    if key not in found:
-                        found[key] = self._compile(by_name[x.piece], key[1])
-        return found
-
-    def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
-        program, mesh = self.pieces.programs[piece.stage], self.meshes[piece.stage]
-        count = self.program.schedule.num_microbatches
-        run = block_function(program.mesh, program.axis_names, piece.block)
-        ins = [(port, count if port.stacked else 1) for port in piece.inputs]
-        outs = [(port, count if port.stacked else 1) for port in piece.outputs]
-
-        def local(*arrays: Any) -> list[Any]:
-            values, left = [], iter(arrays)
-            for port, number in ins:
-                parts = [_whole(next(left), port.version.layout) for _ in range(number)]
-                values.append(jnp.stack(parts) if port.stacked else parts[0])
-            results = []
-            for (port, number), result in zip(outs, run(values), strict=True):
-                rows = [result[i] for i in range(number)] if port.stacked else [result]
-                results += [_held(row, port.version.layout) for row in rows]
-            return results
-
-        def place(port: Port) -> Place:
-            return self.places[port.value]
-
-        in_places = [place(port) for port, number in ins for _ in range(number)]
-        out_places = [place(port) for port, number in outs for _ in range(number)]
-        out_avals = [port.version.atom.aval for port, number in outs for _ in range(number)]
-        sharded = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=tuple(p.sharding.spec for p in in_places),
-            out_specs=[p.sharding.spec for p in out_places],
-            check_vma=False,
-        )
-
-        def step(*arrays: Any) -> list[Any]:
-            return [typed(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)]
-
-        step.__name__ = step.__qualname__ = piece.name.replace(" ", "_").replace(".", "_")
-        gone = set(donated)
-        numbers = [port.value for port, number in ins for _ in range(number)]
-        jitted = jax.jit(
-            step,
-            in_shardings=[p.sharding for p in in_places],
-            out_shardings=[p.sharding for p in out_places],
-            donate_argnums=tuple(i for i, n in enumerate(numbers) if n in gone),
-        )
-        shapes = [self._struct(number) for number in numbers]
-        return jitted.lower(*shapes).compile()
-
-    def _struct(self, number: int) -> jax.ShapeDtypeStruct:
-        aval, place = self.pieces.versions[number].atom.aval, self.places[number]
-        shape = aval.shape if place.partial == 1 else (place.partial, *aval.shape)
-        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
     def compile(
         self,
@@ -230,42 +129,29 @@ class PipelineStep:
             for x in instructions
             if isinstance(x, Recv)
         }
-        paces = [_Pace() for _ in program.meshes]
+        paces = [Pace() for _ in program.meshes]
         lasting = lasting_writes(program)
         for mesh, index in program.order:
             x = program.meshes[mesh][index]
             if isinstance(x, Run):
-                compiled = self.variants[x.piece, _donated_numbers(x)]
-                yield _run(
-                    compiled, x, paces[mesh], self._waited(x, lasting.get((mesh, index), ()))
-                )
+                compiled = self.variants[x.piece, donated_numbers(x)]
+                waited = self.pipeline.waited(x, lasting.get((mesh, index), ()))
+                yield _inside(stages.run_action(compiled, x, paces[mesh], waited))
             elif isinstance(x, Send):
                 yield _send(x, targets[x.tag])
             elif isinstance(x, Recv):
                 yield _recv(x)
             elif isinstance(x, Reshard):
-                yield _reshard(x, places[x.target.value].sharding)
+                yield _inside(stages.reshard_action(x, places[x.target.value].sharding))
             elif isinstance(x, Accumulate):
-                yield _accumulate(x)
+                yield _inside(stages.accumulate_action(x))
             else:
-                yield _free(x)
-
-    def _waited(self, run: Run, lasting: Sequence[Buffer]) -> Buffer | None:
-        """What to wait for on virtual CPU devices, the smallest result that stays.
-
-        The caller's next step may take over what this one returns, so that is left out.
-        """
-        devices = self.pipeline.meshes[run.stage].devices
-        if devices.size == 1 or devices.flat[0].platform != "cpu":
-            return None
-        outputs, values = set(self.pipeline.pieces.outputs), self.pipeline.program.value_of
-        inner = [buffer for buffer in lasting if buffer.value not in outputs]
-        return min(inner, key=lambda b: values[b.value].bytes_per_device, default=None)
+                yield _inside(stages.free_action(x))
 
     def __call__(
         self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
     ) -> list[Any]:
-        """One step: dispatches everything, and waits for no result (but see `_waited`).
+        """One step: dispatches everything, and waits for no result (but see `waited`).
 
         Raises:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
@@ -343,39 +229,9 @@ def _check(leaves: Sequence[Any], types: Sequence[tuple[tuple[int, ...], Any]]) 
             )
 
 
-def _donated_numbers(run: Run) -> tuple[int, ...]:
-    return tuple(buffer.value for buffer in run.donates)
-
-
-IN_FLIGHT = 12
-"""Runs that one mesh of virtual CPU devices may be behind what is dispatched (see `pace.py`)."""
-
-
-class _Pace:
-    """Waits until a mesh is no more than `IN_FLIGHT` runs behind."""
-
-    def __init__(self) -> None:
-        self.results: deque[Any] = deque()
-
-    def __call__(self, result: Any) -> None:
-        """Remember a run by one of its results; wait for an earlier run if there are too many."""
-        self.results.append(result)
-        if len(self.results) > IN_FLIGHT:
-            self.results.popleft().block_until_ready()
-
-
-def _run(compiled: Any, x: Run, pace: _Pace, waited: Buffer | None) -> Action:
-    reads, writes, donates = x.reads, x.writes, x.donates
-
-    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        results = compiled(*(buffers[b] for b in reads))
-        for buffer in donates:
-            del buffers[buffer]
-        buffers.update(zip(writes, results, strict=True))
-        if waited is not None:
-            pace(buffers[waited])
-
-    return action
+def _inside(action: stages.Action) -> Action:
+    """What one mesh does without any transfer."""
+    return lambda buffers, sent: action(buffers)
 
 
 def _send(x: Send, shardings: list[NamedSharding]) -> Action:
@@ -392,42 +248,6 @@ def _recv(x: Recv) -> Action:
         buffers.update(zip(x.buffers, sent.pop(x.tag), strict=True))
 
     return action
-
-
-def _reshard(x: Reshard, sharding: NamedSharding) -> Action:
-    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        buffers[x.target] = jax.device_put(buffers[x.source], sharding)
-
-    return action
-
-
-def _accumulate(x: Accumulate) -> Action:
-    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        known = buffers.get(x.target)
-        part = buffers[x.addend]
-        buffers[x.target] = part if known is None else _add(known, part)
-
-    return action
-
-
-_add = jax.jit(jnp.add)
-
-
-def _free(x: Free) -> Action:
-    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        for buffer in x.buffers:
-            buffers.pop(buffer, None)
-
-    return action
-
-
-def _whole(array: Any, layout: Layout) -> Any:
-    """What a device holds, without the leading dimension of an unreduced value."""
-    return array[0] if layout.partial else array
-
-
-def _held(array: Any, layout: Layout) -> Any:
-    return jnp.asarray(array)[None] if layout.partial else array
 
 
 def _meshes(

@@ -1,0 +1,267 @@
+"""`RayArray`: an array that lives on Ray actors; the driver holds its name and its type."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+
+@dataclass(frozen=True)
+class ActorSharding:
+    """How an array, or some rows of one, lies on the mesh of one actor.
+
+    Args:
+      actor: the number of the actor.
+      stage: the pipeline stage that it belongs to.
+      mesh: the sizes of the mesh's axes.
+      axis_names: their names.
+      spec: the axes that cut each dimension.
+    """
+
+    actor: int
+    stage: int
+    mesh: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True)
+class RaySharding:
+    """Where a `RayArray` is.
+
+    Args:
+      parts: one, or several if its rows are on several actors.
+      axis: the dimension in which they are split.
+      ends: behind the last row of each part; () if there is one part.
+    """
+
+    parts: tuple[ActorSharding, ...]
+    axis: int = 0
+    ends: tuple[int, ...] = ()
+
+    def is_equivalent_to(self, other: Any, ndim: int) -> bool:
+        """Whether an array of `ndim` dimensions is cut and placed alike."""
+        del ndim
+        return self == other
+
+    def indices(self) -> list[tuple[slice, ...] | None]:
+        """The rows of each part as an index; None: all."""
+        if not self.ends:
+            return [None]
+        before = (slice(None),) * self.axis
+        return [(*before, slice(*rows)) for rows in itertools.pairwise((0, *self.ends))]
+
+    def pieces(self, array: Any) -> list[Any]:
+        """The rows of an array that belong to each part."""
+        return [array if rows is None else array[rows] for rows in self.indices()]
+
+
+class Owner(Protocol):
+    """What knows the actors of an array."""
+
+    def fetch(self, resident: Resident) -> np.ndarray:
+        """The numbers of an array, in host memory."""
+
+    def start_fetch(self, resident: Resident) -> None:
+        """Ask for them already."""
+
+    def wait_ready(self, resident: Resident) -> None:
+        """Wait until it is computed."""
+
+    def forget(self, resident: Resident) -> None:
+        """Nobody holds it any more; called at any time, also while another call runs."""
+
+    def is_lost(self, resident: Resident) -> bool:
+        """Whether a failure took it."""
+
+    def check(self, resident: Resident) -> None:
+        """Raise a `StageError` if a failure took it."""
+
+
+class Resident:
+    """An array in the store of one actor. The actor forgets it when nobody holds this any more.
+
+    Args:
+      owner: knows the actor.
+      actor: its number.
+      key: under which the actor has the array.
+
+    Attributes:
+      is_deleted: whether it was consumed by a step, or given up.
+    """
+
+    def __init__(self, owner: Owner, actor: int, key: int):
+        self.owner, self.actor, self.key = owner, actor, key
+        self.is_deleted = False
+
+    def __del__(self) -> None:
+        if not self.is_deleted:
+            self.owner.forget(self)
+
+
+class RayArray:
+    """An array that lives on Ray actors.
+
+    `numpy.asarray`, `jax.device_get`, printing, `float`, indexing and `jax.numpy` functions fetch
+    it; `jax.block_until_ready` waits for it without fetching. The step takes it back as it is.
+
+    Args:
+      residents: of each of its parts.
+      shape: of the whole array.
+      dtype: of its elements.
+      sharding: where its parts are.
+      weak_type: whether JAX promotes it as it does a Python number.
+    """
+
+    def __init__(
+        self,
+        residents: Sequence[Resident],
+        shape: tuple[int, ...],
+        dtype: Any,
+        sharding: RaySharding,
+        weak_type: bool = False,
+    ):
+        self.residents = tuple(residents)
+        self.shape, self.dtype, self.weak_type = shape, dtype, weak_type
+        self.sharding = sharding
+        self._numbers: np.ndarray | None = None
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.size * int(self.dtype.itemsize)
+
+    def is_deleted(self) -> bool:
+        """Whether its memory was given away."""
+        return any(resident.is_deleted for resident in self.residents)
+
+    def delete(self) -> None:
+        """Give up its memory."""
+        for resident in self.residents:
+            if not resident.is_deleted:
+                resident.owner.forget(resident)
+                resident.is_deleted = True
+
+    def block_until_ready(self) -> RayArray:
+        """Wait until it is computed.
+
+        Raises:
+          StageError: the step that makes it failed.
+        """
+        self._check()
+        if self._numbers is None:
+            for resident in self.residents:
+                resident.owner.wait_ready(resident)
+        return self
+
+    def copy_to_host_async(self) -> None:
+        """Start to fetch it."""
+        self._check()
+        if self._numbers is None:
+            for resident in self.residents:
+                resident.owner.start_fetch(resident)
+
+    def numbers(self) -> np.ndarray:
+        """Its elements in host memory; of PRNG keys, the numbers that they wrap.
+
+        Raises:
+          StageError: the step that makes it failed.
+          RuntimeError: it was deleted.
+        """
+        self._check()
+        if self._numbers is None:
+            self.copy_to_host_async()
+            parts = [resident.owner.fetch(resident) for resident in self.residents]
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts, self.sharding.axis)
+            whole.flags.writeable = False
+            self._numbers = whole
+        return self._numbers
+
+    def _check(self) -> None:
+        if self.is_deleted():
+            raise RuntimeError(
+                f"Array has been deleted with shape={self.dtype.name}{list(self.shape)}: a step "
+                "consumed it, or its delete() was called."
+            )
+
+    @property
+    def _is_key(self) -> bool:
+        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self._is_key:
+            raise TypeError("JAX array with PRNGKey dtype cannot be converted to a NumPy array.")
+        if copy is False and self._numbers is None:
+            raise ValueError("a RayArray becomes a NumPy array only by fetching it")
+        numbers = self.numbers()
+        if dtype is not None and numbers.dtype != dtype:
+            return numbers.astype(dtype)
+        return numbers.copy() if copy else numbers
+
+    def __jax_array__(self) -> jax.Array:
+        if self._is_key:
+            like = jax.eval_shape(lambda key: key, jax.ShapeDtypeStruct((), self.dtype))
+            data = jnp.asarray(self.numbers())
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+        return jnp.asarray(self.numbers())
+
+    def item(self) -> Any:
+        """The element of an array of one element, as a Python number."""
+        return self.numbers().item()
+
+    def __float__(self) -> float:
+        return float(self.numbers())
+
+    def __int__(self) -> int:
+        return int(self.numbers())
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers())
+
+    def __index__(self) -> int:
+        return self.numbers().__index__()
+
+    def __format__(self, form: str) -> str:
+        return format(self.numbers()[()] if not self.shape else self, form) if form else str(self)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.__jax_array__()[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.__jax_array__())
+
+    def __str__(self) -> str:
+        return repr(self) if self.is_deleted() or self._is_key else str(self.numbers())
+
+    def __repr__(self) -> str:
+        kind = f"{self.dtype.name}{list(self.shape)}"
+        stages = sorted({part.stage for part in self.sharding.parts})
+        place = f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}"
+        if self.is_deleted():
+            return f"RayArray({kind}, deleted)"
+        if self._is_key or any(x.owner.is_lost(x) for x in self.residents):
+            return f"RayArray({kind} on {place})"
+        return f"RayArray({np.asarray(self)!r}, on {place})"

@@ -1,0 +1,203 @@
+"""`RayExecutable`: a step whose stages run in Ray actors, called like the plain function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .errors import AutoparError
+from .executable import Executable
+from .initialize import initialize
+from .passes.compiler import Compiled
+from .passes.trace import Traced
+from .progress import Progress
+from .ray_array import RayArray, RaySharding, Resident
+from .ray_options import Ray
+
+
+class RayExecutable(Executable):
+    """A planned step on Ray actors; `autopar.compile(..., runtime="ray")` makes it.
+
+    It is called as an `Executable` is. The leaves that it returns live on the actors: they are
+    `RayArray`s, which `numpy.asarray` and `jax.device_get` fetch. A call returns when the actors
+    have been told what to do, and an error in a stage is raised by a later call, or by what reads
+    a result.
+
+    The actors end with `shutdown()`, at the end of a `with` block, when nothing refers to the step
+    and its arrays any more, and with the driver's process.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        traced: Traced,
+        compiled: Compiled,
+        progress: Progress,
+        runtime: Ray,
+    ):
+        self._runtime = runtime
+        super().__init__(fn, traced, compiled, progress)
+
+    def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
+        from .runtime.ray.one_stage import one_stage
+        from .runtime.ray.pipeline import RayPipeline
+
+        name = getattr(fn, "__name__", type(fn).__name__)
+        runnable = compiled.pipeline or one_stage(compiled.program, compiled.graph)
+        self._pipeline = RayPipeline(runnable, self._runtime, name)
+        return self._pipeline
+
+    def _constant(self, value: Any, sharding: Any) -> Any:
+        return value
+
+    def _is_stray(self, leaf: Any, index: int) -> bool:
+        return False  # the step places every leaf itself
+
+    def _without_aliases(self, donated: list[Any], kept: list[Any]) -> list[Any]:
+        """A copy for each donated leaf on an actor that another leaf uses as well."""
+        seen = {id(x) for leaf in kept if isinstance(leaf, RayArray) for x in leaf.residents}
+        result = []
+        for leaf, index in zip(donated, self._donated, strict=True):
+            if isinstance(leaf, RayArray):
+                residents = {id(x) for x in leaf.residents}
+                if not seen.isdisjoint(residents):
+                    leaf = self._placed_leaf(leaf, index)
+                seen |= residents
+            result.append(leaf)
+        return result
+
+    def _placed_leaf(self, leaf: Any, index: int) -> RayArray:
+        """A leaf of the arguments, copied to where it belongs."""
+        sharding = self._in_shardings[index]
+        aval = leaf if isinstance(leaf, RayArray) else jax.typeof(leaf)
+        residents = self._compiled.actors.place(leaf, sharding, self._pipeline.homes[index])
+        weak = bool(getattr(aval, "weak_type", False))
+        return RayArray(residents, aval.shape, aval.dtype, sharding, weak)
+
+    # Trees of arrays on actors
+
+    def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a state on the actors; the driver traces `init_fn` and never holds its result.
+
+        Args:
+          init_fn: makes one of the step's arguments, or a tuple of several of them.
+          *args: its arguments, such as a PRNG key.
+          **kwargs: the same, by keyword.
+
+        Raises:
+          TraceError: what `init_fn` makes is none of the step's arguments.
+          StageError: it fails on an actor.
+        """
+        return initialize(self._traced, self._in_shardings, init_fn, args, kwargs, self._make)
+
+    def _make(
+        self,
+        on_arrays: Callable[..., list[Any]],
+        wanted: Sequence[RaySharding],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[Any]:
+        tree: Any
+        arrays, tree = jax.tree.flatten((args, dict(kwargs)))
+
+        def flat(*arrays: Any) -> list[Any]:
+            args, kwargs = tree.unflatten(arrays)
+            return on_arrays(*args, **kwargs)
+
+        closed = jax.make_jaxpr(flat)(*arrays)
+        homes = {
+            id(sharding): home
+            for sharding, home in zip(self._in_shardings, self._pipeline.homes, strict=False)
+        }
+        places = [(sharding, homes[id(sharding)]) for sharding in wanted]
+        made: list[list[Resident]] = self._compiled.actors.make(closed, arrays, places)
+        return [
+            RayArray(residents, aval.shape, aval.dtype, sharding, aval.weak_type)
+            for residents, aval, sharding in zip(made, closed.out_avals, wanted, strict=True)
+        ]
+
+    def gather(self, tree: Any) -> Any:
+        """A tree with every array that lives on actors brought to the driver's default device.
+
+        Args:
+          tree: such as a state that the step returned. Other leaves stay as they are.
+        """
+        self._start_fetching(tree)
+        return jax.tree.map(lambda x: x.__jax_array__() if isinstance(x, RayArray) else x, tree)
+
+    def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+        """`fn(state, *args)`, computed in the driver's process on its default device.
+
+        Args:
+          fn: a function of JAX arrays, such as a global norm or a moving average.
+          state: any tree of leaves of the step's state. It is not donated.
+          *args: more trees, from any place.
+
+        Returns:
+          What `fn` returns. If that has the structure of `state`, leaves of the same shape are put
+          where those of `state` are, ready for the next step.
+        """
+        result = fn(self.gather(state), *self.gather(args))
+        old: Any
+        new: Any
+        olds, old = jax.tree.flatten(state)
+        news, new = jax.tree.flatten(result)
+        if new != old:
+            return result
+        return old.unflatten([self._back(*pair) for pair in zip(olds, news, strict=True)])
+
+    def _back(self, old: Any, new: Any) -> Any:
+        """A new array in the place of an old one, if that has a place."""
+        if not isinstance(old, RayArray) or getattr(new, "shape", None) != old.shape:
+            return new
+        for index, sharding in enumerate(self._in_shardings):
+            shape = self._traced.signature.shapes[index]
+            if sharding == old.sharding and (shape.shape, shape.dtype) == (old.shape, new.dtype):
+                return self._placed_leaf(new, index)
+        return new
+
+    @staticmethod
+    def _start_fetching(tree: Any) -> None:
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, RayArray):
+                leaf.copy_to_host_async()
+
+    def profile(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available under Ray.
+
+        Raises:
+          AutoparError: always.
+        """
+        raise AutoparError(
+            "step.profile is not available for steps that run under Ray.",
+            why="it times instructions in this process.",
+            hint="compile with runtime='local' to profile the same plan.",
+        )
+
+    # The actors
+
+    @property
+    def actor_pids(self) -> tuple[int, ...]:
+        """The process ids of the actors, by mesh."""
+        pids: tuple[int, ...] = self._compiled.actors.pids
+        return pids
+
+    def finish(self) -> None:
+        """Wait until the actors have done all steps.
+
+        Raises:
+          StageError: one failed.
+        """
+        self._compiled.actors.finish()
+
+    def shutdown(self) -> None:
+        """End the actors; all arrays on them are gone. It can be called again."""
+        self._compiled.actors.close()
+
+    def __enter__(self) -> RayExecutable:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()

@@ -1,0 +1,79 @@
+"""`Ray`: how a plan runs under Ray, plain data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray:
+    """Run a plan in several processes, one Ray actor for each of its meshes.
+
+    Args:
+      address: of a running Ray cluster ("auto": the one that Ray finds on this machine,
+        "host:port" of its head node). None: the one that this process is connected to or that the
+        environment variable RAY_ADDRESS names, else one is started on this machine, which listens
+        on the loopback interface and ends with the last step that uses it.
+      deadline: seconds that a single wait may take, for a message of another stage or for the end
+        of one instruction, before the step is given up with an error. Starting and connecting
+        actors has as long.
+      max_restarts: how often lost actors may be started again. Only 0 is possible in this version:
+        the state lives on the actors and is lost with one of them.
+      on_loss: what to do when hardware is lost for good. Only "error" is possible in this version.
+
+    Raises:
+      OptionError: a value is not possible.
+
+    >>> Ray(deadline=60).deadline
+    60.0
+    """
+
+    address: str | None = None
+    deadline: float = 300.0
+    max_restarts: int = 0
+    on_loss: str = "error"
+
+    def __post_init__(self) -> None:
+        _check(
+            self.address is None or (isinstance(self.address, str) and bool(self.address)),
+            "address",
+            self.address,
+            'it must be None, "auto" or "host:port".',
+        )
+        if isinstance(self.address, str) and "://" in self.address:
+            raise OptionError(
+                f"Ray(address={self.address!r}) is not possible.",
+                why="the driver exchanges arrays with the actors, so it must be on a node of the "
+                "cluster; Ray's client connections are not supported.",
+                hint='use "host:port" of the head node, on a machine of the cluster.',
+            )
+        _check(
+            isinstance(self.deadline, (int, float))
+            and not isinstance(self.deadline, bool)
+            and 0 < self.deadline < math.inf,
+            "deadline",
+            self.deadline,
+            "it must be a positive number of seconds.",
+        )
+        object.__setattr__(self, "deadline", float(self.deadline))
+        _check(
+            self.max_restarts == 0 and not isinstance(self.max_restarts, bool),
+            "max_restarts",
+            self.max_restarts,
+            "restarting lost actors is not available yet: the only value is 0.",
+        )
+        _check(
+            self.on_loss == "error",
+            "on_loss",
+            self.on_loss,
+            'planning again for what is left is not available yet: the only value is "error".',
+        )
+
+
+def _check(is_possible: bool, name: str, value: Any, why: str) -> None:
+    if not is_possible:
+        raise OptionError(f"Ray({name}={value!r}) is not possible.", why=why)

@@ -1,0 +1,205 @@
+"""The Ray actor of one mesh: thin, what it does is in `mesh_step.py`.
+
+Steps run one after the other, in the order in which the driver asked for them. What must not wait
+for a step (reading results, asking where the actor is, calling a step off) has threads of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from autopar.runtime.ray.failures import Failure, Spot
+
+
+@dataclass(frozen=True)
+class World:
+    """What an actor must know before it uses JAX.
+
+    Args:
+      label: the actor's name in logs.
+      mesh: its number.
+      num_devices: virtual CPU devices.
+      jax_config: values of `jax.config`.
+      environment: environment variables.
+      token: of the transport.
+      is_local: whether the cluster is this machine alone.
+    """
+
+    label: str
+    mesh: int
+    num_devices: int
+    jax_config: Mapping[str, Any]
+    environment: Mapping[str, str]
+    token: bytes
+    is_local: bool
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a started actor says: where it listens, its process, and the versions that it runs."""
+
+    address: tuple[str, int]
+    pid: int
+    versions: tuple[tuple[str, str], ...]
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """What must be the same in all processes."""
+    import jax
+    import jaxlib.version
+
+    from autopar import __version__
+
+    python = ".".join(map(str, sys.version_info[:2]))
+    return (
+        ("Python", python),
+        ("jax", jax.__version__),
+        ("jaxlib", jaxlib.version.__version__),
+        ("autopar", __version__),
+    )
+
+
+class StageActor:
+    """One mesh's process."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._step: Any = None
+        self._broken_from: int | None = None
+        self._first_step = 0
+
+    def __repr__(self) -> str:  # Ray puts it before every line that the actor prints
+        return self._world.label
+
+    # -- in the order of the driver's calls ------------------------------------------------------
+
+    def start(self) -> Hello:
+        """Prepare JAX and listen."""
+        world = self._world
+        os.environ.update(world.environment)
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", world.num_devices)
+        for name, value in world.jax_config.items():
+            jax.config.update(name, value)
+        from autopar.runtime.ray.transport import Sockets
+
+        host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
+        self._transport = Sockets(world.mesh, host, world.token)
+        return Hello(self._transport.address, os.getpid(), versions())
+
+    def load(
+        self, data: bytes, addresses: Mapping[int, tuple[str, int]], deadline: float
+    ) -> Failure | float:
+        """Connect to the other meshes and compile; the seconds that it took."""
+        import traceback
+
+        from autopar.runtime.ray import pickling
+        from autopar.runtime.ray.mesh_step import MeshStep
+
+        start = time.perf_counter()
+        try:
+            part, constants = pickling.loads(data)
+            peers = {peer: addresses[peer] for peer in part.peers}
+            self._transport.connect(peers, deadline)
+            self._step = MeshStep(part, constants, self._transport, deadline)
+        except Exception as error:
+            spot = Spot(self._world.mesh, self._world.label, None, "compiling")
+            text = "".join(traceback.format_exception(error))
+            return Failure("error", spot, 0, f"{type(error).__name__}: {error}", text)
+        return time.perf_counter() - start
+
+    def step(self, message: Any) -> Failure | None:
+        """Run a step. After one that failed, none runs before `reset`."""
+        if self._broken_from is not None:
+            return Failure("aborted", self._step.spot(), message.step)
+        failure: Failure | None = self._step.run(message)
+        if failure is not None:
+            self._broken_from = message.step
+        return failure
+
+    def reset(self, step: int, lost: tuple[int, int]) -> None:
+        """Go on after a failure: steps begin again at `step`, keys between `lost` are gone."""
+        self._transport.reset(step)
+        self._step.store.lose(*lost)
+        self._broken_from = None
+
+    def keep(self, key: int, value: int, numbers: Any) -> None:
+        """See `MeshStep.keep`."""
+        self._step.keep(key, value, numbers)
+
+    def duplicate(self, key: int, copy: int) -> None:
+        """See `MeshStep.duplicate`."""
+        self._step.duplicate(key, copy)
+
+    def make(self, data: bytes) -> Failure | None:
+        """See `MeshStep.make`."""
+        import traceback
+
+        from jax.extend.core import jaxpr_as_fun
+
+        from autopar.runtime.ray import pickling
+
+        try:
+            closed, arguments, wanted = pickling.loads(data)
+            self._step.make(jaxpr_as_fun(closed), arguments, wanted)
+        except Exception as error:
+            spot = Spot(self._world.mesh, self._world.label, None, "initialize")
+            text = "".join(traceback.format_exception(error))
+            return Failure("error", spot, 0, f"{type(error).__name__}: {error}", text)
+        return None
+
+    # -- at any time -----------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="aside")
+    def fetch(self, key: int) -> Any:
+        """See `MeshStep.fetch`."""
+        return self._step.fetch(key)
+
+    @ray.method(concurrency_group="aside")
+    def ready(self, key: int) -> None:
+        """See `MeshStep.ready`."""
+        self._step.ready(key)
+
+    @ray.method(concurrency_group="control")
+    def where(self) -> tuple[Spot | None, float]:
+        """What it is doing, and for how many seconds."""
+        step = self._step
+        return (None, 0.0) if step is None else (step.spot(), time.monotonic() - step.since)
+
+    @ray.method(concurrency_group="control")
+    def abort(self) -> None:
+        """Call off the running step."""
+        self._transport.abort()
+
+    @ray.method(concurrency_group="control")
+    def describe(self, what: str) -> Any:
+        """What was compiled: "text", "memory" or "cost" of every piece, or "sent" bytes so far."""
+        if what == "sent":
+            return self._transport.sent_bytes
+        found = {}
+        for (name, _), compiled in self._step.variants.items():
+            if what == "text":
+                found[name] = compiled.as_text()
+            elif what == "cost":
+                found[name] = compiled.cost_analysis()
+            else:
+                analysis = compiled.memory_analysis()
+                found[name] = {
+                    name: getattr(analysis, name)
+                    for name in dir(analysis)
+                    if name.endswith("_in_bytes")
+                }
+        return found
+
+
+GROUPS = {"aside": 4, "control": 1}
+"""Concurrency groups and their threads."""

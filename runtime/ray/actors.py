@@ -1,0 +1,460 @@
+"""All actors of a pipeline: every message to them, what becomes of it, and their arrays.
+
+The driver is at most `AHEAD` steps in front of the actors, so the next batch travels while the last
+step runs, and it looks at the outcome of every step before it asks for one that is further on. An
+error is raised by whatever looks first: a later call, or reading a result.
+
+After an error in a stage all actors call the step off and can go on: what the failed step and those
+behind it would have made is lost, with what they consumed. After the loss of an actor all are
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from autopar.errors import LostActorError, StageError
+from autopar.passes.stages.candidate import Runnable
+from autopar.ray_array import RayArray, RaySharding, Resident
+from autopar.ray_options import Ray
+from autopar.runtime.ray import pickling, starting
+from autopar.runtime.ray.calls import POLL_SECONDS, Watch, outcome_of, reason_of, results_of
+from autopar.runtime.ray.cluster import Connection
+from autopar.runtime.ray.failures import (
+    Failure,
+    Outcome,
+    Silent,
+    Spot,
+    first_error,
+    is_over,
+    lost_error,
+    stage_error,
+)
+from autopar.runtime.ray.mesh_step import Message
+from autopar.runtime.ray.parts import take_apart
+from autopar.runtime.ray.tiles import to_host
+from autopar.split_array import SplitArray
+
+AHEAD = 2
+"""Steps that the driver may be ahead of the actors."""
+GRACE_SECONDS = 10.0
+"""How long actors may take to call a step off before they are ended."""
+KEYS = 1 << 32
+"""Keys of a step: its number times this, and what is below is the number of a value."""
+FIRST_OTHER = 1 << 48
+"""In place of a step's number for what comes from elsewhere, such as `initialize`."""
+
+
+class Actors:
+    """The processes of a pipeline. Its methods can be called by any thread, one at a time works.
+
+    Args:
+      runnable: the plan.
+      shardings: where leaves of the arguments and constants live.
+      num_leaves: of the arguments.
+      constants: the values behind them.
+      options: the cluster and the deadline.
+      name: of the step.
+
+    Raises:
+      ClusterError: Ray cannot be reached or has too few CPUs, or an actor runs other versions.
+      StageError: a piece cannot be compiled.
+      LostActorError: an actor died.
+      TraceError: the step cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        runnable: Runnable,
+        shardings: Sequence[RaySharding],
+        num_leaves: int,
+        constants: Sequence[Any],
+        options: Ray,
+        name: str,
+    ) -> None:
+        self._name, self._deadline = name, options.deadline
+        self._parts = parts = take_apart(runnable, num_leaves)
+        self._lock = threading.RLock()
+        self._serial, self._others = 0, FIRST_OTHER
+        self._running: deque[tuple[int, list[Any]]] = deque()
+        self._fetches: dict[tuple[int, int], Any] = {}
+        self._forgotten: deque[tuple[int, int]] = deque()
+        self._lost: list[tuple[int, int]] = []
+        self._error: StageError | None = None
+        self._closed: str | None = None
+        blobs = starting.contents(runnable, parts, shardings, num_leaves, constants, name)
+        self._handles: list[Any] = []
+        self._connection = Connection(options.address, len(parts), self._deadline)
+        self._finalizer = weakref.finalize(self, _end, self._handles, self._connection)
+        try:
+            self._handles += starting.start(self._connection, parts, name, self._deadline)
+            self.pids, self.compile_seconds = starting.load(
+                self._handles, parts, blobs, name, self._deadline
+            )
+        except BaseException:
+            self.close("they could not be started.")
+            raise
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(
+        self, given: Sequence[Sequence[Any]], consumed: Sequence[Resident]
+    ) -> dict[int, Resident]:
+        """Tell all actors to run a step; returns the residents of its results, by value.
+
+        Args:
+          given: for every leaf, what `given` returns.
+          consumed: residents that the step takes over.
+
+        Raises:
+          StageError: an earlier step failed.
+        """
+        with self._busy():
+            while len(self._running) >= AHEAD:
+                self._wait(self._running[0][1])
+            self._serial += 1
+            serial = self._serial
+            gone: list[list[int]] = [[] for _ in self._parts]
+            for resident in consumed:
+                gone[resident.actor].append(resident.key)
+                resident.is_deleted = True
+            forgotten = self._drain()
+            outputs: dict[int, Resident] = {}
+            refs: list[Any] = []
+            self._running.append((serial, refs))
+            for part in self._parts:
+                keys = tuple((value, serial * KEYS + value) for value in part.outputs)
+                message = Message(
+                    step=serial,
+                    given=tuple(
+                        _entry(given[slot.leaf][slot.part], slot.is_home) for slot in part.slots
+                    ),
+                    consumed=tuple(gone[part.mesh]),
+                    forgotten=tuple(forgotten[part.mesh]),
+                    outputs=keys,
+                )
+                refs.append(self._handles[part.mesh].step.remote(message))
+                outputs.update((value, Resident(self, part.mesh, key)) for value, key in keys)
+            return outputs
+
+    def finish(self) -> None:
+        """Wait until all steps are done.
+
+        Raises:
+          StageError: one failed.
+        """
+        with self._busy():
+            while self._running:
+                self._wait(self._running[0][1])
+
+    def _wait(self, wanted: Sequence[Any]) -> None:
+        """Wait for some calls, and meanwhile see what becomes of the steps.
+
+        Raises:
+          StageError: a step failed.
+        """
+        watch = Watch(self._handles, self._parts, self._deadline, of_instructions=True)
+        while True:
+            self._look()
+            _, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
+            if not left:
+                self._look()
+                return
+            pending = [ref for _, refs in self._running for ref in refs]
+            if pending:
+                _, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            either = list(dict.fromkeys([*left, *pending]))
+            ray.wait(either, num_returns=1, timeout=POLL_SECONDS)
+            late = watch.late()
+            if late is not None:
+                self._look()
+                self._fail(late)
+
+    def _look(self) -> None:
+        """Take steps that are done off the list.
+
+        Raises:
+          StageError: one failed.
+        """
+        while self._running:
+            outcomes = [outcome_of(ref) for ref in self._running[0][1]]
+            if any(x is not None and not isinstance(x, Silent) for x in outcomes):
+                self._fail(None)
+            if any(outcomes):
+                return
+            self._running.popleft()
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def _fail(self, late: Spot | None) -> None:
+        """Call everything off, and raise what came first.
+
+        Raises:
+          StageError: always.
+        """
+        first = self._running[0][0] if self._running else self._serial + 1
+        outcomes = self._call_off()
+        error = first_error(self._name, self._deadline, self._parts, outcomes, late)
+        if late is not None or any(map(is_over, outcomes)):
+            self._error = error
+            self.close(error.what)
+        else:
+            self._begin_anew(first, error)
+        raise error
+
+    def _call_off(self) -> list[Outcome]:
+        """Abort all steps; what becomes of them on each actor."""
+        for actor in self._handles:
+            with contextlib.suppress(RayError):
+                actor.abort.remote()
+        steps = [refs for _, refs in self._running]
+        all_refs = [ref for refs in steps for ref in refs]
+        if all_refs:
+            ray.wait(all_refs, num_returns=len(all_refs), timeout=GRACE_SECONDS)
+        found: list[Outcome] = []
+        for mesh in range(len(self._parts)):
+            outcomes = [outcome_of(refs[mesh]) for refs in steps if mesh < len(refs)]
+            found.append(next((x for x in outcomes if x is not None), None))
+        return found
+
+    def _begin_anew(self, first: int, error: StageError) -> None:
+        """The actors go on with the next step, without what the failed ones would have made."""
+        self._running.clear()
+        lost = (first * KEYS, (self._serial + 1) * KEYS)
+        self._lost.append(lost)
+        self._error = error
+        for actor in self._handles:
+            actor.reset.remote(self._serial + 1, lost)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """One thread at a time; an interruption leaves no actor waiting for another."""
+        with self._lock:
+            self._check_open()
+            try:
+                yield
+            except (StageError, TypeError, RuntimeError):
+                raise  # looked into already, or raised before anything was sent
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Call off what runs, after Ctrl-C or an error that nobody expected."""
+        name = type(error).__name__
+        if self._closed is not None or not self._running:
+            return
+        try:
+            first = self._running[0][0]
+            outcomes = self._call_off()
+            if any(map(is_over, outcomes)):
+                self.close(f"{name} interrupted a step.")
+                return
+            told = StageError(
+                f"{self._name} was interrupted by {name}.", hint="go on from a state that is alive."
+            )
+            self._begin_anew(first, told)
+        except BaseException:
+            self.close(f"{name} interrupted a step.")
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            error = self._error
+            raise LostActorError(
+                f"The actors of {self._name} are gone.",
+                where=None if error is None else error.where,
+                why=self._closed,
+                hint="compile the step again, and start from a saved state.",
+                spot=None if error is None else error.spot,
+            )
+
+    # -- arrays ----------------------------------------------------------------------------------
+
+    def given(self, leaf: Any, sharding: RaySharding) -> list[Any]:
+        """For every part of a leaf: its resident if it lives at home, else its numbers.
+
+        Raises:
+          StageError: it was lost in a failure.
+        """
+        if isinstance(leaf, RayArray):
+            for resident in leaf.residents:
+                resident.owner.check(resident)
+            own = all(resident.owner is self for resident in leaf.residents)
+            if own and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                return list(leaf.residents)
+            return sharding.pieces(leaf.numbers())
+        if isinstance(leaf, jax.Array):
+            return sharding.pieces(to_host(leaf))
+        dtype = leaf.dtype if isinstance(leaf, SplitArray) else jax.typeof(leaf).dtype
+        return sharding.pieces(np.asarray(leaf, dtype))
+
+    def fetch(self, resident: Resident) -> np.ndarray:
+        """See `Owner`."""
+        with self._busy():
+            self.start_fetch(resident)
+            ref = self._fetches.pop((resident.actor, resident.key))
+            found: np.ndarray = self._read(resident, ref)
+            return np.array(found)  # what Ray gives lies in its object store
+
+    def start_fetch(self, resident: Resident) -> None:
+        """See `Owner`."""
+        with self._busy():
+            self.check(resident)
+            place = (resident.actor, resident.key)
+            if place not in self._fetches:
+                self._fetches[place] = self._handles[resident.actor].fetch.remote(resident.key)
+
+    def wait_ready(self, resident: Resident) -> None:
+        """See `Owner`."""
+        with self._busy():
+            self.check(resident)
+            self._read(resident, self._handles[resident.actor].ready.remote(resident.key))
+
+    def _read(self, resident: Resident, ref: Any) -> Any:
+        self._wait([ref])
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            part = self._parts[resident.actor]
+            spot = Spot(part.mesh, part.label, None, "between steps")
+            self._error = lost_error(self._name, spot, reason_of(error))
+            self.close(self._error.what)
+            raise self._error from None
+        except RayTaskError as error:
+            raise StageError(
+                f"An array of {self._name} cannot be read: {error.cause}",
+                where=f"actor {resident.actor}, {self._parts[resident.actor].label}",
+            ) from None
+
+    def forget(self, resident: Resident) -> None:
+        """See `Owner`."""
+        self._forgotten.append((resident.actor, resident.key))
+
+    def _drain(self) -> list[list[int]]:
+        forgotten: list[list[int]] = [[] for _ in self._parts]
+        while self._forgotten:
+            actor, key = self._forgotten.popleft()
+            self._fetches.pop((actor, key), None)
+            forgotten[actor].append(key)
+        return forgotten
+
+    def is_lost(self, resident: Resident) -> bool:
+        """See `Owner`."""
+        return self._closed is not None or any(a <= resident.key < b for a, b in self._lost)
+
+    def check(self, resident: Resident) -> None:
+        """See `Owner`."""
+        self._check_open()
+        if self.is_lost(resident):
+            error = self._error
+            assert error is not None
+            raise StageError(
+                f"An array of {self._name} is lost: the step that was to make it failed.",
+                where=error.where,
+                why=error.what,
+                hint="go on from a state that is alive.",
+                spot=error.spot,
+            )
+
+    def place(self, leaf: Any, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
+        """Put an array on the actors; where it lives there already, a copy of it."""
+        with self._busy():
+            self._others += 1
+            found = []
+            given = self.given(leaf, sharding)
+            for part, value, rows in zip(sharding.parts, values, given, strict=True):
+                key = self._others * KEYS + value
+                actor = self._handles[part.actor]
+                if isinstance(rows, Resident):
+                    actor.duplicate.remote(rows.key, key)
+                else:
+                    actor.keep.remote(key, value, rows)
+                found.append(Resident(self, part.actor, key))
+            return found
+
+    def make(
+        self,
+        closed: Any,
+        arguments: Sequence[Any],
+        wanted: Sequence[tuple[RaySharding, Sequence[int]]],
+    ) -> list[list[Resident]]:
+        """Let the actors run a traced function; the residents of each of its results.
+
+        Args:
+          closed: the function, a closed jaxpr.
+          arguments: its arguments.
+          wanted: where each result shall be, and the values that take its parts.
+
+        Raises:
+          StageError: it fails on an actor.
+        """
+        with self._busy():
+            self._others += 1
+            items: list[list[tuple[int, int, int, Any]]] = [[] for _ in self._parts]
+            found = []
+            for number, (sharding, values) in enumerate(wanted):
+                residents = []
+                for part, value, rows in zip(
+                    sharding.parts, values, sharding.indices(), strict=True
+                ):
+                    key = self._others * KEYS + value
+                    items[part.actor].append((key, value, number, rows))
+                    residents.append(Resident(self, part.actor, key))
+                found.append(residents)
+            what = "The init function"
+            blobs = [pickling.dumps((closed, arguments, own), what) for own in items]
+            self._call("make", [(blob,) for blob in blobs], "initialize")
+            return found
+
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
+        """One call of every actor, which is no step."""
+        refs = [
+            getattr(actor, method).remote(*given)
+            for actor, given in zip(self._handles, arguments, strict=True)
+        ]
+        self._wait(refs[:0])  # a step may have failed
+        results = results_of(refs, self._handles, self._parts, self._name, doing, self._deadline)
+        for found in results:
+            if isinstance(found, Failure):
+                raise stage_error(found, self._name)
+        return results
+
+    # -- the actors ------------------------------------------------------------------------------
+
+    def describe(self, what: str) -> list[Any]:
+        """See `StageActor.describe`, of each actor."""
+        with self._busy():
+            return self._call("describe", [(what,)] * len(self._handles), f"describing {what}")
+
+    def close(self, why: str = "it was shut down.") -> None:
+        """End all actors."""
+        if self._closed is None:
+            self._closed = why
+        self._running.clear()
+        self._finalizer()
+
+
+def _end(handles: list[Any], connection: Connection) -> None:
+    if ray.is_initialized():
+        for actor in handles:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+    handles.clear()
+    connection.close()
+
+
+def _entry(given: Any, is_home: bool) -> Any:
+    """What a slot is told of a leaf; away from its home, a resident leaf arrives by itself."""
+    if isinstance(given, Resident):
+        return given.key if is_home else None
+    return given

@@ -1,0 +1,128 @@
+"""Calls of actors: waiting for them without hanging, and what became of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from autopar.runtime.ray.failures import Gone, Outcome, Silent, Spot, lost_error
+from autopar.runtime.ray.parts import MeshPart
+
+POLL_SECONDS = 1.0
+"""A wait for actors looks around that often."""
+
+
+class Watch:
+    """Notices an actor that does not answer, or one that is at one instruction, for too long.
+
+    Args:
+      handles: of the actors.
+      parts: what they run.
+      deadline: seconds.
+      of_instructions: whether an instruction may take no longer (compiling may).
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        parts: Sequence[MeshPart],
+        deadline: float,
+        of_instructions: bool,
+    ) -> None:
+        self._handles, self._parts = handles, parts
+        self._deadline, self._of_instructions = deadline, of_instructions
+        self._pause = min(5.0, deadline / 4)
+        self._asked: list[Any] = []
+        self._since = time.monotonic()
+
+    def late(self) -> Spot | None:
+        """Where it is late, if it is; asks the actors now and then."""
+        now = time.monotonic()
+        if not self._asked:
+            if now - self._since > self._pause:
+                self._asked = [actor.where.remote() for actor in self._handles]
+                self._since = now
+            return None
+        _, left = ray.wait(self._asked, num_returns=len(self._asked), timeout=0)
+        if left:
+            if now - self._since <= self._deadline:
+                return None
+            part = self._parts[self._asked.index(left[0])]
+            return Spot(part.mesh, part.label, None, "it does not answer")
+        asked, self._asked, self._since = self._asked, [], now
+        if not self._of_instructions:
+            return None
+        for ref in asked:
+            try:
+                spot, seconds = ray.get(ref)
+            except RayError:
+                continue  # the call that somebody waits for says so too
+            # The actor itself gives up at the deadline, and can say more.
+            if spot is not None and spot.instruction != "idle" and seconds > 1.5 * self._deadline:
+                found: Spot = spot
+                return found
+        return None
+
+
+def results_of(
+    refs: Sequence[Any],
+    handles: Sequence[Any],
+    parts: Sequence[MeshPart],
+    name: str,
+    doing: str,
+    deadline: float,
+) -> list[Any]:
+    """The results of one call of each actor, which belongs to no step.
+
+    Args:
+      refs: of the calls.
+      handles: of the actors.
+      parts: what they run.
+      name: of the step.
+      doing: what they do, for messages.
+      deadline: seconds for which an actor may fail to answer; the call itself may take longer.
+
+    Raises:
+      LostActorError: an actor died, or does not answer.
+    """
+    watch = Watch(handles, parts, deadline, of_instructions=False)
+    left = list(refs)
+    results: dict[Any, Any] = {}
+    while left:
+        done, left = ray.wait(left, num_returns=1, timeout=POLL_SECONDS)
+        for ref in done:
+            try:
+                results[ref] = ray.get(ref)
+            except RayActorError as error:
+                part = parts[list(refs).index(ref)]
+                spot = Spot(part.mesh, part.label, None, doing)
+                raise lost_error(name, spot, reason_of(error)) from None
+        late = watch.late()
+        if left and late is not None:
+            raise lost_error(name, late, f"it does not answer while {doing}.")
+    return [results[ref] for ref in refs]
+
+
+def outcome_of(ref: Any) -> Outcome:
+    """What became of a step on an actor so far."""
+    done, _ = ray.wait([ref], timeout=0)
+    if not done:
+        return Silent()
+    try:
+        result: Outcome = ray.get(ref)
+    except RayActorError as error:
+        return Gone(reason_of(error))
+    except RayError as error:
+        return Gone(f"its call failed: {type(error).__name__}: {error}")
+    return result
+
+
+def reason_of(error: RayActorError) -> str:
+    """Why an actor died, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [x for x in lines if "exit" in x.lower() or "killed" in x.lower()]
+    return f"its process ended: {(telling or lines or ['no reason is known'])[0]}"

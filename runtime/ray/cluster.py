@@ -1,0 +1,167 @@
+"""The Ray cluster: found or started, asked for CPUs, given back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from autopar.errors import ClusterError
+
+_started_users = 0
+"""Pipelines that use the Ray which this module started."""
+_lock = threading.Lock()
+
+
+class Connection:
+    """A use of a Ray cluster; `close` ends Ray if this module started it and nobody else uses it.
+
+    Args:
+      address: as that of `autopar.Ray`.
+      num_actors: how many actors will want a CPU.
+      deadline: seconds that connecting may take.
+
+    Raises:
+      ClusterError: nothing answers at the address, or the cluster has too few CPUs.
+    """
+
+    def __init__(self, address: str | None, num_actors: int, deadline: float) -> None:
+        global _started_users
+        self._is_counted = False
+        self._group: PlacementGroup | None = None
+        with _lock:
+            if ray.is_initialized():
+                _check_same(address)
+                if _started_users:
+                    _started_users += 1
+                    self._is_counted = True
+            elif address is None and not os.environ.get("RAY_ADDRESS"):
+                _start(num_actors)
+                _started_users, self._is_counted = 1, True
+            else:
+                _connect(address, deadline)
+        try:
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            self.is_local = all(n["NodeManagerAddress"] == "127.0.0.1" for n in nodes)
+            self._reserve(num_actors, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, count: int, deadline: float) -> None:
+        total = ray.cluster_resources().get("CPU", 0)
+        if total < count:
+            raise ClusterError(
+                f"The plan needs {count} actors with a CPU each, and the Ray cluster has "
+                f"{total:g} CPUs.",
+                why="every mesh of the plan is a process of its own.",
+                hint="add nodes, start Ray with more num_cpus, or use fewer stages.",
+            )
+        self._group = placement_group([{"CPU": 1.0}] * count, strategy="PACK")
+        end = time.monotonic() + deadline
+        while not self._group.wait(timeout_seconds=max(min(1.0, deadline), 0.1)):
+            if time.monotonic() >= end:
+                free = ray.available_resources().get("CPU", 0)
+                raise ClusterError(
+                    f"{count} CPUs of the Ray cluster did not become free within {deadline:g} "
+                    "seconds.",
+                    why=f"it has {total:g} CPUs, of which {free:g} are free.",
+                    hint="wait for other work to end, shut down steps that are not used any more "
+                    "(step.shutdown()), or add nodes.",
+                )
+
+    def actors(
+        self, kind: type, arguments: Sequence[Any], names: Sequence[str], groups: dict[str, int]
+    ) -> list[Any]:
+        """An actor of this class for every argument, each on a CPU that was reserved."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._group is not None
+        remote = ray.remote(concurrency_groups=groups)(kind)
+        return [
+            remote.options(
+                name=name,
+                num_cpus=1,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=number
+                ),
+            ).remote(argument)
+            for number, (argument, name) in enumerate(zip(arguments, names, strict=True))
+        ]
+
+    def close(self) -> None:
+        """Give back what was reserved."""
+        global _started_users
+        if not ray.is_initialized():
+            return
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        with _lock:
+            if self._is_counted:
+                self._is_counted = False
+                _started_users -= 1
+                if not _started_users:
+                    ray.shutdown()
+
+
+def _start(num_actors: int) -> None:
+    """A cluster of this machine alone, on the loopback interface."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own about future defaults
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, num_actors),
+            num_gpus=0,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            logging_level="warning",
+        )
+
+
+def _connect(address: str | None, deadline: float) -> None:
+    address = address or os.environ["RAY_ADDRESS"]
+    if ":" in address:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=min(deadline, 10.0)).close()
+        except (OSError, ValueError, OverflowError) as error:
+            raise _unreachable(address, str(error)) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(address=address, logging_level="warning")
+    except Exception as error:
+        raise _unreachable(address, f"{type(error).__name__}: {error}") from error
+
+
+def _unreachable(address: str, why: str) -> ClusterError:
+    return ClusterError(
+        "No Ray cluster can be reached.",
+        where=f"address={address!r}",
+        why=why,
+        hint="give the address of a running head node, or no address to start Ray on this machine.",
+    )
+
+
+def _check_same(address: str | None) -> None:
+    """Ray knows one cluster for each process."""
+    if address in (None, "auto"):
+        return
+    connected = ray.get_runtime_context().gcs_address
+    if address != connected:
+        raise ClusterError(
+            f"This process is connected to another Ray cluster, at {connected}.",
+            where=f"address={address!r}",
+            why="a process uses one Ray cluster at a time.",
+            hint="leave the address out, or call ray.shutdown() first.",
+        )

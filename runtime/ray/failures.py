@@ -1,0 +1,177 @@
+"""What becomes of a step on each actor, and the one error that says what came first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from autopar.errors import LostActorError, StageError
+from autopar.passes.pipeline.instructions import Run, Send
+from autopar.runtime.ray.parts import MeshPart
+
+Kind = Literal["error", "late", "lost", "aborted"]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where in a step something happened.
+
+    Args:
+      mesh: the number of the actor and of its mesh.
+      stage: the stage of the instruction ("stage 0"), or those of the actor.
+      index: of the instruction; None: none of the list.
+      instruction: what is done, for people.
+      microbatch: its microbatch, if it has one.
+    """
+
+    mesh: int
+    stage: str
+    index: int | None
+    instruction: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        text = f"actor {self.mesh}, {self.stage}, {self.instruction}"
+        return text if self.microbatch is None else f"{text}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step ended early on one actor, as the actor says it.
+
+    Args:
+      kind: "error": something raised; "late": a wait took longer than the deadline; "lost": another
+        actor is gone; "aborted": the driver called the step off.
+      spot: where.
+      step: the number of the step.
+      what: the error's type and message.
+      traceback: where it was raised.
+      peer: the mesh that was waited for.
+      tag: of the message that was waited for.
+    """
+
+    kind: Kind
+    spot: Spot
+    step: int
+    what: str = ""
+    traceback: str = ""
+    peer: int | None = None
+    tag: int | None = None
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The actor is dead."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Silent:
+    """The actor neither finished nor gave up."""
+
+
+Outcome: TypeAlias = Failure | Gone | Silent | None
+"""What became of a step, or several, on one actor; None: all went well."""
+
+
+def is_over(outcome: Outcome) -> bool:
+    """Whether an actor cannot go on, or cannot reach another."""
+    if isinstance(outcome, Failure):
+        return outcome.kind == "lost"
+    return outcome is not None
+
+
+def first_error(
+    name: str,
+    deadline: float,
+    parts: Sequence[MeshPart],
+    outcomes: Sequence[Outcome],
+    late: Spot | None,
+) -> StageError:
+    """The error for what the other outcomes follow from.
+
+    Args:
+      name: of the step.
+      deadline: in seconds.
+      parts: what the actors run.
+      outcomes: of each actor, after everything was called off.
+      late: where the driver saw nothing happen, if that is why it was called off.
+    """
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    for part, outcome in zip(parts, outcomes, strict=True):
+        if isinstance(outcome, Gone):
+            return lost_error(name, last_spot(part, failures), outcome.reason)
+    by_kind = {failure.kind: failure for failure in reversed(failures)}
+    if "error" in by_kind:
+        return stage_error(by_kind["error"], name)
+    silent = [part for part, x in zip(parts, outcomes, strict=True) if isinstance(x, Silent)]
+    if "late" in by_kind:
+        failure = by_kind["late"]
+        waited = f"{failure.spot} waited for it longer than {deadline:g} seconds."
+        if silent:
+            spot = last_spot(silent[0], failures)
+            return lost_error(name, spot, f"it does not answer; {waited}")
+        return late_error(failure, name, deadline)
+    if late is not None:
+        why = f"nothing has happened there for {deadline:g} seconds."
+        return lost_error(name, late, why)
+    if "lost" in by_kind:
+        peer = by_kind["lost"].peer
+        assert peer is not None
+        spot = last_spot(parts[peer], failures)
+        return lost_error(name, spot, "its connections were closed.")
+    part = (silent or parts)[0]
+    return lost_error(name, last_spot(part, failures), "the step was called off.")
+
+
+def stage_error(failure: Failure, name: str) -> StageError:
+    """The error for something that was raised on an actor."""
+    spot = failure.spot
+    error = StageError(
+        f"{name} failed in {spot.stage}: {failure.what}",
+        where=f"{spot} (call {failure.step})" if failure.step else str(spot),
+        spot=spot,
+    )
+    if failure.traceback:
+        error.add_note(f"On the actor:\n{failure.traceback}")
+    return error
+
+
+def late_error(failure: Failure, name: str, deadline: float) -> StageError:
+    """The error for a message that did not come, though its sender is alive."""
+    return StageError(
+        f"{name}: {failure.spot.stage} waited longer than {deadline:g} seconds.",
+        where=f"{failure.spot} (call {failure.step})",
+        why=f"nothing came from actor {failure.peer}.",
+        hint="say a longer deadline (autopar.Ray(deadline=...)) if a stage may take that long.",
+        spot=failure.spot,
+    )
+
+
+def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
+    """The error that says which actor is gone."""
+    return LostActorError(
+        f"{name} lost actor {spot.mesh} ({spot.stage}).",
+        where=str(spot),
+        why=why,
+        hint="the arrays on the actors are gone with it: compile the step again, and start from a "
+        "saved state.",
+        spot=spot,
+    )
+
+
+def last_spot(part: MeshPart, failures: Sequence[Failure]) -> Spot:
+    """Where a lost actor was at the latest, from what the others still waited for."""
+    waited = {x.tag for x in failures if x.peer == part.mesh and x.tag is not None}
+    last = None
+    for index, x in enumerate(part.instructions):
+        if isinstance(x, Run):
+            last = Spot(part.mesh, f"stage {x.stage}", index, x.label, x.microbatch)
+        elif isinstance(x, Send) and x.tag in waited:
+            if last is None:
+                return Spot(part.mesh, part.label, index, f"before {x.label}")
+            text = f"{last.instruction} or before it (what others waited for comes from there)"
+            return Spot(last.mesh, last.stage, last.index, text, last.microbatch)
+    return Spot(part.mesh, part.label, None, "at an unknown instruction (nobody waited for it)")

@@ -1,0 +1,95 @@
+"""Equations, pieces and functions as bytes that another process with the same JAX can read.
+
+A jaxpr pickles but for its primitives, which are pickled as the names under which modules hold
+them, and its source lines, which are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from ray import cloudpickle
+
+from autopar.errors import TraceError
+from autopar.passes import jax_compat
+
+
+def dumps(value: Any, what: str) -> bytes:
+    """`value` as bytes.
+
+    Args:
+      value: anything; functions are pickled with what they close over.
+      what: what it is, for the message.
+
+    Raises:
+      TraceError: something in it cannot be pickled; says what.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        raise TraceError(
+            f"{what} cannot be sent to another process: {error}",
+            why="a function in it (such as the callback of jax.debug.callback or "
+            "jax.pure_callback) holds an object that cannot be pickled.",
+            hint="create such objects (locks, files, sessions) inside the function, or use "
+            "runtime='local'.",
+        ) from error
+    return stream.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """The inverse of `dumps`."""
+    return cloudpickle.loads(data)
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.primitives: dict[int, tuple[str, str]] | None = None
+
+    def reducer_override(self, value: Any) -> Any:
+        if jax_compat.is_primitive(value):
+            return _named, self.home_of(value)
+        if jax_compat.is_traceback(value):
+            return _nothing, ()
+        typed = jax_compat.typed_array_parts(value)
+        if typed is not None:
+            return jax_compat.typed_array, typed
+        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = np.asarray(jax.random.key_data(value))
+            return _keys, (data, jax.random.key_impl(value))
+        return super().reducer_override(value)
+
+    def home_of(self, primitive: Any) -> tuple[str, str]:
+        """The module that holds a primitive, and its name there."""
+        if self.primitives is None:
+            self.primitives = {
+                id(value): (name, attribute)
+                for name, module in list(sys.modules.items())
+                if module is not None
+                for attribute, value in list(vars(module).items())
+                if jax_compat.is_primitive(value)
+            }
+        home = self.primitives.get(id(primitive))
+        if home is None:
+            raise TypeError(f"the primitive {primitive.name!r} is held by no module")
+        return home
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _keys(data: Any, implementation: Any) -> Any:
+    return jax.random.wrap_key_data(data, impl=implementation)

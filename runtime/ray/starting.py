@@ -1,0 +1,132 @@
+"""Starts the actors of a pipeline, and lets all of them compile at the same time."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import ClusterError
+from autopar.passes.stages.candidate import Runnable
+from autopar.ray_array import RaySharding
+from autopar.runtime.ray import pickling
+from autopar.runtime.ray.actor import GROUPS, StageActor, World, versions
+from autopar.runtime.ray.calls import results_of
+from autopar.runtime.ray.cluster import Connection
+from autopar.runtime.ray.failures import Failure, stage_error
+from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.tiles import to_host
+
+CONFIG = (
+    "jax_enable_x64",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_disable_most_optimizations",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_softmax_custom_jvp",
+)
+"""What actors take over from the driver's `jax.config`."""
+
+
+def contents(
+    runnable: Runnable,
+    parts: Sequence[MeshPart],
+    shardings: Sequence[RaySharding],
+    num_leaves: int,
+    constants: Sequence[Any],
+    name: str,
+) -> list[bytes]:
+    """What every actor is sent once: its part of the plan, and the constants that it reads.
+
+    Raises:
+      TraceError: something in the step cannot be pickled.
+    """
+    own: list[list[tuple[int, np.ndarray]]] = [[] for _ in parts]
+    for leaf, value in enumerate(constants, num_leaves):
+        values = shardings[leaf].pieces(to_host(jax.numpy.asarray(value)))
+        for rows, numbers in zip(runnable.leaves[leaf], values, strict=True):
+            for number in runnable.pieces.inputs[rows.number]:
+                own[runnable.program.mesh_of(number)].append((number, numbers))
+    return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
+
+
+def start(
+    connection: Connection, parts: Sequence[MeshPart], name: str, deadline: float
+) -> list[Any]:
+    """Actor handles, of processes that are only about to start."""
+    token, tail = secrets.token_bytes(32), secrets.token_hex(3)
+    config = {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _xla_flags()}
+    worlds = [
+        World(
+            label=f"{part.label} of {name}",
+            mesh=part.mesh,
+            num_devices=part.num_devices,
+            jax_config=config,
+            environment=environment,
+            token=token,
+            is_local=connection.is_local,
+        )
+        for part in parts
+    ]
+    names = [f"autopar {name} {part.label} {tail}" for part in parts]
+    return connection.actors(StageActor, worlds, names, GROUPS)
+
+
+def load(
+    handles: Sequence[Any],
+    parts: Sequence[MeshPart],
+    blobs: Sequence[bytes],
+    name: str,
+    deadline: float,
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Connect the actors with each other and let them compile.
+
+    Returns:
+      Their process ids, and the seconds that each took to compile.
+
+    Raises:
+      ClusterError: an actor runs other versions than this process.
+      StageError: a piece cannot be compiled.
+      LostActorError: an actor died or does not answer.
+    """
+    refs = [actor.start.remote() for actor in handles]
+    hellos = results_of(refs, handles, parts, name, "starting", deadline)
+    for part, hello in zip(parts, hellos, strict=True):
+        if hello.versions != versions():
+            raise ClusterError(
+                f"The actor of {part.label} runs other versions than this process.",
+                why=f"it has {_listed(hello.versions)}; here are {_listed(versions())}.",
+                hint="install the same versions on all nodes.",
+            )
+    addresses = {part.mesh: x.address for part, x in zip(parts, hellos, strict=True)}
+    refs = [
+        actor.load.remote(blob, addresses, deadline)
+        for actor, blob in zip(handles, blobs, strict=True)
+    ]
+    seconds = results_of(refs, handles, parts, name, "compiling", deadline)
+    for found in seconds:
+        if isinstance(found, Failure):
+            raise stage_error(found, name)
+    return tuple(hello.pid for hello in hellos), tuple(seconds)
+
+
+def _listed(found: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found)
+
+
+def _xla_flags() -> str:
+    """The driver's, without the number of virtual devices, which each actor has of its own."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(x for x in flags if "xla_force_host_platform_device_count" not in x)
