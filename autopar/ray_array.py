@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,19 @@ class RaySharding:
         return [array if rows is None else array[rows] for rows in self.indices()]
 
 
+@functools.cache
+def key_implementation(dtype: Any) -> Any:
+    """The generator that keys of a dtype are for; no public name tells it of the dtype alone."""
+    found = []
+
+    def look(keys: jax.Array) -> jax.Array:
+        found.append(jax.random.key_impl(keys))
+        return keys
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
 class Owner(Protocol):
     """What knows the actors of an array."""
 
@@ -110,8 +124,10 @@ class Resident:
 class RayArray:
     """An array that lives on Ray actors.
 
-    `numpy.asarray`, `jax.device_get`, printing, `float`, indexing and `jax.numpy` functions fetch
-    it; `jax.block_until_ready` waits for it without fetching. The step takes it back as it is.
+    `numpy.asarray`, `jax.device_get`, `jax.numpy.asarray`, printing, `float`, indexing, arithmetic
+    and comparisons fetch it; `jax.block_until_ready` waits for it without fetching. The step takes
+    it back as it is. Other functions of JAX take what `jax.numpy.asarray` makes of it, or
+    `step.gather` of a tree.
 
     Args:
       residents: of each of its parts.
@@ -206,9 +222,9 @@ class RayArray:
     def _is_key(self) -> bool:
         return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if self._is_key:
-            raise TypeError("JAX array with PRNGKey dtype cannot be converted to a NumPy array.")
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if self._is_key:  # no NumPy array; NumPy says so, and jax.device_get takes it
+            return self.__jax_array__()
         if copy is False and self._numbers is None:
             raise ValueError("a RayArray becomes a NumPy array only by fetching it")
         numbers = self.numbers()
@@ -218,9 +234,8 @@ class RayArray:
 
     def __jax_array__(self) -> jax.Array:
         if self._is_key:
-            like = jax.eval_shape(lambda key: key, jax.ShapeDtypeStruct((), self.dtype))
             data = jnp.asarray(self.numbers())
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+            return jax.random.wrap_key_data(data, impl=key_implementation(self.dtype))
         return jnp.asarray(self.numbers())
 
     def item(self) -> Any:
@@ -265,3 +280,21 @@ class RayArray:
         if self._is_key or any(x.owner.is_lost(x) for x in self.residents):
             return f"RayArray({kind} on {place})"
         return f"RayArray({np.asarray(self)!r}, on {place})"
+
+
+def _computed(name: str) -> Any:
+    def method(self: RayArray, *others: Any) -> Any:
+        others = tuple(x.__jax_array__() if isinstance(x, RayArray) else x for x in others)
+        return getattr(self.__jax_array__(), name)(*others)
+
+    method.__name__ = method.__qualname__ = name
+    return method
+
+
+# Arithmetic and comparisons fetch the array and give a `jax.Array` of the driver's.
+for _name in (
+    "add sub mul truediv floordiv mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow "
+    "rmatmul lt le gt ge eq ne neg abs"
+).split():
+    setattr(RayArray, f"__{_name}__", _computed(f"__{_name}__"))
+RayArray.__hash__ = None  # type: ignore[assignment]  # as that of jax.Array: == compares elements

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.ray_array import key_implementation
 from autopar.runtime.ray.routes import Route, slices
 
 
@@ -43,14 +44,8 @@ def from_host(value: np.ndarray, dtype: Any, sharding: NamedSharding) -> jax.Arr
     """The numbers behind an array, placed."""
     if not is_key(dtype):
         return jax.device_put(value, sharding)
-    keys = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=_implementation(dtype))
+    keys = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_implementation(dtype))
     return jax.device_put(keys, sharding)
-
-
-def _implementation(dtype: Any) -> Any:
-    """The generator of a key dtype: no public name tells it, an array of that dtype does."""
-    shape = jax.eval_shape(lambda key: key, jax.ShapeDtypeStruct((), dtype))
-    return jax.random.key_impl(shape)
 
 
 def taken(array: Any, route: Route, devices: dict[Any, int]) -> Iterator[np.ndarray]:
@@ -114,5 +109,5 @@ def placed(
     array = jax.make_array_from_single_device_arrays(real_shape, real, shards)
     if not is_key(dtype):
         return array
-    keys = jax.random.wrap_key_data(array, impl=_implementation(dtype))
+    keys = jax.random.wrap_key_data(array, impl=key_implementation(dtype))
     return jax.device_put(keys, sharding)

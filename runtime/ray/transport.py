@@ -178,7 +178,8 @@ class Sockets:
         self._closed = True
         for each in (self._listener, *self._sockets):
             with contextlib.suppress(OSError):
-                each.close()
+                each.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait there
+            each.close()
 
     # -- threads ---------------------------------------------------------------------------------
 

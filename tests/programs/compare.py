@@ -30,13 +30,14 @@ compared in units of `Tolerance.zero_scale`.
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.ray_array import RayArray
 from autopar.split_array import SplitArray
 
 from . import data
@@ -216,6 +217,10 @@ def _path(path: Sequence[Any]) -> str:
 
 
 def _to_host(leaf: Any) -> Leaf:
+    if isinstance(leaf, RayArray):
+        weak, leaf = leaf.weak_type, jax.device_get(leaf)
+        host = _to_host(leaf)
+        return host if host.kind == "key" else replace(host, kind="array", weak_type=weak)
     if isinstance(leaf, jax.Array):
         aval = jax.typeof(leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,0 +1,46 @@
+"""A Ray of the tests' own: on the loopback interface, with few CPUs, and gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+import ray
+
+
+@contextlib.contextmanager
+def cluster(num_cpus: int) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own about its future defaults
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=0,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            logging_level="error",
+            log_to_driver=False,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not only its exit code."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: Sequence[int], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while any(map(is_running, pids)):
+        assert time.monotonic() < end, f"still running: {[p for p in pids if is_running(p)]}"
+        os.sched_yield()

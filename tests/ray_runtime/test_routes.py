@@ -1,0 +1,160 @@
+"""Arrays between meshes: every layout into every other, and each part of an array crosses once."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.runtime.ray.routes import Route, Spread, route, slices
+from autopar.runtime.ray.tiles import from_host, numbers, placed, plain, taken
+
+MESHES = ((1,), (2,), (4,), (2, 2), (1, 3), (2, 1, 2), (3,), (6,), (3, 2))
+AXES = ("x", "y", "z")
+
+
+@st.composite
+def spreads(draw: Any, shape: tuple[int, ...]) -> Spread:
+    """Any layout of a shape whose cuts divide; axes that cut nothing make replicas."""
+    mesh = draw(st.sampled_from(MESHES))
+    dims: list[list[int]] = [[] for _ in shape]
+    for axis in draw(st.permutations(range(len(mesh)))):
+        choices: list[int | None] = [None]
+        for dim, size in enumerate(shape):
+            if size % (math.prod(mesh[a] for a in dims[dim]) * mesh[axis]) == 0:
+                choices.append(dim)
+        dim = draw(st.sampled_from(choices))
+        if dim is not None:
+            dims[dim].append(axis)
+    return Spread(shape, tuple(map(tuple, dims)), mesh)
+
+
+@st.composite
+def pairs(draw: Any) -> tuple[Spread, Spread]:
+    sizes = st.sampled_from((0, 1, 2, 3, 5, 6, 12))
+    shape = tuple(draw(st.lists(sizes, min_size=0, max_size=3)))
+    return draw(spreads(shape)), draw(spreads(shape))
+
+
+def tiles_of(whole: np.ndarray, spread: Spread) -> list[np.ndarray]:
+    return [whole[slices(box)] for box in spread.boxes()]
+
+
+def moved(found: Route, held: list[np.ndarray], devices: int) -> list[np.ndarray]:
+    """What the receiving devices hold, by NumPy alone."""
+    result = [np.zeros(0)] * devices
+    for number, tile in enumerate(found.tiles):
+        value = np.full(tile.shape, -1)
+        for move in found.moves:
+            if move.tile == number:
+                value[slices(move.put)] = held[move.device][slices(move.take)]
+        for device in tile.devices:
+            result[device] = value
+    return result
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairs())
+def test_any_layout_becomes_any_other(pair: tuple[Spread, Spread]) -> None:
+    source, target = pair
+    whole = np.arange(math.prod(source.shape)).reshape(source.shape)
+    found = route(source, target)
+    received = moved(found, tiles_of(whole, source), math.prod(target.mesh))
+    for got, wanted in zip(received, tiles_of(whole, target), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert found.size == whole.size, "every element crosses once"
+
+
+def test_senders_are_balanced() -> None:
+    replicated = Spread((8, 4), ((), ()), (4,))
+    cut = Spread((8, 4), ((0,), ()), (4,))
+    sent: list[int] = []
+    sent += [0] * 4
+    found = route(replicated, cut, sent)
+    assert sorted(move.device for move in found.moves) == [0, 1, 2, 3]
+    assert sent == [8, 8, 8, 8]
+    route(Spread((3,), ((),), (4,)), Spread((3,), ((),), (1,)), sent)
+    route(Spread((3,), ((),), (4,)), Spread((3,), ((),), (1,)), sent)
+    assert sorted(sent) == [8, 8, 11, 11]
+
+
+@settings(max_examples=40, deadline=None)
+@given(pairs())
+def test_devices_are_numbered_as_jax_numbers_them(pair: tuple[Spread, Spread]) -> None:
+    for spread in pair:
+        sharding = sharded(spread, 0)
+        indices = sharding.devices_indices_map(spread.shape)
+        for device, box in zip(sharding.mesh.devices.flat, spread.boxes(), strict=True):
+            ranges = zip(indices[device], spread.shape, strict=True)
+            assert tuple(index.indices(size)[:2] for index, size in ranges) == box
+
+
+def sharded(spread: Spread, first: int) -> NamedSharding:
+    count = math.prod(spread.mesh)
+    devices = (jax.devices() * 2)[first : first + count]
+    mesh = Mesh(
+        np.asarray(devices).reshape(spread.mesh),
+        AXES[: len(spread.mesh)],
+        axis_types=(AxisType.Auto,) * len(spread.mesh),
+    )
+    return NamedSharding(mesh, PartitionSpec(*(tuple(AXES[a] for a in d) for d in spread.dims)))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "int8", "bool", "float16", "uint32", "int4", "complex64"]
+)
+@pytest.mark.parametrize(
+    ("shape", "source", "target"),
+    [
+        ((8, 6), (((0,), (1,)), (2, 2)), (((), (0,)), (3,))),
+        ((12,), (((0, 1),), (2, 3)), (((0,),), (4,))),
+        ((12,), (((1, 0),), (2, 3)), (((),), (2,))),
+        ((5, 3), (((), ()), (2,)), (((), ()), (4,))),
+        ((), ((), (2,)), ((), (3,))),
+        ((0, 4), (((), (0,)), (2,)), (((), ()), (2,))),
+    ],
+)
+def test_arrays_arrive_as_they_are(
+    dtype: str, shape: tuple[int, ...], source: Any, target: Any
+) -> None:
+    ends = Spread(shape, *source), Spread(shape, *target)
+    whole = np.random.default_rng(0).integers(0, 2, shape).astype(jnp.dtype(dtype))
+    array = jax.device_put(whole, sharded(ends[0], 0))
+    check_crossing(array, ends)
+
+
+def test_keys_arrive_as_keys() -> None:
+    keys = jax.random.split(jax.random.key(7), 6)
+    ends = Spread((6,), ((0,),), (3,)), Spread((6,), ((),), (2,))
+    check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends)
+
+
+def check_crossing(array: Any, ends: tuple[Spread, Spread]) -> None:
+    shape, dtype = plain(array.shape, array.dtype)
+    more = ((),) * (len(shape) - array.ndim)
+    spreads = [Spread(shape, (*end.dims, *more), end.mesh) for end in ends]
+    found = route(*spreads)
+    devices = {device: n for n, device in enumerate(array.sharding.mesh.devices.flat)}
+    data = np.concatenate([np.zeros(0, np.uint8), *taken(array, found, devices)])
+    assert data.size == found.size * dtype.itemsize
+    where = sharded(ends[1], 2)
+    arrived = placed(data, found, array.shape, array.dtype, where)
+    assert arrived.sharding.is_equivalent_to(where, arrived.ndim)
+    assert (arrived.shape, arrived.dtype) == (array.shape, array.dtype)
+    np.testing.assert_array_equal(np.asarray(numbers(arrived)), np.asarray(numbers(array)))
+
+
+def test_numbers_from_the_driver_are_placed() -> None:
+    where = sharded(Spread((4, 2), ((0,), ()), (2,)), 0)
+    value = np.arange(8, dtype=np.float32).reshape(4, 2)
+    np.testing.assert_array_equal(from_host(value, np.dtype(np.float32), where), value)
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), 4)
+    data = np.asarray(jax.random.key_data(keys))
+    placed_keys = from_host(data, keys.dtype, sharded(Spread((4,), ((0,),), (2,)), 0))
+    assert placed_keys.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(placed_keys), data)

@@ -1,0 +1,108 @@
+"""Messages between processes, here between two ends in one."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from autopar.runtime.ray.transport import Sockets, TransportError
+
+TOKEN = bytes(range(32))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Sockets, Sockets]]:
+    pair = Sockets(0, "127.0.0.1", TOKEN), Sockets(1, "127.0.0.1", TOKEN)
+    pair[0].connect({1: pair[1].address}, 10)
+    pair[1].connect({0: pair[0].address}, 10)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def data(*values: int) -> list[np.ndarray]:
+    return [np.array(values, np.uint8)]
+
+
+def test_messages_are_matched_by_step_and_tag(ends: tuple[Sockets, Sockets]) -> None:
+    left, right = ends
+    left.send(1, 1, 7, 2, lambda: data(1, 2))
+    left.send(1, 1, 8, 0, lambda: [])
+    left.send(1, 2, 7, 1, lambda: data(9))
+    assert right.receive(0, 2, 7, 10).tolist() == [9]
+    assert right.receive(0, 1, 8, 10).tolist() == []
+    assert right.receive(0, 1, 7, 10).tolist() == [1, 2]
+
+
+def test_a_large_message_in_parts(ends: tuple[Sockets, Sockets]) -> None:
+    left, right = ends
+    parts = [np.full(1 << 20, n, np.uint8) for n in range(5)]
+    ticket = left.send(1, 1, 1, 5 << 20, lambda: parts)
+    np.testing.assert_array_equal(right.receive(0, 1, 1, 30), np.concatenate(parts))
+    left.wait(ticket, 30)
+    assert left.sent_bytes == 5 << 20
+
+
+def reason(run: object) -> str:
+    assert callable(run)
+    with pytest.raises(TransportError) as found:
+        run()
+    return found.value.reason
+
+
+def test_a_wait_ends_at_its_deadline(ends: tuple[Sockets, Sockets]) -> None:
+    assert reason(lambda: ends[1].receive(0, 1, 1, 0.05)) == "late"
+
+
+def test_a_wait_ends_when_the_peer_is_gone(ends: tuple[Sockets, Sockets]) -> None:
+    left, right = ends
+    left.wait(left.send(1, 1, 1, 1, lambda: data(5)), 10)
+    left.close()
+    assert right.receive(0, 1, 1, 60).tolist() == [5]  # what came before is still there
+    assert reason(lambda: right.receive(0, 1, 2, 60)) == "lost"
+
+
+def test_a_wait_ends_when_the_step_is_called_off(ends: tuple[Sockets, Sockets]) -> None:
+    left, right = ends
+    found: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(reason(lambda: right.receive(0, 1, 1, 60)))
+    )
+    waiting.start()
+    right.abort()
+    waiting.join(30)
+    assert found == ["aborted"]
+    left.send(1, 1, 1, 1, lambda: data(1))
+    left.send(1, 5, 1, 1, lambda: data(2))
+    right.reset(5)
+    assert right.receive(0, 5, 1, 60).tolist() == [2]
+    assert reason(lambda: right.receive(0, 1, 1, 0.01)) == "late", "of a step that is over"
+
+
+def test_what_cannot_be_computed_is_not_sent(ends: tuple[Sockets, Sockets]) -> None:
+    def fail() -> list[np.ndarray]:
+        raise FloatingPointError("nan")
+
+    left, right = ends
+    ticket = left.send(1, 1, 1, 1, fail)
+    with pytest.raises(TransportError, match="FloatingPointError: nan"):
+        left.wait(ticket, 10)
+    left.send(1, 1, 2, 1, lambda: data(3))
+    assert right.receive(0, 1, 2, 10).tolist() == [3]
+
+
+def test_strangers_are_not_listened_to(ends: tuple[Sockets, Sockets]) -> None:
+    with socket.create_connection(ends[0].address, timeout=10) as stranger:
+        stranger.sendall(bytes(40))
+        assert stranger.recv(1) == b""
+    assert reason(lambda: ends[0].receive(1, 1, 1, 0.01)) == "late"
+
+
+def test_nobody_there() -> None:
+    end = Sockets(0, "127.0.0.1", TOKEN)
+    other = Sockets(1, "127.0.0.1", TOKEN)
+    other.close()
+    assert reason(lambda: end.connect({1: other.address}, 1)) == "lost"
+    end.close()

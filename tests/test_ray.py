@@ -1,0 +1,241 @@
+"""The same plan in Ray actors: numbers, arrays that live there, and what a step may be asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import ONE_LAYER, PROGRAMS, Program, compare
+from ray_runtime.clusters import cluster, wait_until_gone
+
+import autopar
+from autopar.errors import DonatedBufferError, OptionError, TraceError
+from autopar.ray_array import RayArray
+from autopar.ray_executable import RayExecutable
+
+RAY = autopar.Ray(deadline=60)
+FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)
+
+# In the default run; the others are marked `full`. Together: a tied embedding, Adam, dropout keys,
+# a scan over layers that is cut (leaves with rows on both actors), bfloat16, loss scaling.
+CHOSEN = ("linen_gpt_sgd", "scan_layers", "key_typed")
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    with cluster(num_cpus=4):
+        yield
+
+
+def programs() -> Iterator[Any]:
+    for program in PROGRAMS.values():
+        if program.splits and program.name not in ONE_LAYER and not program.prints:
+            marks = [] if program.name in CHOSEN else [pytest.mark.full]
+            yield pytest.param(program, id=program.name, marks=marks)
+
+
+@pytest.mark.parametrize("program", list(programs()))
+def test_a_step_on_two_actors_equals_the_plain_step(program: Program) -> None:
+    reason = program.missing()
+    if reason:
+        pytest.skip(reason)
+    with program.context():
+        case = program.build()
+        arguments = case.arguments(compare.copy_tree(case.state), case.batch)
+        options = {**case.options, "stages": 2, "schedule": "1f1b", "microbatches": 4}
+        step = autopar.compile(
+            case.step, *arguments, **case.keywords[0], **options, cluster=FOUR, runtime=RAY
+        )
+        assert isinstance(step, RayExecutable)
+        with step:
+            compare.assert_steps_equal(case.plain, step, case, program.tolerance)
+        wait_until_gone(step.actor_pids)
+
+
+# A small step for everything else.
+
+
+def train_step(state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> Any:
+        x = batch["x"]
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    key, _ = jax.random.split(state["key"])
+    new = {"params": params, "step": state["step"] + 1, "key": key, "kept": state["kept"]}
+    return new, {"loss": loss, "step": state["step"]}
+
+
+def init(key: Any, layers: int = 4, width: int = 8) -> Any:
+    keys = jax.random.split(key, layers)
+    params = [{"w": jax.random.normal(k, (width, width)) / 4, "b": jnp.zeros(width)} for k in keys]
+    return {"params": params, "step": jnp.int32(0), "key": key, "kept": jnp.arange(3)}
+
+
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def step(ray_cluster: None) -> Iterator[RayExecutable]:
+    made = autopar.compile(
+        train_step, init(jax.random.key(0)), BATCH, stages=2, microbatches=4, cluster=FOUR,
+        runtime=RAY,
+    )  # fmt: skip
+    assert isinstance(made, RayExecutable)
+    with made:
+        yield made
+
+
+def plain(steps: int) -> Any:
+    state, metrics = init(jax.random.key(0)), None
+    for _ in range(steps):
+        state, metrics = jax.jit(train_step)(state, BATCH)
+    return state, metrics
+
+
+def assert_close(left: Any, right: Any) -> None:
+    def check(a: Any, b: Any) -> None:
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(jax.device_get(a)), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+    jax.tree.map(check, left, right)
+
+
+def test_steps_that_nobody_waits_for(step: RayExecutable) -> None:
+    state, metrics = init(jax.random.key(0)), None
+    for _ in range(20):
+        state, metrics = step(state, BATCH)
+    assert_close((state, metrics), plain(20))
+
+
+def test_state_is_made_on_the_actors(step: RayExecutable) -> None:
+    state = step.initialize(init, jax.random.key(0))
+    assert all(isinstance(leaf, RayArray) for leaf in jax.tree.leaves(state))
+    assert_close(state, init(jax.random.key(0)))
+    first, last = state["params"][0]["w"], state["params"][-1]["w"]
+    assert [part.actor for x in (first, last) for part in x.sharding.parts] == [0, 1]
+    assert_close(step(state, BATCH), plain(1))
+    with pytest.raises(TraceError, match="none of the step's arguments"):
+        step.initialize(lambda: jnp.zeros(3))
+
+
+def test_what_a_handle_knows_and_does(step: RayExecutable) -> None:
+    state, metrics = step(init(jax.random.key(0)), BATCH)
+    weights, loss = state["params"][0]["w"], metrics["loss"]
+    expected_state, expected = plain(1)
+    assert (weights.shape, weights.dtype, weights.ndim) == ((8, 8), np.float32, 2)
+    assert (weights.size, weights.nbytes, len(weights)) == (64, 256, 8)
+    assert jax.block_until_ready(weights) is weights
+    np.testing.assert_allclose(float(loss), expected["loss"], rtol=1e-5)
+    assert f"{loss:.3f}" == f"{float(loss):.3f}"
+    assert loss.item() < loss + 1
+    assert str(loss) == str(np.asarray(loss))
+    assert "on stage 0" in repr(weights)
+    assert repr(state["key"]) == "RayArray(key<fry>[] on stage 0)"
+    assert int(state["step"]) == 1
+    assert isinstance(jnp.asarray(weights), jax.Array)
+    assert isinstance(2 * weights @ weights, jax.Array)
+    np.testing.assert_array_equal(weights[2], np.asarray(weights)[2])
+    np.testing.assert_array_equal(jax.device_get(state)["kept"], np.arange(3))
+    with pytest.raises(ValueError, match="not producing an array"):
+        np.asarray(state["key"])
+    assert_close(state, expected_state)
+
+
+def test_a_consumed_state_is_gone(step: RayExecutable) -> None:
+    first = init(jax.random.key(0))
+    state, _ = step(first, BATCH)
+    assert first["params"][0]["w"].is_deleted()
+    step(state, BATCH)
+    leaf = state["params"][0]["w"]
+    assert leaf.is_deleted()
+    assert "deleted" in repr(leaf)
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(leaf)
+    with pytest.raises(DonatedBufferError, match="donated by an earlier call"):
+        step(state, BATCH)
+
+
+def test_one_array_in_two_places_of_the_state(step: RayExecutable) -> None:
+    state, _ = step(init(jax.random.key(0)), BATCH)
+    layers = state["params"]
+    tied = {**state, "params": [layers[0], layers[0], *layers[2:]]}
+    expected = jax.jit(train_step)(jax.device_get(tied), BATCH)
+    assert_close(step(tied, BATCH), expected)
+
+
+def test_gather_and_apply(step: RayExecutable) -> None:
+    state, _ = step(init(jax.random.key(0)), BATCH)
+
+    def halve(tree: Any) -> Any:
+        return {**tree, "params": jax.tree.map(lambda x: x / 2, tree["params"])}
+
+    gathered = step.gather(state)
+    assert isinstance(gathered["params"][0]["w"], jax.Array)
+    halved = step.apply(halve, state)
+    assert isinstance(halved["params"][0]["w"], RayArray)
+    assert halved["params"][0]["w"].sharding == state["params"][0]["w"].sharding
+    assert_close(step(halved, BATCH), jax.jit(train_step)(halve(gathered), BATCH))
+    assert step.apply(lambda tree: tree["step"] + 1, state) == 2
+
+
+def test_wrong_arguments_are_named(step: RayExecutable) -> None:
+    with pytest.raises(TraceError, match="compiled for other arguments"):
+        step(init(jax.random.key(0), width=4), BATCH)
+
+
+def test_every_piece_is_compiled_and_readable(step: RayExecutable) -> None:
+    assert "// piece F0" in step.as_text()
+    assert set(step.memory_analysis()) >= {"F0", "B0", "F1", "B1"}
+    assert set(step.cost_analysis()) >= {"F0", "B0", "F1", "B1"}
+    with pytest.raises(autopar.AutoparError, match="not available"):
+        step.profile(init(jax.random.key(0)), BATCH)
+
+
+def test_one_stage_on_one_actor_by_decorator() -> None:
+    scale = jnp.arange(8.0)
+
+    @autopar.parallelize(runtime=RAY, cluster=autopar.Cluster.preset("cpu", devices_per_node=2))
+    def one(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x * scale @ w) ** 2))(w)
+
+    w, wanted = jnp.ones((8, 4)), jnp.ones((8, 4))
+    for _ in range(2):
+        w = one(w, BATCH["x"])
+        wanted = jax.jit(one.__wrapped__)(wanted, BATCH["x"])
+    np.testing.assert_allclose(w, wanted, rtol=1e-5)
+    assert isinstance(one.executable, RayExecutable)
+    one.executable.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"address": ""},
+        {"address": "ray://here:10001"},
+        {"address": 5},
+        {"deadline": 0},
+        {"deadline": "1m"},
+        {"max_restarts": 1},
+        {"on_loss": "replan"},
+    ],
+    ids=str,
+)
+def test_impossible_options(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(OptionError, match=re.escape(f"Ray({name}=")):
+        autopar.Ray(**options)
