@@ -292,9 +292,31 @@ def _computed(name: str) -> Any:
 
 
 # Arithmetic and comparisons fetch the array and give a `jax.Array` of the driver's.
-for _name in (
-    "add sub mul truediv floordiv mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow "
-    "rmatmul lt le gt ge eq ne neg abs"
-).split():
+for _name in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "rfloordiv",
+    "rmod",
+    "rpow",
+    "rmatmul",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "neg",
+    "abs",
+]:
     setattr(RayArray, f"__{_name}__", _computed(f"__{_name}__"))
 RayArray.__hash__ = None  # type: ignore[assignment]  # as that of jax.Array: == compares elements

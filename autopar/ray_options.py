@@ -19,8 +19,9 @@ class Ray:
         environment variable RAY_ADDRESS names, else one is started on this machine, which listens
         on the loopback interface and ends with the last step that uses it.
       deadline: seconds that a single wait may take, for a message of another stage or for the end
-        of one instruction, before the step is given up with an error. Starting and connecting
-        actors has as long.
+        of one instruction, before the step is given up with an error. CPUs of the cluster must
+        become free as quickly; an actor that starts or compiles must answer as quickly, but has
+        two minutes at the least.
       max_restarts: how often lost actors may be started again. Only 0 is possible in this version:
         the state lives on the actors and is lost with one of them.
       on_loss: what to do when hardware is lost for good. Only "error" is possible in this version.

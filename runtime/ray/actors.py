@@ -97,7 +97,7 @@ class Actors:
         self._connection = Connection(options.address, len(parts), self._deadline)
         self._finalizer = weakref.finalize(self, _end, self._handles, self._connection)
         try:
-            self._handles += starting.start(self._connection, parts, name, self._deadline)
+            self._handles += starting.start(self._connection, parts, name)
             self.pids, self.compile_seconds = starting.load(
                 self._handles, parts, blobs, name, self._deadline
             )
@@ -220,7 +220,9 @@ class Actors:
         steps = [refs for _, refs in self._running]
         all_refs = [ref for refs in steps for ref in refs]
         if all_refs:
-            ray.wait(all_refs, num_returns=len(all_refs), timeout=GRACE_SECONDS)
+            ray.wait(
+                all_refs, num_returns=len(all_refs), timeout=min(GRACE_SECONDS, self._deadline)
+            )
         found: list[Outcome] = []
         for mesh in range(len(self._parts)):
             outcomes = [outcome_of(refs[mesh]) for refs in steps if mesh < len(refs)]

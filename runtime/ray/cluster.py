@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from autopar.errors import ClusterError
@@ -43,7 +44,7 @@ class Connection:
                     _started_users += 1
                     self._is_counted = True
             elif address is None and not os.environ.get("RAY_ADDRESS"):
-                _start(num_actors)
+                start_local(max(os.cpu_count() or 1, num_actors))
                 _started_users, self._is_counted = 1, True
             else:
                 _connect(address, deadline)
@@ -114,18 +115,35 @@ class Connection:
                     ray.shutdown()
 
 
-def _start(num_actors: int) -> None:
-    """A cluster of this machine alone, on the loopback interface."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own about future defaults
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, num_actors),
-            num_gpus=0,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            logging_level="warning",
-        )
+def start_local(num_cpus: int, **options: Any) -> None:
+    """Start a cluster of this machine alone, on the loopback interface.
+
+    Args:
+      num_cpus: what the cluster says that it has.
+      **options: more arguments of `ray.init`.
+    """
+    # Ray replaces a loopback address that it is given by the machine's outward one, except where it
+    # believes that there are no clusters of several nodes, as on macOS.
+    os.environ[_CLUSTERS] = "0"
+    known = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own about future defaults
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=0,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                **{"logging_level": "warning", **options},
+            )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = known
+        del os.environ[_CLUSTERS]
+
+
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def _connect(address: str | None, deadline: float) -> None:

@@ -416,7 +416,8 @@ def _microbatch(x: Instruction) -> int | None:
 
 def _described(error: BaseException) -> str:
     if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
-        return f"FloatingPointError: {error.args[-1]} in its results, and jax_debug_nans is set."
+        kind = error.args[-1]
+        return f"FloatingPointError: {kind} in its results, and jax_debug_{kind}s is set."
     if isinstance(error, Missing):
         return "an array that it needs is no longer there."
     return f"{type(error).__name__}: {error}"

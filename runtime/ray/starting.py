@@ -21,6 +21,9 @@ from autopar.runtime.ray.failures import Failure, stage_error
 from autopar.runtime.ray.parts import MeshPart
 from autopar.runtime.ray.tiles import to_host
 
+START_SECONDS = 120.0
+"""How long actors may take to start, at the least: they import JAX."""
+
 CONFIG = (
     "jax_enable_x64",
     "jax_debug_nans",
@@ -61,9 +64,7 @@ def contents(
     return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
 
 
-def start(
-    connection: Connection, parts: Sequence[MeshPart], name: str, deadline: float
-) -> list[Any]:
+def start(connection: Connection, parts: Sequence[MeshPart], name: str) -> list[Any]:
     """Actor handles, of processes that are only about to start."""
     token, tail = secrets.token_bytes(32), secrets.token_hex(3)
     config = {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
@@ -102,7 +103,8 @@ def load(
       LostActorError: an actor died or does not answer.
     """
     refs = [actor.start.remote() for actor in handles]
-    hellos = results_of(refs, handles, parts, name, "starting", deadline)
+    patience = max(deadline, START_SECONDS)
+    hellos = results_of(refs, handles, parts, name, "starting", patience)
     for part, hello in zip(parts, hellos, strict=True):
         if hello.versions != versions():
             raise ClusterError(
@@ -115,7 +117,7 @@ def load(
         actor.load.remote(blob, addresses, deadline)
         for actor, blob in zip(handles, blobs, strict=True)
     ]
-    seconds = results_of(refs, handles, parts, name, "compiling", deadline)
+    seconds = results_of(refs, handles, parts, name, "compiling", patience)
     for found in seconds:
         if isinstance(found, Failure):
             raise stage_error(found, name)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 
 import ray
 
+from autopar.runtime.ray.cluster import start_local
+
 
 @contextlib.contextmanager
 def cluster(num_cpus: int) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own about its future defaults
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=0,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            logging_level="error",
-            log_to_driver=False,
-        )
+    start_local(num_cpus, logging_level="error", log_to_driver=False)
     try:
         yield
     finally:
@@ -43,4 +34,4 @@ def wait_until_gone(pids: Sequence[int], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while any(map(is_running, pids)):
         assert time.monotonic() < end, f"still running: {[p for p in pids if is_running(p)]}"
-        os.sched_yield()
+        threading.Event().wait(0.05)

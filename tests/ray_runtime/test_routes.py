@@ -45,9 +45,9 @@ def tiles_of(whole: np.ndarray, spread: Spread) -> list[np.ndarray]:
     return [whole[slices(box)] for box in spread.boxes()]
 
 
-def moved(found: Route, held: list[np.ndarray], devices: int) -> list[np.ndarray]:
+def moved(found: Route, held: list[np.ndarray], devices: int) -> list[Any]:
     """What the receiving devices hold, by NumPy alone."""
-    result = [np.zeros(0)] * devices
+    result: list[Any] = [None] * devices
     for number, tile in enumerate(found.tiles):
         value = np.full(tile.shape, -1)
         for move in found.moves:
@@ -73,8 +73,7 @@ def test_any_layout_becomes_any_other(pair: tuple[Spread, Spread]) -> None:
 def test_senders_are_balanced() -> None:
     replicated = Spread((8, 4), ((), ()), (4,))
     cut = Spread((8, 4), ((0,), ()), (4,))
-    sent: list[int] = []
-    sent += [0] * 4
+    sent = [0] * 4
     found = route(replicated, cut, sent)
     assert sorted(move.device for move in found.moves) == [0, 1, 2, 3]
     assert sent == [8, 8, 8, 8]
@@ -138,7 +137,7 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread]) -> None:
     shape, dtype = plain(array.shape, array.dtype)
     more = ((),) * (len(shape) - array.ndim)
     spreads = [Spread(shape, (*end.dims, *more), end.mesh) for end in ends]
-    found = route(*spreads)
+    found = route(spreads[0], spreads[1])
     devices = {device: n for n, device in enumerate(array.sharding.mesh.devices.flat)}
     data = np.concatenate([np.zeros(0, np.uint8), *taken(array, found, devices)])
     assert data.size == found.size * dtype.itemsize

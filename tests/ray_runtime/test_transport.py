@@ -29,7 +29,7 @@ def data(*values: int) -> list[np.ndarray]:
 def test_messages_are_matched_by_step_and_tag(ends: tuple[Sockets, Sockets]) -> None:
     left, right = ends
     left.send(1, 1, 7, 2, lambda: data(1, 2))
-    left.send(1, 1, 8, 0, lambda: [])
+    left.send(1, 1, 8, 0, list)
     left.send(1, 2, 7, 1, lambda: data(9))
     assert right.receive(0, 2, 7, 10).tolist() == [9]
     assert right.receive(0, 1, 8, 10).tolist() == []

@@ -1,0 +1,232 @@
+"""What goes wrong under Ray ends in one error that says where, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ray_runtime.clusters import cluster, is_running, wait_until_gone
+from ray_runtime.small_step import BATCH, check_one_step, init, on_actors, train_step
+
+import autopar
+from autopar.errors import ClusterError, LostActorError, StageError, TraceError
+from autopar.ray_array import RayArray
+from autopar.ray_executable import RayExecutable
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    with cluster(num_cpus=4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def step(ray_cluster: None) -> Iterator[RayExecutable]:
+    with jax.debug_nans(True), on_actors(autopar.Ray(deadline=60)) as made:
+        yield made
+
+
+def run_forever(step: RayExecutable) -> None:
+    state = init()
+    while True:
+        state, _ = step(state, BATCH)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_nan_in_a_stage(step: RayExecutable, stage: int) -> None:
+    state = init()
+    state[5 * stage]["scale"] = jnp.full(8, -9.0)
+    with pytest.raises(StageError) as found:
+        for _ in range(9):  # it shows in the same call or in a later one
+            state, _ = step(state, BATCH)
+    error = found.value
+    assert "FloatingPointError: nan in its results" in error.what
+    spot = error.spot
+    assert (spot.mesh, spot.stage, spot.instruction) == (stage, f"stage {stage}", f"F{stage}[0]")
+    assert spot.microbatch == 0
+    assert f"actor {stage}, stage {stage}, F{stage}[0], microbatch 0" in str(error)
+    with pytest.raises((StageError, RuntimeError), match=r"is lost|deleted"):
+        np.asarray(state[0]["w"])
+    check_one_step(step)
+
+
+def test_a_result_of_a_failed_step_says_so(step: RayExecutable) -> None:
+    state = init()
+    state[5]["scale"] = jnp.full(8, -9.0)
+    _, loss = step(state, BATCH)
+    with pytest.raises(StageError, match=r"FloatingPointError"):
+        float(loss)
+    assert "on stage 1" in repr(loss)
+    with pytest.raises(StageError, match="is lost"):
+        float(loss)
+    check_one_step(step)
+
+
+def test_an_interruption(step: RayExecutable) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_forever(step)
+    timer.join()
+    check_one_step(step)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 3))])
+def test_a_killed_actor(ray_cluster: None, seed: int) -> None:
+    chance = random.Random(seed)
+    step = on_actors(autopar.Ray(deadline=60))
+    victim = chance.choice([0, 1])
+    state, _ = step(init(), BATCH)
+    timer = threading.Timer(chance.random(), os.kill, (step.actor_pids[victim], signal.SIGKILL))
+    timer.start()
+    with pytest.raises(LostActorError, match=f"lost actor {victim} ") as found:
+        run_forever(step)
+    assert found.value.spot.stage.endswith(str(victim))
+    wait_until_gone(step.actor_pids)
+    with pytest.raises(LostActorError, match="are gone"):
+        np.asarray(state[0]["w"])
+    with pytest.raises(LostActorError, match="are gone"):
+        step(init(), BATCH)
+    step.shutdown()
+
+
+def test_an_actor_that_stops_answering(ray_cluster: None) -> None:
+    step = on_actors(autopar.Ray(deadline=3))
+    check_one_step(step)
+    os.kill(step.actor_pids[0], signal.SIGSTOP)
+    with pytest.raises(LostActorError) as found:
+        run_forever(step)
+    assert found.value.spot.mesh == 0
+    assert "F0[" in str(found.value)
+    wait_until_gone(step.actor_pids)
+
+
+def test_too_few_cpus(ray_cluster: None) -> None:
+    with pytest.raises(ClusterError, match=r"needs 6 actors .* has 4 CPUs"):
+        on_actors(autopar.Ray(deadline=60), stages=6)
+
+
+def test_cpus_that_do_not_become_free(step: RayExecutable) -> None:
+    with pytest.raises(ClusterError, match="did not become free within 1 seconds"):
+        on_actors(autopar.Ray(deadline=1), stages=4)
+    check_one_step(step)
+
+
+def test_a_step_that_cannot_be_sent(ray_cluster: None) -> None:
+    lock = threading.Lock()
+
+    def locked(x: Any) -> None:
+        with lock:
+            del x
+
+    def with_callback(w: Any, x: Any) -> Any:
+        jax.debug.callback(locked, w[0, 0])
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    with pytest.raises(TraceError, match=r"with_callback cannot be sent to another.*lock"):
+        autopar.compile(
+            with_callback,
+            jnp.ones((8, 4)),
+            BATCH["x"],
+            cluster=autopar.Cluster.preset("cpu", devices_per_node=1),
+            runtime=autopar.Ray(deadline=60),
+        )
+
+
+def test_an_init_function_that_fails(step: RayExecutable) -> None:
+    with pytest.raises(StageError, match="invalid value"):
+        step.initialize(lambda x: jax.tree.map(lambda leaf: leaf * jnp.log(x), init()), -1.0)
+    check_one_step(step)
+
+
+def test_a_state_of_another_step(step: RayExecutable) -> None:
+    state, _ = step(init(), BATCH)
+    handle = state[0]["w"]
+    assert isinstance(handle, RayArray)
+    copy = [{name: np.asarray(leaf) for name, leaf in layer.items()} for layer in state]
+    mixed = [state[0], *copy[1:]]
+    (_, loss), (_, wanted) = step(mixed, BATCH), jax.jit(train_step)(copy, BATCH)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+
+
+SCRIPT = """
+import ray
+from ray_runtime.small_step import *
+step = on_actors(autopar.Ray(deadline=60))
+nodes = [node["NodeManagerAddress"] for node in ray.nodes()]
+print(*step.actor_pids, flush=True)
+print(nodes, ray.get_runtime_context().gcs_address, flush=True)
+state = init()
+while True:
+    state, _ = step(state, BATCH)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
+def test_actors_end_with_their_driver(ending: signal.Signals) -> None:
+    folder = str(Path(__file__).parent)
+    # Ray's helpers of this process would be taken for those of the driver.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**clean, "PYTHONPATH": os.pathsep.join([folder, *sys.path[1:]])},
+    )
+    assert driver.stdout is not None
+    try:
+        pids = list(map(int, driver.stdout.readline().split()))
+        assert driver.stdout.readline().startswith("['127.0.0.1'] 127.0.0.1:")
+        below = descendants(driver.pid)
+        assert set(pids) <= set(below)
+        driver.send_signal(ending)
+        driver.wait(120)
+        # Two helpers of Ray try for a minute to tell others that their node was killed.
+        helpers = {pid for pid in below if "Agent" in title(pid)}
+        wait_until_gone([pid for pid in below if pid not in helpers])
+        for pid in filter(is_running, helpers):
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    children: dict[int, list[int]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        children.setdefault(int(parent), []).append(int(entry))
+    found = []
+    stack = list(children.get(pid, ()))
+    while stack:
+        found.append(stack.pop())
+        stack += children.get(found[-1], ())
+    return [pid for pid in found if is_running(pid)]
