@@ -184,6 +184,16 @@ class RayExecutable(Executable):
         pids: tuple[int, ...] = self._compiled.actors.pids
         return pids
 
+    @property
+    def compile_seconds(self) -> tuple[float, ...]:
+        """What compiling its pieces took each actor, by mesh."""
+        seconds: tuple[float, ...] = self._compiled.actors.compile_seconds
+        return seconds
+
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Bytes that each actor has sent to others so far, by mesh."""
+        return tuple(self._compiled.actors.describe("sent"))
+
     def finish(self) -> None:
         """Wait until the actors have done all steps.
 

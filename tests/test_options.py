@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autopar import options, units
+import autopar
 from autopar.errors import OptionError, PinError
 from autopar.options import Options
 
@@ -138,9 +139,11 @@ def test_pipelining_is_no_method() -> None:
         Options(method="pipeline")
 
 
-def test_ray_is_said_to_be_not_available_yet() -> None:
-    with pytest.raises(OptionError, match="Ray is not available yet"):
-        Options(runtime="ray")
+def test_ray_by_name_is_ray_as_it_is() -> None:
+    assert Options(runtime="ray") == Options(runtime=autopar.Ray())
+    assert Options(runtime=autopar.Ray(deadline=5)).to_json() == Options().to_json()
+    with pytest.raises(OptionError, match=r"write autopar.Ray\(\)"):
+        Options(runtime=autopar.Ray)  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_gets_the_list_and_the_closest() -> None:

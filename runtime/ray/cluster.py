@@ -136,6 +136,7 @@ def start_local(num_cpus: int, **options: Any) -> None:
                 num_gpus=0,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
+                _system_config={"worker_niceness": 0},  # they are no background work
                 **{"logging_level": "warning", **options},
             )
     finally:

@@ -1,0 +1,180 @@
+"""One plan in one process and in Ray actors: step time, driver, compilation, bytes, bandwidth.
+
+A GPT in pipeline stages, each on an actor with virtual CPU devices of its own; the same plan in this
+process. Both run in turns, so that they meet the same machine.
+
+    python benchmarks/ray_runtime.py --json
+    python benchmarks/ray_runtime.py --layers 12 --width 256 --rows 64 --microbatches 8
+
+- step: median seconds of a call until everything is computed;
+- stream: seconds of a step when nobody waits for its results, over all repeats;
+- driver: median milliseconds that a call takes until it returns, and its CPU milliseconds in the
+  calling thread;
+- compile: seconds of `autopar.compile` with the plan at hand; under Ray, starting the actors is in it,
+  and the seconds that each actor compiled are listed apart;
+- bytes: what went from actor to actor in a step, and the bytes of what the plan sends between stages
+  (with that of leaves that a second stage reads, which the plan does not list);
+- bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that copies
+  the same bytes.
+
+The last line is then a JSON object. Timings need a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from pipeline import language_model
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.transport import Sockets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=1, help="of each stage")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="end with a line of JSON")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", options.stages * options.devices)
+    found = {**measure(options), "bandwidth": bandwidth()}
+    Console().print(table(found))
+    if options.json:
+        print(json.dumps({"options": vars(options), **found}))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    model = language_model(options.layers, options.width, options.length, options.rows)
+    shapes = jax.eval_shape(model.make)
+    asked: dict[str, Any] = {
+        "cluster": autopar.Cluster.preset("cpu", devices_per_node=options.stages * options.devices),
+        "stages": options.stages,
+        "microbatches": options.microbatches,
+        "schedule": "1f1b",
+    }
+    plan = autopar.plan(model.step, shapes, model.batch, **asked)
+    steps, compiling = {}, {}
+    for runtime in ("local", "ray"):
+        start = time.perf_counter()
+        steps[runtime] = autopar.compile(
+            model.step, shapes, model.batch, plan=plan, runtime=runtime, **asked
+        )
+        compiling[runtime] = time.perf_counter() - start
+    on_actors = steps["ray"]
+    assert isinstance(on_actors, RayExecutable)
+    with on_actors:
+        states = {name: step.initialize(model.make) for name, step in steps.items()}
+        times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+        sent = 0
+        for repeat in range(options.repeats + 2):
+            for name, step in steps.items():
+                states[name], *taken = call(step, states[name], model.batch)
+                if repeat >= 2:
+                    times[name].append((taken[0], taken[1], taken[2]))
+            if repeat == 1:
+                sent = sum(on_actors.sent_bytes())
+        moved = (sum(on_actors.sent_bytes()) - sent) / options.repeats
+        stream = {}
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(options.repeats):
+                states[name], _ = step(states[name], model.batch)
+            jax.block_until_ready(states[name])
+            stream[name] = (time.perf_counter() - start) / options.repeats
+        actors = on_actors.compile_seconds
+    assert plan.pipeline is not None
+    return {
+        "step_seconds": {name: statistics.median(x[0] for x in t) for name, t in times.items()},
+        "stream_seconds": stream,
+        "driver_ms": {name: 1e3 * statistics.median(x[1] for x in t) for name, t in times.items()},
+        "driver_cpu_ms": {
+            name: 1e3 * statistics.median(x[2] for x in t) for name, t in times.items()
+        },
+        "compile_seconds": compiling,
+        "compile_seconds_of_actors": actors,
+        "moved_bytes": moved,
+        "planned_bytes": sum(t.bytes * t.times for t in plan.pipeline.transfers),
+    }
+
+
+def call(step: Any, state: Any, batch: Any) -> tuple[Any, float, float, float]:
+    """The new state; seconds until all is done, until the call returned, of the thread's CPU."""
+    start, cpu = time.perf_counter(), time.thread_time()
+    state, loss = step(state, batch)
+    returned, cpu = time.perf_counter(), time.thread_time() - cpu
+    jax.block_until_ready((state, loss))
+    return state, time.perf_counter() - start, returned - start, cpu
+
+
+def bandwidth(size: int = 1 << 26, repeats: int = 5) -> dict[str, float]:
+    """GB/s, medians."""
+    data = np.ones(size, np.uint8)
+    ends = Sockets(0, "127.0.0.1", bytes(32)), Sockets(1, "127.0.0.1", bytes(32))
+    ends[0].connect({1: ends[1].address}, 10)
+    taken = []
+    for step in range(repeats):
+        start = time.perf_counter()
+        ends[0].send(1, step, 0, size, lambda: [data])
+        ends[1].receive(0, step, 0, 60)
+        taken.append(time.perf_counter() - start)
+    for end in ends:
+        end.close()
+    bare = []
+    left, right = tcp_pair()
+    target = np.empty(size, np.uint8)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        sender = threading.Thread(target=left.sendall, args=(data,))
+        sender.start()
+        view, got = target.data, 0
+        while got < size:
+            got += right.recv_into(view[got:])
+        sender.join()
+        bare.append(time.perf_counter() - start)
+    left.close()
+    right.close()
+    return {
+        "transport": size / statistics.median(taken) / 1e9,
+        "socket": size / statistics.median(bare) / 1e9,
+    }
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+    return left, right
+
+
+def table(found: dict[str, Any]) -> Table:
+    made = Table("", "local", "ray")
+    for key in ("step_seconds", "stream_seconds", "driver_ms", "driver_cpu_ms", "compile_seconds"):
+        made.add_row(key, *(f"{found[key][name]:.4g}" for name in ("local", "ray")))
+    seconds = ", ".join(f"{x:.3g}" for x in found["compile_seconds_of_actors"])
+    made.add_row("compile_seconds_of_actors", "", seconds)
+    moved, planned = found["moved_bytes"], found["planned_bytes"]
+    made.add_row("moved_bytes (planned)", "", f"{moved:,.0f} ({planned:,})")
+    speeds = found["bandwidth"]
+    made.add_row("GB/s (bare socket)", "", f"{speeds['transport']:.3g} ({speeds['socket']:.3g})")
+    return made
+
+
+if __name__ == "__main__":
+    main()
