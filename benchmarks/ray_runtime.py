@@ -1,7 +1,7 @@
 """One plan in one process and in Ray actors: step time, driver, compilation, bytes, bandwidth.
 
-A GPT in pipeline stages, each on an actor with virtual CPU devices of its own; the same plan in this
-process. Both run in turns, so that they meet the same machine.
+A GPT in pipeline stages, each on an actor with virtual CPU devices of its own; the same plan in
+this process. Both run in turns, so that they meet the same machine.
 
     python benchmarks/ray_runtime.py --json
     python benchmarks/ray_runtime.py --layers 12 --width 256 --rows 64 --microbatches 8
@@ -10,12 +10,12 @@ process. Both run in turns, so that they meet the same machine.
 - stream: seconds of a step when nobody waits for its results, over all repeats;
 - driver: median milliseconds that a call takes until it returns, and its CPU milliseconds in the
   calling thread;
-- compile: seconds of `autopar.compile` with the plan at hand; under Ray, starting the actors is in it,
-  and the seconds that each actor compiled are listed apart;
-- bytes: what went from actor to actor in a step, and the bytes of what the plan sends between stages
-  (with that of leaves that a second stage reads, which the plan does not list);
-- bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that copies
-  the same bytes.
+- compile: seconds of `autopar.compile` with the plan at hand; under Ray, starting the actors is in
+  it, and the seconds that each actor compiled are listed apart;
+- bytes: what went from actor to actor in a step, and what the plan sends between stages (the leaves
+  that a second stage reads are not in the plan's list);
+- bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that
+  copies the same bytes.
 
 The last line is then a JSON object. Timings need a machine that does nothing else.
 """

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ray_runtime.clusters import cluster
 
 import autopar
 
@@ -49,7 +50,7 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def test_the_readme_trains_as_plain_jit_does() -> None:
-    code, pipeline = blocks("README.md", "python")
+    code, pipeline, _ = blocks("README.md", "python")
     names = reader()
     initial = jax.tree.map(jnp.copy, names["state"])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -73,6 +74,23 @@ def test_the_readme_trains_as_plain_jit_does() -> None:
         np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-6)
     assert [stage.num_devices for stage in names["step"].plan.stages] == [4, 4]
     assert printed.getvalue().startswith("gpipe: ")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+def test_the_readme_trains_in_many_processes() -> None:
+    code, _, processes = blocks("README.md", "python")
+    names = reader()
+    initial = jax.tree.map(jnp.copy, names["state"])
+    names |= {"key": jax.random.key(0), "init": lambda key: jax.tree.map(jnp.copy, initial)}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, "README.md", "exec"), names)
+    with cluster(num_cpus=2), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(processes, "README.md", "exec"), names)
+    plain = jax.jit(names["train_step"].__wrapped__)
+    state = initial
+    for batch in names["batches"]:
+        state, loss = plain(state, batch)
+    np.testing.assert_allclose(float(printed.getvalue()), loss, rtol=1e-5)
 
 
 def modules_with_examples() -> list[str]:

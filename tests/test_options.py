@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from autopar import options, units
 import autopar
+from autopar import options, units
 from autopar.errors import OptionError, PinError
 from autopar.options import Options
 

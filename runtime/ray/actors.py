@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from autopar.errors import LostActorError, StageError
 from autopar.passes.stages.candidate import Runnable
@@ -214,15 +214,11 @@ class Actors:
 
     def _call_off(self) -> list[Outcome]:
         """Abort all steps; what becomes of them on each actor."""
-        for actor in self._handles:
-            with contextlib.suppress(RayError):
-                actor.abort.remote()
         steps = [refs for _, refs in self._running]
-        all_refs = [ref for refs in steps for ref in refs]
-        if all_refs:
-            ray.wait(
-                all_refs, num_returns=len(all_refs), timeout=min(GRACE_SECONDS, self._deadline)
-            )
+        calls = [actor.abort.remote() for actor in self._handles]
+        calls += [ref for refs in steps for ref in refs]
+        # Also for the aborts: one that came after the reset would call the next step off.
+        ray.wait(calls, num_returns=len(calls), timeout=min(GRACE_SECONDS, self._deadline))
         found: list[Outcome] = []
         for mesh in range(len(self._parts)):
             outcomes = [outcome_of(refs[mesh]) for refs in steps if mesh < len(refs)]

@@ -132,6 +132,10 @@ def stage_error(failure: Failure, name: str) -> StageError:
     error = StageError(
         f"{name} failed in {spot.stage}: {failure.what}",
         where=f"{spot} (call {failure.step})" if failure.step else str(spot),
+        hint="the state that this call and those behind it consumed is gone; the actors go on with "
+        "a state that is alive."
+        if failure.step
+        else None,
         spot=spot,
     )
     if failure.traceback:

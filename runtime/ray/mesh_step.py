@@ -105,8 +105,10 @@ class Store:
                 self._arrays.pop(key, None)
 
     def lose(self, first: int, last: int) -> None:
-        """Say that keys from `first` to `last` (left out) will not come."""
+        """Say that keys from `first` to `last` (left out) will not come, and drop those there."""
         with self._changed:
+            for key in [key for key in self._arrays if first <= key < last]:
+                del self._arrays[key]
             self._lost.append((first, last))
             self._changed.notify_all()
 
@@ -195,6 +197,7 @@ class MeshStep:
     def _inputs(self, message: Message) -> dict[Buffer, Any]:
         """The values with which the step begins."""
         part, buffers = self.part, dict(self.constants)
+        consumed, taken_over = set(message.consumed), set(part.program.donated)
         resident: set[tuple[int, int]] = set()
         arriving: set[tuple[int, int, int]] = set()
         for slot, given in zip(part.slots, message.given, strict=True):
@@ -202,7 +205,10 @@ class MeshStep:
             if given is None:
                 arriving.add((slot.leaf, slot.part, slot.value))
             elif isinstance(given, int):
-                buffers[buffer] = self.store[given]
+                array = self.store[given]
+                if slot.value in taken_over and given not in consumed:
+                    array = jax.device_put(array, array.sharding, may_alias=False)
+                buffers[buffer] = array
                 resident.add((slot.leaf, slot.part))
             else:
                 buffers[buffer] = self._place_host(slot.value, given)
