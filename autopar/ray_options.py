@@ -17,7 +17,8 @@ class Ray:
       address: of a running Ray cluster ("auto": the one that Ray finds on this machine,
         "host:port" of its head node). None: the one that this process is connected to or that the
         environment variable RAY_ADDRESS names, else one is started on this machine, which listens
-        on the loopback interface and ends with the last step that uses it.
+        on the loopback interface and ends with the last step that uses it. Where a cluster asks for
+        a token, Ray's own settings (RAY_AUTH_MODE and others) say which.
       deadline: seconds that a single wait may take, for a message of another stage or for the end
         of one instruction, before the step is given up with an error. CPUs of the cluster must
         become free as quickly; an actor that starts or compiles must answer as quickly, but has

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -16,13 +19,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from autopar.errors import ClusterError
 
-_started_users = 0
-"""Pipelines that use the Ray which this module started."""
+_users = 0
+"""Pipelines that use the Ray which this module started, or connected this process to."""
 _lock = threading.Lock()
 
 
 class Connection:
-    """A use of a Ray cluster; `close` ends Ray if this module started it and nobody else uses it.
+    """A use of a Ray cluster.
+
+    `close` gives back what it reserved. With the last use, a cluster that this module started ends,
+    and this process leaves one that it connected to.
 
     Args:
       address: as that of `autopar.Ray`.
@@ -34,20 +40,20 @@ class Connection:
     """
 
     def __init__(self, address: str | None, num_actors: int, deadline: float) -> None:
-        global _started_users
+        global _users
         self._is_counted = False
         self._group: PlacementGroup | None = None
         with _lock:
             if ray.is_initialized():
                 _check_same(address)
-                if _started_users:
-                    _started_users += 1
-                    self._is_counted = True
             elif address is None and not os.environ.get("RAY_ADDRESS"):
                 start_local(max(os.cpu_count() or 1, num_actors))
-                _started_users, self._is_counted = 1, True
+                _users, self._is_counted = 1, True
             else:
                 _connect(address, deadline)
+                _users, self._is_counted = 1, True
+            if _users and not self._is_counted:
+                _users, self._is_counted = _users + 1, True
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = all(n["NodeManagerAddress"] == "127.0.0.1" for n in nodes)
@@ -101,7 +107,7 @@ class Connection:
 
     def close(self) -> None:
         """Give back what was reserved."""
-        global _started_users
+        global _users
         if not ray.is_initialized():
             return
         if self._group is not None:
@@ -110,8 +116,8 @@ class Connection:
         with _lock:
             if self._is_counted:
                 self._is_counted = False
-                _started_users -= 1
-                if not _started_users:
+                _users -= 1
+                if not _users:
                     ray.shutdown()
 
 
@@ -122,23 +128,32 @@ def start_local(num_cpus: int, **options: Any) -> None:
       num_cpus: what the cluster says that it has.
       **options: more arguments of `ray.init`.
     """
-    # Ray replaces a loopback address that it is given by the machine's outward one, except where it
-    # believes that there are no clusters of several nodes, as on macOS.
-    os.environ[_CLUSTERS] = "0"
+    with _loopback():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=0,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _system_config={"worker_niceness": 0},  # they are no background work
+            **{"logging_level": "warning", **options},
+        )
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray takes loopback addresses as they are.
+
+    It replaces them by the machine's outward address, except where it believes that there are no
+    clusters of several nodes, as on macOS.
+    """
     known = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[_CLUSTERS] = "0"  # for the processes that it starts
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own about future defaults
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=0,
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                _system_config={"worker_niceness": 0},  # they are no background work
-                **{"logging_level": "warning", **options},
-            )
+            warnings.simplefilter("ignore")  # Ray's own about its future defaults
+            yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = known
         del os.environ[_CLUSTERS]
@@ -149,18 +164,43 @@ _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 def _connect(address: str | None, deadline: float) -> None:
     address = address or os.environ["RAY_ADDRESS"]
-    if ":" in address:
-        host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")
+    if host:
         try:
             socket.create_connection((host, int(port)), timeout=min(deadline, 10.0)).close()
         except (OSError, ValueError, OverflowError) as error:
             raise _unreachable(address, str(error)) from error
+    is_loopback = host in ("127.0.0.1", "localhost", "::1", "[::1]")
+    with _loopback() if is_loopback else contextlib.nullcontext():
+        _try(address, deadline)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(address=address, logging_level="warning")
+        except Exception as error:
+            raise _unreachable(address, f"{type(error).__name__}: {error}") from error
+
+
+TRIAL = """
+import sys, ray
+ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
+ray.shutdown()
+"""
+
+
+def _try(address: str, deadline: float) -> None:
+    """Connect in a process that can be ended: `ray.init` may try for many minutes."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ray.init(address=address, logging_level="warning")
-    except Exception as error:
-        raise _unreachable(address, f"{type(error).__name__}: {error}") from error
+        done = subprocess.run(
+            [sys.executable, "-c", TRIAL, address], capture_output=True, text=True, timeout=deadline
+        )
+    except subprocess.TimeoutExpired:
+        raise _unreachable(
+            address, f"what listens there did not answer as Ray does within {deadline:g} seconds."
+        ) from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise _unreachable(address, lines[-1] if lines else "Ray cannot connect.")
 
 
 def _unreachable(address: str, why: str) -> ClusterError:
