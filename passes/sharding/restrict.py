@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from autopar.passes.sharding.batch_dims import NONE, BatchDims, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.strategies import Shape, outer_factor
+from autopar.units import without_rows
 
 ONE_AXIS_METHODS = ("data", "zero1", "zero2", "zero3")
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated
@@ -240,10 +240,7 @@ def pins_of(graph: Graph, pins: Sequence[tuple[str, Any]]) -> tuple[tuple[str, A
 
 
 def _pinned(graph: Graph, pattern: str) -> list[int]:
-    return [i for i, x in enumerate(graph.inputs) if matches_path(_ROWS.sub("", x.path), pattern)]
-
-
-_ROWS = re.compile(r"\[(:, )*\d+:\d+\]$")  # rows of a leaf that is split over stages
+    return [i for i, x in enumerate(graph.inputs) if matches_path(without_rows(x.path), pattern)]
 
 
 def matches_path(path: str, pattern: str) -> bool:

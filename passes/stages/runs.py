@@ -55,15 +55,13 @@ class CutProgram:
     """A program with its scans over layers cut.
 
     Args:
-      graph: the program; its loop is equation number `loop`.
-      loop: the number of the loop over microbatches.
+      graph: the program.
       sources: for every equation of the loop's body, the old equation that it comes from.
       inputs: for every leaf of the old program (constants too), the new leaves that hold its rows.
       outputs: the same for its outputs.
     """
 
     graph: Graph
-    loop: int
     sources: tuple[Source, ...]
     inputs: tuple[tuple[LeafRows, ...], ...]
     outputs: tuple[tuple[LeafRows, ...], ...]
@@ -111,7 +109,6 @@ class _Cutter:
         self.sources: list[Source] = []
         self.traced: dict[Any, Any] = {}
         self.carries: dict[int, tuple[int, Sizes]] = {}  # of the loop, that are in runs
-        self.loop = -1
 
     # The program as a whole.
 
@@ -191,7 +188,6 @@ class _Cutter:
                     inputs[into.number] = dataclasses.replace(inputs[into.number], twin=out.number)
         return CutProgram(
             Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants),
-            self.loop,
             tuple(self.sources),
             tuple(self.inputs),
             tuple(self.outputs),
@@ -605,7 +601,6 @@ class _Cutter:
         )
         flat = [[atom for value in group for atom in _atoms(value)]
                 for group in (consts, carry, slices)]  # fmt: skip
-        self.loop = len(self.eqns)
         self.append(
             eqn.replace(
                 invars=[atom for group in flat for atom in group],

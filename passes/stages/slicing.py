@@ -108,9 +108,10 @@ def _cut(
         for index, known in starts.items()
     }
     made = cut_scans(parts, rules, sizes)
-    rules = populate(made.graph.jaxpr)
-    new = dissect(made.graph, rules)
-    assert new.loop == made.loop
+    graph = split_conditionals(made.graph)  # runs of layers can be updated apart now
+    rules = populate(graph.jaxpr)
+    new = dissect(graph, rules)
+    assert len(new.body.eqns) == len(made.sources)
     stages: dict[int, int] = {}
     made_by = {var: index for index, eqn in enumerate(new.body.eqns) for var in eqn.outvars}
     for index in new.trunk():
