@@ -65,10 +65,13 @@ class StageLayout:
       boundaries: the layers at which the second and later stages begin, or how many stages there
         are (of about the same FLOPs).
       devices: of every mesh.
+      remat: for every stage, whether its backward pass computes the forward pass again; empty if
+        that is not decided here.
     """
 
     boundaries: int | tuple[int, ...]
     devices: tuple[int, ...]
+    remat: tuple[bool, ...] = ()
 
     @classmethod
     def asked(cls, options: Options, cluster: Cluster) -> StageLayout:
@@ -247,7 +250,7 @@ def _plan(
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
     parts = [submesh(cluster, size) for size in layout.devices]
     planned = _plan_stages(stages, count, options, parts, report)
-    remat = (options.remat == "full",) * len(planned)
+    remat = layout.remat or (options.remat == "full",) * len(planned)
     return assemble(split, stages, planned, schedule, options, cluster, remat)
 
 

@@ -605,12 +605,9 @@ class _Cutter:
             eqn.replace(
                 invars=[atom for group in flat for atom in group],
                 outvars=outvars,
-                params={
-                    **eqn.params,
-                    "jaxpr": ClosedJaxpr(inner, ()),
-                    "num_consts": len(flat[0]),
-                    "num_carry": len(flat[1]),
-                },
+                params=jax_compat.scan_params(
+                    eqn.params, ClosedJaxpr(inner, ()), len(flat[0]), len(flat[1])
+                ),
             )
         )
 
