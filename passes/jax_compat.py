@@ -149,7 +149,8 @@ def _scan_structures(
 
         return jax.lax.scan(body, carry, slices, length=1)
 
-    scalar, row = jax.ShapeDtypeStruct((), float), jax.ShapeDtypeStruct((1,), float)
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    row = jax.ShapeDtypeStruct((1,), "float32")
     traced = jax.make_jaxpr(small)([scalar] * num_consts, [scalar] * num_carry, [row] * num_slices)
     (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
     assert scan_counts(eqn.params) == numbers, eqn
