@@ -47,7 +47,8 @@ def slice_stages(
         the boundaries are out of order or out of range.
     """
     parts = dissect(split_conditionals(graph), rules)
-    found = layers_of(parts, rules, at_least=stages if isinstance(stages, int) else 1)
+    number = stages if isinstance(stages, int) else len(stages) + 1
+    found = layers_of(parts, rules, at_least=number)
     boundaries = boundaries_of(found, stages)
     cut = _cut(parts, rules, found, boundaries)
     terms = find_terms(cut.parts)
