@@ -22,7 +22,7 @@ SCHEDULES = ("1f1b", "zb_h1")
 
 
 def combinations() -> Iterator[Any]:
-    """All of them; by default one of each program that is no variant, turned from one to the next."""
+    """All of them; by default one of each program that is no variant, taken in turn."""
     for number, program in enumerate(PROGRAMS.values()):
         pairs = list(itertools.product(STAGES, SCHEDULES))
         pairs = pairs[number % 4 :] + pairs[: number % 4]
