@@ -52,10 +52,9 @@ def cluster(nodes: int = 2) -> autopar.Cluster:
 
 @pytest.mark.parametrize("make", [init, init_apart])
 def test_the_chosen_stages_compute_the_same(make: Any) -> None:
-    state = expected = make(jax.random.key(0))
-    step = autopar.compile(
-        train_step, state, *BATCH, cluster=cluster(), stages="auto", microbatches=8
-    )
+    state, expected = make(jax.random.key(0)), make(jax.random.key(0))
+    options: dict[str, Any] = {"cluster": cluster(), "microbatches": 8, "method": "data"}
+    step = autopar.compile(train_step, state, *BATCH, stages="auto", **options)
     plan = step.plan
     assert plan.pipeline is not None
     assert sum({s.mesh: s.num_devices for s in plan.stages}.values()) == 8
@@ -71,20 +70,15 @@ def test_the_chosen_stages_compute_the_same(make: Any) -> None:
 
 
 def test_stages_are_chosen_anew_for_memory() -> None:
-    """With less memory there are more stages or forward passes computed again; then nothing."""
+    """With less memory there are other stages and forward passes computed again; then nothing."""
     arguments = (train_step, init_apart(jax.random.key(0)), *BATCH)
     options: dict[str, Any] = {"cluster": cluster(4), "stages": "auto", "microbatches": 8}
+    options["method"] = "zero2"
     free = autopar.plan(*arguments, **options)
     most = max(stage.peak_bytes_per_device for stage in free.stages)
-    limits = [most * share // 8 for share in (7, 6, 5, 4, 2)]
-    peaks = []
-    for limit in limits:
-        try:
-            plan = autopar.plan(*arguments, **options, memory_limit=limit)
-        except MemoryLimitError:
-            break
-        peak = max(stage.peak_bytes_per_device for stage in plan.stages)
-        assert peak <= limit
-        assert plan.estimates.step_seconds >= free.estimates.step_seconds * (1 - 1e-9)
-        peaks.append(peak)
-    assert peaks and len(peaks) < len(limits)
+    plan = autopar.plan(*arguments, **options, memory_limit=most * 7 // 8)
+    assert max(stage.peak_bytes_per_device for stage in plan.stages) <= most * 7 // 8
+    assert plan.estimates.step_seconds > free.estimates.step_seconds
+    assert "full" in {stage.remat for stage in plan.stages}
+    with pytest.raises(MemoryLimitError, match="No plan keeps within"):
+        autopar.plan(*arguments, **options, memory_limit=most // 4)
