@@ -68,6 +68,13 @@ class Budget:
             return work, None
         return work, max(0.0, self.time_limit - self.reserve - self.seconds) * part
 
+    def until(self, part: float) -> tuple[float | None, float | None]:
+        """What is left until a part of the limits is used, as (work, seconds)."""
+        work = None if self.work_limit is None else max(0.0, self.work_limit * part - self.work)
+        if self.time_limit is None:
+            return work, None
+        return work, max(0.0, (self.time_limit - self.reserve) * part - self.seconds)
+
     def stopper(self, work: float, until: float = 1.0) -> Stop:
         """A `Stop` that spends `work` for every step and holds at the part `until` of the limit."""
         steps = 0

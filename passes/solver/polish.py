@@ -1,0 +1,169 @@
+"""The best memory prices, by linear programs over the part of a model that is near its optimum.
+
+Few of a model's pairs are part of any good choice. A linear program over these alone (a *core*)
+gives prices that are nearly, and often exactly, those of the whole model; message passing over
+the whole model then says what they are worth, and which pairs the core lacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.passes.solver.ascent import Ascent, make_feasible, sweep_work
+from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.dual import Chooser, Dual
+from autopar.passes.solver.linear import (
+    BRANCH_SECONDS,
+    ROOT_SECONDS,
+    SECONDS_PER_CELL,
+    Core,
+    best_in_core,
+    relaxation,
+)
+from autopar.passes.solver.primal import ALLOWED
+from autopar.passes.solver.problem import Integers
+
+FIRST_CELLS = 12_000
+"""The pairs of the first core."""
+
+PROGRAMS = 6
+"""The most linear programs of one polish."""
+
+CLOSE = 0.03
+"""The part of the gap that is not worth another program."""
+
+PROGRAM_PART = 0.5
+"""The most that one program may take of what a polish has left."""
+
+FIRST_INTEGER_CELLS = 2_000
+"""The pairs of the first core in which the best choice is looked for by branch and bound."""
+
+INTEGER_PROGRAMS = 3
+INTEGER_PART = 0.4
+"""The most that one search for the best choice of a core may take of what is left."""
+
+MOST_BRANCHES = 500
+
+LEAST_CELLS = 50
+"""With less than this a program is not worth building."""
+
+LOOK_EVERY = 5
+MOST_SWEEPS = 100
+
+
+def polish(
+    result: Ascent,
+    budget: Budget,
+    found: Callable[[Integers], float],
+    *,
+    upper: float,
+    until: float,
+) -> None:
+    """Improves what an ascent has reached, in place, until that part of the budget.
+
+    `found` takes each feasible choice and returns the least cost known so far, `upper` is that cost
+    before.
+    """
+    dual = result.dual
+    arrays = dual.arrays
+    core = Core(dual)
+
+    def attempt(choice: Integers) -> None:
+        nonlocal upper
+        if arrays.costs_of(choice) < ALLOWED and not budget.exhausted:
+            choice, fits = make_feasible(arrays, choice, budget)
+            if fits:
+                result.choice = cheaper(dual, result.choice, choice)
+                upper = min(upper, found(choice))
+
+    def note(bound: float) -> None:
+        if bound > result.bound:
+            result.bound, result.best = bound, dual.state()
+
+    note(converge(dual, budget, upper, until))
+    cells = FIRST_CELLS
+    for _ in range(PROGRAMS):
+        work, seconds = budget.until(until)
+        left = min(np.inf if work is None else work, np.inf if seconds is None else seconds)
+        cells = int(min(cells, PROGRAM_PART * left / SECONDS_PER_CELL))
+        if upper - result.bound < 1.0 or cells < LEAST_CELLS:
+            break
+        core.look()
+        budget.spend(2 * sweep_work(arrays))
+        strategies, pairs = core.cheapest(cells, result.choice)
+        relaxed = relaxation(dual, strategies, pairs, work_limit=work, time_limit=seconds)
+        budget.spend(relaxed.work)
+        if relaxed.prices is None:
+            cells *= 4
+            continue
+        dual.set_prices(relaxed.prices)
+        dual.add_messages(relaxed.low, relaxed.high)
+        bound = converge(dual, budget, upper, until)
+        if bound < result.bound and result.best is not None:
+            # The core lacked what the new prices make cheap: look there, and go half the way.
+            core.look()
+            dual.set_prices(0.5 * (dual.prices + result.best.prices))
+            bound = converge(dual, budget, upper, until)
+        note(bound)
+        if relaxed.choice is not None:
+            attempt(relaxed.choice)
+        for forward in (True, False):
+            chooser = Chooser(arrays)
+            dual.sweep(forward, chooser)
+            attempt(chooser.choice)
+        value = np.inf if relaxed.value is None else relaxed.value
+        if value - result.bound <= CLOSE * (upper - result.bound):
+            break
+        cells *= 2
+    if result.best is not None:
+        dual.restore(result.best)
+    core.look()
+    wanted = FIRST_INTEGER_CELLS
+    for _ in range(INTEGER_PROGRAMS):
+        work, seconds = budget.share(INTEGER_PART)
+        left = min(np.inf if work is None else work, np.inf if seconds is None else seconds)
+        cells = int(min(wanted, left / ROOT_SECONDS))
+        if result.choice is None or upper - result.bound < 1.0 or cells < LEAST_CELLS:
+            break
+        strategies, pairs = core.cheapest(cells, result.choice)
+        spare = left / len(pairs) - ROOT_SECONDS if len(pairs) else np.inf
+        if spare < 0:
+            break
+        choice, solved, spent = best_in_core(
+            dual,
+            strategies,
+            pairs,
+            result.choice,
+            branches=int(min(MOST_BRANCHES, 1 + spare / BRANCH_SECONDS)),
+            time_limit=seconds,
+        )
+        budget.spend(spent)
+        before = upper
+        if choice is not None:
+            attempt(choice)
+        if not solved or len(pairs) < cells or before - upper < CLOSE * (before - result.bound):
+            break
+        wanted *= 2
+
+
+def converge(dual: Dual, budget: Budget, upper: float, until: float) -> float:
+    """Passes at the present prices until the bound hardly rises; returns it."""
+    last = -np.inf
+    for sweep in range(MOST_SWEEPS):
+        bound = dual.sweep(sweep % 2 == 0)
+        budget.spend(sweep_work(dual.arrays))
+        if budget.used >= until:
+            break
+        if sweep % LOOK_EVERY == LOOK_EVERY - 1:
+            if bound - last < 0.2 * CLOSE * (upper - bound):
+                break
+            last = bound
+    return bound
+
+
+def cheaper(dual: Dual, one: Integers | None, other: Integers) -> Integers:
+    """The cheaper of two choices, the first one if they cost the same."""
+    costs_of = dual.arrays.costs_of
+    return other if one is None or costs_of(other) < costs_of(one) else one
