@@ -50,13 +50,14 @@ def ascend(
     until: float = 1.0,
     known: bool = False,
     step: float = STEP,
+    enough: int | None = None,
 ) -> Ascent:
     """Runs passes until `sweeps` or the part `until` of the budget is used.
 
     `found` takes each feasible choice and returns the least cost known so far. Until there is one
     (`known` says that there was one before), `missed` takes each allowed choice that did not fit
     but came nearer than those before. `step` is the first exponent's factor on the relative excess of
-    usage over room. The dual is left in the state of the best bound.
+    usage over room. Once a choice fits, `enough` passes end it. The dual is left in the state of the best bound.
     """
     arrays = dual.arrays
     result = Ascent(dual)
@@ -65,20 +66,27 @@ def ascend(
     best, cheapest, nearest = np.inf, np.inf, np.inf
     started = budget.used
     work = sweep_work(arrays)
+    sweep_seconds = repair_seconds = 0.0
     for index in range(sweeps):
+        if not budget.fits(sweep_seconds):
+            break
+        start = budget.seconds
         chooser = Chooser(arrays)
         bound = dual.sweep(index % 2 == 0, chooser)
         budget.spend(work * 1.3)
+        sweep_seconds = budget.seconds - start
         if bound > result.bound:
             result.bound, result.best = bound, dual.state()
         used = (budget.used - started) / max(until - started, 1e-9)
-        progress = max((index + 1) / sweeps, used)
+        total = enough if known and enough is not None else sweeps
+        progress = max((index + 1) / total, used)
         if upper - result.bound < 1.0:
             break
         due = index % repair_every == repair_every - 1 or progress >= 1.0
         # Until something fits, it is tried more often: after passes 2, 4 and 8 of the first ten.
         due = due or (not known and index in (1, 3, 7))
-        if due and arrays.costs_of(chooser.choice) < ALLOWED:
+        start = budget.seconds
+        if due and budget.fits(repair_seconds) and arrays.costs_of(chooser.choice) < ALLOWED:
             choice, fits = make_feasible(arrays, chooser.choice, budget)
             if fits:
                 cost = arrays.costs_of(choice)
@@ -91,6 +99,7 @@ def ascend(
                 if missing < nearest:
                     nearest = missing
                     missed(choice)
+            repair_seconds = budget.seconds - start
         if progress >= 1.0 or budget.exhausted:
             break
         if len(arrays.room):

@@ -14,6 +14,7 @@ contains `p * usage`. A point's row holds only what changes there, which keeps t
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -111,6 +112,7 @@ def relaxation(
     time_limit: float | None = None,
 ) -> Relaxed:
     """Solves the linear relaxation over some strategies and pairs (places in `high`)."""
+    start = time.monotonic()
     arrays = dual.arrays
     program, constant, scale, slots_low, slots_high = _program(dual, strategies, pairs)
     size = len(program.linear_constraints.ids) + len(program.linear_constraint_matrix.row_ids)
@@ -119,7 +121,8 @@ def relaxation(
     if work_limit is not None:
         parameters.iteration_limit = max(1, int(work_limit / each))
     if time_limit is not None:
-        parameters.time_limit = timedelta(seconds=max(0.001, time_limit))
+        left = time_limit - (time.monotonic() - start)
+        parameters.time_limit = timedelta(seconds=max(0.001, left))
     result = mathopt.solve(
         mathopt.Model.from_model_proto(program), mathopt.SolverType.GLOP, params=parameters
     ).to_proto()
@@ -160,6 +163,7 @@ def best_in_core(
     and where there is a price: the choice found may have to be repaired. SCIP works in floating
     point, so what it proves is no more than a reason not to look further.
     """
+    start = time.monotonic()
     profile = dual.arrays.profile(keep)
     reach = max(1, len(profile) // 40)
     peaks = [
@@ -173,7 +177,8 @@ def best_in_core(
         threads=1, random_seed=0, relative_gap_tolerance=1e-6, node_limit=branches
     )
     if time_limit is not None:
-        parameters.time_limit = timedelta(seconds=max(0.001, time_limit))
+        left = time_limit - (time.monotonic() - start)
+        parameters.time_limit = timedelta(seconds=max(0.001, left))
     result = mathopt.solve(
         mathopt.Model.from_model_proto(program), mathopt.SolverType.GSCIP, params=parameters
     ).to_proto()

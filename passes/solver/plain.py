@@ -128,6 +128,8 @@ def solve_cp_sat(
                 for literal, column in zip(pick[v], by_column, strict=True):
                     program.add_exactly_one([*column, literal.negated()])
     for terms, amounts, room in _memory_terms(model):
+        if time_limit is not None and time.monotonic() - start > BUILD_PART * time_limit:
+            return Answer(None, 0, False, False)
         program.add(
             cp_model.LinearExpr.weighted_sum([pick[u][s] for u, s in terms], amounts) <= room
         )

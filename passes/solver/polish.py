@@ -49,6 +49,9 @@ MOST_BRANCHES = 500
 LEAST_CELLS = 50
 """With less than this a program is not worth building."""
 
+TIES = 2
+"""How many times larger than asked for a core may be, because pairs add the same to the bound."""
+
 LOOK_EVERY = 5
 MOST_SWEEPS = 100
 
@@ -83,20 +86,27 @@ def polish(
             result.bound, result.best = bound, dual.state()
 
     note(converge(dual, budget, upper, until))
-    cells = FIRST_CELLS
+    cells, rate = FIRST_CELLS, SECONDS_PER_CELL
     for _ in range(PROGRAMS):
         work, seconds = budget.until(until)
-        left = min(np.inf if work is None else work, np.inf if seconds is None else seconds)
-        cells = int(min(cells, PROGRAM_PART * left / SECONDS_PER_CELL))
+        cells = int(min(cells, PROGRAM_PART * budget.least_left(until) / rate))
         if upper - result.bound < 1.0 or cells < LEAST_CELLS:
             break
         core.look()
         budget.spend(2 * sweep_work(arrays))
         strategies, pairs = core.cheapest(cells, result.choice)
+        if len(pairs) > TIES * cells:
+            break  # so many add the same that a core of this size says little
+        start = budget.seconds
         relaxed = relaxation(dual, strategies, pairs, work_limit=work, time_limit=seconds)
         budget.spend(relaxed.work)
+        rate = max(rate, relaxed.work / max(1, len(pairs)))
+        if seconds is not None:
+            rate = max(rate, (budget.seconds - start) / max(1, len(pairs)))
         if relaxed.prices is None:
-            cells *= 4
+            if result.choice is not None:
+                break  # it had to stop
+            cells *= 4  # the core may be too small for any choice
             continue
         dual.set_prices(relaxed.prices)
         dual.add_messages(relaxed.low, relaxed.high)
@@ -123,7 +133,7 @@ def polish(
     wanted = FIRST_INTEGER_CELLS
     for _ in range(INTEGER_PROGRAMS):
         work, seconds = budget.share(INTEGER_PART)
-        left = min(np.inf if work is None else work, np.inf if seconds is None else seconds)
+        left = min(part for part in (work, seconds, np.inf) if part is not None)
         cells = int(min(wanted, left / ROOT_SECONDS))
         if result.choice is None or upper - result.bound < 1.0 or cells < LEAST_CELLS:
             break

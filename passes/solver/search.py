@@ -57,6 +57,9 @@ FIRST_PART = 0.75
 REDUCTION_PART = 0.5
 """The part of the limits at which the reduction of the whole problem ends at the latest."""
 
+PEAK_FLATS = 5.0
+"""How many times as long as the flat arrays one step of that search takes before it can stop."""
+
 PEAK_WORK = 2.0
 """The work for each step of the search for the smallest peak of an infeasible problem."""
 
@@ -137,7 +140,9 @@ class _Search:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        start = self.budget.seconds
         self.flat = Flat(self.problem)
+        self.flat_seconds = self.budget.seconds - start
         self.budget.keep(RESERVE_OF_FLAT * self.budget.seconds)
         self.offers = _Offers(self)
 
@@ -221,8 +226,7 @@ class _Search:
         """Whether the model's optimum without memory was found and fits: it is the answer then."""
         cells = ALL_CELLS
         if self.problem.usage_limit is not None:
-            work, seconds = self.budget.share(FREE_PART)
-            left = min(np.inf if work is None else work, np.inf if seconds is None else seconds)
+            left = self.budget.least_left(self.budget.used + FREE_PART)
             cells = int(min(cells, left / ELIMINATION_WORK))
         order = elimination_order(model, TABLE_CELLS, cells)
         if order is None:
@@ -263,11 +267,12 @@ class _Search:
 
             first = first or dual
             upper = min(self.upper(current), current.largest_cost() + 2.0)
+            few = len(arrays.low.cells) < FEW_CELLS
             used = self.budget.used
             until = max(0.6, used + 0.5 * (1.0 - used))
             result = ascend(
                 dual,
-                LATER_SWEEPS if turn else FEW_SWEEPS if len(arrays.low.cells) < FEW_CELLS else SWEEPS,
+                SWEEPS,
                 self.budget,
                 found,
                 upper=upper,
@@ -275,6 +280,7 @@ class _Search:
                 until=until,
                 known=self.best is not None,
                 step=SMALL_STEP if turn else STEP,
+                enough=LATER_SWEEPS if turn else FEW_SWEEPS if few else None,
             )
             if not self.budget.exhausted and len(arrays.room):
                 until = max(until, self.budget.used + POLISH_PART * (1.0 - self.budget.used))
@@ -425,8 +431,8 @@ class _Search:
         return search.best, False
 
     def out_of_time(self) -> bool:
-        """Whether the time limit is used up; the work limit does not bind what errors report."""
-        return self.budget.share(1.0)[1] == 0.0
+        """Whether there is no time for another problem; work does not bind what errors report."""
+        return not self.budget.fits(PEAK_FLATS * self.flat_seconds)
 
     def infeasible(self, proven: bool) -> Infeasible:
         """The error to raise: with the smallest peak usage, which takes a search of its own."""
