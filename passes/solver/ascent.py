@@ -56,8 +56,9 @@ def ascend(
 
     `found` takes each feasible choice and returns the least cost known so far. Until there is one
     (`known` says that there was one before), `missed` takes each allowed choice that did not fit
-    but came nearer than those before. `step` is the first exponent's factor on the relative excess of
-    usage over room. Once a choice fits, `enough` passes end it. The dual is left in the state of the best bound.
+    but came nearer than those before. `step` is the first exponent's factor on the relative excess
+    of usage over room. Once a choice fits, `enough` passes are enough. The dual is left in the
+    state of the best bound.
     """
     arrays = dual.arrays
     result = Ascent(dual)

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
-from ortools.glop import parameters_pb2
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from autopar.passes.solver.dual import Dual, Excesses, first_least
 from autopar.passes.solver.arrays import Floats
+from autopar.passes.solver.dual import Dual, Excesses, first_least
 from autopar.passes.solver.model import INFINITE
 from autopar.passes.solver.problem import Integers
 
@@ -270,7 +269,9 @@ def _program(
     program.variables.ids.extend(range(columns))
     program.variables.lower_bounds.extend(np.zeros(columns))
     program.variables.upper_bounds.extend(np.full(columns, np.inf))
-    program.variables.integers.extend(np.arange(columns) < (0 if peaks is None else len(strategies)))
+    program.variables.integers.extend(
+        np.arange(columns) < (0 if peaks is None else len(strategies))
+    )
     program.linear_constraints.ids.extend(range(rows))
     program.linear_constraints.lower_bounds.extend(left)
     program.linear_constraints.upper_bounds.extend(right)

@@ -8,6 +8,7 @@ the whole model then says what they are worth, and which pairs the core lacked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,33 +65,58 @@ def polish(
     upper: float,
     until: float,
 ) -> None:
-    """Improves what an ascent has reached, in place, until that part of the budget.
+    """Improves the bound and the choice of an ascent, in place.
 
-    `found` takes each feasible choice and returns the least cost known so far, `upper` is that cost
-    before.
+    The prices may take until the part `until` of the budget. `found` takes each feasible choice
+    and returns the least cost known so far, `upper` is that cost before.
     """
-    dual = result.dual
-    arrays = dual.arrays
-    core = Core(dual)
+    choices = _Choices(result, budget, found, upper)
+    core = Core(result.dual)
+    improve_prices(result, core, choices, budget, until)
+    core.look()
+    search_core(result, core, choices, budget)
 
-    def attempt(choice: Integers) -> None:
-        nonlocal upper
-        if arrays.costs_of(choice) < ALLOWED and not budget.exhausted:
-            choice, fits = make_feasible(arrays, choice, budget)
+
+@dataclass
+class _Choices:
+    """Makes choices fit and passes them on; `upper` is the least cost known so far."""
+
+    result: Ascent
+    budget: Budget
+    found: Callable[[Integers], float]
+    upper: float
+
+    def attempt(self, choice: Integers) -> None:
+        arrays = self.result.dual.arrays
+        if arrays.costs_of(choice) < ALLOWED and not self.budget.exhausted:
+            choice, fits = make_feasible(arrays, choice, self.budget)
             if fits:
-                result.choice = cheaper(dual, result.choice, choice)
-                upper = min(upper, found(choice))
+                best = self.result.choice
+                if best is None or arrays.costs_of(choice) < arrays.costs_of(best):
+                    self.result.choice = choice
+                self.upper = min(self.upper, self.found(choice))
+
+    @property
+    def gap(self) -> float:
+        return self.upper - self.result.bound
+
+
+def improve_prices(
+    result: Ascent, core: Core, choices: _Choices, budget: Budget, until: float
+) -> None:
+    """Finds better prices and messages; each program's optimum is also rounded to a choice."""
+    dual, arrays = result.dual, result.dual.arrays
 
     def note(bound: float) -> None:
         if bound > result.bound:
             result.bound, result.best = bound, dual.state()
 
-    note(converge(dual, budget, upper, until))
+    note(converge(dual, budget, choices.upper, until))
     cells, rate = FIRST_CELLS, SECONDS_PER_CELL
     for _ in range(PROGRAMS):
         work, seconds = budget.until(until)
         cells = int(min(cells, PROGRAM_PART * budget.least_left(until) / rate))
-        if upper - result.bound < 1.0 or cells < LEAST_CELLS:
+        if choices.gap < 1.0 or cells < LEAST_CELLS:
             break
         core.look()
         budget.spend(2 * sweep_work(arrays))
@@ -98,7 +124,13 @@ def polish(
         if len(pairs) > TIES * cells:
             break  # so many add the same that a core of this size says little
         start = budget.seconds
-        relaxed = relaxation(dual, strategies, pairs, work_limit=work, time_limit=seconds)
+        relaxed = relaxation(
+            dual,
+            strategies,
+            pairs,
+            work_limit=None if work is None else PROGRAM_PART * work,
+            time_limit=None if seconds is None else PROGRAM_PART * seconds,
+        )
         budget.spend(relaxed.work)
         rate = max(rate, relaxed.work / max(1, len(pairs)))
         if seconds is not None:
@@ -110,39 +142,42 @@ def polish(
             continue
         dual.set_prices(relaxed.prices)
         dual.add_messages(relaxed.low, relaxed.high)
-        bound = converge(dual, budget, upper, until)
+        bound = converge(dual, budget, choices.upper, until)
         if bound < result.bound and result.best is not None:
             # The core lacked what the new prices make cheap: look there, and go half the way.
             core.look()
             dual.set_prices(0.5 * (dual.prices + result.best.prices))
-            bound = converge(dual, budget, upper, until)
+            bound = converge(dual, budget, choices.upper, until)
         note(bound)
         if relaxed.choice is not None:
-            attempt(relaxed.choice)
+            choices.attempt(relaxed.choice)
         for forward in (True, False):
             chooser = Chooser(arrays)
             dual.sweep(forward, chooser)
-            attempt(chooser.choice)
+            choices.attempt(chooser.choice)
         value = np.inf if relaxed.value is None else relaxed.value
-        if value - result.bound <= CLOSE * (upper - result.bound):
+        if value - result.bound <= CLOSE * choices.gap:
             break
         cells *= 2
     if result.best is not None:
         dual.restore(result.best)
-    core.look()
+
+
+def search_core(result: Ascent, core: Core, choices: _Choices, budget: Budget) -> None:
+    """Looks for a better choice by branch and bound over larger and larger cores."""
     wanted = FIRST_INTEGER_CELLS
     for _ in range(INTEGER_PROGRAMS):
         work, seconds = budget.share(INTEGER_PART)
         left = min(part for part in (work, seconds, np.inf) if part is not None)
         cells = int(min(wanted, left / ROOT_SECONDS))
-        if result.choice is None or upper - result.bound < 1.0 or cells < LEAST_CELLS:
+        if result.choice is None or choices.gap < 1.0 or cells < LEAST_CELLS:
             break
         strategies, pairs = core.cheapest(cells, result.choice)
         spare = left / len(pairs) - ROOT_SECONDS if len(pairs) else np.inf
         if spare < 0:
             break
         choice, solved, spent = best_in_core(
-            dual,
+            result.dual,
             strategies,
             pairs,
             result.choice,
@@ -150,10 +185,10 @@ def polish(
             time_limit=seconds,
         )
         budget.spend(spent)
-        before = upper
+        before = choices.gap
         if choice is not None:
-            attempt(choice)
-        if not solved or len(pairs) < cells or before - upper < CLOSE * (before - result.bound):
+            choices.attempt(choice)
+        if not solved or len(pairs) < cells or before - choices.gap < CLOSE * before:
             break
         wanted *= 2
 
@@ -171,9 +206,3 @@ def converge(dual: Dual, budget: Budget, upper: float, until: float) -> float:
                 break
             last = bound
     return bound
-
-
-def cheaper(dual: Dual, one: Integers | None, other: Integers) -> Integers:
-    """The cheaper of two choices, the first one if they cost the same."""
-    costs_of = dual.arrays.costs_of
-    return other if one is None or costs_of(other) < costs_of(one) else one

@@ -3,9 +3,11 @@
 1. Without the memory limit: reduce, then eliminate nodes exactly. If that is practical and the
    optimum fits into memory, it is the answer; most problems of a compiler's stage end here.
 2. With memory: reduce, then dual ascent with prices, which gives bounds and feasible choices.
-3. What the bound excludes goes, the rest is reduced again; what is left may be small enough for an
+3. If the model is not too large: the best prices, by linear programs over what is near the
+   optimum, and a choice by branch and bound there.
+4. What the bound excludes goes, the rest is reduced again; what is left may be small enough for an
    exact model, or worth another ascent.
-4. Large-neighbourhood search on the best choice until the limit.
+5. Large-neighbourhood search on the best choice until the limit.
 """
 
 from __future__ import annotations
@@ -63,10 +65,14 @@ PEAK_FLATS = 5.0
 PEAK_WORK = 2.0
 """The work for each step of the search for the smallest peak of an infeasible problem."""
 
+SWEEPS = 240
 FEW_CELLS = 200_000
+"""Models of fewer edge cells are polished, so passes need not make the prices exact."""
+
 FEW_SWEEPS = 60
 LATER_SWEEPS = 10
-SWEEPS = 240
+"""How many passes are made before the first and before later polishes."""
+
 FIRST_SWEEPS = 10
 RESERVE_OF_FLAT = 0.5
 RESERVE_OF_START = 0.2
@@ -279,10 +285,10 @@ class _Search:
                 missed=self.missed(current, arrays),
                 until=until,
                 known=self.best is not None,
-                step=SMALL_STEP if turn else STEP,
-                enough=LATER_SWEEPS if turn else FEW_SWEEPS if few else None,
+                step=SMALL_STEP if turn and few else STEP,
+                enough=(LATER_SWEEPS if turn else FEW_SWEEPS) if few else None,
             )
-            if not self.budget.exhausted and len(arrays.room):
+            if few and not self.budget.exhausted and len(arrays.room):
                 until = max(until, self.budget.used + POLISH_PART * (1.0 - self.budget.used))
                 polish(
                     result,
@@ -326,7 +332,8 @@ class _Search:
         relaxed.dirty_nodes.update(relaxed.nodes)
         if not reduce(relaxed, stop=self.stopper()):
             return False
-        order = elimination_order(relaxed, TABLE_CELLS, ALL_CELLS)
+        cells = min(ALL_CELLS, self.budget.least_left(1.0) / ELIMINATION_WORK)
+        order = elimination_order(relaxed, TABLE_CELLS, int(cells))
         if order is None:
             return False
         self.budget.spend(ELIMINATION_WORK * order.total_cells)
@@ -347,7 +354,7 @@ class _Search:
             return False
         work, seconds = self.budget.share(part)
         answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
-        self.budget.spend(answer.deterministic_time + 2e-5 * cells)
+        self.budget.spend(answer.work + 2e-5 * cells)
         self.stats["cp_sat_cells"] = cells
         if answer.chosen is not None:
             take(model, answer.chosen)
