@@ -86,6 +86,9 @@ POLISH_PART = 0.6
 
 ROUNDS = 6
 
+EXACT_WORK = 5e-5
+"""The work per edge cell before CP-SAT's own search begins."""
+
 SMALL_CELLS = 500
 """Models of at most so many edge cells are given to CP-SAT though they may be reduced further."""
 
@@ -350,11 +353,12 @@ class _Search:
     def exact(self, model: Model, take: Take, part: float = 0.2) -> bool:
         """Whether the model, small by now, was solved exactly with a part of the budget."""
         cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
-        if cells > EXACT_CELLS:
-            return False
         work, seconds = self.budget.share(part)
+        least = min(share for share in (work, seconds, np.inf) if share is not None)
+        if cells > EXACT_CELLS or EXACT_WORK * cells > least:
+            return False
         answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
-        self.budget.spend(answer.work + 2e-5 * cells)
+        self.budget.spend(answer.work + EXACT_WORK * cells)
         self.stats["cp_sat_cells"] = cells
         if answer.chosen is not None:
             take(model, answer.chosen)
