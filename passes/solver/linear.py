@@ -236,7 +236,7 @@ def _program(
     start, end = arrays.row_start[arrays.usage_row[used]], arrays.row_end[arrays.usage_row[used]]
     pair = len(strategies) + np.arange(len(pairs))
     columns = len(costs)
-    blocks = [
+    blocks: list[tuple[Integers, Integers, float | Floats]] = [
         (arrays.owner[strategies], column_of[strategies], 1.0),
         (row_high[near], pair, 1.0),
         (row_high[slots_high], column_of[high.slot_node[slots_high]], -1.0),
