@@ -242,8 +242,15 @@ def test_steps_that_nobody_waits_for() -> None:
     assert_close(run(step, steps=40), run(jax.jit(train_step), steps=40))
 
 
-def test_gather_and_apply_on_a_distributed_state() -> None:
-    step = compiled(stages=2, microbatches=4)
+@pytest.mark.parametrize("decorated", [True, False])
+def test_gather_and_apply_on_a_distributed_state(decorated: bool) -> None:
+    step: Any = compiled(stages=2, microbatches=4)
+    if decorated:
+        step = autopar.parallelize(train_step, stages=2, microbatches=4)
+        with pytest.raises(autopar.AutoparError, match="has no plan yet"):
+            step.gather(BATCH)
+        profile = step.profile(init(jax.random.key(0)), BATCH)
+        assert profile.timeline.step_seconds > 0
     state, _ = step(init(jax.random.key(0)), BATCH)
 
     def norm(tree: Any) -> Any:
