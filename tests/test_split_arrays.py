@@ -173,6 +173,34 @@ def test_other_schedules(options: dict[str, Any]) -> None:
     assert_close(jax.device_get((state, loss)), expected())
 
 
+@pytest.mark.parametrize("method", ["data", "zero2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_two_stacked_leaves(method: str, schedule: str) -> None:
+    """Gradients that are summed over devices once a step, in W tasks of their own or in B."""
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            def layer(h: jax.Array, params: Any) -> Any:
+                return h + jnp.tanh(h @ params["w"]) * params["gain"], None
+
+            h, _ = jax.lax.scan(layer, x, params)
+            return jnp.mean((h - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def make() -> Any:
+        return {"w": init(jax.random.key(0))["params"]["w"], "gain": jnp.ones((DEPTH, WIDTH))}
+
+    options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": schedule}
+    parallel = autopar.compile(step, make(), *BATCH, method=method, **options)
+    state, plain = make(), make()
+    for _ in range(3):
+        state, loss = parallel(state, *BATCH)
+        plain, plain_loss = jax.jit(step)(plain, *BATCH)
+    assert_close(jax.device_get((state, loss)), jax.device_get((plain, plain_loss)))
+
+
 # The array itself.
 
 
@@ -201,6 +229,7 @@ def test_an_array_in_parts_is_an_array(meshes: list[NamedSharding], axis: int) -
     assert np.asarray(array, np.float64).dtype == np.float64
     assert jax.block_until_ready(array) is array
     assert str(whole.dtype) in repr(array)
+    assert (array == whole).all() and not (array != whole).any()
     one = put(array, jax.sharding.SingleDeviceSharding(jax.devices()[7]))
     np.testing.assert_array_equal(one, whole)
     assert array.sharding == sharding

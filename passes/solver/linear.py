@@ -277,7 +277,7 @@ def _program(
     program.variables.lower_bounds.extend(np.zeros(columns))
     program.variables.upper_bounds.extend(np.full(columns, np.inf))
     program.variables.integers.extend(
-        np.arange(columns) < (0 if peaks is None else len(strategies))
+        (np.arange(columns) < (0 if peaks is None else len(strategies))).tolist()
     )
     program.linear_constraints.ids.extend(range(rows))
     program.linear_constraints.lower_bounds.extend(left)

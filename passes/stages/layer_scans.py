@@ -7,6 +7,7 @@ its iterations. A scan over time is none: what it reads of the state is the same
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -74,8 +75,21 @@ class Origins:
         return None
 
 
-def find_layer_scans(parts: Anatomy) -> dict[int, int]:
-    """Numbers of the body's forward equations that scan over layers, each with its length."""
+@dataclass(frozen=True)
+class LayerScan:
+    """A scan over layers.
+
+    Args:
+      length: how many layers it has.
+      leaves: input numbers of the state's leaves of which every iteration takes a slice.
+    """
+
+    length: int
+    leaves: frozenset[int]
+
+
+def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
+    """The body's forward equations that scan over layers, by their numbers."""
     origins = Origins(parts)
     found = {}
     for index in parts.trunk():
@@ -83,16 +97,19 @@ def find_layer_scans(parts: Anatomy) -> dict[int, int]:
         if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < 2:
             continue
         num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        stacked = _state_bytes(origins, eqn.invars[num_consts + num_carry :])
-        shared = _state_bytes(origins, eqn.invars[:num_consts])
-        if stacked > shared:
-            found[index] = int(eqn.params["length"])
+        stacked = _state(origins, eqn.invars[num_consts + num_carry :])
+        shared = _state(origins, eqn.invars[:num_consts])
+        if sum(stacked.values()) > sum(shared.values()):
+            found[index] = LayerScan(int(eqn.params["length"]), frozenset(stacked))
     return found
 
 
-def _state_bytes(origins: Origins, atoms: Iterable[Atom]) -> int:
-    return sum(
-        bytes_of(atom)
-        for atom in atoms
-        if not isinstance(atom, Literal) and atom.aval.shape and origins.of(atom, 0) is not None
-    )
+def _state(origins: Origins, atoms: Iterable[Atom]) -> dict[int, int]:
+    """State leaves that values are made from, with their bytes."""
+    found = {}
+    for atom in atoms:
+        if not isinstance(atom, Literal) and atom.aval.shape:
+            origin = origins.of(atom, 0)
+            if origin is not None:
+                found[origin[0]] = bytes_of(atom)
+    return found

@@ -238,6 +238,7 @@ def test_two_scans_over_the_same_layers() -> None:
 
     found = sliced(sgd(loss_fn), parameters(), [3, 8])
     assert len(found.layers) == 2 * DEPTH + 1
+    assert crossing(found) == one_each_way(3)
 
 
 def test_a_scan_backwards() -> None:
@@ -245,7 +246,78 @@ def test_a_scan_backwards() -> None:
         x, _ = jax.lax.scan(layer, x, stacked(params), reverse=True)
         return jnp.mean((x @ params["head"] - y) ** 2)
 
-    sliced(sgd(loss_fn), parameters(), [2, 4])
+    found = sliced(sgd(loss_fn), parameters(), 3)
+    assert crossing(found) == one_each_way(3)
+    assert rows_of(found, "params['w']") == [[(0, 4, 6)], [(0, 2, 4)], [(0, 0, 2)]]
+
+
+PICKS = {
+    "rows": lambda w, x: w[jnp.array([0, -1])],
+    "one": lambda w, x: w[2],
+    "take": lambda w, x: jnp.take(w, jnp.array([5, 1]), axis=0),
+    "traced": lambda w, x: jnp.take(w, jnp.argsort(jnp.sum(w, (1, 2)))[:2], axis=0),
+    "along": lambda w, x: jnp.take_along_axis(w, jnp.argsort(w, axis=0)[:2], axis=0),
+    "by batch": lambda w, x: w[(jnp.abs(x[:, 0]) * 4).astype(jnp.int32) % DEPTH],
+    "bool": lambda w, x: (w > 0)[jnp.array([0, 3])] * 1.0,
+    "dynamic": lambda w, x: jax.lax.dynamic_index_in_dim(w, x.shape[0] // 4, 0),
+    "flipped": lambda w, x: jnp.flip(w, 0) * jnp.arange(DEPTH)[:, None, None],
+    "cumulated": lambda w, x: jnp.cumsum(w, axis=0),
+    "sorted": lambda w, x: jnp.sort(w, axis=0)[:2],
+    "largest": lambda w, x: jnp.max(w, axis=0) + jnp.argmax(w, axis=0),
+    "mixed": lambda w, x: jnp.einsum("lij,mij->lm", w, w),
+    "reshaped": lambda w, x: w.reshape(2, 3, -1).mean(1),
+    "merged": lambda w, x: w.reshape(-1, WIDTH) @ jnp.ones((WIDTH, 2)),
+    "scattered": lambda w, x: w.at[jnp.array([1, 4])].set(0.0),
+    "repeated": lambda w, x: jnp.repeat(w, 2, axis=0),
+    "differences": lambda w, x: jnp.diff(w, axis=0),
+}
+
+
+@pytest.mark.parametrize("where", ["in the loss", "in the update"])
+@pytest.mark.parametrize("name", PICKS)
+def test_what_must_see_several_layers_sees_them(name: str, where: str) -> None:
+    """Whatever is done along the layers' dimension, the numbers stay right."""
+
+    def regular(params: Any, x: jax.Array) -> jax.Array:
+        picked = PICKS[name](params["w"], x)
+        return jnp.mean(picked**2 * (1 + jnp.arange(picked.size).reshape(picked.shape)))
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        extra = regular(params, x) if where == "in the loss" else 0.0
+        return mean_square(params, x, y) + extra
+
+    def step(params: Any, data: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, *data)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        if where == "in the update":
+            new["w"] = new["w"] + 0.1 * regular(grads, jnp.ones((4, WIDTH)))
+        return new, loss
+
+    sliced(step, parameters(), [2, 4])
+
+
+def test_a_key_for_every_layer_in_the_state() -> None:
+    """Stacked keys stay in one piece."""
+
+    def step(state: Any, data: Any) -> Any:
+        def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            def dropped(x: jax.Array, inputs: Any) -> Any:
+                params, key = inputs
+                return layer(x, params)[0] * jax.random.bernoulli(key, 0.8, (WIDTH,)), None
+
+            x, _ = jax.lax.scan(dropped, x, (stacked(params), state["keys"]))
+            return jnp.mean((x @ params["head"] - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], *data)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {
+            "params": params,
+            "keys": jax.vmap(jax.random.fold_in, (0, None))(state["keys"], 1),
+        }, loss
+
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    found = sliced(step, {"params": parameters(), "keys": keys}, [2, 4])
+    assert [len(rows) for rows in rows_of(found, "state['keys']")] == [1, 0, 0]
 
 
 def test_a_scan_over_time_is_one_layer() -> None:
