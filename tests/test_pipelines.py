@@ -237,6 +237,27 @@ def test_leaves_that_nothing_reads_go_through() -> None:
     assert_close(jax.device_get(state["params"]), run(jax.jit(train_step))[0]["params"])
 
 
+def test_while_loops_in_the_update() -> None:
+    """Gradients that are halved until they are small: each loop is on the stage of its leaf."""
+
+    def small(gradient: Any) -> Any:
+        return jax.lax.while_loop(lambda g: jnp.max(jnp.abs(g)) > 1e-3, lambda g: g / 2, gradient)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            x = batch["x"]
+            for layer in params:
+                x = jnp.tanh(x @ layer["w"] + layer["b"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        grads = jax.grad(loss_fn)(state["params"])
+        params = jax.tree.map(lambda p, g: p - small(g), state["params"], grads)
+        return {"params": params, "step": state["step"] + 1}, {}
+
+    made = autopar.compile(step, init(jax.random.key(0)), BATCH, stages=2, microbatches=4)
+    assert_close(run(made), run(jax.jit(step)))
+
+
 def test_steps_that_nobody_waits_for() -> None:
     step = compiled(stages=2, microbatches=8, schedule="zb_h1", method="data")
     assert_close(run(step, steps=40), run(jax.jit(train_step), steps=40))

@@ -9,6 +9,7 @@ afterwards as a whole.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,8 +18,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.errors import MemoryLimitError, OptionError
 from autopar.options import Options
-from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
-from autopar.passes.factors.populate import populate
+from autopar.passes.candidates import Planned, Split, memory_limit_of
 from autopar.passes.inter_op import StageChoice, StageOption, best_stages
 from autopar.passes.sharding.memory import version_bytes
 from autopar.passes.sharding.pricing import Pricing
@@ -27,8 +27,7 @@ from autopar.passes.stages.candidate import (
     StageLayout,
     flexible_equations,
     label_batch,
-    stage_meshes,
-    stage_options,
+    plan_stage,
     submesh,
 )
 from autopar.passes.stages.cutting import residual_bytes
@@ -39,7 +38,13 @@ from autopar.passes.stages.slicing import slice_stages
 MAX_UNITS = 24  # more layers than this are put together in equal runs before the search
 
 
-REMAT = "forward pass computed again"
+class Remat(enum.Enum):
+    """What a stage's backward pass starts from, as `StageOption.choice`."""
+
+    FULL = "forward pass computed again"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def choose_stages(
             seconds=kept.seconds + sum(part.forward_seconds for part in parts),
             bytes_fixed=kept.bytes_fixed + kept.bytes_per_microbatch,
             bytes_per_microbatch=math.ceil(crossing[start - 1] / size) if start else 0,
-            choice=REMAT,
+            choice=Remat.FULL,
         )
         if options.remat == "auto":
             return (kept, again)
@@ -126,7 +131,7 @@ def choose_stages(
     return StageLayout(
         tuple(starts[stage.start] for stage in choice.stages[1:]),
         tuple(stage.num_devices for stage in choice.stages),
-        tuple(stage.option.choice == REMAT for stage in choice.stages),
+        tuple(stage.option.choice is Remat.FULL for stage in choice.stages),
     )
 
 
@@ -182,15 +187,7 @@ def _forward_share(found: Sequence[Layer]) -> float:
 def _cost(
     stage: StageGraph, forward: float, count: int, options: Options, part: Cluster
 ) -> _LayerCost:
-    one = Split(stage.graph, populate(stage.graph.jaxpr), ())
-    own = stage_options(stage.graph, options)
-    candidates = [
-        plan_mesh(one, mesh, count, own, part, lambda message: None)
-        for mesh in stage_meshes(own, part)
-    ]
-    fitting = [c for c in candidates if c.fits] or candidates
-    best = min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
-    return _measured(stage, forward, best, part)
+    return _measured(stage, forward, plan_stage(stage, count, options, part), part)
 
 
 def _measured(stage: StageGraph, forward: float, planned: Planned, part: Cluster) -> _LayerCost:

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.passes import jax_compat
 from autopar.passes.factors.primitives import ELEMENTWISE, names
 from autopar.passes.graph import Atom
-from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds
+from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds, leaves_of
 
 _SAME_SHAPE = ELEMENTWISE | names("copy convert_element_type optimization_barrier select_n")
 
@@ -90,7 +90,7 @@ class LayerScan:
 
 def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
     """The body's forward equations that scan over layers, by their numbers."""
-    origins = Origins(parts)
+    origins, leaves = Origins(parts), leaves_of(parts)
     found = {}
     for index in parts.trunk():
         eqn = parts.body.eqns[index]
@@ -98,8 +98,8 @@ def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
             continue
         num_consts, num_carry = jax_compat.scan_counts(eqn.params)
         stacked = _state(origins, eqn.invars[num_consts + num_carry :])
-        shared = _state(origins, eqn.invars[:num_consts])
-        if sum(stacked.values()) > sum(shared.values()):
+        shared = [v for v in eqn.invars[:num_consts] if not isinstance(v, Literal)]
+        if sum(stacked.values()) > sum(bytes_of(v) for v in shared if v in leaves):
             found[index] = LayerScan(int(eqn.params["length"]), frozenset(stacked))
     return found
 
