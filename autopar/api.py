@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
@@ -27,6 +27,9 @@ from .passes.trace import Traced, trace
 from .plans import Plan
 from .progress import Progress
 from .ray_options import Ray
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 PlanOrPath = Plan | str | os.PathLike[str]
 
@@ -119,6 +122,19 @@ class Parallelized:
                 hint="call it, or use autopar.compile or autopar.plan, which need shapes alone.",
             )
         return self._last
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """`Executable.profile` of these arguments, which are planned first if they are new."""
+        signature = signature_of(self._convention, args, kwargs)
+        return self._find(signature, args, kwargs).profile(*args, **kwargs)
+
+    def gather(self, tree: Any) -> Any:
+        """`Executable.gather` of what ran last."""
+        return self.executable.gather(tree)
+
+    def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+        """`Executable.apply` of what ran last."""
+        return self.executable.apply(fn, state, *args)
 
     def __repr__(self) -> str:
         count = len(self._executables)

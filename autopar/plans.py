@@ -19,7 +19,7 @@ from . import plan_text, summaries
 from .errors import PlanMismatchError
 from .records import Record, dump_json
 from .step_model import StepModel
-from .units import format_bytes, format_seconds
+from .units import format_bytes, format_seconds, without_rows
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -420,7 +420,7 @@ def check(plan: Plan) -> None:
         assert known_stages, f"{tensor.path} is on stages {tensor.stages}"
         stage = plan.stages[tensor.stages[0]]
         _check_tensor(tensor, dict(zip(stage.axis_names, stage.logical_mesh, strict=True)))
-    known = {tensor.path for tensor in plan.outputs}
+    known = {without_rows(tensor.path) for tensor in plan.outputs}
     for entry in plan.certificate:
         assert entry.path in known, f"the certificate names {entry.path!r}, which is no output"
 

@@ -55,9 +55,10 @@ class SplitSharding:
 class SplitArray:
     """An array in parts along one dimension, each a `jax.Array` on a mesh of its own.
 
-    `numpy.asarray`, `jax.device_get`, printing, `jax.block_until_ready` and indexing work as for a
-    `jax.Array`; `jax.numpy` functions take it, and bring it together on all of its devices first.
-    The step takes it back without any copy.
+    NumPy's functions, `jax.device_get`, printing, `jax.block_until_ready`, indexing and `==` work
+    as for a `jax.Array`. JAX's own functions need `jax.numpy.asarray(array)`, which brings it
+    together on all of its devices, or the step's `gather` and `apply`. The step takes it back
+    without a copy.
 
     Args:
       parts: what lies on each mesh, in order; they differ in the size of one dimension only.
@@ -127,6 +128,14 @@ class SplitArray:
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.__jax_array__()[index]
+
+    def __eq__(self, other: object) -> Any:
+        return self.__jax_array__() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.__jax_array__() != other
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -86,3 +86,15 @@ def _digits(number: float) -> str:
     decimals = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2
     text = f"{number:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+_ROWS = re.compile(r"\[(:, )*\d+:\d+\]$")
+
+
+def without_rows(path: str) -> str:
+    """The path of a leaf, from that of rows of it which lie on one stage.
+
+    >>> without_rows("state['w'][2:5]")
+    "state['w']"
+    """
+    return _ROWS.sub("", path)

@@ -1,11 +1,17 @@
-"""How good and how quick the intra-op solver is, on files of the contest's format.
+"""How good and how quick the intra-op solver is, on files, made problems and real programs.
 
     python benchmarks/solver.py DIRECTORY [--instances A,B] [--time-limit S | --work-limit W]
         [--plain cp-sat|highs] [--json]
+    python benchmarks/solver.py --families [--time-limit S | --work-limit W] [--json]
+    python benchmarks/solver.py --programs [--instances mlp,unet] [--json]
 
 `DIRECTORY` holds `*-NAME.json.gz` and, for limits and scores, `reference.json`. Every instance is
 solved by a process of its own. Without a limit each instance gets the contest's own. The score is
 the best known cost divided by ours. `--plain` measures the plain OR-Tools model instead.
+
+`--families` solves problems of the size of one stage whose memory limit binds hard (see
+`solver_families.py`), `--programs` plans all programs of `tests/programs` for eight devices, with
+all the memory that the plan wants and with parts of that, and states the gap of each plan.
 """
 
 from __future__ import annotations
@@ -18,8 +24,12 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from solver_families import FAMILIES, with_limit
 
 from autopar.passes.solver import (
     Infeasible,
@@ -31,6 +41,25 @@ from autopar.passes.solver import (
     plain,
     solve,
 )
+
+FAMILY_SIZES = (
+    ("chain", 300, 6, 0),
+    ("chain", 800, 12, 1),
+    ("transformer", 400, 8, 2),
+    ("transformer", 1000, 14, 3),
+    ("unet", 300, 20, 4),
+    ("unet", 700, 10, 5),
+    ("branches", 400, 8, 6),
+    ("branches", 900, 5, 7),
+)
+"""Family, nodes, strategies, seed."""
+
+LIMIT_PARTS = (0.1, 0.3, 0.5, 0.8)
+"""Where a limit is between the least usages and the peak of the free optimum."""
+
+MEMORY_PARTS = (0.9, 0.7)
+MEMORY_PROGRAMS = ("mlp", "linen_gpt", "unet", "moe_one_hot")
+"""The parts of the memory that a free plan uses which these programs are also planned with."""
 
 
 def measure(path: Path, reference: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -79,16 +108,108 @@ def _verify(problem: Problem, solution: Solution) -> None:
     assert limit is None or peak <= limit, f"usage {peak} in {interval} exceeds {limit}"
 
 
+def report_families(options: argparse.Namespace) -> None:
+    """Solves made problems of 300 to 1,000 nodes at several memory limits."""
+    gaps = []
+    for make, nodes, strategies, seed in FAMILY_SIZES:
+        free = FAMILIES[make](nodes, strategies, seed)
+        peak, _ = peak_usage(free, solve(free).assignment)
+        least, _ = peak_usage(
+            replace(free, usages=tuple(np.full_like(u, u.min()) for u in free.usages)),
+            [0] * free.num_nodes,
+        )
+        for part in LIMIT_PARTS:
+            problem = with_limit(free, least, peak, part)
+            start, cpu = time.monotonic(), time.process_time()
+            solution = solve(problem, time_limit=options.time_limit, work_limit=options.work_limit)
+            _verify(problem, solution)
+            gaps.append(solution.gap)
+            row = {
+                "instance": problem.name,
+                "nodes": problem.num_nodes,
+                "cost": solution.cost,
+                "gap": round(solution.gap, 6),
+                "seconds": round(time.monotonic() - start, 2),
+                "cpu_seconds": round(time.process_time() - cpu, 2),
+            }
+            _print(row, options)
+    print(f"largest gap {max(gaps):.4%}, {gaps.count(0.0)} of {len(gaps)} zero", file=sys.stderr)
+
+
+def report_programs(options: argparse.Namespace) -> None:
+    """Plans every test program for eight devices, some with little memory, and states the gaps."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from programs import PROGRAMS
+
+    import autopar
+    from autopar.errors import MemoryLimitError
+
+    cluster = autopar.Cluster.preset(options.cluster, devices_per_node=8)
+    gaps = []
+    for name, program in PROGRAMS.items():
+        if options.instances and name not in options.instances.split(","):
+            continue
+        if missing := program.missing():
+            print(f"{name}: {missing}", file=sys.stderr)
+            continue
+        with program.context():
+            case = program.build()
+            arguments = case.arguments(case.state, case.batch)
+            peak: int | None = None
+            for part in (None, *MEMORY_PARTS) if name in MEMORY_PROGRAMS else (None,):
+                memory = None if part is None or peak is None else int(part * peak)
+                chosen = case.options | {"method": "auto", "memory_limit": memory}
+                cpu = time.process_time()
+                row: dict[str, Any] = {"program": name, "memory": part or "all"}
+                try:
+                    plan = autopar.plan(
+                        case.step, *arguments, cluster=cluster, **case.keywords[0], **chosen
+                    )
+                except MemoryLimitError as error:
+                    row["error"] = error.what
+                else:
+                    peak = peak or plan.estimates.peak_bytes_per_device
+                    assert plan.solver is not None and plan.solver.gap is not None
+                    gaps.append(plan.solver.gap)
+                    row |= {"nodes": plan.solver.nodes, "cost": plan.solver.cost}
+                    row["gap"] = round(plan.solver.gap, 6)
+                row["planning_cpu_seconds"] = round(time.process_time() - cpu, 2)
+                _print(row, options)
+    print(f"largest gap {max(gaps):.4%}, {gaps.count(0.0)} of {len(gaps)} zero", file=sys.stderr)
+
+
+def _print(row: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(row), flush=True)
+    else:
+        print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+
+
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?", help="of the contest's files")
+    parser.add_argument(
+        "--families", action="store_true", help="problems of one stage where memory binds hard"
+    )
+    parser.add_argument(
+        "--programs", action="store_true", help="the test programs' problems, for eight devices"
+    )
     parser.add_argument("--instances", help="comma-separated names, by default all")
+    parser.add_argument(
+        "--cluster", default="v100", help="the preset that programs are planned for"
+    )
     parser.add_argument("--time-limit", type=float)
     parser.add_argument("--work-limit", type=float)
     parser.add_argument("--plain", choices=["cp-sat", "highs"])
     parser.add_argument("--json", action="store_true", help="one JSON object per instance")
     options = parser.parse_args()
+    if options.programs:
+        return report_programs(options)
+    if options.families:
+        return report_families(options)
+    if options.directory is None:
+        parser.error("name the directory of the contest's files, or --families, or --programs")
     references: dict[str, Any] = {}
     if (options.directory / "reference.json").exists():
         references = json.loads((options.directory / "reference.json").read_text())

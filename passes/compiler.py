@@ -108,12 +108,12 @@ def compile_graph(
     program_hash = fingerprint(graph.jaxpr)
     report(f"finding the sharding rules of {len(graph.jaxpr.eqns)} equations")
     rules = populate(graph.jaxpr)
+    check_pins(graph, options.pins)
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
         split = _split(graph, rules, options, plan.num_microbatches, report)
         follow = follow_plan if plan.pipeline is None else follow_pipeline
         return Compiled(plan, follow(plan, split, options), split.graph)
-    check_pins(graph, options.pins)
     if options.stages not in ("auto", 1):
         return _compile_pipeline(graph, rules, options, cluster, program_hash, report)
     candidates: list[Planned] = []

@@ -122,6 +122,42 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def scan_params(
+    params: Mapping[str, Any], body: ClosedJaxpr, num_consts: int, num_carry: int
+) -> dict[str, Any]:
+    """A scan's params with another body, and other numbers of constants and carried values.
+
+    Releases after 0.10 hold the structure of operands and results, which is that of a small scan.
+    """
+    changed = {**params, "jaxpr": body}
+    if "num_carry" in params:
+        return {**changed, "num_consts": num_consts, "num_carry": num_carry}
+    num_slices = len(body.jaxpr.invars) - num_consts - num_carry
+    num_stacked = len(body.jaxpr.outvars) - num_carry
+    return {**changed, **_scan_structures(num_consts, num_carry, num_slices, num_stacked)}
+
+
+@cache
+def _scan_structures(
+    num_consts: int, num_carry: int, num_slices: int, num_stacked: int
+) -> dict[str, Any]:
+    numbers = (num_consts, num_carry)
+
+    def small(consts: list[Any], carry: list[Any], slices: list[Any]) -> Any:
+        def body(carry: list[Any], slices: list[Any]) -> Any:
+            total = sum((*consts, *carry, *slices), start=0.0)
+            return [total] * num_carry, [total] * num_stacked
+
+        return jax.lax.scan(body, carry, slices, length=1)
+
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    row = jax.ShapeDtypeStruct((1,), "float32")
+    traced = jax.make_jaxpr(small)([scalar] * num_consts, [scalar] * num_carry, [row] * num_slices)
+    (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert scan_counts(eqn.params) == numbers, eqn
+    return {name: eqn.params[name] for name in ("ft_in", "ft_out")}
+
+
 def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
     """What a "hijax" equation (`jnp.searchsorted` in JAX 0.12) stands for, as ordinary equations.
 

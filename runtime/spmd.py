@@ -68,13 +68,17 @@ class _Device:
 
     def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...]):
         self.mesh, self.names = mesh, names
+        self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.names[a] for a in axes)
 
     def index(self, axes: Sequence[int]) -> Any:
         """This device's place along several axes, the first one being the outermost."""
-        return lax.axis_index(self.axes(axes))
+        key = tuple(axes)
+        if key not in self.places:
+            self.places[key] = lax.axis_index(self.axes(key))
+        return self.places[key]
 
     def cuts(self, layout: Layout) -> tuple[Cut | None, ...]:
         return tuple(
@@ -85,6 +89,13 @@ class _Device:
     # -- instructions ------------------------------------------------------------------------
 
     def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
+        outer, self.places = self.places, {}  # a loop's body is a trace of its own
+        try:
+            return self.instructions(block, arrays)
+        finally:
+            self.places = outer
+
+    def instructions(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         for instruction in block.instructions:
             if isinstance(instruction, Reshard):

@@ -175,22 +175,20 @@ def _scales(
     old = Cluster.from_dict(plan.cluster)
     new = old if cluster is None else cluster
     meshes = 1 if plan.pipeline is None else plan.pipeline.num_meshes
-    before = {stage.num_devices for stage in plan.stages}
-    size = new.num_devices // meshes
-    if cluster is not None and (
-        new.num_devices % meshes or len(before) > 1 or size % min(before) or size < min(before)
-    ):
-        sizes = " or ".join(map(str, sorted(before)))
+    sizes = {stage.mesh: stage.num_devices for stage in plan.stages}
+    before, used = set(sizes.values()), sum(sizes.values())
+    if cluster is not None and (new.num_devices % used or new.num_devices < used):
         raise OptionError(
             f"The plan cannot be simulated on {new.num_devices} devices.",
             where=str(new),
-            why=f"it has {meshes} mesh{'es' * (meshes > 1)} of {sizes} devices; each can only be "
-            "repeated a whole number of times.",
-            hint=f"use a multiple of {meshes * min(before)} devices, or plan for the cluster.",
+            why=f"it has {meshes} mesh{'es' * (meshes > 1)} of "
+            f"{' or '.join(map(str, sorted(before)))} devices; each can only be repeated a whole "
+            "number of times.",
+            hint=f"use a multiple of {used} devices, or plan for the cluster.",
         )
-    copies = 1 if cluster is None else size // min(before)
+    copies = 1 if cluster is None else new.num_devices // used
     faster = compute_scale * _device_speed(old, new)
-    old_link, new_link = _inside(old, min(before)), _inside(new, min(before))
+    old_link, new_link = _inside(old, max(before)), _inside(new, max(before))
     between = new.inter_node if new.num_nodes > 1 else new.intra_node
     started = old.collective_seconds + old_link.latency
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
@@ -122,3 +124,49 @@ def parameters(graph: Graph, dims: BatchDims) -> frozenset[int]:
 
     walk(graph.jaxpr)
     return frozenset(i for i in range(len(graph.inputs)) if met >> i & 1)
+
+
+def made_from_state(graph: Graph) -> frozenset[Var]:
+    """Variables, of inner bodies too, that depend on leaves of the state larger than a scalar.
+
+    PRNG keys do not count.
+    """
+    found: set[Var] = {
+        var
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.role == "state"
+        and not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
+        and math.prod(var.aval.shape) > (4 if var.aval.dtype == "uint32" else 1)  # raw keys
+    }
+    _depend(graph.jaxpr, found)
+    return frozenset(found)
+
+
+def _depend(jaxpr: Jaxpr, found: set[Var]) -> None:
+    def depends(atom: Any) -> bool:
+        return not isinstance(atom, jex_core.Literal) and atom in found
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            num_consts, num_carry = jax_compat.scan_counts(eqn.params)
+            carried = body.invars[num_consts : num_consts + num_carry]
+            found.update(v for v, a in zip(body.invars, eqn.invars, strict=True) if depends(a))
+            while True:
+                _depend(body, found)
+                pairs = zip(carried, body.outvars, strict=False)
+                grown = [v for v, a in pairs if depends(a) and v not in found]
+                if not grown:
+                    break
+                found.update(grown)
+            found.update(v for v, a in zip(eqn.outvars, body.outvars, strict=True) if depends(a))
+        elif eqn.primitive.name == "cond":
+            for closed in eqn.params["branches"]:
+                inner = closed.jaxpr
+                given = zip(inner.invars, eqn.invars[1:], strict=True)
+                found.update(v for v, a in given if depends(a))
+                _depend(inner, found)
+                results = zip(eqn.outvars, inner.outvars, strict=True)
+                found.update(v for v, a in results if depends(a))
+        elif any(map(depends, eqn.invars)):
+            found.update(eqn.outvars)

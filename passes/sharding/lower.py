@@ -91,6 +91,7 @@ class _Lowering:
         self.context, self.parent = context, parent
         self.instructions: list[Instruction] = []
         self.versions: dict[Var, list[Layout]] = {}
+        self.unreduced: set[Version] = set()  # as they were made, before they were completed
         self.flexible: dict[Var, Entry] = {}
         self.aliases: dict[Var, Any] = {}  # a branch's variable -> the outer atom
         self.captured: dict[Version, Version] = {}  # inner version -> outer version
@@ -124,7 +125,7 @@ class _Lowering:
         known = self.versions.get(atom)
         if known is None:
             known = [self._produce(atom, layout)]
-        if layout in known:
+        if layout in known or wanted in self.unreduced:
             return wanted
         shape, size = aval_shape(atom), itemsize(atom.aval)
         pricing = self.context.pricing
@@ -205,6 +206,7 @@ class _Lowering:
         if layout != version.layout:
             self.get(version.atom, layout)
             self.versions[version.atom].remove(version.layout)
+            self.unreduced.add(version)
 
     def _small(self, entry: Entry) -> None:
         """Scalars: partial sums pass through what is linear in them, else they are completed."""

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.errors import BatchArgumentError, PinError
 from autopar.passes.graph import Graph
-from autopar.passes.sharding.batch_dims import NONE, BatchDims, parameters
+from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.strategies import Shape, outer_factor
+from autopar.units import without_rows
 
 ONE_AXIS_METHODS = ("data", "zero1", "zero2", "zero3")
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated
@@ -44,6 +44,7 @@ class Restriction:
     pins: Mapping[int, Layout]
     parameters: frozenset[int]
     state_bytes: int
+    from_state: frozenset[Var]
 
     @property
     def reduce_scatter(self) -> bool:
@@ -91,7 +92,11 @@ class Restriction:
             for atom, value in zip(eqn.invars, shape.rule.operands, strict=True)
             for dim in self._dims(atom)
         } - {None}
-        if not factors and self.method != "data":
+        # Optimizers work on whole values in data parallelism; masks and random bits on any part.
+        if not factors and (
+            self.method != "data"
+            or not any(not isinstance(v, Literal) and v in self.from_state for v in eqn.invars)
+        ):
             return None
         return frozenset(f for f in factors if f is not None)
 
@@ -151,7 +156,8 @@ def restriction(
         for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
         if label.role == "state"
     )
-    return Restriction(graph, method, dims, pins, parameters(graph, dims), state_bytes)
+    used = parameters(graph, dims)
+    return Restriction(graph, method, dims, pins, used, state_bytes, made_from_state(graph))
 
 
 def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:
@@ -240,10 +246,7 @@ def pins_of(graph: Graph, pins: Sequence[tuple[str, Any]]) -> tuple[tuple[str, A
 
 
 def _pinned(graph: Graph, pattern: str) -> list[int]:
-    return [i for i, x in enumerate(graph.inputs) if matches_path(_ROWS.sub("", x.path), pattern)]
-
-
-_ROWS = re.compile(r"\[(:, )*\d+:\d+\]$")  # rows of a leaf that is split over stages
+    return [i for i, x in enumerate(graph.inputs) if matches_path(without_rows(x.path), pattern)]
 
 
 def matches_path(path: str, pattern: str) -> bool:

@@ -199,13 +199,15 @@ def flatten(model: Model, order: list[int] | None = None) -> Arrays:
     )
 
 
-def interleaved(nodes: list[int], blocks: int = 64) -> list[int]:
+def interleaved(nodes: list[int], most: int = 64, block: int = 32) -> list[int]:
     """The order in which levels are few: the first nodes of all blocks, then all second ones, ...
 
     In the order of a program nearly every node has its predecessor as a neighbour, so there are
-    about as many levels as nodes. Message passing converges about as fast in this order.
+    about as many levels as nodes. Message passing converges about as fast in this order, as long
+    as the blocks are not too small.
     """
-    if len(nodes) < 16 * blocks:
+    blocks = min(most, len(nodes) // block)
+    if blocks < 2:
         return nodes
     size = -(-len(nodes) // blocks)
     return [u for i in range(size) for u in nodes[i::size]]

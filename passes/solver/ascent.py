@@ -14,12 +14,15 @@ import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, Floats
 from autopar.passes.solver.budget import Budget
-from autopar.passes.solver.dual import Chooser, Dual
+from autopar.passes.solver.dual import Chooser, Dual, State
 from autopar.passes.solver.primal import ALLOWED, improve, repair
 from autopar.passes.solver.problem import Integers
 
 STEP = 0.3
-"""The exponent's factor on the relative excess of usage over room."""
+"""The exponent's factor on the relative excess of usage over room where nothing is known yet."""
+
+SMALL_STEP = 0.03
+"""The same where the prices are nearly right."""
 
 SMOOTHING = 0.5
 """The weight of the newest choice's usage in the average that prices react to."""
@@ -31,7 +34,8 @@ class Ascent:
 
     dual: Dual
     bound: float = -np.inf
-    best_prices: Floats | None = None
+    best: State | None = None
+    choice: Integers | None = None  # the cheapest feasible one
 
 
 def ascend(
@@ -45,36 +49,50 @@ def ascend(
     repair_every: int = 10,
     until: float = 1.0,
     known: bool = False,
+    step: float = STEP,
+    enough: int | None = None,
 ) -> Ascent:
     """Runs passes until `sweeps` or the part `until` of the budget is used.
 
     `found` takes each feasible choice and returns the least cost known so far. Until there is one
     (`known` says that there was one before), `missed` takes each allowed choice that did not fit
-    but came nearer than those before. The prices are left at the best ones found.
+    but came nearer than those before. `step` is the first exponent's factor on the relative excess
+    of usage over room. Once a choice fits, `enough` passes are enough. The dual is left in the
+    state of the best bound.
     """
     arrays = dual.arrays
     result = Ascent(dual)
     limit = float(arrays.limit)
     average: Floats | None = None
-    best, nearest = np.inf, np.inf
+    best, cheapest, nearest = np.inf, np.inf, np.inf
     started = budget.used
     work = sweep_work(arrays)
+    sweep_seconds = repair_seconds = 0.0
     for index in range(sweeps):
+        if not budget.fits(sweep_seconds):
+            break
+        start = budget.seconds
         chooser = Chooser(arrays)
         bound = dual.sweep(index % 2 == 0, chooser)
         budget.spend(work * 1.3)
+        sweep_seconds = budget.seconds - start
         if bound > result.bound:
-            result.bound, result.best_prices = bound, dual.prices
+            result.bound, result.best = bound, dual.state()
         used = (budget.used - started) / max(until - started, 1e-9)
-        progress = max((index + 1) / sweeps, used)
+        total = enough if known and enough is not None else sweeps
+        progress = max((index + 1) / total, used)
         if upper - result.bound < 1.0:
             break
         due = index % repair_every == repair_every - 1 or progress >= 1.0
         # Until something fits, it is tried more often: after passes 2, 4 and 8 of the first ten.
         due = due or (not known and index in (1, 3, 7))
-        if due and arrays.costs_of(chooser.choice) < ALLOWED:
-            choice, fits = _feasible(arrays, chooser.choice, budget)
+        start = budget.seconds
+        if due and budget.fits(repair_seconds) and arrays.costs_of(chooser.choice) < ALLOWED:
+            choice, fits = make_feasible(arrays, chooser.choice, budget)
             if fits:
+                cost = arrays.costs_of(choice)
+                if cost < cheapest:
+                    cheapest, result.choice = cost, choice
                 best, known = found(choice), True
                 upper = min(upper, best)
             elif missed is not None and not known:
@@ -82,6 +100,7 @@ def ascend(
                 if missing < nearest:
                     nearest = missing
                     missed(choice)
+            repair_seconds = budget.seconds - start
         if progress >= 1.0 or budget.exhausted:
             break
         if len(arrays.room):
@@ -89,9 +108,9 @@ def ascend(
             average = excess if average is None else average + SMOOTHING * (excess - average)
             cost = arrays.costs_of(chooser.choice)
             scale = best if np.isfinite(best) else max(bound, cost, 1.0)
-            dual.set_prices(_adapted(dual, average, scale, _step(progress)))
-    if result.best_prices is not None and result.best_prices is not dual.prices:
-        dual.set_prices(result.best_prices)
+            dual.set_prices(_adapted(dual, average, scale, step * _shrink(progress)))
+    if result.best is not None:
+        dual.restore(result.best)
     return result
 
 
@@ -100,8 +119,8 @@ def sweep_work(arrays: Arrays) -> float:
     return 1e-8 * len(arrays.low.cells) + 6e-5 * arrays.num_levels
 
 
-def _step(progress: float) -> float:
-    return STEP * (1.0 if progress < 0.4 else max(0.02, (1.0 - progress) / 0.6))
+def _shrink(progress: float) -> float:
+    return 1.0 if progress < 0.4 else max(0.02, (1.0 - progress) / 0.6)
 
 
 def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
@@ -113,7 +132,7 @@ def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
     return np.maximum(dual.prices, np.where(excess > 0, least, 0.0)) * np.exp(step * relative)
 
 
-def _feasible(arrays: Arrays, choice: Integers, budget: Budget) -> tuple[Integers, bool]:
+def make_feasible(arrays: Arrays, choice: Integers, budget: Budget) -> tuple[Integers, bool]:
     """The choice made to fit and improved, and whether that succeeded."""
 
     def stop() -> bool:

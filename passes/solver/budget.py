@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -67,6 +68,21 @@ class Budget:
         if self.time_limit is None:
             return work, None
         return work, max(0.0, self.time_limit - self.reserve - self.seconds) * part
+
+    def fits(self, seconds: float) -> bool:
+        """Whether a step that took so many seconds before still fits into the time limit."""
+        return self.time_limit is None or self.seconds + seconds < self.time_limit - self.reserve
+
+    def least_left(self, part: float) -> float:
+        """The smaller of the work and the seconds left until a part of the limits is used."""
+        return min((left for left in self.until(part) if left is not None), default=math.inf)
+
+    def until(self, part: float) -> tuple[float | None, float | None]:
+        """What is left until a part of the limits is used, as (work, seconds)."""
+        work = None if self.work_limit is None else max(0.0, self.work_limit * part - self.work)
+        if self.time_limit is None:
+            return work, None
+        return work, max(0.0, (self.time_limit - self.reserve) * part - self.seconds)
 
     def stopper(self, work: float, until: float = 1.0) -> Stop:
         """A `Stop` that spends `work` for every step and holds at the part `until` of the limit."""

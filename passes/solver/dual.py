@@ -34,6 +34,17 @@ class Level:
     pulled: Floats  # [slots] what each of their slots gave
 
 
+@dataclass(frozen=True)
+class State:
+    """Prices and messages, and what they make of the node costs."""
+
+    prices: Floats
+    low: Floats
+    high: Floats
+    nodes: Floats
+    priced: Floats
+
+
 class Visitor(Protocol):
     """Something that looks at each level in a pass."""
 
@@ -58,12 +69,29 @@ class Dual:
         if prices is not None:
             self.set_prices(prices)
 
+    def state(self) -> State:
+        """A copy of prices and messages, for `restore`."""
+        return State(self.prices, self.low.copy(), self.high.copy(), self.nodes.copy(), self.priced)
+
+    def restore(self, state: State) -> None:
+        """Goes back to an earlier state."""
+        self.prices, self.priced = state.prices, state.priced
+        self.low[:], self.high[:], self.nodes[:] = state.low, state.high, state.nodes
+
     def set_prices(self, prices: Floats) -> None:
         arrays = self.arrays
         self.prices = prices
         priced = arrays.costs + self.price_costs(prices)
         self.nodes += priced - self.priced
         self.priced = priced
+
+    def add_messages(self, low: Floats, high: Floats) -> None:
+        """Moves that much more cost, per slot, from edges to nodes; the next `sweep` is a bound."""
+        arrays = self.arrays
+        self.low += low
+        self.high += high
+        self.nodes += np.bincount(arrays.low.slot_node, low, len(self.nodes))
+        self.nodes += np.bincount(arrays.high.slot_node, high, len(self.nodes))
 
     def price_costs(self, prices: Floats) -> Floats:
         """What the prices add to the cost of each strategy."""
@@ -136,20 +164,19 @@ class Chooser:
         )
 
 
-class Excluder:
-    """Finds along a pass which strategies and pairs would cost more than `allowed` above the bound.
+class Excesses:
+    """Finds along a pass how much more than the bound each strategy and each pair costs at least.
 
     The bound is the one before the pass, which no pull or push makes smaller. Just after its pull,
     a node has all that its edges behind could give and they have nothing left, so what a strategy
     has above the node's least, and a pair above zero, is what choosing it would add.
     """
 
-    def __init__(self, dual: Dual, allowed: float) -> None:
+    def __init__(self, dual: Dual) -> None:
         self.dual = dual
-        self.allowed = allowed
         arrays = dual.arrays
-        self.strategies = np.zeros(len(arrays.costs), bool)
-        self.pairs = np.zeros(len(arrays.high.cells), bool)  # in the order of `high`, or of `low`
+        self.strategies = np.zeros(len(arrays.costs))
+        self.pairs = np.zeros(len(arrays.high.cells))  # in the order of `high`, or of `low`
 
     def __call__(self, level: Level, behind: Side) -> None:
         arrays, nodes = self.dual.arrays, self.dual.nodes
@@ -157,7 +184,7 @@ class Excluder:
         starts = arrays.first[level.nodes] - start
         sizes = np.diff(np.append(starts, len(level.costs)))
         excess = level.costs - np.repeat(np.minimum.reduceat(level.costs, starts), sizes)
-        self.strategies[level.strategies] = excess > self.allowed
+        self.strategies[level.strategies] = excess
         if level.slots.stop > level.slots.start:
             near = excess[behind.slot_node[level.slots] - start] - level.pulled
             widths = np.diff(np.append(behind.slot_start[level.slots], level.cells.stop))
@@ -169,7 +196,7 @@ class Excluder:
                 - np.repeat(behind.slot_start[level.slots], widths)
                 + np.repeat(arrays.first[far], widths)
             )
-            self.pairs[level.cells] = level.left + offset + nodes[position] > self.allowed
+            self.pairs[level.cells] = level.left + offset + nodes[position]
 
 
 def first_least(values: Floats, starts: Integers) -> Integers:

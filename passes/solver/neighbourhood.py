@@ -29,8 +29,8 @@ TABLE_CELLS = 1_000_000
 ALL_CELLS = 5_000_000
 PATIENCE = 40
 CP_SAT_CELLS = 20_000
-CP_SAT_WORK = 0.6
-"""CP-SAT's deterministic time for one neighbourhood."""
+CP_SAT_WORK = 3.0
+"""The most work of CP-SAT for one neighbourhood."""
 
 
 class Neighbourhoods:
@@ -159,9 +159,10 @@ class Neighbourhoods:
         cells = sum(m.size for u in less.nodes for m in less.edges[u].values()) // 2
         if cells > CP_SAT_CELLS:
             return None, False
-        _, seconds = budget.share(1.0)
-        answer = solve_cp_sat(less, time_limit=seconds, work_limit=CP_SAT_WORK)
-        budget.spend(answer.deterministic_time + 2e-5 * cells)
+        work, seconds = budget.share(1.0)
+        work = CP_SAT_WORK if work is None else min(work, CP_SAT_WORK)
+        answer = solve_cp_sat(less, time_limit=seconds, work_limit=work)
+        budget.spend(answer.work + 2e-5 * cells)
         complete = answer.infeasible or answer.optimal
         if answer.chosen is None:
             return None, complete

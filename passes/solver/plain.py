@@ -28,6 +28,10 @@ BUILD_PART = 0.75
 """The part of a time limit after which building the program is given up, without a solution."""
 
 
+CP_SAT_SECONDS = 5.0
+"""About how many seconds a unit of CP-SAT's deterministic time takes on such programs."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What OR-Tools says about a model: the best choice it has, the bound it proved."""
@@ -36,7 +40,7 @@ class Answer:
     bound: int  # internal cost without the model's offset
     infeasible: bool
     optimal: bool
-    deterministic_time: float = 0.0
+    work: float = 0.0
 
 
 def plain(
@@ -53,7 +57,7 @@ def plain(
     Args:
         problem: what to solve.
         time_limit: seconds that OR-Tools may take.
-        work_limit: CP-SAT's deterministic time.
+        work_limit: CP-SAT's deterministic time, in units of about a second.
         engine: "cp-sat", or "highs" for the mixed-integer program (its bound is floating point).
         workers: CP-SAT's threads.
         seed: CP-SAT's random seed.
@@ -128,6 +132,8 @@ def solve_cp_sat(
                 for literal, column in zip(pick[v], by_column, strict=True):
                     program.add_exactly_one([*column, literal.negated()])
     for terms, amounts, room in _memory_terms(model):
+        if time_limit is not None and time.monotonic() - start > BUILD_PART * time_limit:
+            return Answer(None, 0, False, False)
         program.add(
             cp_model.LinearExpr.weighted_sum([pick[u][s] for u, s in terms], amounts) <= room
         )
@@ -142,7 +148,7 @@ def solve_cp_sat(
     if time_limit is not None:
         solver.parameters.max_time_in_seconds = max(0.01, time_limit - (time.monotonic() - start))
     if work_limit is not None:
-        solver.parameters.max_deterministic_time = max(0.0, work_limit)
+        solver.parameters.max_deterministic_time = max(0.0, work_limit / CP_SAT_SECONDS)
     status = solver.solve(program)
     chosen = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -156,7 +162,7 @@ def solve_cp_sat(
         max(0, bound << shift),
         status == cp_model.INFEASIBLE,
         status == cp_model.OPTIMAL,
-        solver.response_proto.deterministic_time,
+        solver.response_proto.deterministic_time * CP_SAT_SECONDS,
     )
 
 

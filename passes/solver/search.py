@@ -3,9 +3,11 @@
 1. Without the memory limit: reduce, then eliminate nodes exactly. If that is practical and the
    optimum fits into memory, it is the answer; most problems of a compiler's stage end here.
 2. With memory: reduce, then dual ascent with prices, which gives bounds and feasible choices.
-3. What the bound excludes goes, the rest is reduced again; what is left may be small enough for an
+3. If the model is not too large: the best prices, by linear programs over what is near the
+   optimum, and a choice by branch and bound there.
+4. What the bound excludes goes, the rest is reduced again; what is left may be small enough for an
    exact model, or worth another ascent.
-4. Large-neighbourhood search on the best choice until the limit.
+5. Large-neighbourhood search on the best choice until the limit.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, flatten
-from autopar.passes.solver.ascent import ascend
+from autopar.passes.solver.ascent import SMALL_STEP, STEP, ascend
 from autopar.passes.solver.budget import Budget, OutOfTime, Stop
 from autopar.passes.solver.certificate import certified_bound
 from autopar.passes.solver.dual import Dual
@@ -28,6 +30,7 @@ from autopar.passes.solver.model import Contradiction, Model
 from autopar.passes.solver.neighbourhood import Neighbourhoods
 from autopar.passes.solver.peak import smallest_peak
 from autopar.passes.solver.plain import solve_cp_sat
+from autopar.passes.solver.polish import polish
 from autopar.passes.solver.problem import Integers, Problem
 from autopar.passes.solver.reduce import reduce
 from autopar.passes.solver.solution import Infeasible, Solution, relative_gap
@@ -41,6 +44,12 @@ RELAX_FIRST_NODES = 5_000
 EXACT_CELLS = 60_000
 """Models of at most so many edge cells are given to CP-SAT as a whole."""
 
+ELIMINATION_WORK = 2e-8
+"""The work per table cell of an elimination."""
+
+FREE_PART = 0.05
+"""The most that an elimination without memory may take where there is a memory limit."""
+
 REDUCTION_WORK = 2e-5
 """The work of looking at one node or edge in a reduction."""
 
@@ -50,10 +59,20 @@ FIRST_PART = 0.75
 REDUCTION_PART = 0.5
 """The part of the limits at which the reduction of the whole problem ends at the latest."""
 
+PEAK_FLATS = 5.0
+"""How many times as long as the flat arrays one step of that search takes before it can stop."""
+
 PEAK_WORK = 2.0
 """The work for each step of the search for the smallest peak of an infeasible problem."""
 
 SWEEPS = 240
+FEW_CELLS = 200_000
+"""Models of fewer edge cells are polished, so passes need not make the prices exact."""
+
+FEW_SWEEPS = 60
+LATER_SWEEPS = 10
+"""How many passes are made before the first and before later polishes."""
+
 FIRST_SWEEPS = 10
 RESERVE_OF_FLAT = 0.5
 RESERVE_OF_START = 0.2
@@ -62,10 +81,22 @@ RESERVE_OF_START = 0.2
 RESERVE = 3.0
 """How many times as long as the check of one assignment is kept for the end of the time limit."""
 
-ROUNDS = 4
+POLISH_PART = 0.6
+"""The part of what is left that a polish may use for its linear programs."""
+
+ROUNDS = 6
+
+EXACT_WORK = 5e-5
+"""The work per edge cell before CP-SAT's own search begins."""
+
+SMALL_CELLS = 500
+"""Models of at most so many edge cells are given to CP-SAT though they may be reduced further."""
 
 Progress = Callable[[int | None, int | None, float], None]
 """Called with the best cost, the lower bound and the seconds so far."""
+
+Take = Callable[[Model, dict[int, int]], bool]
+"""Takes note of a choice for a model; says whether it is the best so far, or as good."""
 
 
 def solve(
@@ -118,7 +149,9 @@ class _Search:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        start = self.budget.seconds
         self.flat = Flat(self.problem)
+        self.flat_seconds = self.budget.seconds - start
         self.budget.keep(RESERVE_OF_FLAT * self.budget.seconds)
         self.offers = _Offers(self)
 
@@ -148,7 +181,9 @@ class _Search:
             if neighbourhoods.optimal:
                 self.bound = self.best_cost
             elif not self.budget.exhausted:
-                self.exact(excluded(model, dual, self.upper(model), self.stopper()), 1.0)
+                left = excluded(model, dual, self.upper(model), self.stopper())
+                if not self.eliminated(left, self.offer):
+                    self.exact(left, self.offer, 1.0)
 
     def reduced(self, with_memory: bool) -> Model:
         """The problem's model, reduced as far as the budget allows.
@@ -198,10 +233,14 @@ class _Search:
 
     def try_elimination(self, model: Model) -> bool:
         """Whether the model's optimum without memory was found and fits: it is the answer then."""
-        order = elimination_order(model, TABLE_CELLS, ALL_CELLS)
+        cells = ALL_CELLS
+        if self.problem.usage_limit is not None:
+            left = self.budget.least_left(self.budget.used + FREE_PART)
+            cells = int(min(cells, left / ELIMINATION_WORK))
+        order = elimination_order(model, TABLE_CELLS, cells)
         if order is None:
             return False
-        self.budget.spend(1e-8 * order.total_cells)
+        self.budget.spend(ELIMINATION_WORK * order.total_cells)
         chosen = eliminate(model, order, self.budget.stopper(0.0))
         if chosen is None:
             return False
@@ -218,31 +257,49 @@ class _Search:
         prices: dict[tuple[int, int], float] = {}
         best: dict[int, int] | None = None
         first: Dual | None = None
-        for _ in range(ROUNDS):
+
+        def take(current: Model, chosen: dict[int, int]) -> bool:
+            nonlocal best
+            accepted = self.offer(current, chosen)
+            if accepted:
+                assignment = current.reconstruct(chosen, len(model.trail))
+                best = {u: assignment[u] for u in model.nodes}
+            return accepted
+
+        for turn in range(ROUNDS):
             arrays = flatten(current)
             dual = Dual(arrays, np.array([prices.get(time, 0.0) for time in current.times]))
 
             def found(choice: Integers, arrays: Arrays = arrays, current: Model = current) -> float:
-                nonlocal best
-                chosen = arrays.chosen(choice)
-                if self.offer(current, chosen):
-                    assignment = current.reconstruct(chosen, len(model.trail))
-                    best = {u: assignment[u] for u in model.nodes}
+                take(current, arrays.chosen(choice))
                 return self.upper(current)
 
             first = first or dual
             upper = min(self.upper(current), current.largest_cost() + 2.0)
+            few = len(arrays.low.cells) < FEW_CELLS
             used = self.budget.used
-            ascend(
+            until = max(0.6, used + 0.5 * (1.0 - used))
+            result = ascend(
                 dual,
                 SWEEPS,
                 self.budget,
                 found,
                 upper=upper,
                 missed=self.missed(current, arrays),
-                until=max(0.6, used + 0.5 * (1.0 - used)),
+                until=until,
                 known=self.best is not None,
+                step=SMALL_STEP if turn and few else STEP,
+                enough=(LATER_SWEEPS if turn else FEW_SWEEPS) if few else None,
             )
+            if few and not self.budget.exhausted and len(arrays.room):
+                until = max(until, self.budget.used + POLISH_PART * (1.0 - self.budget.used))
+                polish(
+                    result,
+                    self.budget,
+                    found,
+                    upper=min(upper, self.upper(current)),
+                    until=until,
+                )
             bound = certified_bound(dual)
             if bound > current.largest_cost():
                 raise Contradiction
@@ -251,7 +308,8 @@ class _Search:
                 break
             prices = dict(zip(current.times, dual.prices.tolist(), strict=True))
             if self.best_cost is None:
-                self.exact(current)
+                if not self.eliminated(current, take):
+                    self.exact(current, take)
                 break
             cells = len(arrays.low.cells)
             current = excluded(current, dual, self.upper(current), self.stopper())
@@ -260,38 +318,50 @@ class _Search:
             left = sum(m.size for u in current.nodes for m in current.edges[u].values()) // 2
             self.stats["excluded_nodes"] = len(current.nodes)
             self.stats["excluded_cells"] = left
-            if self.exact(current) or left > 0.8 * cells:
+            shrunk = left <= 0.8 * cells
+            if (shrunk or not dual.prices.any()) and self.eliminated(current, take):
+                break
+            if shrunk and left > SMALL_CELLS and turn < ROUNDS - 1:
+                continue
+            if self.exact(current, take) or not shrunk:
                 break
         assert first is not None
         return best, first
 
-    def exact(self, model: Model, part: float = 0.2) -> bool:
-        """Whether the model, small by now, was solved exactly with a part of the budget."""
+    def eliminated(self, model: Model, take: Take) -> bool:
+        """Whether the model's optimum without memory fits, or closes the gap: it is solved then."""
         relaxed = model.copy()
         relaxed.forget_memory()
         relaxed.dirty_nodes.update(relaxed.nodes)
         if not reduce(relaxed, stop=self.stopper()):
             return False
-        order = elimination_order(relaxed, TABLE_CELLS, ALL_CELLS)
-        chosen = None
-        if order is not None:
-            self.budget.spend(1e-8 * order.total_cells)
-            chosen = eliminate(relaxed, order, self.budget.stopper(0.0))
-        if chosen is not None:
-            self.raise_bound(relaxed, relaxed.value(chosen))
-            if self.offer(relaxed, chosen) or self.closed:
-                self.bound = self.best_cost
-                self.stats["method"] = "ascent and elimination"
-                return True
-        cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
-        if cells > EXACT_CELLS:
+        cells = min(ALL_CELLS, self.budget.least_left(1.0) / ELIMINATION_WORK)
+        order = elimination_order(relaxed, TABLE_CELLS, int(cells))
+        if order is None:
             return False
+        self.budget.spend(ELIMINATION_WORK * order.total_cells)
+        chosen = eliminate(relaxed, order, self.budget.stopper(0.0))
+        if chosen is None:
+            return False
+        self.raise_bound(relaxed, relaxed.value(chosen))
+        if not (take(relaxed, chosen) or self.closed):
+            return False
+        self.bound = self.best_cost
+        self.stats["method"] = "ascent and elimination"
+        return True
+
+    def exact(self, model: Model, take: Take, part: float = 0.2) -> bool:
+        """Whether the model, small by now, was solved exactly with a part of the budget."""
+        cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
         work, seconds = self.budget.share(part)
+        least = min(share for share in (work, seconds, np.inf) if share is not None)
+        if cells > EXACT_CELLS or EXACT_WORK * cells > least:
+            return False
         answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
-        self.budget.spend(answer.deterministic_time + 2e-5 * cells)
+        self.budget.spend(answer.work + EXACT_WORK * cells)
         self.stats["cp_sat_cells"] = cells
         if answer.chosen is not None:
-            self.offer(model, answer.chosen)
+            take(model, answer.chosen)
         if answer.infeasible:
             raise Contradiction
         self.raise_bound(model, answer.bound)
@@ -372,8 +442,8 @@ class _Search:
         return search.best, False
 
     def out_of_time(self) -> bool:
-        """Whether the time limit is used up; the work limit does not bind what errors report."""
-        return self.budget.share(1.0)[1] == 0.0
+        """Whether there is no time for another problem; work does not bind what errors report."""
+        return not self.budget.fits(PEAK_FLATS * self.flat_seconds)
 
     def infeasible(self, proven: bool) -> Infeasible:
         """The error to raise: with the smallest peak usage, which takes a search of its own."""

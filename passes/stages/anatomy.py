@@ -290,3 +290,28 @@ def bytes_of(var: Any) -> int:
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return 16 * math.prod(aval.shape)
     return int(math.prod(aval.shape) * aval.dtype.itemsize)
+
+
+def leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
+    """The held state leaves that a value before the loop, or a free value, is made from."""
+    graph = parts.graph
+    found: dict[Var, frozenset[int]] = {}
+    for number, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):
+        if holds(label, var.aval):
+            found[var] = frozenset({number})
+
+    def through(eqn: JaxprEqn) -> None:
+        leaves = [found[v] for v in eqn.invars if not isinstance(v, Literal) and v in found]
+        if leaves:
+            union = frozenset().union(*leaves)
+            found.update((var, union) for var in eqn.outvars)
+
+    for eqn in parts.prologue:
+        through(eqn)
+    for var, atom in (*parts.consts.items(), *parts.slices.items()):
+        if not isinstance(atom, Literal) and atom in found:
+            found[var] = found[atom]
+    for eqn in parts.body.eqns:
+        if parts.is_free(eqn):
+            through(eqn)
+    return found

@@ -193,11 +193,8 @@ class _Stage:
             *(parts.slices[var] for var in slices),
             *(self.stacks[var] for var in received),
         ]
-        params = dict(
-            parts.scan.params,
-            jaxpr=ClosedJaxpr(body, ()),
-            num_consts=len(consts),
-            num_carry=len(carries),
+        params = jax_compat.scan_params(
+            parts.scan.params, ClosedJaxpr(body, ()), len(consts), len(carries)
         )
         return parts.scan.replace(
             invars=operands, outvars=outvars, params=params, effects=body.effects

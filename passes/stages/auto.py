@@ -1,12 +1,15 @@
 """Stages chosen automatically: layers, submeshes and logical meshes by an exact dynamic program.
 
 Every layer is sliced and planned alone on every size of submesh, identical layers once; a stage
-costs what its layers cost, and what crosses its end. No candidate split is planned or compiled
-itself; the chosen one is planned afterwards as a whole.
+costs what its layers cost, and what crosses its end. It may keep what its forward pass made, or
+compute it again. No candidate split is planned or compiled itself; the chosen one is planned
+afterwards as a whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +18,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.errors import MemoryLimitError, OptionError
 from autopar.options import Options
-from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
-from autopar.passes.factors.populate import populate
+from autopar.passes.candidates import Planned, Split, memory_limit_of
 from autopar.passes.inter_op import StageChoice, StageOption, best_stages
 from autopar.passes.sharding.memory import version_bytes
 from autopar.passes.sharding.pricing import Pricing
@@ -25,23 +27,35 @@ from autopar.passes.stages.candidate import (
     StageLayout,
     flexible_equations,
     label_batch,
-    stage_meshes,
-    stage_options,
+    plan_stage,
     submesh,
 )
 from autopar.passes.stages.cutting import residual_bytes
 from autopar.passes.stages.piece_costs import PieceCosts
-from autopar.passes.stages.result import StageGraph, Stages
+from autopar.passes.stages.result import Layer, StageGraph, Stages
 from autopar.passes.stages.slicing import slice_stages
 
 MAX_UNITS = 24  # more layers than this are put together in equal runs before the search
 
 
+class Remat(enum.Enum):
+    """What a stage's backward pass starts from, as `StageOption.choice`."""
+
+    FULL = "forward pass computed again"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True)
 class _LayerCost:
-    """One run of layers on one submesh: per microbatch, once a step, and memory per device."""
+    """One run of layers on one submesh: per microbatch, once a step, and memory per device.
+
+    `forward_seconds` are the part of `seconds` that computing the forward pass again would add.
+    """
 
     seconds: float
+    forward_seconds: float
     once_seconds: float
     bytes_fixed: int
     bytes_per_microbatch: int
@@ -77,23 +91,29 @@ def choose_stages(
     costs = _costs(units, sizes, count, options, cluster, report)
     ends = [*starts[1:], len(whole.layers)]
     crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
+    link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
 
     def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
-        parts = [costs[size][i] for i in range(start, stop)]
-        if any(part is None for part in parts):
-            return ()
-        known = [part for part in parts if part is not None]
-        link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
+        parts = costs[size][start:stop]
         moved = crossing[stop - 1] if stop < len(starts) else 0
-        seconds = 2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0
-        return (
-            StageOption(
-                seconds=seconds + sum(part.seconds for part in known),
-                bytes_fixed=sum(part.bytes_fixed for part in known),
-                bytes_per_microbatch=sum(part.bytes_per_microbatch for part in known),
-                once_seconds=sum(part.once_seconds for part in known),
-            ),
+        kept = StageOption(
+            seconds=sum(part.seconds for part in parts)
+            + (2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0),
+            bytes_fixed=sum(part.bytes_fixed for part in parts),
+            bytes_per_microbatch=sum(part.bytes_per_microbatch for part in parts),
+            once_seconds=sum(part.once_seconds for part in parts),
         )
+        # Computed again: the input stays, and the rest is there for one microbatch at a time.
+        again = dataclasses.replace(
+            kept,
+            seconds=kept.seconds + sum(part.forward_seconds for part in parts),
+            bytes_fixed=kept.bytes_fixed + kept.bytes_per_microbatch,
+            bytes_per_microbatch=math.ceil(crossing[start - 1] / size) if start else 0,
+            choice=Remat.FULL,
+        )
+        if options.remat == "auto":
+            return (kept, again)
+        return (again,) if options.remat == "full" else (kept,)
 
     try:
         choice: StageChoice = best_stages(
@@ -111,6 +131,7 @@ def choose_stages(
     return StageLayout(
         tuple(starts[stage.start] for stage in choice.stages[1:]),
         tuple(stage.num_devices for stage in choice.stages),
+        tuple(stage.option.choice is Remat.FULL for stage in choice.stages),
     )
 
 
@@ -132,8 +153,8 @@ def _costs(
     options: Options,
     cluster: Cluster,
     report: Callable[[str], None],
-) -> dict[int, list[_LayerCost | None]]:
-    """For every size of submesh, what each unit costs; None where it cannot be planned there."""
+) -> dict[int, list[_LayerCost]]:
+    """For every size of submesh, what each unit costs."""
     labelled = label_batch(units)
     ends = (0, *units.boundaries, len(units.layers))
     kinds = [
@@ -141,30 +162,35 @@ def _costs(
         for start, stop in itertools.pairwise(ends)
     ]
     distinct = list(dict.fromkeys(kinds))
-    found: dict[int, list[_LayerCost | None]] = {}
+    firsts = {kind: kinds.index(kind) for kind in distinct}
+    forward = {
+        kind: _forward_share(units.layers.layers[ends[place] : ends[place + 1]])
+        for kind, place in firsts.items()
+    }
+    found: dict[int, list[_LayerCost]] = {}
     for size in sizes:
         report(f"costs of {len(distinct)} kinds of layers on {size} devices")
         part = submesh(cluster, size)
         known = {
-            kind: _cost(labelled[kinds.index(kind)], count, options, part) for kind in distinct
+            kind: _cost(labelled[place], forward[kind], count, options, part)
+            for kind, place in firsts.items()
         }
         found[size] = [known[kind] for kind in kinds]
     return found
 
 
-def _cost(stage: StageGraph, count: int, options: Options, part: Cluster) -> _LayerCost:
-    one = Split(stage.graph, populate(stage.graph.jaxpr), ())
-    own = stage_options(stage.graph, options)
-    candidates = [
-        plan_mesh(one, mesh, count, own, part, lambda message: None)
-        for mesh in stage_meshes(own, part)
-    ]
-    fitting = [c for c in candidates if c.fits] or candidates
-    best = min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
-    return _measured(stage, best, part)
+def _forward_share(found: Sequence[Layer]) -> float:
+    total = sum(layer.flops for layer in found)
+    return sum(layer.forward_flops for layer in found) / total if total else 0.0
 
 
-def _measured(stage: StageGraph, planned: Planned, part: Cluster) -> _LayerCost:
+def _cost(
+    stage: StageGraph, forward: float, count: int, options: Options, part: Cluster
+) -> _LayerCost:
+    return _measured(stage, forward, plan_stage(stage, count, options, part), part)
+
+
+def _measured(stage: StageGraph, forward: float, planned: Planned, part: Cluster) -> _LayerCost:
     program = planned.program
     prices = PieceCosts(Pricing(part, planned.mesh), planned.split.rules)
     inside, outside = 0.0, []
@@ -187,6 +213,7 @@ def _measured(stage: StageGraph, planned: Planned, part: Cluster) -> _LayerCost:
     )
     return _LayerCost(
         seconds=inside,
+        forward_seconds=inside * forward,
         once_seconds=prices.seconds(Block(block.inputs, tuple(outside), block.outputs)),
         bytes_fixed=state + carried,
         bytes_per_microbatch=residual_bytes(

@@ -65,10 +65,13 @@ class StageLayout:
       boundaries: the layers at which the second and later stages begin, or how many stages there
         are (of about the same FLOPs).
       devices: of every mesh.
+      remat: for every stage, whether its backward pass computes the forward pass again; empty if
+        that is not decided here.
     """
 
     boundaries: int | tuple[int, ...]
     devices: tuple[int, ...]
+    remat: tuple[bool, ...] = ()
 
     @classmethod
     def asked(cls, options: Options, cluster: Cluster) -> StageLayout:
@@ -247,7 +250,7 @@ def _plan(
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
     parts = [submesh(cluster, size) for size in layout.devices]
     planned = _plan_stages(stages, count, options, parts, report)
-    remat = (options.remat == "full",) * len(planned)
+    remat = layout.remat or (options.remat == "full",) * len(planned)
     return assemble(split, stages, planned, schedule, options, cluster, remat)
 
 
@@ -261,16 +264,20 @@ def _plan_stages(
     found = []
     for number, stage in enumerate(label_batch(stages)):
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
-        part = parts[number % len(parts)]
-        one = Split(stage.graph, populate(stage.graph.jaxpr), ())
-        own = stage_options(stage.graph, options)
-        candidates = [
-            plan_mesh(one, mesh, count, own, part, lambda message: None)
-            for mesh in stage_meshes(own, part)
-        ]
-        fitting = [c for c in candidates if c.fits] or candidates
-        found.append(min(fitting, key=lambda c: (c.step_seconds, len(c.mesh))))
+        found.append(plan_stage(stage, count, options, parts[number % len(parts)]))
     return tuple(found)
+
+
+def plan_stage(stage: StageGraph, count: int, options: Options, part: Cluster) -> Planned:
+    """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does."""
+    one = Split(stage.graph, populate(stage.graph.jaxpr), ())
+    own = stage_options(stage.graph, options)
+    candidates = [
+        plan_mesh(one, mesh, count, own, part, lambda message: None)
+        for mesh in stage_meshes(own, part)
+    ]
+    fitting = [c for c in candidates if c.fits] or candidates
+    return min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
 
 
 def stage_options(graph: Graph, options: Options) -> Options:

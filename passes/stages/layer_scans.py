@@ -7,13 +7,14 @@ its iterations. A scan over time is none: what it reads of the state is the same
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
 from autopar.passes.factors.primitives import ELEMENTWISE, names
 from autopar.passes.graph import Atom
-from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds
+from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds, leaves_of
 
 _SAME_SHAPE = ELEMENTWISE | names("copy convert_element_type optimization_barrier select_n")
 
@@ -74,25 +75,41 @@ class Origins:
         return None
 
 
-def find_layer_scans(parts: Anatomy) -> dict[int, int]:
-    """Numbers of the body's forward equations that scan over layers, each with its length."""
-    origins = Origins(parts)
+@dataclass(frozen=True)
+class LayerScan:
+    """A scan over layers.
+
+    Args:
+      length: how many layers it has.
+      leaves: input numbers of the state's leaves of which every iteration takes a slice.
+    """
+
+    length: int
+    leaves: frozenset[int]
+
+
+def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
+    """The body's forward equations that scan over layers, by their numbers."""
+    origins, leaves = Origins(parts), leaves_of(parts)
     found = {}
     for index in parts.trunk():
         eqn = parts.body.eqns[index]
         if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < 2:
             continue
         num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        stacked = _state_bytes(origins, eqn.invars[num_consts + num_carry :])
-        shared = _state_bytes(origins, eqn.invars[:num_consts])
-        if stacked > shared:
-            found[index] = int(eqn.params["length"])
+        stacked = _state(origins, eqn.invars[num_consts + num_carry :])
+        shared = [v for v in eqn.invars[:num_consts] if not isinstance(v, Literal)]
+        if sum(stacked.values()) > sum(bytes_of(v) for v in shared if v in leaves):
+            found[index] = LayerScan(int(eqn.params["length"]), frozenset(stacked))
     return found
 
 
-def _state_bytes(origins: Origins, atoms: Iterable[Atom]) -> int:
-    return sum(
-        bytes_of(atom)
-        for atom in atoms
-        if not isinstance(atom, Literal) and atom.aval.shape and origins.of(atom, 0) is not None
-    )
+def _state(origins: Origins, atoms: Iterable[Atom]) -> dict[int, int]:
+    """State leaves that values are made from, with their bytes."""
+    found = {}
+    for atom in atoms:
+        if not isinstance(atom, Literal) and atom.aval.shape:
+            origin = origins.of(atom, 0)
+            if origin is not None:
+                found[origin[0]] = bytes_of(atom)
+    return found

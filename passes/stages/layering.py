@@ -109,7 +109,8 @@ def _iterations(parts: Anatomy, entries: Sequence[Entry]) -> tuple[Entry, ...]:
     found: dict[int, tuple[int, int]] = {}
     for index, start, stop in entries:
         if stop:
-            found[index] = (found.get(index, (start, stop))[0], stop)
+            first, last = found.get(index, (start, stop))
+            found[index] = (min(first, start), max(last, stop))
     lengths = {index: int(parts.body.eqns[index].params["length"]) for index in found}
     return tuple(
         (index, start, stop)
@@ -120,10 +121,14 @@ def _iterations(parts: Anatomy, entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     eqns = parts.body.eqns
-    scans = find_layer_scans(parts)
+    scans = {index: scan.length for index, scan in find_layer_scans(parts).items()}
     entries: list[Entry] = []
     for index in parts.trunk():
-        entries += _runs(index, scans[index]) if index in scans else [(index, 0, 0)]
+        if index in scans:
+            runs = _runs(index, scans[index])
+            entries += runs[::-1] if eqns[index].params["reverse"] else runs
+        else:
+            entries.append((index, 0, 0))
     twins: dict[int, int] = {}
     for index, twin in find_twins(parts).items():
         twins[twin] = twins.get(twin, 0) + flops_of(eqns[index], parts.body, rules)
@@ -136,16 +141,17 @@ def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     made: dict[Var, int] = {}
     until: dict[Var, int] = {}
     alive = np.zeros(len(entries), np.int64)
-    for place, (index, start, stop) in enumerate(entries):
+    for place, (index, _, stop) in enumerate(entries):
         eqn = eqns[index]
         carried = range(0)
         if stop:
             num_consts, num_carry = jax_compat.scan_counts(eqn.params)
             carried = range(num_consts, num_consts + num_carry)
-            if stop < scans[index]:
+            if place + 1 < len(entries) and entries[place + 1][0] == index:
                 alive[place] += sum(bytes_of(var) for var in eqn.outvars[:num_carry])
+        later = place > 0 and entries[place - 1][0] == index
         for position, var in enumerate(eqn.invars):
-            taken = start and position in carried  # by the first iteration
+            taken = later and position in carried  # by the first iteration
             if not isinstance(var, Literal) and var in made and not taken:
                 until[var] = place
         made.update((var, place) for var in eqn.outvars)

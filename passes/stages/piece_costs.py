@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.program import Block, Branch, Compute, Loop, Reshard
@@ -32,6 +33,8 @@ class PieceCosts:
             return total
         if isinstance(instruction, Compute) and not instruction.eqn.outvars:
             return 0.0  # an effect alone
+        if isinstance(instruction, Compute) and instruction.eqn.primitive.name in CONTROL_FLOW:
+            return 0.0  # a while loop: how often it runs is not known, sharding does not price it
         if isinstance(instruction, Compute):
             axes = {
                 axis

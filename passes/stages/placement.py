@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Literal, Var
 
 from autopar.passes.graph import Atom
 from autopar.passes.stages import mincut
 from autopar.passes.stages.accumulators import Terms, absorbed_by, terms_reading
-from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds
+from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds, leaves_of
 from autopar.passes.stages.mincut import Node, Value
 from autopar.passes.stages.twins import find_twins
 
@@ -91,7 +91,7 @@ class _Problem:
         self.values: list[Value] = []
         self.fixed: dict[Node, int] = {}
         self.preferred: dict[Node, int] = {}
-        self.leaves = _leaves_of(parts)
+        self.leaves = leaves_of(parts)
         self.late = parts.backward - absorbed
         self.nodes += [("body", index) for index in sorted(self.late)]
         for number, item in enumerate(terms):
@@ -256,28 +256,3 @@ class _Problem:
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
-
-
-def _leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
-    """The held state leaves that a value before the loop, or a free value, is made from."""
-    graph = parts.graph
-    found: dict[Var, frozenset[int]] = {}
-    for number, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):
-        if holds(label, var.aval):
-            found[var] = frozenset({number})
-
-    def through(eqn: JaxprEqn) -> None:
-        leaves = [found[v] for v in eqn.invars if not isinstance(v, Literal) and v in found]
-        if leaves:
-            union = frozenset().union(*leaves)
-            found.update((var, union) for var in eqn.outvars)
-
-    for eqn in parts.prologue:
-        through(eqn)
-    for var, atom in (*parts.consts.items(), *parts.slices.items()):
-        if not isinstance(atom, Literal) and atom in found:
-            found[var] = found[atom]
-    for eqn in parts.body.eqns:
-        if parts.is_free(eqn):
-            through(eqn)
-    return found

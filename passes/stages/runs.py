@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import shape_of
+from autopar.passes.factors.primitives import names, shape_of
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom, Graph
 from autopar.passes.stages.anatomy import Anatomy, holds
@@ -55,15 +55,13 @@ class CutProgram:
     """A program with its scans over layers cut.
 
     Args:
-      graph: the program; its loop is equation number `loop`.
-      loop: the number of the loop over microbatches.
+      graph: the program.
       sources: for every equation of the loop's body, the old equation that it comes from.
       inputs: for every leaf of the old program (constants too), the new leaves that hold its rows.
       outputs: the same for its outputs.
     """
 
     graph: Graph
-    loop: int
     sources: tuple[Source, ...]
     inputs: tuple[tuple[LeafRows, ...], ...]
     outputs: tuple[tuple[LeafRows, ...], ...]
@@ -105,13 +103,11 @@ class _Cutter:
         self.env: dict[Var, Value] = {}
         self.eqns: list[JaxprEqn] = []
         self.made_by: dict[Var, JaxprEqn] = {}
-        self.old: dict[Var, Var] = {}  # a whole value's variable before
         self.known: dict[Any, Any] = {}  # slices and concatenations that were made
         self.source = Source(-1)
         self.sources: list[Source] = []
         self.traced: dict[Any, Any] = {}
         self.carries: dict[int, tuple[int, Sizes]] = {}  # of the loop, that are in runs
-        self.loop = -1
 
     # The program as a whole.
 
@@ -144,7 +140,7 @@ class _Cutter:
             first = len(self.outvars)
             value = self.read(atom)
             twin = output.twin
-            if twin is not None and isinstance(value, Runs) and self.holds(twin):
+            if twin is not None and isinstance(value, Runs) and self.may_split(twin):
                 self.wanted.setdefault(twin, (value.axis, value.sizes))
             if twin is None or twin not in self.seeds:
                 self.outvars.append(self.join(value))
@@ -159,9 +155,10 @@ class _Cutter:
                 )
             )
 
-    def holds(self, leaf: int) -> bool:
+    def may_split(self, leaf: int) -> bool:
         graph = self.parts.graph
-        return holds(graph.inputs[leaf], graph.jaxpr.invars[leaf].aval)
+        var = graph.jaxpr.invars[leaf]
+        return holds(graph.inputs[leaf], var.aval) and not _is_key(var)
 
     def result(self) -> CutProgram:
         graph = self.parts.graph
@@ -191,7 +188,6 @@ class _Cutter:
                     inputs[into.number] = dataclasses.replace(inputs[into.number], twin=out.number)
         return CutProgram(
             Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants),
-            self.loop,
             tuple(self.sources),
             tuple(self.inputs),
             tuple(self.outputs),
@@ -231,7 +227,7 @@ class _Cutter:
 
     def want(self, value: Atom, axis: int, sizes: Sizes) -> None:
         found = self.origins.of(value, axis)
-        if found is not None:
+        if found is not None and not _is_key(value):
             leaf, dim = found
             self.wanted.setdefault(leaf, (dim, sizes))
 
@@ -269,10 +265,7 @@ class _Cutter:
     ) -> list[Atom]:
         """An equation with other operands and params."""
         return self.emit(
-            lambda *xs: _bind(eqn, xs, params),
-            operands,
-            key=(id(eqn), tuple(sorted((k, str(v)) for k, v in params.items()))),
-            like=eqn,
+            lambda *xs: _bind(eqn, xs, params), operands, key=_bound_key(eqn, params), like=eqn
         )
 
     def emit(
@@ -284,7 +277,7 @@ class _Cutter:
         like: JaxprEqn | None = None,
     ) -> list[Atom]:
         """The equations of a traced function of these operands, with its results."""
-        closed = self.trace(function, operands, key, like)
+        closed = self.trace(function, operands, key)
         env: dict[Var, Atom] = {}
         variables = [v for v in operands if not isinstance(v, Literal)]
         env.update(zip(closed.jaxpr.invars, variables, strict=True))
@@ -311,10 +304,9 @@ class _Cutter:
         function: Callable[..., Sequence[Any]],
         operands: Sequence[Atom],
         key: Any,
-        like: JaxprEqn | None,
     ) -> ClosedJaxpr:
         shapes = tuple(
-            None if isinstance(v, Literal) else str(v.aval) + str(getattr(v.aval, "weak_type", 0))
+            ("literal", str(v.val)) if isinstance(v, Literal) else str(_struct(v.aval))
             for v in operands
         )
         found = self.traced.get((key, shapes))
@@ -394,32 +386,54 @@ class _Cutter:
             else (self.join(value),) * len(cut.sizes)
             for value, (dim, inner) in zip(operands, cut.operands, strict=True)
         ]  # fmt: skip
-        made = []
-        for place, change in enumerate(changes):
-            atoms = [group[place] for group in split]
-            try:
-                made.append(self.bound(eqn, atoms, change or {}))
-            except (TypeError, ValueError):
-                return None
+        groups = [[group[place] for group in split] for place in range(len(cut.sizes))]
+        if not all(
+            self.fits(eqn, cut, place, groups[place], change or {})
+            for place, change in enumerate(changes)
+        ):
+            return None
+        made = [
+            self.bound(eqn, group, change or {})
+            for group, change in zip(groups, changes, strict=True)
+        ]
         results: list[Value] = []
         for number, (dim, inner) in enumerate(cut.results):
             parts = tuple(atoms[number] for atoms in made)
-            aval = eqn.outvars[number].aval
             if dim is not None:
-                runs = Runs(dim, _scaled(cut.sizes, inner), parts)
-                expected = [with_size(aval, dim, size).shape for size in runs.sizes]
-                if [part.aval.shape for part in parts] != expected:
-                    return None
-                results.append(runs)
+                results.append(Runs(dim, _scaled(cut.sizes, inner), parts))
                 continue
-            if any(part.aval.shape != aval.shape for part in parts):
-                return None
             combine = _combining(cut.kind)
             total = parts[0]
             for part in parts[1:]:
                 (total,) = self.emit(combine, [total, part], key=("combine", cut.kind))
             results.append(total)
         return results
+
+    def fits(
+        self,
+        eqn: JaxprEqn,
+        cut: _How,
+        place: int,
+        operands: Sequence[Atom],
+        changes: Mapping[str, Any],
+    ) -> bool:
+        """Whether the equation with these params takes a run, and gives results of its size.
+
+        It may not if its params hold sizes that `_changed_params` does not know of.
+        """
+        try:
+            found = self.trace(
+                lambda *xs: _bind(eqn, xs, changes), operands, _bound_key(eqn, changes)
+            )
+        except (TypeError, ValueError):
+            return False
+        for atom, var, (dim, inner) in zip(
+            found.jaxpr.outvars, eqn.outvars, cut.results, strict=True
+        ):
+            aval = var.aval if dim is None else with_size(var.aval, dim, cut.sizes[place] * inner)
+            if atom.aval.shape != aval.shape:
+                return False
+        return True
 
     def scan(self, eqn: JaxprEqn, operands: Sequence[Value], sizes: Sizes) -> None:
         """One scan per run of iterations, from carry to carry."""
@@ -605,17 +619,13 @@ class _Cutter:
         )
         flat = [[atom for value in group for atom in _atoms(value)]
                 for group in (consts, carry, slices)]  # fmt: skip
-        self.loop = len(self.eqns)
         self.append(
             eqn.replace(
                 invars=[atom for group in flat for atom in group],
                 outvars=outvars,
-                params={
-                    **eqn.params,
-                    "jaxpr": ClosedJaxpr(inner, ()),
-                    "num_consts": len(flat[0]),
-                    "num_carry": len(flat[1]),
-                },
+                params=jax_compat.scan_params(
+                    eqn.params, ClosedJaxpr(inner, ()), len(flat[0]), len(flat[1])
+                ),
             )
         )
 
@@ -680,7 +690,7 @@ def _how(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> _
     if any(item is None for item in (*ins, *outs)):
         return None
     here = {item is not None and item[0] is not None for item in outs}
-    if here != {kind == "pass"} or (kind != "pass" and kind not in _COMBINE):
+    if here != {kind == "pass"} or (kind != "pass" and eqn.primitive.name not in _REDUCTIONS):
         return None
     return _How(
         sizes,
@@ -690,6 +700,12 @@ def _how(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> _
     )
 
 
+# Of a part of the operands, these compute a part of the sum (maximum, ...) with the same params. A
+# gather does not, though its rule says "sum": its indices count from the whole operand's start.
+_REDUCTIONS = names(
+    "dot_general conv_general_dilated reduce_and reduce_max reduce_min reduce_or reduce_prod"
+    " reduce_sum"
+)
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lax.add,
     "max": lax.max,
@@ -754,6 +770,11 @@ def _changed_params(eqn: JaxprEqn, cut: _How, place: int) -> dict[str, Any] | No
     return {}
 
 
+def _bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Any:
+    """Equations are compared by identity; those that are bound are the program's, which is held."""
+    return id(eqn), tuple(sorted((name, repr(value)) for name, value in changes.items()))
+
+
 def _bind(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
     bound = eqn.primitive.get_bind_params({**eqn.params, **changes})
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -792,6 +813,11 @@ def with_size(aval: Any, axis: int, size: int) -> Any:
     """The type of an array with another size along one dimension."""
     shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
     return jax_compat.array_type(shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
+
+
+def _is_key(atom: Atom) -> bool:
+    """PRNG keys stay in one piece: they are small, and NumPy cannot put parts of them together."""
+    return bool(jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.extended))
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

@@ -16,6 +16,7 @@ from autopar.passes.stages.anatomy import Anatomy, dissect
 from autopar.passes.stages.assemble import assemble
 from autopar.passes.stages.conditionals import split_conditionals
 from autopar.passes.stages.demand import find_demand
+from autopar.passes.stages.layer_scans import find_layer_scans
 from autopar.passes.stages.layering import boundaries_of, layers_of
 from autopar.passes.stages.placement import place
 from autopar.passes.stages.program import build
@@ -40,14 +41,16 @@ def slice_stages(
 
     Returns:
       The stages' graphs, which together compute what `graph` computes: bit for bit, except that the
-      terms of a sum that are made on several stages are added up in another order.
+      terms of a sum that are made on several stages are added up in another order, and so are sums
+      over the layers of a scan that is cut.
 
     Raises:
       OptionError: the program has no loop over microbatches, or fewer layers than stages, or
         the boundaries are out of order or out of range.
     """
     parts = dissect(split_conditionals(graph), rules)
-    found = layers_of(parts, rules, at_least=stages if isinstance(stages, int) else 1)
+    number = stages if isinstance(stages, int) else len(stages) + 1
+    found = layers_of(parts, rules, at_least=number)
     boundaries = boundaries_of(found, stages)
     cut = _cut(parts, rules, found, boundaries)
     terms = find_terms(cut.parts)
@@ -88,29 +91,38 @@ def _cut(
     """Cut the scans over layers that several stages have a part of."""
     ends = (0, *boundaries, len(found.layers))
     stage_of: dict[int, int] = {}
-    starts: dict[int, dict[int, int]] = {}  # of scans in several stages: iteration -> stage
+    rows: dict[int, dict[int, tuple[int, int]]] = {}  # of scans in several stages, by stage
     for stage, (first, last) in enumerate(itertools.pairwise(ends)):
         for layer in found.layers[first:last]:
             stage_of.update((index, stage) for index in layer.equations)
-            for index, start, _ in layer.iterations:
-                known = starts.setdefault(index, {})
-                if stage not in known.values():
-                    known[start] = stage
-    starts = {index: known for index, known in starts.items() if len(known) > 1}
+            for index, start, stop in layer.iterations:
+                before = rows.setdefault(index, {}).get(stage, (start, stop))
+                rows[index][stage] = (min(before[0], start), max(before[1], stop))
+    rows = {index: by_stage for index, by_stage in rows.items() if len(by_stage) > 1}
     graph = parts.graph
-    if not starts:
+    if not rows:
         leaves = tuple((LeafRows(number),) for number in range(len(graph.inputs)))
         results = tuple((LeafRows(number),) for number in range(len(graph.outputs)))
         return _Cut(parts, rules, stage_of, leaves, results)
-    lengths = {index: int(parts.body.eqns[index].params["length"]) for index in starts}
+    starts = {
+        index: {
+            start: next((s for s, (a, b) in rows[index].items() if a <= start < b))
+            if index in rows
+            else stage_of[index]
+            for start in places
+        }
+        for index, places in _places(parts, rows).items()
+    }
+    scans = find_layer_scans(parts)
     sizes = {
-        index: tuple(b - a for a, b in itertools.pairwise((*known, lengths[index])))
-        for index, known in starts.items()
+        index: tuple(b - a for a, b in itertools.pairwise((*places, scans[index].length)))
+        for index, places in starts.items()
     }
     made = cut_scans(parts, rules, sizes)
-    rules = populate(made.graph.jaxpr)
-    new = dissect(made.graph, rules)
-    assert new.loop == made.loop
+    graph = split_conditionals(made.graph)  # runs of layers can be updated apart now
+    rules = populate(graph.jaxpr)
+    new = dissect(graph, rules)
+    assert len(new.body.eqns) == len(made.sources)
     stages: dict[int, int] = {}
     made_by = {var: index for index, eqn in enumerate(new.body.eqns) for var in eqn.outvars}
     for index in new.trunk():
@@ -119,6 +131,26 @@ def _cut(
         if source.equation in starts:
             stage = starts[source.equation][source.iteration]
         reads = (v for v in new.body.eqns[index].invars if not isinstance(v, Literal))
-        before = (stages.get(made_by[var], 0) for var in reads if var in made_by)
-        stages[index] = max(stage, *before, 0)
+        above = (stages.get(made_by[var], 0) for var in reads if var in made_by)
+        stages[index] = max(stage, *above, 0)
     return _Cut(new, rules, stages, made.inputs, made.outputs)
+
+
+def _places(
+    parts: Anatomy, rows: Mapping[int, Mapping[int, tuple[int, int]]]
+) -> dict[int, list[int]]:
+    """Where scans are cut, from the first iteration: those over the same leaves are cut alike."""
+    found: dict[int, list[int]] = {}
+    scans = find_layer_scans(parts)
+    for index, scan in scans.items():
+        family, leaves = {index}, set(scan.leaves)
+        while True:
+            more = {i for i, other in scans.items() if i not in family and other.leaves & leaves}
+            if not more:
+                break
+            family |= more
+            leaves |= {leaf for i in more for leaf in scans[i].leaves}
+        alike = [i for i in family if scans[i].length == scan.length and i in rows]
+        if alike:
+            found[index] = sorted({0, *(start for i in alike for start, _ in rows[i].values())})
+    return found

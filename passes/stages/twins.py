@@ -23,8 +23,9 @@ def find_twins(parts: Anatomy) -> dict[int, int]:
     """Heavy backward equations of the body, each with the forward equation it belongs to.
 
     A backward contraction shares an operand with its twin: the residual or the parameter. Where
-    several forward equations read that operand (shared layers), they must agree in the name stack
-    and the source line as well. Equations without a single twin are left out.
+    several forward equations read that operand (shared layers, an encoder's output), they must
+    agree in the name stack and the source line as well, or in the cotangent that the other gradient
+    of the twin reads. Equations without a single twin are left out.
     """
     numbers = _value_numbers(parts)
     eqns = parts.body.eqns
@@ -38,6 +39,7 @@ def find_twins(parts: Anatomy) -> dict[int, int]:
         for number in _numbers_of(eqns[index].outvars, numbers):
             makers[number] = index
     twins: dict[int, int] = {}
+    unclear: dict[int, list[int]] = {}
     for index in sorted(parts.backward):
         eqn = eqns[index]
         if eqn.primitive.name not in HEAVY:
@@ -52,6 +54,20 @@ def find_twins(parts: Anatomy) -> dict[int, int]:
         if eqn.primitive.name == "scan":
             shared = [makers[n] for n in operands if n in makers] or shared
         twin = _agreed(shared, eqn, eqns)
+        if twin is None:
+            unclear[index] = shared
+        else:
+            twins[index] = twin
+    # The two gradients of a product read one cotangent: what is known of one tells the other.
+    reading: dict[int, set[int]] = {}
+    for index, twin in twins.items():
+        for number in _numbers_of(eqns[index].invars, numbers):
+            reading.setdefault(number, set()).add(twin)
+    for index, shared in unclear.items():
+        eqn = eqns[index]
+        operands = _numbers_of(eqn.invars, numbers)
+        beside = {t for n in operands if n not in readers for t in reading.get(n, ())}
+        twin = _agreed([candidate for candidate in shared if candidate in beside], eqn, eqns)
         if twin is None:  # several at one place, such as query, key and value, read one residual
             made = [n for n in operands if n in inner and n in readers]
             near = {c for n in made for c in readers[n] if c in shared}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 from jax.extend import core as jex_core
-from programs import PROGRAMS, Program, compare
+from programs import PROGRAMS, Program, compare, is_variant
 
 from autopar.errors import InexactMicrobatchError
 from autopar.passes import graph as graphs
@@ -20,9 +20,10 @@ REFUSED = [program for program in PROGRAMS.values() if not program.splits]
 
 
 def combinations() -> Iterator[Any]:
-    """Every program with 2 and with 4 microbatches; `make test` runs one of the two."""
+    """Every program with 2 and with 4 microbatches; `make test` runs one, and no variants."""
     for (index, program), count in itertools.product(enumerate(SPLITTING), (2, 4)):
-        marks = () if (index % 2 == 0) == (count == 4) else pytest.mark.full
+        chosen = (index % 2 == 0) == (count == 4) and not is_variant(program)
+        marks = () if chosen else pytest.mark.full
         yield pytest.param(program, count, id=f"{program}-{count}", marks=marks)
 
 

@@ -103,5 +103,13 @@ def _all() -> list[Program]:
 PROGRAMS: dict[str, Program] = {program.name: program for program in _all()}
 """Every program, by name."""
 
+_VARIANTS = ("_documented", "_float64", "_keywords", "_sgd", "_static", "_time_first")
+
+
+def is_variant(program: Program) -> bool:
+    """Whether it is another one with another optimizer or dtype, or called in another way."""
+    return program.name.endswith(_VARIANTS)
+
+
 ONE_LAYER = frozenset({"generation"})
 """Programs that cannot be cut into stages: all of their work is one loop over time."""

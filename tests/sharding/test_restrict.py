@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from autopar.errors import BatchArgumentError, PinError
 from autopar.passes.graph import Graph
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
+from autopar.passes.sharding.program import Block, Compute, Loop
 from autopar.passes.sharding.restrict import (
     check_batch,
     largest_dim_cut,
@@ -69,6 +72,32 @@ def test_tiny_state_keys_and_scalars_stay_replicated() -> None:
         (replicated(0),),
         (replicated(0),),
     ]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_data_parallel_devices_draw_only_their_rows_of_dropout(microbatches: int) -> None:
+    def step(state: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            kept = jax.random.bernoulli(state["key"], 0.8, x.shape)
+            return jnp.mean(jnp.where(kept, x, 0) @ weights)
+
+        grads = jax.grad(loss_fn)(state["weights"])
+        return {"weights": state["weights"] - grads, "key": jax.random.fold_in(state["key"], 1)}
+
+    state = {"weights": shaped(256, 4), "key": jax.eval_shape(jax.random.key, 0)}
+    graph = graph_of(step, state, shaped(1024, 256))
+    made = compiled(graph, method="data", microbatches=microbatches)
+
+    def selects(block: Block) -> Iterator[Compute]:
+        for instruction in block.instructions:
+            if isinstance(instruction, Loop):
+                yield from selects(instruction.body)
+            elif isinstance(instruction, Compute) and instruction.eqn.primitive.name == "lt":
+                yield instruction
+
+    drawn = [x.results[0] for x in selects(made.program.block) if x.eqn.outvars[0].aval.ndim == 2]
+    assert drawn
+    assert all(version.layout.dims[0] for version in drawn)
 
 
 def test_the_largest_dimension_that_divides_is_cut() -> None:

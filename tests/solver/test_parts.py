@@ -223,6 +223,9 @@ def test_a_budget_says_when_the_time_is_over() -> None:
     Budget(None, 60.0).check()
     with pytest.raises(OutOfTime):
         Budget(None, 0.0).check()
+    assert Budget(2.0, None).fits(1e9) and not Budget(None, 60.0).fits(61.0)
+    assert Budget(2.0, None).least_left(0.5) == 1.0
+    assert Budget(2.0, 0.0).least_left(0.5) == 0.0
     problem = grid(3, 3, 3, seed=0, tightness=0.5)
     with pytest.raises(OutOfTime):
         Model(problem, check=Budget(None, 0.0).check)

@@ -104,6 +104,30 @@ def test_a_transformer_with_little_memory() -> None:
     assert solution.gap < 0.005
 
 
+def test_memory_that_binds_hard_leaves_a_small_gap() -> None:
+    problem = transformer(layers=24, strategies=12)
+    assert problem.num_nodes > 500
+    free = solve(problem)
+    peak, _ = peak_usage(problem, free.assignment)
+    least, _ = peak_usage(
+        replace(problem, usages=tuple(np.full_like(u, u.min()) for u in problem.usages)),
+        free.assignment,
+    )
+    tight = replace(problem, usage_limit=(peak + least) // 2)
+    solution = solve(tight, work_limit=5)
+    check(tight, solution.assignment, solution.cost)
+    assert solution.cost > 1.2 * free.cost
+    assert solution.gap < 0.005
+
+
+@pytest.mark.parametrize("work_limit", [0.02, 0.2, 1.0])
+def test_a_work_limit_is_hardly_overspent(work_limit: float) -> None:
+    problem = grid(6, 20, 6, seed=2, tightness=0.6)
+    solution = solve(problem, work_limit=work_limit)
+    check(problem, solution.assignment, solution.cost)
+    assert solution.stats["work"] < 1.1 * work_limit + 0.05
+
+
 def test_the_same_work_gives_the_same_solution() -> None:
     problem = grid(4, 8, 4, seed=5, tightness=0.7)
     first, second = (solve(problem, work_limit=0.5, seed=3) for _ in range(2))

@@ -1,0 +1,208 @@
+"""The best memory prices, by linear programs over the part of a model that is near its optimum.
+
+Few of a model's pairs are part of any good choice. A linear program over these alone (a *core*)
+gives prices that are nearly, and often exactly, those of the whole model; message passing over
+the whole model then says what they are worth, and which pairs the core lacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solver.ascent import Ascent, make_feasible, sweep_work
+from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.dual import Chooser, Dual
+from autopar.passes.solver.linear import (
+    BRANCH_SECONDS,
+    ROOT_SECONDS,
+    SECONDS_PER_CELL,
+    Core,
+    best_in_core,
+    relaxation,
+)
+from autopar.passes.solver.primal import ALLOWED
+from autopar.passes.solver.problem import Integers
+
+FIRST_CELLS = 12_000
+"""The pairs of the first core."""
+
+PROGRAMS = 6
+"""The most linear programs of one polish."""
+
+CLOSE = 0.03
+"""The part of the gap that is not worth another program."""
+
+PROGRAM_PART = 0.5
+"""The most that one program may take of what a polish has left."""
+
+FIRST_INTEGER_CELLS = 2_000
+"""The pairs of the first core in which the best choice is looked for by branch and bound."""
+
+INTEGER_PROGRAMS = 3
+INTEGER_PART = 0.4
+"""The most that one search for the best choice of a core may take of what is left."""
+
+MOST_BRANCHES = 500
+
+LEAST_CELLS = 50
+"""With less than this a program is not worth building."""
+
+TIES = 2
+"""How many times larger than asked for a core may be, because pairs add the same to the bound."""
+
+LOOK_EVERY = 5
+MOST_SWEEPS = 100
+
+
+def polish(
+    result: Ascent,
+    budget: Budget,
+    found: Callable[[Integers], float],
+    *,
+    upper: float,
+    until: float,
+) -> None:
+    """Improves the bound and the choice of an ascent, in place.
+
+    The prices may take until the part `until` of the budget. `found` takes each feasible choice
+    and returns the least cost known so far, `upper` is that cost before.
+    """
+    choices = _Choices(result, budget, found, upper)
+    core = Core(result.dual)
+    improve_prices(result, core, choices, budget, until)
+    core.look()
+    search_core(result, core, choices, budget)
+
+
+@dataclass
+class _Choices:
+    """Makes choices fit and passes them on; `upper` is the least cost known so far."""
+
+    result: Ascent
+    budget: Budget
+    found: Callable[[Integers], float]
+    upper: float
+
+    def attempt(self, choice: Integers) -> None:
+        arrays = self.result.dual.arrays
+        if arrays.costs_of(choice) < ALLOWED and not self.budget.exhausted:
+            choice, fits = make_feasible(arrays, choice, self.budget)
+            if fits:
+                best = self.result.choice
+                if best is None or arrays.costs_of(choice) < arrays.costs_of(best):
+                    self.result.choice = choice
+                self.upper = min(self.upper, self.found(choice))
+
+    @property
+    def gap(self) -> float:
+        return self.upper - self.result.bound
+
+
+def improve_prices(
+    result: Ascent, core: Core, choices: _Choices, budget: Budget, until: float
+) -> None:
+    """Finds better prices and messages; each program's optimum is also rounded to a choice."""
+    dual, arrays = result.dual, result.dual.arrays
+
+    def note(bound: float) -> None:
+        if bound > result.bound:
+            result.bound, result.best = bound, dual.state()
+
+    note(converge(dual, budget, choices.upper, until))
+    cells, rate = FIRST_CELLS, SECONDS_PER_CELL
+    for _ in range(PROGRAMS):
+        work, seconds = budget.until(until)
+        cells = int(min(cells, PROGRAM_PART * budget.least_left(until) / rate))
+        if choices.gap < 1.0 or cells < LEAST_CELLS:
+            break
+        core.look()
+        budget.spend(2 * sweep_work(arrays))
+        strategies, pairs = core.cheapest(cells, result.choice)
+        if len(pairs) > TIES * cells:
+            break  # so many add the same that a core of this size says little
+        start = budget.seconds
+        relaxed = relaxation(
+            dual,
+            strategies,
+            pairs,
+            work_limit=None if work is None else PROGRAM_PART * work,
+            time_limit=None if seconds is None else PROGRAM_PART * seconds,
+        )
+        budget.spend(relaxed.work)
+        rate = max(rate, relaxed.work / max(1, len(pairs)))
+        if seconds is not None:
+            rate = max(rate, (budget.seconds - start) / max(1, len(pairs)))
+        if relaxed.prices is None:
+            if result.choice is not None:
+                break  # it had to stop
+            cells *= 4  # the core may be too small for any choice
+            continue
+        dual.set_prices(relaxed.prices)
+        dual.add_messages(relaxed.low, relaxed.high)
+        bound = converge(dual, budget, choices.upper, until)
+        if bound < result.bound and result.best is not None:
+            # The core lacked what the new prices make cheap: look there, and go half the way.
+            core.look()
+            dual.set_prices(0.5 * (dual.prices + result.best.prices))
+            bound = converge(dual, budget, choices.upper, until)
+        note(bound)
+        if relaxed.choice is not None:
+            choices.attempt(relaxed.choice)
+        for forward in (True, False):
+            chooser = Chooser(arrays)
+            dual.sweep(forward, chooser)
+            choices.attempt(chooser.choice)
+        value = np.inf if relaxed.value is None else relaxed.value
+        if value - result.bound <= CLOSE * choices.gap:
+            break
+        cells *= 2
+    if result.best is not None:
+        dual.restore(result.best)
+
+
+def search_core(result: Ascent, core: Core, choices: _Choices, budget: Budget) -> None:
+    """Looks for a better choice by branch and bound over larger and larger cores."""
+    wanted = FIRST_INTEGER_CELLS
+    for _ in range(INTEGER_PROGRAMS):
+        work, seconds = budget.share(INTEGER_PART)
+        left = min(part for part in (work, seconds, np.inf) if part is not None)
+        cells = int(min(wanted, left / ROOT_SECONDS))
+        if result.choice is None or choices.gap < 1.0 or cells < LEAST_CELLS:
+            break
+        strategies, pairs = core.cheapest(cells, result.choice)
+        spare = left / len(pairs) - ROOT_SECONDS if len(pairs) else np.inf
+        if spare < 0:
+            break
+        choice, solved, spent = best_in_core(
+            result.dual,
+            strategies,
+            pairs,
+            result.choice,
+            branches=int(min(MOST_BRANCHES, 1 + spare / BRANCH_SECONDS)),
+            time_limit=seconds,
+        )
+        budget.spend(spent)
+        before = choices.gap
+        if choice is not None:
+            choices.attempt(choice)
+        if not solved or len(pairs) < cells or before - choices.gap < CLOSE * before:
+            break
+        wanted *= 2
+
+
+def converge(dual: Dual, budget: Budget, upper: float, until: float) -> float:
+    """Passes at the present prices until the bound hardly rises; returns it."""
+    last = -np.inf
+    for sweep in range(MOST_SWEEPS):
+        bound = dual.sweep(sweep % 2 == 0)
+        budget.spend(sweep_work(dual.arrays))
+        if budget.used >= until:
+            break
+        if sweep % LOOK_EVERY == LOOK_EVERY - 1:
+            if bound - last < 0.2 * CLOSE * (upper - bound):
+                break
+            last = bound
+    return bound
