@@ -39,6 +39,14 @@ def step(ray_cluster: None) -> Iterator[RayExecutable]:
         yield made
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, which it does not in a process started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def run_forever(step: RayExecutable) -> None:
     state = init()
     while True:
@@ -75,7 +83,7 @@ def test_a_result_of_a_failed_step_says_so(step: RayExecutable) -> None:
     check_one_step(step)
 
 
-def test_an_interruption(step: RayExecutable) -> None:
+def test_an_interruption(step: RayExecutable, interruptible: None) -> None:
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
