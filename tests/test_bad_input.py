@@ -322,7 +322,7 @@ def test_unknown_option() -> None:
         {"schedule": "1f1b"},
         {"memory_limit": "much"},
         {"logical_mesh": (2, 2, 2, 1)},
-        {"runtime": "ray"},
+        {"runtime": "spark"},
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ import autopar
 from autopar import passes
 
 ROOT = Path(__file__).parent.parent
-FLOORS = ("ground", "passes", "runtime", "top")
+FLOORS = ("ground", "arrays", "passes", "runtime", "top")
 GROUND = {
     "_lazy",
     "_version",
@@ -25,6 +25,7 @@ GROUND = {
     "options",
     "plan_text",
     "plans",
+    "ray_options",
     "records",
     "stage_summaries",
     "step_model",
@@ -32,6 +33,9 @@ GROUND = {
     "units",
 }
 """The modules of `autopar/` that are plain data; the others stand on everything else."""
+
+ARRAYS = {"ray_array", "split_array"}
+"""Kinds of arrays, which stand on JAX and on plain data."""
 
 PUBLIC = {
     "parallelize",
@@ -41,6 +45,7 @@ PUBLIC = {
     "Cluster",
     "Executable",
     "AutoparError",
+    "Ray",
     "errors",
 }
 
@@ -79,6 +84,8 @@ def modules() -> dict[str, str]:
 def floor(module: str) -> str:
     """The floor that a module of autopar stands on."""
     first = f"{module}.".split(".")[1]
+    if first in ARRAYS:
+        return "arrays"
     return first if first in FLOORS else "ground" if first in GROUND else "top"
 
 
