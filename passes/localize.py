@@ -135,7 +135,7 @@ def bind_local(
       NotLocalError: these slices do not determine the local results.
     """
     if not any(cut for cuts in (*operand_cuts, *result_cuts) for cut in cuts):
-        return _bind(eqn, operands, {})
+        return bind_with(eqn, operands, {})
     whole_operands, whole_results = whole_dims(eqn)
     for cuts, dims in zip(
         (*operand_cuts, *result_cuts), (*whole_operands, *whole_results), strict=True
@@ -148,7 +148,7 @@ def bind_local(
     ]
     try:
         if rewrite is None:
-            results = _bind(eqn, operands, {})
+            results = bind_with(eqn, operands, {})
         else:
             results = rewrite(eqn, operands, operand_cuts, result_cuts)
     except (TypeError, ValueError) as error:
@@ -159,7 +159,8 @@ def bind_local(
     return results
 
 
-def _bind(eqn: JaxprEqn, operands: Sequence[Any], changes: dict[str, Any]) -> list[Any]:
+def bind_with(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+    """Evaluate an equation on other operands and with some params changed."""
     params = {**eqn.params, **changes} if changes else eqn.params
     if eqn.primitive.name in _DEPENDS_ON_PARTITIONABLE:
         with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
@@ -203,7 +204,7 @@ def _broadcast(
     eqn: JaxprEqn, operands: Sequence[Any], _: Sequence[Cuts], result_cuts: Sequence[Cuts]
 ) -> list[Any]:
     shape = local_shape(eqn.params["shape"], result_cuts[0])
-    return _bind(eqn, operands, {"shape": shape, "sharding": None})
+    return bind_with(eqn, operands, {"shape": shape, "sharding": None})
 
 
 @_rewrites("reshape")
@@ -216,7 +217,9 @@ def _reshape(
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if _flat_cuts(old, operand_cuts[0]) != _flat_cuts(new, result_cuts[0]):
         raise NotLocalError(f"operand and result of {eqn} are not cut alike")
-    return _bind(eqn, operands, {"new_sizes": local_shape(new, result_cuts[0]), "sharding": None})
+    return bind_with(
+        eqn, operands, {"new_sizes": local_shape(new, result_cuts[0]), "sharding": None}
+    )
 
 
 def _flat_cuts(shape: Sequence[int], cuts: Cuts) -> list[tuple[int, int]]:
@@ -235,7 +238,7 @@ def _tile(
 ) -> list[Any]:
     shape = local_shape(shape_of(eqn.outvars[0]), result_cuts[0])
     reps = tuple(size // local for size, local in zip(shape, jnp.shape(operands[0]), strict=True))
-    return _bind(eqn, operands, {"reps": reps})
+    return bind_with(eqn, operands, {"reps": reps})
 
 
 def positions(size: int, cut: Cut | None, dtype: Any = np.int32) -> Any:
@@ -259,7 +262,7 @@ def _iota(
     size, dim = eqn.params["shape"], eqn.params["dimension"]
     shape = local_shape(size, cuts)
     if cuts[dim] is None:
-        return _bind(eqn, operands, {"shape": shape, "sharding": None})
+        return bind_with(eqn, operands, {"shape": shape, "sharding": None})
     if size[dim] >= 2**32:
         raise NotLocalError(f"iota over {size[dim]} positions")
     places = positions(size[dim], cuts[dim], np.uint32)
@@ -307,7 +310,7 @@ def _slice(
             (starts[dim], limits[dim]), size, cut, [(new_size, result_cuts[0][dim])]
         )
     changes = {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
-    return _bind(eqn, operands, changes)
+    return bind_with(eqn, operands, changes)
 
 
 @_rewrites("pad")
@@ -327,7 +330,7 @@ def _pad(
             raise NotLocalError("interior padding of a cut dimension")
         low, high = _aligned((low, high), size, cut, [(new_size, result_cuts[0][dim])])
         config[dim] = (low, high, 0)
-    return _bind(eqn, operands, {"padding_config": tuple(config)})
+    return bind_with(eqn, operands, {"padding_config": tuple(config)})
 
 
 @_rewrites("split")
@@ -342,7 +345,7 @@ def _split(
     if cut is not None:
         pieces = [(int(size), cuts[axis]) for size, cuts in zip(sizes, result_cuts, strict=True)]
         sizes = tuple(_aligned(sizes, shape_of(eqn.invars[0])[axis], cut, pieces))
-    return _bind(eqn, operands, {"sizes": sizes})
+    return bind_with(eqn, operands, {"sizes": sizes})
 
 
 @_rewrites("concatenate")
@@ -358,7 +361,7 @@ def _concatenate(
         sizes = [shape_of(var)[axis] for var in eqn.invars]
         pieces = [(size, cuts[axis]) for size, cuts in zip(sizes, operand_cuts, strict=True)]
         _aligned(sizes, shape_of(eqn.outvars[0])[axis], cut, pieces)
-    return _bind(eqn, operands, {})
+    return bind_with(eqn, operands, {})
 
 
 @_rewrites("gather")
@@ -377,7 +380,7 @@ def _gather(
         for dim, size in enumerate(slice_sizes)
     )
     if not picked:
-        return _bind(eqn, operands, {"slice_sizes": sizes})
+        return bind_with(eqn, operands, {"slice_sizes": sizes})
     # Each place is in one part, which reads it; the others give zero. A filled place is in none,
     # and the first part fills it.
     operand, indices = operands
@@ -392,7 +395,7 @@ def _gather(
         first &= picked[dim].index == 0
         columns[column] = jnp.where(outside, local[dim], jnp.where(here, place, 0))
     changes = {"slice_sizes": sizes, "indices_are_sorted": False, "unique_indices": False}
-    (result,) = _bind(eqn, (operand, _rows(columns, indices.dtype)), changes)
+    (result,) = bind_with(eqn, (operand, _rows(columns, indices.dtype)), changes)
     batch_dims = tuple(d for d in range(result.ndim) if d not in numbers.offset_dims)
     keep = lax.broadcast_in_dim(held | first, result.shape, batch_dims)
     return [jnp.where(keep, result, jnp.zeros((), result.dtype))]
@@ -441,7 +444,7 @@ def _scatter(
     shape, updates_shape = (shape_of(eqn.invars[i]) for i in (0, 2))
     picked = {dim: cut for dim in scatter_picks(eqn) if (cut := operand_cuts[0][dim]) is not None}
     if not picked:
-        return _bind(eqn, operands, {})
+        return bind_with(eqn, operands, {})
     # Each place is in one part; in the others it is out of bounds, and its update is dropped.
     operand, indices, updates = operands
     windows = scatter_windows(numbers, len(shape))
@@ -455,7 +458,7 @@ def _scatter(
             here, place = _local_place(_columns(places)[column], shape[dim], picked[dim])
             columns[column] = jnp.where(here & ~outside, place, operand.shape[dim])
     changes = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-    return _bind(eqn, (operand, _rows(columns, indices.dtype), updates), changes)
+    return bind_with(eqn, (operand, _rows(columns, indices.dtype), updates), changes)
 
 
 @_rewrites("dynamic_slice")
@@ -466,7 +469,7 @@ def _dynamic_slice(
     result_cuts: Sequence[Cuts],
 ) -> list[Any]:
     sizes = local_shape(eqn.params["slice_sizes"], result_cuts[0])
-    return _bind(eqn, operands, {"slice_sizes": sizes})
+    return bind_with(eqn, operands, {"slice_sizes": sizes})
 
 
 @_rewrites("conv_general_dilated")
@@ -485,7 +488,7 @@ def _convolution(
         size = shape_of(eqn.invars[0])[dim]
         if groups > 1 and cut is not None and cut.rest(size) % (size // groups) == 0:
             changes[count] = groups // cut.parts
-    return _bind(eqn, operands, changes)
+    return bind_with(eqn, operands, changes)
 
 
 @_rewrites("random_bits")
@@ -502,7 +505,7 @@ def _random_bits(
         if [_parts(cut) for cut in cuts[:rank]] != [_parts(cut) for cut in operand_cuts[0]]:
             raise NotLocalError("keys and their bits are not cut alike")
         return [_threefry_bits(keys, eqn.params["shape"], cuts[rank:], dtype_of(eqn.outvars[0]))]
-    (bits,) = _bind(eqn, operands, {})
+    (bits,) = bind_with(eqn, operands, {})
     # Keys that are cut have already cut their own dimensions of the bits.
     wanted = list(cuts)
     for dim, cut in enumerate(operand_cuts[0]):

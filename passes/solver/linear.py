@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -122,12 +123,8 @@ def relaxation(
     parameters = mathopt.SolveParameters(lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX)
     if work_limit is not None:
         parameters.iteration_limit = max(1, int(work_limit / each))
-    if time_limit is not None:
-        left = time_limit - (time.monotonic() - start)
-        parameters.time_limit = timedelta(seconds=max(0.001, left))
-    result = mathopt.solve(
-        mathopt.Model.from_model_proto(program), mathopt.SolverType.GLOP, params=parameters
-    ).to_proto()
+    left = None if time_limit is None else time_limit - (time.monotonic() - start)
+    result = _solved(program, mathopt.SolverType.GLOP, parameters, left)
     work = each * result.solve_stats.simplex_iterations + BUILD_WORK * size
     value, prices, choice = None, None, None
     low, high = np.zeros(len(dual.low)), np.zeros(len(dual.high))
@@ -182,12 +179,8 @@ def best_in_core(
         node_limit=branches,
     )
     parameters.gscip.int_params.update(SCIP_PARAMETERS)
-    if time_limit is not None:
-        left = time_limit - (time.monotonic() - start)
-        parameters.time_limit = timedelta(seconds=max(0.001, left))
-    result = mathopt.solve(
-        mathopt.Model.from_model_proto(program), mathopt.SolverType.GSCIP, params=parameters
-    ).to_proto()
+    left = None if time_limit is None else time_limit - (time.monotonic() - start)
+    result = _solved(program, mathopt.SolverType.GSCIP, parameters, left)
     work = len(pairs) * (BRANCH_SECONDS * result.solve_stats.node_count + ROOT_SECONDS)
     solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL.value
     if not result.solutions or not result.solutions[0].HasField("primal_solution"):
@@ -289,3 +282,16 @@ def _program(
     program.linear_constraint_matrix.column_ids.extend(key % columns)
     program.linear_constraint_matrix.coefficients.extend(value)
     return program, constant, scale, slots_low, slots_high
+
+
+def _solved(
+    program: model_pb2.ModelProto,
+    solver: mathopt.SolverType,
+    parameters: mathopt.SolveParameters,
+    seconds: float | None,
+) -> Any:
+    """The result, as a message, of what may take these seconds (None: as long as it takes)."""
+    if seconds is not None:
+        parameters.time_limit = timedelta(seconds=max(0.001, seconds))
+    model = mathopt.Model.from_model_proto(program)
+    return mathopt.solve(model, solver, params=parameters).to_proto()

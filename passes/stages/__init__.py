@@ -6,7 +6,8 @@ In the order in which a program passes through them:
 - `anatomy`: prologue, loop and epilogue taken apart; what is forward, backward, or copied freely;
 - `twins`: the forward equation that a heavy backward equation belongs to;
 - `layer_scans`, `layering`: forward equations clustered into layers, and layers into stages;
-- `runs`: scans over layers cut between stages, with the leaves that are stacked by layer;
+- `runs`, `run_rules`: scans over layers cut between stages, with the leaves that are stacked by
+  layer;
 - `accumulators`: sums over microbatches whose terms may be made on several stages;
 - `placement`, `mincut`: backward and epilogue equations go to stages by nested minimum cuts;
 - `program`: the whole program with every equation's stage, accumulators split where needed;

@@ -20,26 +20,24 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import names, shape_of
+from autopar.passes.factors.primitives import shape_of
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom, Graph
+from autopar.passes.localize import bind_with
+from autopar.passes.microbatch.execute import combine
 from autopar.passes.stages.anatomy import Anatomy, holds
 from autopar.passes.stages.layer_scans import Origins
 from autopar.passes.stages.result import LeafRows
-
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Runs:
-    """A value as consecutive runs along one dimension, of these sizes."""
-
-    axis: int
-    sizes: Sizes
-    atoms: tuple[Atom, ...]
-
-
-Value = Any  # Atom | Runs
+from autopar.passes.stages.run_rules import (
+    Cut,
+    Runs,
+    Sizes,
+    Value,
+    changed_params,
+    how_to_cut,
+    scaled,
+    with_size,
+)
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,7 @@ class _Cutter:
     ) -> list[Atom]:
         """An equation with other operands and params."""
         return self.emit(
-            lambda *xs: _bind(eqn, xs, params), operands, key=_bound_key(eqn, params), like=eqn
+            lambda *xs: bind_with(eqn, xs, params), operands, key=_bound_key(eqn, params), like=eqn
         )
 
     def emit(
@@ -375,14 +373,14 @@ class _Cutter:
 
     def by_rule(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value] | None:
         """One equation per run, or None if the equation must see whole values."""
-        cut = _how(eqn, self.rules.get(eqn), operands)
+        cut = how_to_cut(eqn, self.rules.get(eqn), operands)
         if cut is None:
             return None
-        changes = [_changed_params(eqn, cut, place) for place in range(len(cut.sizes))]
+        changes = [changed_params(eqn, cut, place) for place in range(len(cut.sizes))]
         if any(change is None for change in changes):
             return None
         split = [
-            self.split(value, dim, _scaled(cut.sizes, inner)) if dim is not None
+            self.split(value, dim, scaled(cut.sizes, inner)) if dim is not None
             else (self.join(value),) * len(cut.sizes)
             for value, (dim, inner) in zip(operands, cut.operands, strict=True)
         ]  # fmt: skip
@@ -400,7 +398,7 @@ class _Cutter:
         for number, (dim, inner) in enumerate(cut.results):
             parts = tuple(atoms[number] for atoms in made)
             if dim is not None:
-                results.append(Runs(dim, _scaled(cut.sizes, inner), parts))
+                results.append(Runs(dim, scaled(cut.sizes, inner), parts))
                 continue
             combine = _combining(cut.kind)
             total = parts[0]
@@ -412,18 +410,18 @@ class _Cutter:
     def fits(
         self,
         eqn: JaxprEqn,
-        cut: _How,
+        cut: Cut,
         place: int,
         operands: Sequence[Atom],
         changes: Mapping[str, Any],
     ) -> bool:
         """Whether the equation with these params takes a run, and gives results of its size.
 
-        It may not if its params hold sizes that `_changed_params` does not know of.
+        It may not if its params hold sizes that `changed_params` does not know of.
         """
         try:
             found = self.trace(
-                lambda *xs: _bind(eqn, xs, changes), operands, _bound_key(eqn, changes)
+                lambda *xs: bind_with(eqn, xs, changes), operands, _bound_key(eqn, changes)
             )
         except (TypeError, ValueError):
             return False
@@ -646,140 +644,13 @@ class _Nested:
         cutter.eqns, cutter.known, cutter.current, cutter.inside = self.saved
 
 
-# How an equation is cut.
-
-
-@dataclass(frozen=True)
-class _How:
-    """An equation's cut factor: the sizes of its runs; where it is in each operand and result.
-
-    A place is (dimension, length of one unit of the factor there), or (None, 1).
-    """
-
-    sizes: Sizes
-    kind: str
-    operands: tuple[tuple[int | None, int], ...]
-    results: tuple[tuple[int | None, int], ...]
-
-
-def _how(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> _How | None:
-    if rule is None:
-        return None
-    place = next(i for i, value in enumerate(operands) if isinstance(value, Runs))
-    runs = operands[place]
-    dims = rule.operands[place][runs.axis]
-    if not dims:
-        return None
-    factor = dims[0]
-    kind = rule.factors[factor].kind
-    inner = sum(runs.sizes) // rule.factors[factor].size
-    if kind == "replicated" or any(size % inner for size in runs.sizes):
-        return None
-    sizes = tuple(size // inner for size in runs.sizes)
-
-    def where(values: Any, shape: Sequence[int]) -> tuple[int | None, int] | None:
-        found = [dim for dim, factors in enumerate(values) if factor in factors]
-        if not found:
-            return None, 1
-        if len(found) > 1 or values[found[0]][0] != factor:
-            return None
-        return found[0], shape[found[0]] // rule.factors[factor].size
-
-    ins = [where(v, shape_of(x)) for v, x in zip(rule.operands, eqn.invars, strict=True)]
-    outs = [where(v, shape_of(x)) for v, x in zip(rule.results, eqn.outvars, strict=True)]
-    if any(item is None for item in (*ins, *outs)):
-        return None
-    here = {item is not None and item[0] is not None for item in outs}
-    if here != {kind == "pass"} or (kind != "pass" and eqn.primitive.name not in _REDUCTIONS):
-        return None
-    return _How(
-        sizes,
-        kind,
-        tuple(item for item in ins if item is not None),
-        tuple(item for item in outs if item is not None),
-    )
-
-
-# Of a part of the operands, these compute a part of the sum (maximum, ...) with the same params. A
-# gather does not, though its rule says "sum": its indices count from the whole operand's start.
-_REDUCTIONS = names(
-    "dot_general conv_general_dilated reduce_and reduce_max reduce_min reduce_or reduce_prod"
-    " reduce_sum"
-)
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lax.add,
-    "max": lax.max,
-    "min": lax.min,
-    "prod": lax.mul,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-}
-
-
 def _combining(kind: str) -> Callable[..., list[Any]]:
-    return lambda one, other: [_COMBINE[kind](one, other)]
-
-
-# Their params hold shapes or positions that are not rewritten here, or results depend on the place.
-_WHOLE = frozenset(
-    {"tile", "iota", "pad", "random_bits", "random_split", "random_fold_in", "random_gamma"}
-)
-
-
-def _changed_params(eqn: JaxprEqn, cut: _How, place: int) -> dict[str, Any] | None:
-    """The params that one run needs otherwise, or None where they cannot be told."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in _WHOLE or name.startswith("scatter"):
-        return None
-    size = cut.sizes[place]
-
-    def shape(values: Any, where: tuple[int | None, int]) -> tuple[int, ...]:
-        found = list(values)
-        if where[0] is not None:
-            found[where[0]] = size * where[1]
-        return tuple(found)
-
-    if name in ("broadcast_in_dim", "reshape"):
-        key = "shape" if name == "broadcast_in_dim" else "new_sizes"
-        return {key: shape(shape_of(eqn.outvars[0]), cut.results[0]), "sharding": None}
-    if name == "dynamic_slice":
-        return {"slice_sizes": shape(params["slice_sizes"], cut.results[0])}
-    if name == "slice":
-        dim, inner = cut.operands[0]
-        assert dim is not None
-        whole = shape_of(eqn.invars[0])[dim]
-        if (params["start_indices"][dim], params["limit_indices"][dim]) != (0, whole):
-            return None
-        if params["strides"] is not None and params["strides"][dim] != 1:
-            return None
-        limits = list(params["limit_indices"])
-        limits[dim] = size * inner
-        return {"limit_indices": tuple(limits)}
-    if name == "gather":
-        dim, inner = cut.operands[0]
-        if dim is None:
-            return {}
-        whole = shape_of(eqn.invars[0])[dim]
-        sizes = list(params["slice_sizes"])
-        if sizes[dim] == whole and whole > 1:
-            sizes[dim] = size * inner
-        return {"slice_sizes": tuple(sizes)}
-    if name == "conv_general_dilated":
-        plain = params["feature_group_count"] == params["batch_group_count"] == 1
-        return {} if plain else None
-    return {}
+    return lambda one, other: [combine(kind, one, other)]
 
 
 def _bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Any:
     """Equations are compared by identity; those that are bound are the program's, which is held."""
     return id(eqn), tuple(sorted((name, repr(value)) for name, value in changes.items()))
-
-
-def _bind(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
-    bound = eqn.primitive.get_bind_params({**eqn.params, **changes})
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    results = eqn.primitive.bind(*functions, *operands, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _sizes_of_slices(eqn: JaxprEqn, operands: Sequence[Value]) -> Sizes | None:
@@ -789,10 +660,6 @@ def _sizes_of_slices(eqn: JaxprEqn, operands: Sequence[Value]) -> Sizes | None:
         if isinstance(value, Runs) and value.axis == 0:
             return value.sizes
     return None
-
-
-def _scaled(sizes: Sizes, inner: int) -> Sizes:
-    return tuple(size * inner for size in sizes)
 
 
 def _atoms(value: Value) -> tuple[Atom, ...]:
@@ -807,12 +674,6 @@ def _suffix(rows: LeafRows) -> str:
     if rows.stop is None:
         return ""
     return "[" + ":, " * rows.axis + f"{rows.start}:{rows.stop}]"
-
-
-def with_size(aval: Any, axis: int, size: int) -> Any:
-    """The type of an array with another size along one dimension."""
-    shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
-    return jax_compat.array_type(shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
 
 def _is_key(atom: Atom) -> bool:
