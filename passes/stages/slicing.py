@@ -14,6 +14,7 @@ from autopar.passes.graph import Graph
 from autopar.passes.stages.accumulators import find_terms
 from autopar.passes.stages.anatomy import Anatomy, dissect
 from autopar.passes.stages.assemble import assemble
+from autopar.passes.stages.backward_scans import split_backward_scans
 from autopar.passes.stages.conditionals import split_conditionals
 from autopar.passes.stages.demand import find_demand
 from autopar.passes.stages.layer_scans import find_layer_scans
@@ -49,6 +50,11 @@ def slice_stages(
         the boundaries are out of order or out of range.
     """
     parts = dissect(split_conditionals(graph), rules)
+    if split_backward:
+        graph = split_backward_scans(parts)
+        if graph is not parts.graph:
+            rules = populate(graph.jaxpr)
+            parts = dissect(graph, rules)
     number = stages if isinstance(stages, int) else len(stages) + 1
     found = layers_of(parts, rules, at_least=number)
     boundaries = boundaries_of(found, stages)
