@@ -31,15 +31,16 @@ from autopar.passes.solver.problem import Integers
 SCALE = 1e5
 """The objective is scaled so that the bound is about this."""
 
-ITERATION_WORK = 8e-9
+ITERATION_WORK = 4.5e-9
 """The work of a simplex iteration per row and per entry of the matrix."""
 
 BUILD_WORK = 3e-6
 """The work of building the program, per row and entry."""
 
-ROOT_SECONDS = 2.5e-4
-BRANCH_SECONDS = 3e-5
-"""About what branch and bound takes per pair before it branches, and per branch."""
+ROOT_SECONDS = 3.5e-8
+BRANCH_SECONDS = 6e-5
+"""About what branch and bound takes per square of the pairs before it branches, and per pair and
+branch."""
 
 SCIP_PARAMETERS = {"separating/maxroundsroot": 5, "branching/relpscost/initcand": 8}
 """A good choice soon matters more than a small tree."""
@@ -181,7 +182,8 @@ def best_in_core(
     parameters.gscip.int_params.update(SCIP_PARAMETERS)
     left = None if time_limit is None else time_limit - (time.monotonic() - start)
     result = _solved(program, mathopt.SolverType.GSCIP, parameters, left)
-    work = len(pairs) * (BRANCH_SECONDS * result.solve_stats.node_count + ROOT_SECONDS)
+    branched = BRANCH_SECONDS * result.solve_stats.node_count
+    work = len(pairs) * (branched + ROOT_SECONDS * len(pairs))
     solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL.value
     if not result.solutions or not result.solutions[0].HasField("primal_solution"):
         return None, solved, work

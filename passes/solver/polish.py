@@ -41,9 +41,12 @@ PROGRAM_PART = 0.5
 FIRST_INTEGER_CELLS = 2_000
 """The pairs of the first core in which the best choice is looked for by branch and bound."""
 
-INTEGER_PROGRAMS = 3
-INTEGER_PART = 0.4
+INTEGER_PROGRAMS = 4
+INTEGER_PART = 0.6
 """The most that one search for the best choice of a core may take of what is left."""
+
+ROOT_PART = 0.7
+"""The most that such a search may take of its part before it branches."""
 
 MOST_BRANCHES = 500
 
@@ -169,11 +172,11 @@ def search_core(result: Ascent, core: Core, choices: _Choices, budget: Budget) -
     for _ in range(INTEGER_PROGRAMS):
         work, seconds = budget.share(INTEGER_PART)
         left = min(part for part in (work, seconds, np.inf) if part is not None)
-        cells = int(min(wanted, left / ROOT_SECONDS))
+        cells = int(min(wanted, (ROOT_PART * left / ROOT_SECONDS) ** 0.5))
         if result.choice is None or choices.gap < 1.0 or cells < LEAST_CELLS:
             break
         strategies, pairs = core.cheapest(cells, result.choice)
-        spare = left / len(pairs) - ROOT_SECONDS if len(pairs) else np.inf
+        spare = left / len(pairs) - ROOT_SECONDS * len(pairs) if len(pairs) else np.inf
         if spare < 0:
             break
         choice, solved, spent = best_in_core(
@@ -188,9 +191,9 @@ def search_core(result: Ascent, core: Core, choices: _Choices, budget: Budget) -
         before = choices.gap
         if choice is not None:
             choices.attempt(choice)
-        if not solved or len(pairs) < cells or before - choices.gap < CLOSE * before:
+        if not solved or len(pairs) < cells:
             break
-        wanted *= 2
+        wanted *= 2 if before - choices.gap > CLOSE * before else 4
 
 
 def converge(dual: Dual, budget: Budget, upper: float, until: float) -> float:
