@@ -237,7 +237,7 @@ class Executable:
     def _is_stray(self, leaf: Any, index: int) -> bool:
         wanted = self._in_shardings[index]
         if isinstance(leaf, SplitArray) or isinstance(wanted, SplitSharding):
-            return False  # the pipeline places them itself
+            return not isinstance(self._compiled, PipelineStep)  # which places them itself
         return (
             isinstance(leaf, jax.Array)
             and leaf.committed

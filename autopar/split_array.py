@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .operators import computes_as_jax_array
+
 
 @dataclass(frozen=True)
 class SplitSharding:
@@ -31,6 +33,8 @@ class SplitSharding:
     axis: int
     ends: tuple[int, ...]
     parts: tuple[Sharding, ...]
+
+    _is_concrete = False  # jnp.zeros_like asks: what it makes cannot lie here
 
     @property
     def device_set(self) -> set[jax.Device]:
@@ -52,13 +56,14 @@ class SplitSharding:
         return itertools.pairwise((0, *self.ends))
 
 
+@computes_as_jax_array
 class SplitArray:
     """An array in parts along one dimension, each a `jax.Array` on a mesh of its own.
 
-    NumPy's functions, `jax.device_get`, printing, `jax.block_until_ready`, indexing and `==` work
-    as for a `jax.Array`. JAX's own functions need `jax.numpy.asarray(array)`, which brings it
-    together on all of its devices, or the step's `gather` and `apply`. The step takes it back
-    without a copy.
+    NumPy's functions, `jax.device_get`, printing and `jax.block_until_ready` work as for a
+    `jax.Array`. Indexing, operators and methods (`sum`, `astype`) bring it together on all of its
+    devices first. JAX's own functions need `jax.numpy.asarray(array)`, which does the same, or the
+    step's `gather` and `apply`. The step takes it back without a copy.
 
     Args:
       parts: what lies on each mesh, in order; they differ in the size of one dimension only.
@@ -128,14 +133,6 @@ class SplitArray:
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.__jax_array__()[index]
-
-    def __eq__(self, other: object) -> Any:
-        return self.__jax_array__() == other
-
-    def __ne__(self, other: object) -> Any:
-        return self.__jax_array__() != other
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -34,7 +34,7 @@ GROUND = {
 }
 """The modules of `autopar/` that are plain data; the others stand on everything else."""
 
-ARRAYS = {"ray_array", "split_array"}
+ARRAYS = {"operators", "ray_array", "split_array"}
 """Kinds of arrays, which stand on JAX and on plain data."""
 
 PUBLIC = {

@@ -337,3 +337,57 @@ def test_a_batch_without_examples_to_split() -> None:
     odd = {name: value[:3] for name, value in BATCH.items()}
     with pytest.raises(OptionError, match="cannot be split for a pipeline"):
         autopar.compile(step, init(jax.random.key(0)), odd, stages=2)
+
+
+def test_results_that_are_one_value() -> None:
+    """They are arrays of their own: the next step takes over the state's only."""
+
+    def step(state: Any, batch: Any) -> Any:
+        new, metrics = train_step(state, batch)
+        metrics = {**metrics, "again": metrics["loss"], "w": new["params"][0]["w"]}
+        return {**new, "two": [state["two"][0] + 1, state["two"][0] + 1]}, {
+            **metrics,
+            "old": state["two"][0],
+            "too": state["two"][0],
+        }
+
+    def start() -> Any:
+        return {**init(jax.random.key(0)), "two": [jnp.zeros(3), jnp.zeros(3)]}
+
+    parallel = autopar.compile(step, start(), BATCH, stages=2, microbatches=4)
+    state, plain, seen, wanted = start(), start(), [], []
+    for _ in range(3):
+        state, metrics = parallel(state, BATCH)
+        plain, plain_metrics = jax.jit(step)(plain, BATCH)
+        seen.append(metrics)
+        wanted.append(plain_metrics)
+    assert_close(jax.device_get((state, seen)), jax.device_get((plain, wanted)))
+
+
+def test_activations_of_all_layers_are_returned() -> None:
+    """A scan's stacked results, cut into stages, leave the step."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                x = jnp.tanh(x @ w)
+                return x, x
+
+            x, hidden = jax.lax.scan(layer, batch["x"], params)
+            return jnp.mean((x - batch["y"]) ** 2), hidden
+
+        (loss, hidden), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return params - 0.1 * grads, (loss, hidden)
+
+    def start() -> Any:
+        return jax.random.normal(jax.random.key(0), (4, 16, 16)) / 4
+
+    for schedule in ("1f1b", "zb_h1"):
+        parallel = autopar.compile(
+            step, start(), BATCH, stages=2, microbatches=4, schedule=schedule
+        )
+        params, plain = start(), start()
+        for _ in range(2):
+            params, results = parallel(params, BATCH)
+            plain, wanted = jax.jit(step)(plain, BATCH)
+        assert_close(jax.device_get((params, results)), jax.device_get((plain, wanted)))

@@ -1,5 +1,6 @@
 """States whose leaves are stacked by layer, on stages that hold some of the layers each."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,17 @@ def test_a_state_of_other_stages_is_taken(step: autopar.Executable) -> None:
     assert_close(jax.device_get((state, loss)), expected())
 
 
+@pytest.mark.parametrize("method", ["auto", "zero3"])
+def test_a_state_in_stages_is_taken_by_one_mesh(step: autopar.Executable, method: str) -> None:
+    state = step.initialize(init, jax.random.key(0))
+    for _ in range(2):
+        state, _ = step(state, *BATCH)
+    one = autopar.compile(train_step, init(jax.random.key(0)), *BATCH, stages=1, method=method)
+    state, loss = one(state, *BATCH)
+    assert isinstance(state["params"]["w"], jax.Array)
+    assert_close(jax.device_get((state, loss)), expected())
+
+
 def test_plans_are_saved_and_followed(step: autopar.Executable, tmp_path: Path) -> None:
     step.plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
@@ -230,6 +242,11 @@ def test_an_array_in_parts_is_an_array(meshes: list[NamedSharding], axis: int) -
     assert jax.block_until_ready(array) is array
     assert str(whole.dtype) in repr(array)
     assert (array == whole).all() and not (array != whole).any()
+    np.testing.assert_array_equal(1 - array * array, 1 - whole * whole)
+    np.testing.assert_array_equal(array.astype(np.float16).T, whole.astype(np.float16).T)
+    assert jnp.zeros_like(array).shape == whole.shape
+    np.testing.assert_array_equal(copy.deepcopy(array), whole)
+    assert not hasattr(array, "no_such_method")
     one = put(array, jax.sharding.SingleDeviceSharding(jax.devices()[7]))
     np.testing.assert_array_equal(one, whole)
     assert array.sharding == sharding

@@ -119,10 +119,20 @@ def _custom(
             why=f"it was asked for {num_microbatches} microbatches on {num_meshes} meshes.",
             hint="return one list of tasks per mesh.",
         )
-    if num_chunks > 1 and schedule.num_stages != num_meshes * num_chunks:
+    wanted = num_meshes * num_chunks
+    if schedule.num_stages != wanted:
         raise ScheduleError(
             f"Schedule function {name!r} made a schedule of {schedule.num_stages} stages.",
-            why=f"num_chunks={num_chunks} on {num_meshes} meshes are {num_meshes * num_chunks}.",
+            why=f"num_chunks={num_chunks} on {num_meshes} meshes makes {wanted} stages, each of "
+            "which needs its tasks.",
+            hint="give num_chunks= if a mesh is to have several stages.",
+        )
+    idle = sorted(set(range(num_meshes)) - set(schedule.mesh_of_stage))
+    if idle:
+        raise ScheduleError(
+            f"Schedule function {name!r} leaves mesh {idle[0]} without a stage.",
+            why="every mesh of a plan runs at least one stage.",
+            hint="return the tasks of every mesh.",
         )
     return schedule
 

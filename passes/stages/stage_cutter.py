@@ -324,7 +324,8 @@ class StageCutter:
     def sent(self, link: Link, numbers: Numbers) -> int:
         """The number of the value that a link carries."""
         where, version = self.sends[link.source_output]
-        number = (self.inner if where == "inner" else self.known)[version]
+        where = "whole" if where == "outer" and version in self.whole else where
+        number = {"inner": self.inner, "outer": self.known, "whole": self.whole}[where][version]
         value = numbers.values[number]
         if not value.label:
             numbers.values[number] = replace(value, label=link.label)
@@ -359,6 +360,7 @@ class StageCutter:
                     if not is_literal(v) and self.made_in.get(v, key) != key:
                         crossing[v] = None
         self.literal_results: list[Port] = []
+        self.copies: list[Port] = []
         for v in crossing:
             if v not in self.known:
                 self.known[v] = numbers.new(self.number, v, self.mesh, False, "")
@@ -370,11 +372,21 @@ class StageCutter:
                 number = numbers.new(self.number, v, self.mesh, False, "")
                 self.literal_results.append(Port(number, v))
                 found.append(number)
+            elif v in self.known and self.known[v] in found:  # two results are the same value
+                number = numbers.new(self.number, v, self.mesh, False, "")
+                self.copies.append(Port(number, v))
+                found.append(number)
             else:
                 if v not in self.known:
                     self.known[v] = numbers.new(self.number, v, self.mesh, False, "")
                 found.append(self.known[v])
         self.output_values = tuple(found)
+        # A link that carries what every microbatch left carries it put together.
+        self.whole: dict[Version, int] = {}
+        for where, v in self.sends.values():
+            if where == "outer" and v in self.stacked and v not in self.whole:
+                self.whole[v] = numbers.new(self.number, v, self.mesh, False, "")
+                self.copies.append(Port(self.whole[v], v))
 
     def _make_outer(self, groups: dict[Level, list[Instruction]], phase: int) -> None:
         ports: dict[Level, list[Port]] = defaultdict(list)
@@ -382,8 +394,10 @@ class StageCutter:
             for port in self.loop_inputs:
                 literal = is_literal(port.version)
                 ports[FIRST if literal else self.made_in.get(port.version, FIRST)].append(port)
-        elif self.literal_results:
+        else:
             ports[1, 0] += self.literal_results
+            for port in self.copies:
+                ports[max((1, 0), self.made_in.get(port.version, FIRST))].append(port)
         for v, level in self.made_in.items():
             if level[0] == phase and v in self.known:
                 port = Port(self.known[v], v)

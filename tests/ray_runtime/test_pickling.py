@@ -26,7 +26,7 @@ def test_a_jaxpr_computes_the_same() -> None:
     arguments = jax.random.key(3), jnp.arange(12.0).reshape(3, 4) - 5
     closed = jax.make_jaxpr(function)(*arguments)
     again = pickling.loads(pickling.dumps(closed, "it"))
-    assert [v.aval for v in again.jaxpr.outvars] == [v.aval for v in closed.jaxpr.outvars]
+    assert str(again.jaxpr) == str(closed.jaxpr)
     for a, b in zip(jaxpr_as_fun(again)(*arguments), jaxpr_as_fun(closed)(*arguments), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -135,6 +135,18 @@ def test_a_schedule_of_another_size_is_refused() -> None:
         make_schedule(lambda p, m: made, 2, 2)
     with pytest.raises(ScheduleError, match="2 stages"):
         make_schedule(lambda p, m: made, 2, 4, num_chunks=2)
+    chunks = make_schedule("interleaved_1f1b", 2, 4, num_chunks=2)
+    with pytest.raises(ScheduleError, match=r"4 stages[\s\S]*num_chunks="):
+        make_schedule(lambda p, m: chunks, 2, 4)
+
+
+def test_a_mesh_without_a_stage_is_refused() -> None:
+    def lopsided(num_meshes: int, num_microbatches: int) -> Any:
+        order = [(kind, i) for kind in "FB" for i in range(num_microbatches)]
+        return [[(kind, stage, i) for kind, i in order for stage in (0, 1)], []]
+
+    with pytest.raises(ScheduleError, match="leaves mesh 1 without a stage"):
+        make_schedule(lopsided, 2, 2)
 
 
 def test_an_exception_of_the_function_is_the_users_own() -> None:
