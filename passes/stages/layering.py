@@ -296,7 +296,8 @@ def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]
             f"{stages} stages are more than the program has layers.",
             why=f"it has {count} {'layer' if count == 1 else 'layers'}, even if it is cut between"
             " any two equations that are not recomputed everywhere.",
-            hint=f"use at most {count} stages.",
+            hint=f"use at most {count} stages. A loop over parts of the batch, which accumulates "
+            "gradients, is one layer: leave it to microbatches=.",
         )
     return _balanced(found.layers, stages)
 
