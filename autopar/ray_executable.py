@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -13,8 +13,11 @@ from .initialize import initialize
 from .passes.compiler import Compiled
 from .passes.trace import Traced
 from .progress import Progress
-from .ray_array import RayArray, RaySharding, Resident
+from .ray_array import Place, RayArray, RaySharding
 from .ray_options import Ray
+
+if TYPE_CHECKING:
+    from .runtime.ray.step import Recovery
 
 
 class RayExecutable(Executable):
@@ -70,11 +73,8 @@ class RayExecutable(Executable):
 
     def _placed_leaf(self, leaf: Any, index: int) -> RayArray:
         """A leaf of the arguments, copied to where it belongs."""
-        sharding = self._in_shardings[index]
-        aval = leaf if isinstance(leaf, RayArray) else jax.typeof(leaf)
-        residents = self._compiled.actors.place(leaf, sharding, self._pipeline.homes[index])
-        weak = bool(getattr(aval, "weak_type", False))
-        return RayArray(residents, aval.shape, aval.dtype, sharding, weak)
+        placed: RayArray = self._compiled.place(leaf, Place("argument", index))
+        return placed
 
     # Trees of arrays on actors
 
@@ -107,16 +107,11 @@ class RayExecutable(Executable):
             return on_arrays(*args, **kwargs)
 
         closed = jax.make_jaxpr(flat)(*arrays)
-        homes = {
-            id(sharding): home
-            for sharding, home in zip(self._in_shardings, self._pipeline.homes, strict=False)
-        }
-        places = [(sharding, homes[id(sharding)]) for sharding in wanted]
-        made: list[list[Resident]] = self._compiled.actors.make(closed, arrays, places)
-        return [
-            RayArray(residents, aval.shape, aval.dtype, sharding, aval.weak_type)
-            for residents, aval, sharding in zip(made, closed.out_avals, wanted, strict=True)
-        ]
+        indices = {id(sharding): index for index, sharding in enumerate(self._in_shardings)}
+        made: list[RayArray] = self._compiled.make(
+            closed, arrays, [indices[id(sharding)] for sharding in wanted]
+        )
+        return made
 
     def gather(self, tree: Any) -> Any:
         """A tree with every array that lives on actors brought to the driver's default device.
@@ -190,9 +185,15 @@ class RayExecutable(Executable):
         seconds: tuple[float, ...] = self._compiled.actors.compile_seconds
         return seconds
 
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """What was lost and made again so far, with seconds (`autopar.Ray(max_restarts=...)`)."""
+        recoveries: tuple[Recovery, ...] = self._compiled.recoveries
+        return recoveries
+
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each actor has sent to others so far, by mesh."""
-        return tuple(self._compiled.actors.describe("sent"))
+        return tuple(self._compiled.describe("sent"))
 
     def finish(self) -> None:
         """Wait until the actors have done all steps.
@@ -200,11 +201,11 @@ class RayExecutable(Executable):
         Raises:
           StageError: one failed.
         """
-        self._compiled.actors.finish()
+        self._compiled.finish()
 
     def shutdown(self) -> None:
         """End the actors; all arrays on them are gone. It can be called again."""
-        self._compiled.actors.close()
+        self._compiled.close()
 
     def __enter__(self) -> RayExecutable:
         return self

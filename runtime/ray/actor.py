@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,12 @@ class StageActor:
         """See `MeshStep.duplicate`."""
         self._step.duplicate(key, copy)
 
-    def make(self, data: bytes) -> Failure | None:
+    def copies(self, keys: Sequence[int]) -> list[Any]:
+        """See `MeshStep.copies`."""
+        copies: list[Any] = self._step.copies(keys)
+        return copies
+
+    def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""
         import traceback
 
@@ -149,7 +154,7 @@ class StageActor:
         from autopar.runtime.ray import pickling
 
         try:
-            closed, arguments, wanted = pickling.loads(data)
+            closed, arguments = pickling.loads(function)
             self._step.make(jaxpr_as_fun(closed), arguments, wanted)
         except Exception as error:
             spot = Spot(self._world.mesh, self._world.label, None, "initialize")

@@ -34,12 +34,15 @@ class Connection:
       address: as that of `autopar.Ray`.
       num_actors: how many actors will want a CPU.
       deadline: seconds that connecting may take.
+      reserve: whether to reserve these CPUs; else it only keeps the cluster in use.
 
     Raises:
       ClusterError: nothing answers at the address, or the cluster has too few CPUs.
     """
 
-    def __init__(self, address: str | None, num_actors: int, deadline: float) -> None:
+    def __init__(
+        self, address: str | None, num_actors: int, deadline: float, reserve: bool = True
+    ) -> None:
         global _users
         self._is_counted = False
         self._group: PlacementGroup | None = None
@@ -57,7 +60,8 @@ class Connection:
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = all(n["NodeManagerAddress"] == "127.0.0.1" for n in nodes)
-            self._reserve(num_actors, deadline)
+            if reserve:
+                self._reserve(num_actors, deadline)
         except BaseException:
             self.close()
             raise

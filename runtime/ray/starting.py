@@ -42,6 +42,19 @@ CONFIG = (
 """What actors take over from the driver's `jax.config`."""
 
 
+CACHE_ALL = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""For a cache folder of a step's own: what was compiled once is never compiled again."""
+
+
+def has_cache() -> bool:
+    """Whether the user has configured a folder for what JAX compiles."""
+    config: Any = jax.config
+    return bool(config.jax_compilation_cache_dir)
+
+
 def contents(
     runnable: Runnable,
     parts: Sequence[MeshPart],
@@ -64,10 +77,14 @@ def contents(
     return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
 
 
-def start(connection: Connection, parts: Sequence[MeshPart], name: str) -> list[Any]:
+def start(
+    connection: Connection, parts: Sequence[MeshPart], name: str, cache: str | None
+) -> list[Any]:
     """Actor handles, of processes that are only about to start."""
     token, tail = secrets.token_bytes(32), secrets.token_hex(3)
     config = {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
+    if cache is not None and connection.is_local:
+        config.update(CACHE_ALL, jax_compilation_cache_dir=cache)
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _xla_flags()}
     worlds = [
         World(
