@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -143,8 +144,14 @@ class Keeper(Protocol):
     def attempt(self, do: Callable[[], T]) -> T:
         """What `do` returns; where actors are lost meanwhile, after a recovery that allows it."""
 
-    def place(self, leaf: Any, place: Place) -> RayArray:
+    def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors."""
+
+    def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Any:
+        """Let the actors write arrays into a folder; returns a `runtime.ray.saving.Saving`."""
+
+    def ping(self) -> None:
+        """Notice a lost actor."""
 
 
 class RayArray:
@@ -231,7 +238,7 @@ class RayArray:
         Raises:
           StageError: the step that makes it failed.
         """
-        self._check()
+        self.check()
 
         def wait() -> None:
             for resident in self.residents:
@@ -243,7 +250,7 @@ class RayArray:
 
     def copy_to_host_async(self) -> None:
         """Start to fetch it."""
-        self._check()
+        self.check()
 
         def start() -> None:
             for resident in self.residents:
@@ -259,7 +266,7 @@ class RayArray:
           StageError: the step that makes it failed.
           RuntimeError: it was deleted.
         """
-        self._check()
+        self.check()
         if self._numbers is None:
             self.copy_to_host_async()
             whole = self.keeper.attempt(self._fetched)
@@ -273,11 +280,17 @@ class RayArray:
         return self._numbers
 
     def _fetched(self) -> np.ndarray:
-        self._check()
+        self.check()
         parts = [resident.owner.fetch(resident) for resident in self.residents]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, self.sharding.axis)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """See that it is there, or may come.
+
+        Raises:
+          StageError: the step that was to make it failed.
+          RuntimeError: it was deleted.
+        """
         if self.error is not None and self._numbers is None:
             raise self.error
         if self.is_deleted():

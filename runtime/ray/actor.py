@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from autopar.errors import CheckpointError
 from autopar.runtime.ray.failures import Failure, Spot
 
 
@@ -91,8 +92,10 @@ class StageActor:
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
         from autopar.runtime.ray.transport import Sockets
+        from autopar.runtime.ray.writer import Writer
 
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
+        self._writer = Writer()
         self._transport = Sockets(world.mesh, host, world.token)
         return Hello(self._transport.address, os.getpid(), versions())
 
@@ -140,10 +143,30 @@ class StageActor:
         """See `MeshStep.duplicate`."""
         self._step.duplicate(key, copy)
 
-    def copies(self, keys: Sequence[int]) -> list[Any]:
-        """See `MeshStep.copies`."""
-        copies: list[Any] = self._step.copies(keys)
+    def copies(self, keys: Sequence[int]) -> list[Any] | None:
+        """See `MeshStep.copies`; None: one is lost."""
+        from autopar.runtime.ray.mesh_step import Missing
+
+        try:
+            copies: list[Any] = self._step.copies(keys)
+        except Missing:
+            return None
         return copies
+
+    def save(self, folder: str, items: Sequence[tuple[str, int]]) -> None:
+        """Begin to write arrays, as (name, key), as they are behind the steps so far."""
+        names, keys = [name for name, _ in items], [key for _, key in items]
+
+        def copies() -> dict[str, Any]:
+            found = self.copies(keys)
+            if found is None:
+                raise CheckpointError(
+                    "The state that was to be saved is lost: the step that was to make it failed.",
+                    where=self._world.label,
+                )
+            return dict(zip(names, found, strict=True))
+
+        self._writer.begin(folder, copies)
 
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""
@@ -168,6 +191,11 @@ class StageActor:
     def fetch(self, key: int) -> Any:
         """See `MeshStep.fetch`."""
         return self._step.fetch(key)
+
+    @ray.method(concurrency_group="aside")
+    def saved(self, folder: str) -> None:
+        """See `Writer.wait`."""
+        self._writer.wait(folder)
 
     @ray.method(concurrency_group="aside")
     def ready(self, key: int) -> None:

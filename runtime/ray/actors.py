@@ -33,6 +33,7 @@ from autopar.runtime.ray.failures import (
     Outcome,
     Silent,
     Spot,
+    array_error,
     first_error,
     is_over,
     lost_error,
@@ -353,14 +354,7 @@ class Actors:
 
     def lost_array(self) -> StageError:
         """The error for an array of a step that was given up."""
-        error = self._error
-        return StageError(
-            f"An array of {self._name} is lost: the step that was to make it failed.",
-            where=None if error is None else error.where,
-            why=None if error is None else error.what,
-            hint="go on from a state that is alive.",
-            spot=None if error is None else error.spot,
-        )
+        return array_error(self._name, self._error)
 
     def called_off(self, serial: int) -> bool:
         """Whether a step was given up, so that its results will not come."""
@@ -379,6 +373,24 @@ class Actors:
             return [
                 actor.copies.remote(own) for actor, own in zip(self._handles, keys, strict=True)
             ]
+
+    def save(self, folders: Sequence[str], items: Sequence[Sequence[tuple[str, int]]]) -> list[Any]:
+        """Let actors write arrays as they are behind the steps so far.
+
+        Args:
+          folders: of each actor.
+          items: of each actor, (name, key) of what it writes.
+
+        Returns:
+          What says when those that write anything have done so.
+        """
+        with self._busy():
+            refs = []
+            for actor, folder, own in zip(self._handles, folders, items, strict=True):
+                if own:
+                    actor.save.remote(folder, own)
+                    refs.append(actor.saved.remote(folder))
+            return refs
 
     def place(self, leaf: Any, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
         """Put an array on the actors; where it lives there already, a copy of it."""

@@ -18,6 +18,7 @@ import numpy as np
 from autopar.errors import LostActorError, StageError
 from autopar.ray_array import Keeper, Place, RayArray
 from autopar.runtime.ray.running import Running
+from autopar.runtime.ray.saving import Saving
 from autopar.runtime.ray.tiles import host_numbers
 
 
@@ -81,7 +82,16 @@ class MakeEntry:
         return ()
 
 
-Entry = StepEntry | PlaceEntry | MakeEntry
+@dataclass(frozen=True)
+class SaveEntry:
+    """Arrays that are written to files; it is done again unless it was done."""
+
+    inputs: tuple[int, ...]
+    saving: Saving
+    results: tuple[int, ...] = ()
+
+
+Entry = StepEntry | PlaceEntry | MakeEntry | SaveEntry
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,13 @@ class Lineage:
                 array.lose(error)
 
     # -- snapshots -------------------------------------------------------------------------------
+
+    def is_saving(self, position: int) -> bool:
+        """Whether an entry before a position has arrays that are not yet written."""
+        return any(
+            isinstance(entry, SaveEntry) and not entry.saving.is_done
+            for entry in self.entries[: position - self._cut]
+        )
 
     @property
     def position(self) -> int:
@@ -265,6 +282,10 @@ def _again(
         return made, running.actors.serial
     if isinstance(entry, PlaceEntry):
         return [running.place(leaf(entry.leaf), entry.place, entry.weak, keeper)], 0
+    if isinstance(entry, SaveEntry):
+        if not entry.saving.is_done:
+            entry.saving.send(running.actors, [arrays[number] for number in entry.inputs])
+        return [], 0
     return running.make(entry.function, entry.places, entry.weak, keeper), 0
 
 

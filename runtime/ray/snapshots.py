@@ -109,6 +109,8 @@ class Snapshots:
         coming = self._coming
         if coming is None:
             return
+        if self._log.is_saving(coming.position):
+            return  # the log can still be needed from an earlier place
         _, left = ray.wait(coming.refs, num_returns=len(coming.refs), timeout=0)
         if left:
             return
@@ -116,7 +118,9 @@ class Snapshots:
         try:
             given = ray.get(coming.refs)
         except RayError:
-            return  # a step before it failed, or an actor is lost: whoever looks next will say so
+            return  # an actor is lost: whoever looks next will say so
+        if None in given:
+            return  # a step before it failed
         found = dict(coming.known)
         for number, part in coming.parts.items():
             pieces = [given[actor][place] for actor, place in part.sources]

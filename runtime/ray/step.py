@@ -17,18 +17,20 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from autopar.errors import ClusterError, LostActorError
+from autopar.errors import CheckpointError, ClusterError, LostActorError
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.cluster import Connection
-from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, StepEntry
+from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
 from autopar.runtime.ray.running import Running
+from autopar.runtime.ray.saving import LostItem, Saving
 from autopar.runtime.ray.snapshots import Snapshots
 from autopar.split_array import SplitArray
 
@@ -92,6 +94,7 @@ class RayStep:
         )
         self._lock = threading.RLock()
         self._is_shut = False
+        self._savings: list[Saving] = []
         self.recoveries: tuple[Recovery, ...] = ()
         self._restarts = 0
         self._lineage: Lineage | None = None
@@ -153,22 +156,24 @@ class RayStep:
         self._snapshots.stepped(self.actors)
         return results
 
-    def place(self, leaf: Any, place: Place) -> RayArray:
+    def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors.
 
         Args:
-          leaf: any kind of array; one that is there already is copied.
+          leaf: any kind of array; one that is there already is copied. Of PRNG keys also the
+            numbers that they wrap.
           place: where.
+          weak: whether JAX promotes it as it does a Python number; None: as the leaf.
         """
-        weak = bool(getattr(leaf, "weak_type", False))
+        is_weak = bool(getattr(leaf, "weak_type", False)) if weak is None else weak
 
         def do() -> RayArray:
             log = self._lineage
             if log is None:
-                return self._running.place(leaf, place, weak, self)
+                return self._running.place(leaf, place, is_weak, self)
             given = log.given(leaf, self)
-            made = self._running.place(leaf, place, weak, self)
-            log.write(PlaceEntry(given, place, weak, log.name([made])))
+            made = self._running.place(leaf, place, is_weak, self)
+            log.write(PlaceEntry(given, place, is_weak, log.name([made])))
             return made
 
         return self.attempt(do)
@@ -196,6 +201,27 @@ class RayStep:
             return made
 
         return self.attempt(do)
+
+    def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Saving:
+        """Let the actors write arrays of theirs into items of a folder while later steps run.
+
+        Raises:
+          StageError: an array is lost.
+        """
+        saving = Saving(folder, label, len(arrays))
+
+        def do() -> None:
+            for array in arrays:
+                array.check()
+            saving.send(self.actors, arrays)
+            if self._lineage is not None:
+                numbers = tuple(x.number for x in arrays if x.number is not None)
+                self._lineage.write(SaveEntry(numbers, saving))
+
+        self._savings = [other for other in self._savings if not other.is_done]
+        self.attempt(do)
+        self._savings.append(saving)
+        return saving
 
     # -- recovery --------------------------------------------------------------------------------
 
@@ -258,9 +284,9 @@ class RayStep:
         found = Recovery(error, num_steps, seconds, running.actors.compile_seconds)
         self.recoveries += (found,)
         logger.warning(
-            "%s (%s) %d actors were started again, and %d step%s run again, in %.1f seconds; "
+            "%s (%s): %d actors were started again, and %d step%s run again, in %.1f seconds; "
             "restart %d of %d.",
-            error.what,
+            error.what.rstrip("."),
             (error.why or "").rstrip("."),
             len(self._parts),
             num_steps,
@@ -294,12 +320,25 @@ class RayStep:
         """
         self.attempt(lambda: self.actors.finish())
 
+    def ping(self) -> None:
+        """Notice a lost actor.
+
+        Raises:
+          LostActorError: one is lost for good.
+        """
+        self.describe("sent")
+
     def describe(self, what: str) -> list[Any]:
         """See `StageActor.describe`, of each actor."""
         return self.attempt(lambda: self.actors.describe(what))
 
     def close(self) -> None:
-        """End all actors."""
+        """End all actors, when they have written what they were told to write."""
+        if not self.actors.is_closed:
+            for saving in self._savings:
+                with contextlib.suppress(LostItem, CheckpointError):  # who asked for it is told
+                    saving.wait(self._options.deadline)
+        self._savings.clear()
         self._is_shut = True
         self.actors.close()
         if self._cluster is not None:

@@ -1,0 +1,84 @@
+"""Arrays on actors become items of a checkpoint: each actor writes its own, all in parallel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from autopar.errors import CheckpointError
+from autopar.ray_array import RayArray
+from autopar.runtime.ray.actors import Actors
+
+
+class LostItem(Exception):
+    """An actor was lost before it had written its item."""
+
+
+class Saving:
+    """Arrays on their way into a folder.
+
+    Args:
+      folder: of the checkpoint.
+      label: the items' names begin with it.
+      arrays: how many they are.
+
+    Attributes:
+      pieces: for every array, the (item, name) of its parts, known when it was sent.
+    """
+
+    def __init__(self, folder: Path, label: str, arrays: int) -> None:
+        self.folder, self._label, self.is_done = folder, label, False
+        self.pieces: list[tuple[tuple[str, str], ...]] = [()] * arrays
+        self._refs: list[Any] = []
+        self._tries = itertools.count()
+
+    def send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
+        """Tell the actors to copy and write their parts; again, where others were lost."""
+        number = next(self._tries)
+        names = [f"{self._label}_actor_{actor}_try_{number}" for actor in range(actors.count)]
+        items: list[list[tuple[str, int]]] = [[] for _ in range(actors.count)]
+        found = []
+        for index, array in enumerate(arrays):
+            pieces = []
+            for part, resident in enumerate(array.residents):
+                item, name = names[resident.actor], f"{index}.{part}"
+                if array.size:
+                    items[resident.actor].append((name, resident.key))
+                    pieces.append((item, name))
+            found.append(tuple(pieces))
+        folders = [str(self.folder / name) for name in names]
+        self.pieces, self._refs = found, actors.save(folders, items)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until all is written.
+
+        Args:
+          seconds: at most so long; None: as long as it takes.
+
+        Raises:
+          LostItem: an actor was lost, or the time is over; the arrays may be sent again.
+          CheckpointError: something cannot be written.
+        """
+        while not self.is_done:
+            refs = self._refs
+            try:
+                ray.get(refs, timeout=seconds)
+            except (RayActorError, GetTimeoutError) as error:
+                if refs is self._refs:
+                    raise LostItem from error
+            except RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, CheckpointError):
+                    raise cause from None
+                raise CheckpointError(
+                    "A checkpoint cannot be written.",
+                    where=str(self.folder),
+                    why=f"{type(cause).__name__}: {cause}",
+                ) from error
+            else:
+                self.is_done = refs is self._refs
