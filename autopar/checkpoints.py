@@ -250,13 +250,13 @@ class _Writing:
         """Wait for the end, and meanwhile see that actors are alive."""
         while True:
             self._thread.join(_POLL_SECONDS)
-            if self._error is not None:
-                raise self._error
             if self._is_done:
                 return
             for keeper, _, saving in self._parts:
                 if not saving.is_done:
-                    keeper.ping()  # new actors are told again
+                    keeper.ping()  # a step before it may have failed; new actors are told again
+            if self._error is not None:
+                raise self._error
             if not self._thread.is_alive() and not self._is_done and self._error is None:
                 self.start()
 
