@@ -292,7 +292,7 @@ class RayArray:
           RuntimeError: it was deleted.
         """
         if self.error is not None and self._numbers is None:
-            raise self.error
+            raise self.error.with_traceback(None)
         if self.is_deleted():
             raise RuntimeError(
                 f"Array has been deleted with shape={self.dtype.name}{list(self.shape)}: a step "

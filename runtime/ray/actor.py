@@ -171,6 +171,7 @@ class StageActor:
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""
         import traceback
+        from concurrent.futures import ThreadPoolExecutor
 
         from jax.extend.core import jaxpr_as_fun
 
@@ -178,7 +179,10 @@ class StageActor:
 
         try:
             closed, arguments = pickling.loads(function)
-            self._step.make(jaxpr_as_fun(closed), arguments, wanted)
+            # In a thread of its own: where jax.random is traced, JAX (0.10.2) no longer looks for
+            # NaNs in what compiled programs give, whatever jax_debug_nans says.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._step.make, jaxpr_as_fun(closed), arguments, wanted).result()
         except Exception as error:
             spot = Spot(self._world.mesh, self._world.label, None, "initialize")
             text = "".join(traceback.format_exception(error))

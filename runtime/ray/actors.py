@@ -12,10 +12,11 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class Actors:
       blobs: what each of them is sent once (`starting.contents`).
       options: the cluster and the deadline.
       name: of the step.
+      config: values of `jax.config` for the actors.
       cache: a folder for what the actors compile; None: as JAX is configured.
 
     Attributes:
@@ -80,6 +82,7 @@ class Actors:
         blobs: Sequence[bytes],
         options: Ray,
         name: str,
+        config: Mapping[str, Any],
         cache: str | None = None,
     ) -> None:
         self._name, self._deadline = name, options.deadline
@@ -94,9 +97,9 @@ class Actors:
         self._closed: str | None = None
         self._handles: list[Any] = []
         self._connection = Connection(options.address, len(parts), self._deadline)
-        self._finalizer = weakref.finalize(self, _end, self._handles, self._connection)
+        self._finalizer = weakref.finalize(self, starting.end, self._handles, self._connection)
         try:
-            self._handles += starting.start(self._connection, parts, name, cache)
+            self._handles += starting.start(self._connection, parts, name, config, cache)
             self.pids, self.compile_seconds = starting.load(
                 self._handles, parts, blobs, name, self._deadline
             )
@@ -215,7 +218,7 @@ class Actors:
         """Abort all steps; what becomes of them on each actor."""
         steps = [refs for _, refs in self._running]
         calls = [actor.abort.remote() for actor in self._handles]
-        calls += [ref for refs in steps for ref in refs]
+        calls += itertools.chain.from_iterable(steps)
         # Also for the aborts: one that came after the reset would call the next step off.
         ray.wait(calls, num_returns=len(calls), timeout=min(GRACE_SECONDS, self._deadline))
         found: list[Outcome] = []
@@ -481,15 +484,6 @@ class Actors:
             self._closed = why
         self._running.clear()
         self._finalizer()
-
-
-def _end(handles: list[Any], connection: Connection) -> None:
-    if ray.is_initialized():
-        for actor in handles:
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-    handles.clear()
-    connection.close()
 
 
 def _entry(given: Any, is_home: bool) -> Any:

@@ -206,6 +206,17 @@ class Lineage:
         both = {**self.saved, **found}
         self.saved = {number: saved for number, saved in both.items() if number in needed}
 
+    def _prune(self, live: set[int]) -> None:
+        """Take out what nobody needs: neither who holds an array nor an entry that stays."""
+        needed, kept = set(live), []
+        for entry in reversed(self.entries):
+            is_save = isinstance(entry, SaveEntry) and not entry.saving.is_done
+            if is_save or not needed.isdisjoint(entry.results):
+                kept.append(entry)
+                needed.update(entry.inputs)
+        self.entries = kept[::-1]
+        self.saved = {number: saved for number, saved in self.saved.items() if number in needed}
+
     # -- doing it again --------------------------------------------------------------------------
 
     def replay(self, running: Running, keeper: Keeper) -> StageError | None:
@@ -222,11 +233,11 @@ class Lineage:
           LostActorError: an actor was lost.
         """
         live = self.live()
+        self._prune(set(live))
         last = {n: index for index, entry in enumerate(self.entries) for n in entry.inputs}
         arrays: dict[int, RayArray] = {}
         for number, saved in self.saved.items():
-            if number in live or number in last:
-                arrays[number] = running.place(saved.numbers, saved.place, saved.weak, keeper)
+            arrays[number] = running.place(saved.numbers, saved.place, saved.weak, keeper)
         failure: StageError | None = None
         failed: set[int] = set()
         for index, entry in enumerate(self.entries):

@@ -1,14 +1,16 @@
-"""Starts the actors of a pipeline, and lets all of them compile at the same time."""
+"""Starts the actors of a pipeline, lets all of them compile at the same time, and ends them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import ray
 
 from autopar.errors import ClusterError
 from autopar.passes.stages.candidate import Runnable
@@ -77,14 +79,22 @@ def contents(
     return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
 
 
+def settings() -> dict[str, Any]:
+    """This process's `jax.config`, as far as actors take it over."""
+    return {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
+
+
 def start(
-    connection: Connection, parts: Sequence[MeshPart], name: str, cache: str | None
+    connection: Connection,
+    parts: Sequence[MeshPart],
+    name: str,
+    config: Mapping[str, Any],
+    cache: str | None,
 ) -> list[Any]:
-    """Actor handles, of processes that are only about to start."""
+    """Actor handles, of processes that are only about to start; arguments as of `Actors`."""
     token, tail = secrets.token_bytes(32), secrets.token_hex(3)
-    config = {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
     if cache is not None and connection.is_local:
-        config.update(CACHE_ALL, jax_compilation_cache_dir=cache)
+        config = {**config, **CACHE_ALL, "jax_compilation_cache_dir": cache}
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _xla_flags()}
     worlds = [
         World(
@@ -139,6 +149,16 @@ def load(
         if isinstance(found, Failure):
             raise stage_error(found, name)
     return tuple(hello.pid for hello in hellos), tuple(seconds)
+
+
+def end(handles: list[Any], connection: Connection) -> None:
+    """End actors, and give back their CPUs."""
+    if ray.is_initialized():
+        for actor in handles:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+    handles.clear()
+    connection.close()
 
 
 def _listed(found: Sequence[tuple[str, str]]) -> str:

@@ -92,6 +92,7 @@ class RayStep:
         self._blobs = starting.contents(
             runnable, self._parts, pipeline.in_shardings, len(shapes), constants, self._name
         )
+        self._config = starting.settings()  # actors that start later are to be like the first
         self._lock = threading.RLock()
         self._is_shut = False
         self._savings: list[Saving] = []
@@ -114,7 +115,9 @@ class RayStep:
         self._running = self._start(pipeline)
 
     def _start(self, pipeline: RayPipeline) -> Running:
-        actors = Actors(self._parts, self._blobs, self._options, self._name, self._cache)
+        actors = Actors(
+            self._parts, self._blobs, self._options, self._name, self._config, self._cache
+        )
         return Running(pipeline, actors)
 
     @property
@@ -281,6 +284,7 @@ class RayStep:
                 raise
         self._running = running
         seconds = time.perf_counter() - begin
+        error.with_traceback(None)  # it would keep alive whatever the caller's functions hold
         found = Recovery(error, num_steps, seconds, running.actors.compile_seconds)
         self.recoveries += (found,)
         logger.warning(
