@@ -33,6 +33,7 @@ from .split_array import SplitArray, put
 _PYTHON = {bool: "Python bool", int: "Python int", float: "Python float", complex: "Python complex"}
 _DRIVER = "driver"
 _POLL_SECONDS = 1.0
+_WHOLE = "the state itself"
 
 
 class Checkpoint(NamedTuple):
@@ -370,14 +371,14 @@ def _dtype_name(leaf: Any) -> str:
 def _check_fit(
     stored: dict[str, StoredLeaf], paths: Sequence[str], leaves: Sequence[Any], step: int
 ) -> None:
-    lines = [f"- {path}: not in the checkpoint" for path in paths if path not in stored]
-    lines += [f"- {path}: not in the state" for path in stored if path not in set(paths)]
+    lines = [f"- {path or _WHOLE}: not in the checkpoint" for path in paths if path not in stored]
+    lines += [f"- {path or _WHOLE}: not in the state" for path in stored if path not in set(paths)]
     for path, leaf in zip(paths, leaves, strict=True):
         if path in stored:
             was, now = stored[path], (tuple(np.shape(leaf)), _dtype_name(leaf))
             if was.shape != now[0] or not _same_dtype(was.dtype, now[1]):
                 lines.append(
-                    f"- {path}: saved as {was.dtype}{list(was.shape)}, wanted as "
+                    f"- {path or _WHOLE}: saved as {was.dtype}{list(was.shape)}, wanted as "
                     f"{now[1]}{list(now[0])}"
                 )
     if lines:
