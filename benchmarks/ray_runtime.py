@@ -14,10 +14,10 @@ this process. Both run in turns, so that they meet the same machine.
   it, and the seconds that each actor compiled are listed apart;
 - bytes: what went from actor to actor in a step, and what the plan sends between stages (the leaves
   that a second stage reads are not in the plan's list);
-- recovery (`--kills 2`): actors that are killed while steps run, one after the other: seconds until all
-  was as before, how many steps were run again in that time, and the seconds that new actors compiled,
-  beside those of the first ones; also the seconds of a step, as in `stream`, with `max_restarts` and a
-  snapshot every 10 steps;
+- recovery (`--kills 2`): actors that are killed while steps run, one after the other: seconds until
+  all was as before, how many steps were run again in that time, and the seconds that new actors
+  compiled, beside those of the first ones; also the seconds of a step, as in `stream`, with
+  `max_restarts` and a snapshot every 10 steps;
 - bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that
   copies the same bytes.
 
@@ -221,8 +221,9 @@ def table(found: dict[str, Any]) -> Table:
     if "recovery" in found:
         taken = found["recovery"]
         made.add_row("stream_seconds with snapshots", "", f"{taken['stream_seconds']:.4g}")
-        seconds = zip(taken["seconds"], taken["num_steps"], taken["compile_seconds"], strict=True)
-        for total, steps, compiling in seconds:
+        for total, steps, compiling in zip(
+            taken["seconds"], taken["num_steps"], taken["compile_seconds"], strict=True
+        ):
             made.add_row(
                 "recovery_seconds (steps, compiling)",
                 "",
