@@ -17,6 +17,7 @@ from .ray_array import Place, RayArray, RaySharding
 from .ray_options import Ray
 
 if TYPE_CHECKING:
+    from .runtime.ray.pipeline import RayPipeline
     from .runtime.ray.step import Recovery
 
 
@@ -39,18 +40,32 @@ class RayExecutable(Executable):
         compiled: Compiled,
         progress: Progress,
         runtime: Ray,
+        replan: Callable[[int], Compiled],
     ):
-        self._runtime = runtime
+        self._runtime, self._replan = runtime, replan
         super().__init__(fn, traced, compiled, progress)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
-        from .runtime.ray.one_stage import one_stage
-        from .runtime.ray.pipeline import RayPipeline
-
         name = getattr(fn, "__name__", type(fn).__name__)
-        runnable = compiled.pipeline or one_stage(compiled.program, compiled.graph)
-        self._pipeline = RayPipeline(runnable, self._runtime, name)
+        self._pipeline = _on_actors(compiled, self._runtime, name, self._replan)
         return self._pipeline
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> Any:
+        """See `Executable.run`."""
+        self._follow()
+        result = super().run(args, kwargs, strict=strict)
+        self._follow()
+        return result
+
+    def _follow(self) -> None:
+        """Take over the plan that runs now, if it was planned again."""
+        pipeline = self._compiled.pipeline
+        if pipeline is not self._pipeline:
+            self._pipeline, self.plan = pipeline, pipeline.plan
+            self._in_shardings = pipeline.in_shardings[: self._traced.num_arrays]
+            self._out_shardings = pipeline.out_shardings
+            self._plan_calls()
+            self._compiled.order(self._donated, self._kept)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
         return value
@@ -90,6 +105,7 @@ class RayExecutable(Executable):
           TraceError: what `init_fn` makes is none of the step's arguments.
           StageError: it fails on an actor.
         """
+        self._follow()
         return initialize(self._traced, self._in_shardings, init_fn, args, kwargs, self._make)
 
     def _make(
@@ -145,6 +161,7 @@ class RayExecutable(Executable):
 
     def _back(self, old: Any, new: Any) -> Any:
         """A new array in the place of an old one, if that has a place."""
+        self._follow()
         if not isinstance(old, RayArray) or getattr(new, "shape", None) != old.shape:
             return new
         for index, sharding in enumerate(self._in_shardings):
@@ -202,6 +219,7 @@ class RayExecutable(Executable):
           StageError: one failed.
         """
         self._compiled.finish()
+        self._follow()
 
     def shutdown(self) -> None:
         """End the actors; all arrays on them are gone. It can be called again."""
@@ -212,3 +230,22 @@ class RayExecutable(Executable):
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+
+def _on_actors(
+    compiled: Compiled, runtime: Ray, name: str, replan: Callable[[int], Compiled]
+) -> RayPipeline:
+    """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
+    from .runtime.ray.one_stage import one_stage
+    from .runtime.ray.pipeline import RayPipeline
+
+    def again(num_actors: int) -> RayPipeline:
+        return _on_actors(replan(num_actors), runtime, name, replan)
+
+    return RayPipeline(
+        compiled.pipeline or one_stage(compiled.program, compiled.graph),
+        runtime,
+        name,
+        compiled.plan,
+        again if runtime.on_loss == "replan" else None,
+    )

@@ -31,7 +31,11 @@ class Ray:
       snapshot_every: after so many steps, the arrays that are alive are copied from the actors to
         the driver's memory while later steps run. The driver needs memory for two copies of the
         state, and for the batches of as many steps. It counts where `max_restarts` is not 0.
-      on_loss: what to do when hardware is lost for good. Only "error" is possible in this version.
+      on_loss: what to do when a lost actor cannot be started again because the cluster no longer
+        has the CPUs, and gets no others within the deadline: "error", or "replan": plan the step
+        again for the actors that it can have, with the same options, and go on there; numbers are
+        then equal to floating-point tolerance. It needs `max_restarts` of at least 1, and options
+        that such a plan can meet, such as stages="auto".
 
     Raises:
       OptionError: a value is not possible.
@@ -79,10 +83,16 @@ class Ray:
                 f"it must be an integer of at least {least}.",
             )
         _check(
-            self.on_loss == "error",
+            self.on_loss in ("error", "replan"),
             "on_loss",
             self.on_loss,
-            'planning again for what is left is not available yet: the only value is "error".',
+            'it must be "error" or "replan".',
+        )
+        _check(
+            self.on_loss == "error" or self.max_restarts > 0,
+            "on_loss",
+            self.on_loss,
+            "max_restarts says how often a step may go on after a loss, and it is 0.",
         )
 
 

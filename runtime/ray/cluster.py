@@ -144,6 +144,19 @@ def start_local(num_cpus: int, **options: Any) -> None:
         )
 
 
+def cpus_within(count: int, seconds: float) -> int:
+    """How many CPUs the cluster has, as soon as they are `count`, or after so many seconds.
+
+    A cluster that lost a node learns of it after a while, and may get another one.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        total = int(ray.cluster_resources().get("CPU", 0))
+        if total >= count or time.monotonic() >= end:
+            return total
+        time.sleep(0.2)
+
+
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
     """Ray takes loopback addresses as they are.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.passes.stages.candidate import Runnable
 from autopar.passes.stages.result import LeafRows
+from autopar.plans import Plan
 from autopar.ray_array import ActorSharding, Place, RaySharding
 from autopar.ray_options import Ray
 from autopar.runtime.ray.parts import ends_of, home_values, result_values, spec
@@ -22,6 +23,8 @@ class RayPipeline:
       runnable: what the meshes run.
       options: the cluster and the deadline.
       name: of the step.
+      plan: its summary.
+      replan: a plan for so many actors, where less hardware is no error.
 
     Attributes:
       homes: for every leaf of the arguments and constants, the value of each of its parts.
@@ -29,8 +32,16 @@ class RayPipeline:
       types: shape, dtype and weak type of every leaf of the result.
     """
 
-    def __init__(self, runnable: Runnable, options: Ray, name: str) -> None:
-        self.runnable, self.options, self.name = runnable, options, name
+    def __init__(
+        self,
+        runnable: Runnable,
+        options: Ray,
+        name: str,
+        plan: Plan,
+        replan: Callable[[int], RayPipeline] | None = None,
+    ) -> None:
+        self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
+        self._replan = replan
         self.homes, self.returned = home_values(runnable), result_values(runnable)
         self.in_shardings = tuple(map(self._sharding, runnable.leaves, self.homes))
         self.out_shardings = tuple(map(self._sharding, runnable.results, self.returned))
@@ -82,7 +93,7 @@ class RayPipeline:
           AutoparError: as `Actors`.
         """
         del name
-        return RayStep(self, donated, kept, shapes, constants)
+        return RayStep(self, donated, kept, shapes, constants, self._replan)
 
 
 def _type_of(

@@ -26,7 +26,7 @@ from autopar.errors import CheckpointError, ClusterError, LostActorError
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.cluster import Connection
+from autopar.runtime.ray.cluster import Connection, cpus_within
 from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
 from autopar.runtime.ray.running import Running
@@ -69,6 +69,7 @@ class RayStep:
       kept: numbers of the others.
       shapes: of all leaves.
       constants: values behind them.
+      replan: a plan for so many actors, for `on_loss="replan"`.
 
     Attributes:
       recoveries: one for each time that actors were started again.
@@ -84,20 +85,20 @@ class RayStep:
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[Any],
+        replan: Callable[[int], RayPipeline] | None = None,
     ) -> None:
-        options, runnable = pipeline.options, pipeline.runnable
+        options = pipeline.options
         self._options, self._name = options, pipeline.name
-        self._order, self._num_donated, self._shapes = [*donated, *kept], len(donated), shapes
-        self._parts = take_apart(runnable, len(shapes))
-        self._blobs = starting.contents(
-            runnable, self._parts, pipeline.in_shardings, len(shapes), constants, self._name
-        )
+        self._shapes, self._constants = shapes, constants
+        self._replan = replan
+        self.order(donated, kept)
+        self._prepare(pipeline)
         self._config = starting.settings()  # actors that start later are to be like the first
         self._lock = threading.RLock()
         self._is_shut = False
         self._savings: list[Saving] = []
         self.recoveries: tuple[Recovery, ...] = ()
-        self._restarts = 0
+        self._restarts, self._is_recovering = 0, False
         self._lineage: Lineage | None = None
         self._snapshots: Snapshots | None = None
         self._cluster: Connection | None = None
@@ -112,13 +113,35 @@ class RayStep:
             if not starting.has_cache():
                 self._cache = tempfile.mkdtemp(prefix="autopar-compiled-")
                 weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
-        self._running = self._start(pipeline)
+        self._running = self._start()
 
-    def _start(self, pipeline: RayPipeline) -> Running:
+    def order(self, donated: Sequence[int], kept: Sequence[int]) -> None:
+        """Say in which order calls give leaves."""
+        self._order, self._num_donated = [*donated, *kept], len(donated)
+
+    def _prepare(self, pipeline: RayPipeline) -> None:
+        """What the actors of a plan are to be sent."""
+        self._pipeline, count = pipeline, len(self._shapes)
+        self._parts = take_apart(pipeline.runnable, count)
+        self._blobs = starting.contents(
+            pipeline.runnable,
+            self._parts,
+            pipeline.in_shardings,
+            count,
+            self._constants,
+            self._name,
+        )
+
+    def _start(self) -> Running:
         actors = Actors(
             self._parts, self._blobs, self._options, self._name, self._config, self._cache
         )
-        return Running(pipeline, actors)
+        return Running(self._pipeline, actors)
+
+    @property
+    def pipeline(self) -> RayPipeline:
+        """The plan that runs now."""
+        return self._running.pipeline
 
     @property
     def actors(self) -> Actors:
@@ -141,15 +164,16 @@ class RayStep:
         for number, leaf in zip(self._order, (*donated, *kept), strict=True):
             leaves[number] = leaf
         _check(leaves, self._shapes)
-        results = self.attempt(lambda: self._step(leaves))
+        taken = tuple(self._order[: self._num_donated])
+        results = self.attempt(lambda: self._step(leaves, taken))
         kept_arrays = {id(leaf) for leaf in kept}
         for leaf in donated:
             if isinstance(leaf, (jax.Array, RayArray, SplitArray)) and id(leaf) not in kept_arrays:
                 leaf.delete()
         return results
 
-    def _step(self, leaves: Sequence[Any]) -> list[RayArray]:
-        taken, log = tuple(self._order[: self._num_donated]), self._lineage
+    def _step(self, leaves: Sequence[Any], taken: tuple[int, ...]) -> list[RayArray]:
+        log = self._lineage
         if log is None:
             return self._running.step(leaves, taken, self)
         given = tuple(log.given(leaf, self) for leaf in leaves)
@@ -238,6 +262,8 @@ class RayStep:
           LostActorError: they were lost more often than `max_restarts` allows.
         """
         with self._lock:
+            if self._is_recovering:
+                return do()
             while True:
                 actors = self.actors
                 try:
@@ -246,7 +272,11 @@ class RayStep:
                     if not actors.is_closed:
                         raise  # it is another step that lost an actor
                     if actors is self.actors:  # else that was done meanwhile
-                        self._recover(error)
+                        self._is_recovering = True
+                        try:
+                            self._recover(error)
+                        finally:
+                            self._is_recovering = False
 
     def _recover(self, error: LostActorError) -> None:
         """Start new actors that have what the old ones had.
@@ -273,7 +303,8 @@ class RayStep:
             self._restarts += 1
             num_steps = sum(isinstance(entry, StepEntry) for entry in log.entries)
             try:
-                running = self._start(self._running.pipeline)
+                self._fit_cluster()
+                running = self._start()
                 with _closed_on_error(running.actors):
                     failure = log.replay(running, self)
                 break
@@ -301,6 +332,28 @@ class RayStep:
         )
         if failure is not None:
             raise failure
+
+    def _fit_cluster(self) -> None:
+        """Where that is asked for, plan again if the cluster does not get back what it lost.
+
+        Raises:
+          AutoparError: the step cannot be planned for what is left.
+        """
+        count = len(self._parts)
+        found = cpus_within(count, self._options.deadline)
+        if found >= count or self._replan is None:
+            return  # if there are too few, starting the actors says so
+        if not found:
+            raise ClusterError(f"The Ray cluster of {self._name} has no CPU left.")
+        self._prepare(self._replan(found))
+        logger.warning(
+            "%s is planned again: the Ray cluster has %d CPUs, and %d actors need one each; the "
+            "new plan has %d.",
+            self._name,
+            found,
+            count,
+            len(self._parts),
+        )
 
     def _no_more(self, error: LostActorError) -> LostActorError:
         count = "once" if self._restarts == 1 else f"{self._restarts} times"
