@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -428,11 +429,11 @@ def _plan_again(
     num_actors: int,
     progress: Progress,
 ) -> Compiled:
-    """A plan for a part of a cluster.
+    """A plan for a part of a cluster: as asked for, with as many stages as there are processes.
 
     Args:
       traced: the step.
-      request: what the user asked for.
+      request: what the user asked for. A number of stages is an upper bound here.
       compiled: the plan for the whole cluster.
       cluster: the whole cluster.
       num_actors: how many processes can run.
@@ -443,9 +444,16 @@ def _plan_again(
     """
     before = 1 if compiled.pipeline is None else compiled.pipeline.program.schedule.num_meshes
     devices = max(cluster.num_devices * num_actors // before, 1)
-    part = submesh(cluster, devices)
+    part, options = submesh(cluster, devices), request.options
+    if isinstance(options.stages, int):
+        chunks = options.num_chunks if isinstance(options.num_chunks, int) else 1
+        fewer: dict[str, Any] = {"stages": min(options.stages, num_actors * chunks)}
+        if fewer["stages"] == 1:  # what only several stages can have
+            fewer.update(schedule="auto", num_chunks="auto", remat="auto")
+        options = dataclasses.replace(options, **fewer)
     progress.report("planning for what is left")
     try:
+        request = dataclasses.replace(request, options=options)
         found = _plan(traced, request, part, None, progress)
     except AutoparError as error:
         error.add_note(f"Planned again for {devices} of {cluster.num_devices} devices.")
@@ -456,7 +464,7 @@ def _plan_again(
             f"{_name_of_plan(after)} cannot run on what is left of the Ray cluster.",
             where=f"stages={request.options.stages!r}",
             why=f"every mesh is a process with a CPU of its own, and there are {num_actors}.",
-            hint='with stages="auto" a plan may have fewer stages than before.',
+            hint="with a number of stages, or 'auto', a plan may have fewer of them.",
         )
     return found
 

@@ -33,9 +33,9 @@ class Ray:
         state, and for the batches of as many steps. It counts where `max_restarts` is not 0.
       on_loss: what to do when a lost actor cannot be started again because the cluster no longer
         has the CPUs, and gets no others within the deadline: "error", or "replan": plan the step
-        again for the actors that it can have, with the same options, and go on there; numbers are
-        then equal to floating-point tolerance. It needs `max_restarts` of at least 1, and options
-        that such a plan can meet, such as stages="auto".
+        again for the actors that it can have and their share of the devices, and go on there, with
+        numbers that are equal to floating-point tolerance. The options are the same, but that a
+        number of stages becomes smaller where it must. It needs `max_restarts` of at least 1.
 
     Raises:
       OptionError: a value is not possible.

@@ -263,6 +263,7 @@ def test_one_stage_on_one_actor_by_decorator() -> None:
         {"max_restarts": True},
         {"snapshot_every": 0},
         {"on_loss": "replan"},
+        {"on_loss": "retry"},
     ],
     ids=str,
 )

@@ -144,17 +144,19 @@ def start_local(num_cpus: int, **options: Any) -> None:
         )
 
 
-def cpus_within(count: int, seconds: float) -> int:
-    """How many CPUs the cluster has, as soon as they are `count`, or after so many seconds.
+def await_cpus(count: int, seconds: float) -> None:
+    """Wait until the cluster has so many CPUs, free or not, but no longer than so many seconds.
 
-    A cluster that lost a node learns of it after a while, and may get another one.
+    One that has lost a node may get another.
     """
     end = time.monotonic() + seconds
-    while True:
-        total = int(ray.cluster_resources().get("CPU", 0))
-        if total >= count or time.monotonic() >= end:
-            return total
+    while ray.cluster_resources().get("CPU", 0) < count and time.monotonic() < end:
         time.sleep(0.2)
+
+
+def free_cpus() -> int:
+    """The CPUs of the cluster that nobody has reserved."""
+    return int(ray.available_resources().get("CPU", 0))
 
 
 @contextlib.contextmanager

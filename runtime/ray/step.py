@@ -26,7 +26,7 @@ from autopar.errors import CheckpointError, ClusterError, LostActorError
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.cluster import Connection, cpus_within
+from autopar.runtime.ray.cluster import Connection, await_cpus, free_cpus
 from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
 from autopar.runtime.ray.running import Running
@@ -297,13 +297,16 @@ class RayStep:
             lambda entry: isinstance(entry, StepEntry) and old.called_off(entry.serial),
             old.lost_array(),
         )
+        is_other_plan = False
         while True:
-            if self._restarts == self._options.max_restarts:
-                raise self._no_more(lost) from None
-            self._restarts += 1
+            if not is_other_plan:
+                if self._restarts == self._options.max_restarts:
+                    raise self._no_more(lost) from None
+                self._restarts += 1
+            is_other_plan = False
             num_steps = sum(isinstance(entry, StepEntry) for entry in log.entries)
             try:
-                self._fit_cluster()
+                await_cpus(len(self._parts), self._options.deadline)
                 running = self._start()
                 with _closed_on_error(running.actors):
                     failure = log.replay(running, self)
@@ -312,20 +315,20 @@ class RayStep:
                 lost = again
             except ClusterError as refused:
                 refused.add_note(f"This was met after the loss of an actor:\n{lost}")
-                raise
+                self._plan_again(refused)
+                is_other_plan = True
         self._running = running
         seconds = time.perf_counter() - begin
         error.with_traceback(None)  # it would keep alive whatever the caller's functions hold
         found = Recovery(error, num_steps, seconds, running.actors.compile_seconds)
         self.recoveries += (found,)
+        count = len(self._parts)
         logger.warning(
-            "%s (%s): %d actors were started again, and %d step%s run again, in %.1f seconds; "
-            "restart %d of %d.",
+            "%s (%s): %s started again, and %s run again, in %.1f seconds; restart %d of %d.",
             error.what.rstrip("."),
             (error.why or "").rstrip("."),
-            len(self._parts),
-            num_steps,
-            " was" if num_steps == 1 else "s were",
+            "1 actor was" if count == 1 else f"{count} actors were",
+            "1 step was" if num_steps == 1 else f"{num_steps} steps were",
             seconds,
             self._restarts,
             self._options.max_restarts,
@@ -333,25 +336,22 @@ class RayStep:
         if failure is not None:
             raise failure
 
-    def _fit_cluster(self) -> None:
-        """Where that is asked for, plan again if the cluster does not get back what it lost.
+    def _plan_again(self, refused: ClusterError) -> None:
+        """Plan for the actors that the cluster can have, if that is asked for.
 
         Raises:
-          AutoparError: the step cannot be planned for what is left.
+          AutoparError: it is not asked for, or there is no such plan.
         """
-        count = len(self._parts)
-        found = cpus_within(count, self._options.deadline)
-        if found >= count or self._replan is None:
-            return  # if there are too few, starting the actors says so
-        if not found:
-            raise ClusterError(f"The Ray cluster of {self._name} has no CPU left.")
+        count, found = len(self._parts), free_cpus()
+        if self._replan is None or not 0 < found < count:
+            raise refused
         self._prepare(self._replan(found))
         logger.warning(
-            "%s is planned again: the Ray cluster has %d CPUs, and %d actors need one each; the "
-            "new plan has %d.",
+            "%s is planned again: its %d actors need a CPU each, and the Ray cluster has %d free. "
+            "The new plan has %d.",
             self._name,
-            found,
             count,
+            found,
             len(self._parts),
         )
 
