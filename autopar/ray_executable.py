@@ -12,6 +12,7 @@ from .executable import Executable
 from .initialize import initialize
 from .passes.compiler import Compiled
 from .passes.trace import Traced
+from .plans import Plan
 from .progress import Progress
 from .ray_array import Place, RayArray, RaySharding
 from .ray_options import Ray
@@ -50,6 +51,16 @@ class RayExecutable(Executable):
         self._pipeline = _on_actors(compiled, self._runtime, name, self._replan)
         return self._pipeline
 
+    @property
+    def plan(self) -> Plan:
+        """What was decided, the last time that it was."""
+        self._follow()
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> Any:
         """See `Executable.run`."""
         self._follow()
@@ -59,6 +70,8 @@ class RayExecutable(Executable):
 
     def _follow(self) -> None:
         """Take over the plan that runs now, if it was planned again."""
+        if not hasattr(self, "_compiled"):
+            return  # the first one is not there yet
         pipeline = self._compiled.pipeline
         if pipeline is not self._pipeline:
             self._pipeline, self.plan = pipeline, pipeline.plan

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from autopar.errors import CheckpointError, ClusterError, LostActorError
+from autopar.errors import AutoparError, CheckpointError, ClusterError, LostActorError
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors
@@ -314,8 +314,11 @@ class RayStep:
             except LostActorError as again:
                 lost = again
             except ClusterError as refused:
-                refused.add_note(f"This was met after the loss of an actor:\n{lost}")
-                self._plan_again(refused)
+                try:
+                    self._plan_again(refused)
+                except AutoparError as final:
+                    final.add_note(f"This was met after the loss of an actor:\n{lost}")
+                    raise
                 is_other_plan = True
         self._running = running
         seconds = time.perf_counter() - begin
