@@ -244,6 +244,7 @@ class _Writing:
 
     def start(self) -> None:
         """Write in the background."""
+        self._tries = self._told()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -253,13 +254,24 @@ class _Writing:
             self._thread.join(_POLL_SECONDS)
             if self._is_done:
                 return
+            is_alive = self._thread.is_alive()
             for keeper, _, saving in self._parts:
                 if not saving.is_done:
                     keeper.ping()  # a step before it may have failed; new actors are told again
             if self._error is not None:
                 raise self._error
-            if not self._thread.is_alive() and not self._is_done and self._error is None:
+            if not is_alive and not self._is_done:
+                if self._tries == self._told():
+                    raise CheckpointError(
+                        f"The state of step {self._step} was lost before it could be saved.",
+                        where=str(self._folder),
+                        why="the step that was to make it failed.",
+                    )
                 self.start()
+
+    def _told(self) -> list[int]:
+        """How often actors were told to write."""
+        return [saving.tries for _, _, saving in self._parts]
 
     def _run(self) -> None:
         from .runtime.ray.saving import LostItem

@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 
-from autopar.errors import CheckpointError
 from autopar.runtime.ray.failures import Failure, Spot
 
 
@@ -156,17 +155,7 @@ class StageActor:
     def save(self, folder: str, items: Sequence[tuple[str, int]]) -> None:
         """Begin to write arrays, as (name, key), as they are behind the steps so far."""
         names, keys = [name for name, _ in items], [key for _, key in items]
-
-        def copies() -> dict[str, Any]:
-            found = self.copies(keys)
-            if found is None:
-                raise CheckpointError(
-                    "The state that was to be saved is lost: the step that was to make it failed.",
-                    where=self._world.label,
-                )
-            return dict(zip(names, found, strict=True))
-
-        self._writer.begin(folder, copies)
+        self._writer.begin(folder, lambda: dict(zip(names, self._step.copies(keys), strict=True)))
 
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""

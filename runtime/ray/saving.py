@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from autopar.errors import CheckpointError
 from autopar.ray_array import RayArray
 from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.mesh_step import Missing
 
 
 class LostItem(Exception):
-    """An actor was lost before it had written its item."""
+    """An actor was lost before it had written its item, or what it was to write."""
 
 
 class Saving:
@@ -28,6 +28,7 @@ class Saving:
       arrays: how many they are.
 
     Attributes:
+      tries: how often they were sent.
       pieces: for every array, the (item, name) of its parts, known when it was sent.
     """
 
@@ -35,12 +36,12 @@ class Saving:
         self.folder, self._label, self.is_done = folder, label, False
         self.pieces: list[tuple[tuple[str, str], ...]] = [()] * arrays
         self._refs: list[Any] = []
-        self._tries = itertools.count()
+        self.tries = 0
 
     def send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
         """Tell the actors to copy and write their parts; again, where others were lost."""
-        number = next(self._tries)
-        names = [f"{self._label}_actor_{actor}_try_{number}" for actor in range(actors.count)]
+        suffix = f"try_{self.tries}"
+        names = [f"{self._label}_actor_{actor}_{suffix}" for actor in range(actors.count)]
         items: list[list[tuple[str, int]]] = [[] for _ in range(actors.count)]
         found = []
         for index, array in enumerate(arrays):
@@ -52,7 +53,8 @@ class Saving:
                     pieces.append((item, name))
             found.append(tuple(pieces))
         folders = [str(self.folder / name) for name in names]
-        self.pieces, self._refs = found, actors.save(folders, items)
+        refs = actors.save(folders, items)
+        self.pieces, self._refs, self.tries = found, refs, self.tries + 1
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all is written.
@@ -61,24 +63,27 @@ class Saving:
           seconds: at most so long; None: as long as it takes.
 
         Raises:
-          LostItem: an actor was lost, or the time is over; the arrays may be sent again.
+          LostItem: an actor or an array was lost, or the time is over; they may be sent again.
           CheckpointError: something cannot be written.
         """
         while not self.is_done:
             refs = self._refs
             try:
                 ray.get(refs, timeout=seconds)
-            except (RayActorError, GetTimeoutError) as error:
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 if refs is self._refs:
-                    raise LostItem from error
-            except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, CheckpointError):
-                    raise cause from None
-                raise CheckpointError(
-                    "A checkpoint cannot be written.",
-                    where=str(self.folder),
-                    why=f"{type(cause).__name__}: {cause}",
-                ) from error
+                    self._fail(error)
             else:
                 self.is_done = refs is self._refs
+
+    def _fail(self, error: RayError) -> None:
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        if cause is None or isinstance(cause, Missing):
+            raise LostItem from error
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        raise CheckpointError(
+            "A checkpoint cannot be written.",
+            where=str(self.folder),
+            why=f"{type(cause).__name__}: {cause}",
+        ) from error
