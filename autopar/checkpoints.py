@@ -133,7 +133,7 @@ class Checkpoints:
                 hint="use another folder for a run that branches off, or remove later steps.",
             )
         try:
-            json.dumps(extra)
+            extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 "What is to be saved beside the state is no JSON.",
@@ -188,16 +188,7 @@ class Checkpoints:
             leaves of other shapes or dtypes; says which.
         """
         self.wait()
-        steps = self.steps
-        if not steps or (step is not None and step not in steps):
-            raise CheckpointError(
-                "There is no checkpoint" + ("." if step is None else f" of step {step}."),
-                where=str(self._directory),
-                why=f"the steps are {', '.join(map(str, steps))}."
-                if steps
-                else "no step has been saved here.",
-            )
-        step = steps[-1] if step is None else step
+        step = self._existing(step)
         stored, extra = read_contents(self._directory, step)
         paths, leaves = _flat(like)
         _check_fit(stored, paths, leaves, step)
@@ -209,6 +200,32 @@ class Checkpoints:
         ]
         tree: Any = jax.tree.structure(like)
         return Checkpoint(step, tree.unflatten(found), extra)
+
+    def extra(self, step: int | None = None) -> Any:
+        """What was saved with a state, without the state.
+
+        Args:
+          step: which; None: the last.
+
+        Raises:
+          CheckpointError: there is no such checkpoint.
+        """
+        self.wait()
+        return read_contents(self._directory, self._existing(step))[1]
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps
+        if steps and step is None:
+            return steps[-1]
+        if step is not None and step in steps:
+            return step
+        raise CheckpointError(
+            "There is no checkpoint" + ("." if step is None else f" of step {step}."),
+            where=str(self._directory),
+            why=f"the steps are {', '.join(map(str, steps))}."
+            if steps
+            else "no step has been saved here.",
+        )
 
 
 class _Writing:

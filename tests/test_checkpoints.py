@@ -55,8 +55,11 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path: Path) -> None:
+    position: list[Any] = [1, None]
     with autopar.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(7, STATE, extra={"position": [1, None]})
+        checkpoints.save(7, STATE, extra={"position": position})
+        position.append(2)
+        assert checkpoints.extra() == {"position": [1, None]}
     step, state, extra = autopar.Checkpoints(tmp_path / "run").restore(STATE)
     assert (step, extra) == (7, {"position": [1, None]})
     assert_equal(state, STATE)

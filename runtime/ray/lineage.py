@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.errors import LostActorError, StageError
@@ -123,6 +124,8 @@ class Lineage:
         self._cut = 0
         self._numbers = itertools.count()
         self._handles: dict[int, weakref.ref[RayArray]] = {}
+        # Of JAX's arrays, which do not change: one that is given to every step is copied once.
+        self._copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -132,7 +135,13 @@ class Lineage:
             if leaf.keeper is keeper and leaf.number is not None:
                 return Made(leaf.number)
             return leaf.numbers()
-        return np.array(host_numbers(leaf))
+        if not isinstance(leaf, jax.Array):
+            return np.array(host_numbers(leaf))
+        known = self._copies.get(id(leaf))
+        if known is None or known[0]() is not leaf:
+            known = weakref.ref(leaf), np.array(host_numbers(leaf))
+            self._copies[id(leaf)] = known
+        return known[1]
 
     def name(self, arrays: Iterable[RayArray]) -> tuple[int, ...]:
         """Numbers for arrays that an entry makes."""
@@ -202,6 +211,7 @@ class Lineage:
         """
         self.entries = self.entries[position - self._cut :]
         self._cut = position
+        self._copies = {key: pair for key, pair in self._copies.items() if _is_alive(pair[0]())}
         needed = {n for entry in self.entries for n in entry.inputs} | set(self.live())
         both = {**self.saved, **found}
         self.saved = {number: saved for number, saved in both.items() if number in needed}
@@ -277,6 +287,10 @@ class Lineage:
                 failure,
             )
         return failure
+
+
+def _is_alive(array: jax.Array | None) -> bool:
+    return array is not None and not array.is_deleted()
 
 
 def _again(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,6 +58,30 @@ def has_cache() -> bool:
     """Whether the user has configured a folder for what JAX compiles."""
     config: Any = jax.config
     return bool(config.jax_compilation_cache_dir)
+
+
+def cache_folder() -> str:
+    """A new folder for what the actors of one step compile; those of dead processes are removed."""
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{_CACHE}-*-*"):
+        pid = folder.name.split("-")[2]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not _is_running(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_CACHE}-{os.getpid()}-")
+
+
+_CACHE = "autopar-compiled"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def contents(

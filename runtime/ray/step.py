@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -111,7 +110,7 @@ class RayStep:
             self._cluster = Connection(options.address, count, options.deadline, reserve=False)
             weakref.finalize(self, self._cluster.close)
             if not starting.has_cache():
-                self._cache = tempfile.mkdtemp(prefix="autopar-compiled-")
+                self._cache = starting.cache_folder()
                 weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
         self._running = self._start()
 
@@ -322,7 +321,8 @@ class RayStep:
                 is_other_plan = True
         self._running = running
         seconds = time.perf_counter() - begin
-        error.with_traceback(None)  # it would keep alive whatever the caller's functions hold
+        # They would keep alive whatever the caller's functions hold.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         found = Recovery(error, num_steps, seconds, running.actors.compile_seconds)
         self.recoveries += (found,)
         count = len(self._parts)
