@@ -191,9 +191,9 @@ class Lineage:
     # -- snapshots -------------------------------------------------------------------------------
 
     def is_saving(self, position: int) -> bool:
-        """Whether an entry before a position has arrays that are not yet written."""
+        """Whether an entry before a position has arrays that are still being written."""
         return any(
-            isinstance(entry, SaveEntry) and not entry.saving.is_done
+            isinstance(entry, SaveEntry) and not entry.saving.is_settled()
             for entry in self.entries[: position - self._cut]
         )
 

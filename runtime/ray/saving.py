@@ -56,6 +56,11 @@ class Saving:
         refs = actors.save(folders, items)
         self.pieces, self._refs, self.tries = found, refs, self.tries + 1
 
+    def is_settled(self) -> bool:
+        """Whether it was written, or cannot be; does not wait."""
+        refs = self._refs
+        return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
+
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all is written.
 

@@ -112,7 +112,11 @@ class RayStep:
             if not starting.has_cache():
                 self._cache = starting.cache_folder()
                 weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
-        self._running = self._start()
+        try:
+            self._running = self._start()
+        except BaseException:
+            self._release()
+            raise
 
     def order(self, donated: Sequence[int], kept: Sequence[int]) -> None:
         """Say in which order calls give leaves."""
@@ -165,6 +169,9 @@ class RayStep:
         _check(leaves, self._shapes)
         taken = tuple(self._order[: self._num_donated])
         results = self.attempt(lambda: self._step(leaves, taken))
+        if self._snapshots is not None:
+            with self._lock, contextlib.suppress(LostActorError):  # whoever looks next is told
+                self._snapshots.stepped(self.actors)
         kept_arrays = {id(leaf) for leaf in kept}
         for leaf in donated:
             if isinstance(leaf, (jax.Array, RayArray, SplitArray)) and id(leaf) not in kept_arrays:
@@ -178,8 +185,6 @@ class RayStep:
         given = tuple(log.given(leaf, self) for leaf in leaves)
         results = self._running.step(leaves, taken, self)
         log.write(StepEntry(given, taken, log.name(results), self.actors.serial))
-        assert self._snapshots is not None
-        self._snapshots.stepped(self.actors)
         return results
 
     def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
@@ -401,6 +406,9 @@ class RayStep:
         self._savings.clear()
         self._is_shut = True
         self.actors.close()
+        self._release()
+
+    def _release(self) -> None:
         if self._cluster is not None:
             self._cluster.close()
         if self._cache is not None:
