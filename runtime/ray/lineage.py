@@ -92,7 +92,14 @@ class SaveEntry:
     results: tuple[int, ...] = ()
 
 
-Entry = StepEntry | PlaceEntry | MakeEntry | SaveEntry
+class Mark:
+    """The place of a snapshot in the log."""
+
+    inputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+
+Entry = StepEntry | PlaceEntry | MakeEntry | SaveEntry | Mark
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,6 @@ class Lineage:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.saved: dict[int, Saved] = {}
-        self._cut = 0
         self._numbers = itertools.count()
         self._handles: dict[int, weakref.ref[RayArray]] = {}
         # Of JAX's arrays, which do not change: one that is given to every step is copied once.
@@ -190,31 +196,33 @@ class Lineage:
 
     # -- snapshots -------------------------------------------------------------------------------
 
-    def is_saving(self, position: int) -> bool:
-        """Whether an entry before a position has arrays that are still being written."""
+    def mark(self) -> Mark:
+        """Remember this place of the log."""
+        mark = Mark()
+        self.entries.append(mark)
+        return mark
+
+    def is_saving(self, mark: Mark) -> bool:
+        """Whether an entry before a place has arrays that are still being written."""
         return any(
             isinstance(entry, SaveEntry) and not entry.saving.is_settled()
-            for entry in self.entries[: position - self._cut]
+            for entry in self.entries[: self.entries.index(mark)]
         )
 
-    @property
-    def position(self) -> int:
-        """How many entries there ever were."""
-        return self._cut + len(self.entries)
-
-    def snapshot(self, position: int, found: Mapping[int, Saved]) -> None:
+    def snapshot(self, mark: Mark, found: Mapping[int, Saved]) -> None:
         """Go on from a snapshot.
 
         Args:
-          position: that of the log when it was taken.
+          mark: where it was taken.
           found: every array that was alive then, unless an earlier snapshot has it.
         """
-        self.entries = self.entries[position - self._cut :]
-        self._cut = position
+        self.entries = self.entries[self.entries.index(mark) + 1 :]
         self._copies = {key: pair for key, pair in self._copies.items() if _is_alive(pair[0]())}
         needed = {n for entry in self.entries for n in entry.inputs} | set(self.live())
         both = {**self.saved, **found}
         self.saved = {number: saved for number, saved in both.items() if number in needed}
+
+    # -- doing it again --------------------------------------------------------------------------
 
     def _prune(self, live: set[int]) -> None:
         """Take out what nobody needs: neither who holds an array nor an entry that stays."""
@@ -310,6 +318,8 @@ def _again(
     if isinstance(entry, SaveEntry):
         if not entry.saving.is_done:
             entry.saving.send(running.actors, [arrays[number] for number in entry.inputs])
+        return [], 0
+    if isinstance(entry, Mark):
         return [], 0
     return running.make(entry.function, entry.places, entry.weak, keeper), 0
 

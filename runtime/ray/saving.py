@@ -57,9 +57,16 @@ class Saving:
         self.pieces, self._refs, self.tries = found, refs, self.tries + 1
 
     def is_settled(self) -> bool:
-        """Whether it was written, or cannot be; does not wait."""
-        refs = self._refs
-        return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
+        """Whether it was written, or never can be; does not wait."""
+        if self._refs and ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1]:
+            return False
+        try:
+            self.wait(0)
+        except LostItem:
+            return False
+        except CheckpointError:
+            pass
+        return True
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all is written.

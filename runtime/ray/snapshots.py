@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from autopar.ray_array import RayArray
 from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.lineage import Lineage, Saved, StepEntry
+from autopar.runtime.ray.lineage import Lineage, Mark, Saved, StepEntry
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class _Coming:
     """A snapshot that is on its way.
 
     Args:
-      position: that of the log when it was taken.
+      mark: where in the log it was taken.
       known: what the driver has already.
       parts: what the actors send, by the arrays' numbers; `like` says the rest.
       like: place and weak type of these arrays.
       refs: of each actor's copies.
     """
 
-    position: int
+    mark: Mark
     known: dict[int, Saved]
     parts: dict[int, _Part]
     like: dict[int, tuple[Any, bool]]
@@ -62,7 +62,7 @@ class Snapshots:
     def stepped(self, actors: Actors) -> None:
         """A step was asked for."""
         self._steps += 1
-        self._receive()
+        self._receive(actors)
         if self._steps >= self._every and self._coming is None:
             self._take(actors)
             self._steps = 0
@@ -72,12 +72,15 @@ class Snapshots:
         if self._coming is not None:
             self._coming, self._steps = None, self._every
 
-    def _take(self, actors: Actors) -> None:
-        log = self._log
-        log.drop(
+    def _drop_called_off(self, actors: Actors) -> None:
+        self._log.drop(
             lambda entry: isinstance(entry, StepEntry) and actors.called_off(entry.serial),
             actors.lost_array(),
         )
+
+    def _take(self, actors: Actors) -> None:
+        log = self._log
+        self._drop_called_off(actors)
         known: dict[int, Saved] = {}
         arrays: dict[int, RayArray] = {}
         for number, array in log.live().items():
@@ -97,23 +100,24 @@ class Snapshots:
             parts[number] = _Part(tuple(sources), array.sharding.axis)
         residents = [resident for array in arrays.values() for resident in array.residents]
         self._coming = _Coming(
-            log.position,
+            log.mark(),
             known,
             parts,
             {number: (array.place, array.weak_type) for number, array in arrays.items()},
             actors.copies(residents),
         )
 
-    def _receive(self) -> None:
+    def _receive(self, actors: Actors) -> None:
         """Take over a snapshot that has arrived."""
         coming = self._coming
         if coming is None:
             return
-        if self._log.is_saving(coming.position):
-            return  # the log can still be needed from an earlier place
         _, left = ray.wait(coming.refs, num_returns=len(coming.refs), timeout=0)
         if left:
             return
+        self._drop_called_off(actors)
+        if self._log.is_saving(coming.mark):
+            return  # the log can still be needed from an earlier place
         self._coming = None
         try:
             given = ray.get(coming.refs)
@@ -127,4 +131,4 @@ class Snapshots:
             # What Ray gives lies in its object store, which a cluster that ends takes along.
             whole = np.array(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces, part.axis)
             found[number] = Saved(whole, *coming.like[number])
-        self._log.snapshot(coming.position, found)
+        self._log.snapshot(coming.mark, found)

@@ -308,7 +308,6 @@ class RayStep:
                     raise self._no_more(lost) from None
                 self._restarts += 1
             is_other_plan = False
-            num_steps = sum(isinstance(entry, StepEntry) for entry in log.entries)
             try:
                 await_cpus(len(self._parts), self._options.deadline)
                 running = self._start()
@@ -325,6 +324,7 @@ class RayStep:
                     raise
                 is_other_plan = True
         self._running = running
+        num_steps = sum(isinstance(entry, StepEntry) for entry in log.entries)
         seconds = time.perf_counter() - begin
         # They would keep alive whatever the caller's functions hold.
         error.__traceback__ = error.__context__ = error.__cause__ = None
