@@ -21,8 +21,8 @@ CHOOSE := autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
 
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
-SLOW := auto_stages collectives examples localize pace packaging pipelines profile programs \
-  properties ray ray_faults report runs solve split_arrays
+SLOW := auto_stages checkpoints collectives examples localize pace packaging pipelines profile \
+  programs properties ray ray_faults ray_recovery ray_replan report runs solve split_arrays
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all test-oldest check format clean help

@@ -371,7 +371,7 @@ class RayStep:
             where=error.where,
             why=f"{why}\nThe actors were started again {count} before, and "
             f"max_restarts={self._options.max_restarts}.",
-            hint=error.hint,
+            hint="compile the step again, and start from a saved state.",
             spot=error.spot,
         )
 
