@@ -26,8 +26,9 @@ class Ray:
       max_restarts: how often all actors may be started again after one was lost: its process died,
         its host is gone, or it does not answer within the deadline. The new actors get the last
         snapshot and run the steps since then again (what these print is printed again); the arrays
-        that the program holds go on as if nothing had happened, bit for bit. An error that the step itself raises is no loss. With 0,
-        a loss is an error and the state is gone; nothing is copied or written down then.
+        that the program holds go on as if nothing had happened, bit for bit. An error that the step
+        itself raises is no loss. With 0, a loss is an error and the state is gone; nothing is
+        copied or written down then.
       snapshot_every: after so many steps, the arrays that are alive are copied from the actors to
         the driver's memory while later steps run. The driver needs memory for two copies of the
         state, and for the batches of as many steps. It counts where `max_restarts` is not 0.
