@@ -99,10 +99,9 @@ def test_a_killed_actor(
 ) -> None:
     chance = random.Random(seed)
     victim, number, seconds = chance.choice([0, 1]), chance.randrange(STEPS), 0.1 * chance.random()
-    before, pids, compiled = len(step.recoveries), step.actor_pids, compiled_by(step)
+    before, pids, held = len(step.recoveries), step.actor_pids, Held(step)
+    compiled = compiled_by(step)
     timer = threading.Timer(seconds, kill, (pids[victim],))
-
-    held = Held(step)
 
     def after(done: int, state: Any) -> None:
         if done == number:
