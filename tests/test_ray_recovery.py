@@ -274,6 +274,75 @@ def test_a_checkpoint_of_a_failed_step(step: RayExecutable, tmp_path: Path) -> N
     check_one_step(step)
 
 
+def stacked_step(state: Any, x: Any) -> Any:
+    def loss_fn(layers: Any) -> Any:
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, layers)
+        return jnp.mean(y**2) + 0 * jnp.sum(noise)
+
+    key, noise_key = jax.random.split(state["key"])
+    noise = jax.random.normal(noise_key, (8, 8))
+    loss, grads = jax.value_and_grad(loss_fn)(state["layers"])
+    layers = state["layers"] - 0.1 * grads + 0.01 * noise
+    return {**state, "key": key, "layers": layers, "step": state["step"] + 1}, loss
+
+
+def stacked() -> Any:
+    return {
+        "layers": jax.random.normal(jax.random.key(1), (4, 8, 8)) / 4,
+        "key": jax.random.key(2),
+        "step": 0,
+        "kept": jnp.arange(3, dtype=jnp.bfloat16),
+        "none": jnp.zeros((0, 2), jnp.int8),
+    }
+
+
+@pytest.mark.full
+def test_leaves_of_all_kinds_are_recovered_and_saved(tmp_path: Path) -> None:
+    x = np.ones((16, 8), np.float32)
+
+    def train(step: RayExecutable, after: Any = None, state: Any = None, first: int = 0) -> Any:
+        state, losses = stacked() if state is None else state, []
+        for number in range(first, 12):
+            state, loss = step(state, x * np.float32(1 + number))
+            losses.append(loss)
+            if after is not None:
+                after(number, state)
+        state = {**state, "key": jax.random.key_data(jax.device_get(state["key"]))}
+        return [float(loss) for loss in losses], jax.device_get(state)
+
+    step = autopar.compile(
+        stacked_step,
+        stacked(),
+        x,
+        stages=2,
+        microbatches=4,
+        cluster=autopar.Cluster.preset("cpu", devices_per_node=4),
+        runtime=autopar.Ray(deadline=60, max_restarts=2, snapshot_every=4),
+    )
+    assert isinstance(step, RayExecutable)
+    with step, autopar.Checkpoints(tmp_path / "run") as checkpoints:
+        wanted = train(step)
+
+        def after(number: int, state: Any) -> None:
+            assert len(state["layers"].sharding.parts) == 2
+            if number in (5, 8):
+                checkpoints.save(number + 1, state)
+                kill(step.actor_pids[number % 2])
+
+        assert_same(train(step, after), wanted)
+        assert len(step.recoveries) == 2
+        like, _ = step(stacked(), x)
+        for number in (6, 9):
+            state = checkpoints.restore(like, step=number).state
+            losses, last = train(step, None, state, number)
+            assert_same((losses, last), (wanted[0][number:], wanted[1]))
+        state = checkpoints.restore(stacked(), step=6).state
+        assert type(state["step"]) is int
+        assert isinstance(state["layers"], jax.Array)
+        losses, last = train(step, None, state, 6)
+        assert_same((losses, last), (wanted[0][6:], wanted[1]))
+
+
 SCRIPT = """
 import json, sys
 import jax
