@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray_runtime.clusters import is_running
 from ray_runtime.small_step import BATCH, check_one_step, init, train_step
 from ray_runtime.training import batch, train
 
@@ -63,7 +66,12 @@ def test_a_lost_node(lose_a_node: Callable[[], None]) -> None:
 
         def after(done: int, state: Any) -> None:
             if done == 7:
+                pids = step.actor_pids
                 lose_a_node()
+                end = time.monotonic() + 60
+                while all(map(is_running, pids)):  # the node's actor ends a little later
+                    assert time.monotonic() < end
+                    threading.Event().wait(0.05)
 
         losses, found = train(step, 16, after=after)
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
