@@ -253,9 +253,6 @@ class _Writing:
             (keeper, indices, keeper.save([leaves[i] for i in indices], folder, f"plan_{number}"))
             for number, (keeper, indices) in enumerate(groups.values())
         ]
-        self._axes = {
-            i: leaf.sharding.axis for i, leaf in enumerate(leaves) if isinstance(leaf, RayArray)
-        }
         own = {i: x for i, x in enumerate(leaves) if not isinstance(x, RayArray)}
         self._copies = {str(i): np.array(_numbers(x)) for i, x in own.items()}
 
@@ -311,14 +308,16 @@ class _Writing:
 
     def _write(self) -> None:
         pieces: dict[int, tuple[tuple[str, str], ...]] = {}
+        axes: dict[int, int] = {}
         for _, indices, saving in self._parts:
             pieces.update(zip(indices, saving.pieces, strict=True))
+            axes.update(zip(indices, saving.axes, strict=True))
         written = {name: array for name, array in self._copies.items() if array.size}
         if written:
             write_item(self._folder / _DRIVER, written)
         pieces.update((int(name), ((_DRIVER, name),)) for name in written)
         leaves = [
-            StoredLeaf(path, shape, dtype, pieces.get(index, ()), self._axes.get(index, 0))
+            StoredLeaf(path, shape, dtype, pieces.get(index, ()), axes.get(index, 0))
             for index, (path, (shape, dtype)) in enumerate(
                 zip(self._paths, self._described, strict=True)
             )

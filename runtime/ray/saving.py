@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,24 @@ class Saving:
     Attributes:
       tries: how often they were sent.
       pieces: for every array, the (item, name) of its parts, known when it was sent.
+      axes: the dimension along which these follow each other.
     """
 
     def __init__(self, folder: Path, label: str, arrays: int) -> None:
         self.folder, self._label, self.is_done = folder, label, False
         self.pieces: list[tuple[tuple[str, str], ...]] = [()] * arrays
-        self._refs: list[Any] = []
+        self.axes = [0] * arrays
         self.tries = 0
+        self._refs: list[Any] = []
+        self._lock = threading.Lock()  # whoever waits is another thread than whoever sends
 
     def send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
-        """Tell the actors to copy and write their parts; again, where others were lost."""
+        """Tell the actors to copy and write their parts; again, unless that was done."""
+        with self._lock:
+            if not self.is_done:
+                self._send(actors, arrays)
+
+    def _send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
         suffix = f"try_{self.tries}"
         names = [f"{self._label}_actor_{actor}_{suffix}" for actor in range(actors.count)]
         items: list[list[tuple[str, int]]] = [[] for _ in range(actors.count)]
@@ -53,8 +62,9 @@ class Saving:
                     pieces.append((item, name))
             found.append(tuple(pieces))
         folders = [str(self.folder / name) for name in names]
-        refs = actors.save(folders, items)
-        self.pieces, self._refs, self.tries = found, refs, self.tries + 1
+        self._refs, self.pieces = actors.save(folders, items), found
+        self.axes = [array.sharding.axis for array in arrays]
+        self.tries += 1
 
     def is_settled(self) -> bool:
         """Whether it was written, or never can be; does not wait."""
@@ -86,7 +96,8 @@ class Saving:
                 if refs is self._refs:
                     self._fail(error)
             else:
-                self.is_done = refs is self._refs
+                with self._lock:
+                    self.is_done = refs is self._refs
 
     def _fail(self, error: RayError) -> None:
         cause = error.cause if isinstance(error, RayTaskError) else None
