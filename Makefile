@@ -21,9 +21,9 @@ CHOOSE := autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
 
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
-SLOW := auto_stages backward_scans collectives docs examples localize lower pace packaging \
-  pipelines profile program programs properties random ray ray_faults report runs shared_cases \
-  slicing solve split_arrays
+SLOW := auto_stages backward_scans checkpoints collectives docs examples localize lower pace \
+  packaging pipelines profile program programs properties random ray ray_faults ray_recovery \
+  ray_replan report runs shared_cases slicing solve split_arrays
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all test-oldest check format clean help

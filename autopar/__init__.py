@@ -9,7 +9,7 @@ by an integer linear program and run on every device of a cluster:
     def train_step(state, batch): ...
 
 `parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any
-device.
+device, and `Checkpoints` keeps its states in files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import errors
     from ._version import __version__
     from .api import compile, parallelize, plan
+    from .checkpoints import Checkpoints
     from .cluster import Cluster
     from .errors import AutoparError
     from .executable import Executable
@@ -32,6 +33,7 @@ else:
         __name__,
         {
             "AutoparError": ".errors",
+            "Checkpoints": ".checkpoints",
             "Cluster": ".cluster",
             "Executable": ".executable",
             "Plan": ".plans",
@@ -46,6 +48,7 @@ else:
 
 __all__ = [
     "AutoparError",
+    "Checkpoints",
     "Cluster",
     "Executable",
     "Plan",

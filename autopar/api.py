@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 
 from .cluster import Cluster
-from .errors import AutoparError, AutoparWarning, DeviceError, OptionError
+from .errors import AutoparError, AutoparWarning, ClusterError, DeviceError, OptionError
 from .executable import Executable, SignatureMismatch
 from .options import Options
 from .passes import jax_compat
 from .passes.compiler import Compiled, compile_graph
 from .passes.logical import no_mesh
 from .passes.signature import Convention, Signature, signature_of
+from .passes.stages.candidate import submesh
 from .passes.trace import Traced, trace
 from .plans import Plan
 from .progress import Progress
@@ -411,8 +413,64 @@ def _build(
         if isinstance(runtime, Ray):
             from .ray_executable import RayExecutable
 
-            return RayExecutable(fn, traced, compiled, progress, runtime)
+            def replan(num_actors: int) -> Compiled:
+                with Progress(f"planning {_name_of(fn)} again", request.progress) as progress:
+                    return _plan_again(traced, request, compiled, cluster, num_actors, progress)
+
+            return RayExecutable(fn, traced, compiled, progress, runtime, replan)
         return Executable(fn, traced, compiled, progress)
+
+
+def _plan_again(
+    traced: Traced,
+    request: _Request,
+    compiled: Compiled,
+    cluster: Cluster,
+    num_actors: int,
+    progress: Progress,
+) -> Compiled:
+    """A plan for a part of a cluster: as asked for, with as many stages as there are processes.
+
+    Args:
+      traced: the step.
+      request: what the user asked for. A number of stages is an upper bound here.
+      compiled: the plan for the whole cluster.
+      cluster: the whole cluster.
+      num_actors: how many processes can run.
+      progress: is told what is done.
+
+    Raises:
+      AutoparError: no plan fits these processes and what the user asked for.
+    """
+    before = 1 if compiled.pipeline is None else compiled.pipeline.program.schedule.num_meshes
+    devices = max(cluster.num_devices * num_actors // before, 1)
+    part, options = submesh(cluster, devices), request.options
+    if isinstance(options.stages, int):
+        chunks = options.num_chunks if isinstance(options.num_chunks, int) else 1
+        fewer: dict[str, Any] = {"stages": min(options.stages, num_actors * chunks)}
+        if fewer["stages"] == 1:  # what only several stages can have
+            fewer.update(schedule="auto", num_chunks="auto", remat="auto")
+        options = dataclasses.replace(options, **fewer)
+    progress.report("planning for what is left")
+    try:
+        request = dataclasses.replace(request, options=options)
+        found = _plan(traced, request, part, None, progress)
+    except AutoparError as error:
+        error.add_note(f"Planned again for {devices} of {cluster.num_devices} devices.")
+        raise
+    after = 1 if found.pipeline is None else found.pipeline.program.schedule.num_meshes
+    if after > num_actors:
+        raise ClusterError(
+            f"{_name_of_plan(after)} cannot run on what is left of the Ray cluster.",
+            where=f"stages={request.options.stages!r}",
+            why=f"every mesh is a process with a CPU of its own, and there are {num_actors}.",
+            hint="with a number of stages, or 'auto', a plan may have fewer of them.",
+        )
+    return found
+
+
+def _name_of_plan(meshes: int) -> str:
+    return f"A plan with {meshes} mesh{'' if meshes == 1 else 'es'}"
 
 
 def _check_devices(cluster: Cluster, made: Plan | None) -> None:

@@ -158,6 +158,10 @@ class LostActorError(StageError):
     """The process of a stage died or does not answer, or the step was shut down."""
 
 
+class CheckpointError(AutoparError, ValueError):
+    """A checkpoint cannot be written or read, or does not fit the state."""
+
+
 class DonatedBufferError(AutoparError, RuntimeError):
     """A buffer that an earlier call consumed (donated) is used again."""
 

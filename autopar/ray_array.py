@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+
+from .errors import StageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,34 @@ class Resident:
             self.owner.forget(self)
 
 
+class Place(NamedTuple):
+    """The leaf of a step in whose place an array lies, which says more than a sharding can.
+
+    Args:
+      kind: whether it is a leaf of the step's arguments or of its results.
+      leaf: its number.
+    """
+
+    kind: Literal["argument", "result"]
+    leaf: int
+
+
+class Keeper(Protocol):
+    """What made an array, and may make it again when its actors are lost."""
+
+    def attempt(self, do: Callable[[], T]) -> T:
+        """What `do` returns; where actors are lost meanwhile, after a recovery that allows it."""
+
+    def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
+        """A leaf, copied to a place on the actors."""
+
+    def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Any:
+        """Let the actors write arrays into a folder; returns a `runtime.ray.saving.Saving`."""
+
+    def ping(self) -> None:
+        """Notice a lost actor."""
+
+
 class RayArray:
     """An array that lives on Ray actors.
 
@@ -134,7 +167,13 @@ class RayArray:
       shape: of the whole array.
       dtype: of its elements.
       sharding: where its parts are.
+      place: the leaf of the step that it is, or is in the place of.
+      keeper: what made it.
       weak_type: whether JAX promotes it as it does a Python number.
+
+    Attributes:
+      number: in the log of its keeper; None: it has none.
+      error: why it will not come; None: it is there, or may come.
     """
 
     def __init__(
@@ -143,12 +182,29 @@ class RayArray:
         shape: tuple[int, ...],
         dtype: Any,
         sharding: RaySharding,
+        place: Place,
+        keeper: Keeper,
         weak_type: bool = False,
     ):
         self.residents = tuple(residents)
         self.shape, self.dtype, self.weak_type = shape, dtype, weak_type
-        self.sharding = sharding
+        self.sharding, self.place, self.keeper = sharding, place, keeper
+        self.number: int | None = None
+        self.error: StageError | None = None
         self._numbers: np.ndarray | None = None
+
+    def rebind(self, other: RayArray) -> None:
+        """Become another array, which has the same numbers on other actors."""
+        self.residents, self.sharding = other.residents, other.sharding
+
+    def lose(self, error: StageError) -> None:
+        """The array will not come, and this is why."""
+        self.error = error
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failure took it."""
+        return self.error is not None or any(x.owner.is_lost(x) for x in self.residents)
 
     @property
     def ndim(self) -> int:
@@ -182,18 +238,26 @@ class RayArray:
         Raises:
           StageError: the step that makes it failed.
         """
-        self._check()
-        if self._numbers is None:
+        self.check()
+
+        def wait() -> None:
             for resident in self.residents:
                 resident.owner.wait_ready(resident)
+
+        if self._numbers is None:
+            self.keeper.attempt(wait)
         return self
 
     def copy_to_host_async(self) -> None:
         """Start to fetch it."""
-        self._check()
-        if self._numbers is None:
+        self.check()
+
+        def start() -> None:
             for resident in self.residents:
                 resident.owner.start_fetch(resident)
+
+        if self._numbers is None:
+            self.keeper.attempt(start)
 
     def numbers(self) -> np.ndarray:
         """Its elements in host memory; of PRNG keys, the numbers that they wrap.
@@ -202,16 +266,33 @@ class RayArray:
           StageError: the step that makes it failed.
           RuntimeError: it was deleted.
         """
-        self._check()
+        self.check()
         if self._numbers is None:
             self.copy_to_host_async()
-            parts = [resident.owner.fetch(resident) for resident in self.residents]
-            whole = parts[0] if len(parts) == 1 else np.concatenate(parts, self.sharding.axis)
+            whole = self.keeper.attempt(self._fetched)
             whole.flags.writeable = False
             self._numbers = whole
         return self._numbers
 
-    def _check(self) -> None:
+    @property
+    def fetched(self) -> np.ndarray | None:
+        """Its elements, if they were fetched before."""
+        return self._numbers
+
+    def _fetched(self) -> np.ndarray:
+        self.check()
+        parts = [resident.owner.fetch(resident) for resident in self.residents]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, self.sharding.axis)
+
+    def check(self) -> None:
+        """See that it is there, or may come.
+
+        Raises:
+          StageError: the step that was to make it failed.
+          RuntimeError: it was deleted.
+        """
+        if self.error is not None and self._numbers is None:
+            raise self.error.with_traceback(None)
         if self.is_deleted():
             raise RuntimeError(
                 f"Array has been deleted with shape={self.dtype.name}{list(self.shape)}: a step "
@@ -277,7 +358,7 @@ class RayArray:
         place = f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}"
         if self.is_deleted():
             return f"RayArray({kind}, deleted)"
-        if self._is_key or any(x.owner.is_lost(x) for x in self.residents):
+        if self._is_key or self.is_lost:
             return f"RayArray({kind} on {place})"
         return f"RayArray({np.asarray(self)!r}, on {place})"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -12,9 +12,14 @@ from .executable import Executable
 from .initialize import initialize
 from .passes.compiler import Compiled
 from .passes.trace import Traced
+from .plans import Plan
 from .progress import Progress
-from .ray_array import RayArray, RaySharding, Resident
+from .ray_array import Place, RayArray, RaySharding
 from .ray_options import Ray
+
+if TYPE_CHECKING:
+    from .runtime.ray.pipeline import RayPipeline
+    from .runtime.ray.step import Recovery
 
 
 class RayExecutable(Executable):
@@ -36,18 +41,44 @@ class RayExecutable(Executable):
         compiled: Compiled,
         progress: Progress,
         runtime: Ray,
+        replan: Callable[[int], Compiled],
     ):
-        self._runtime = runtime
+        self._runtime, self._replan = runtime, replan
         super().__init__(fn, traced, compiled, progress)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
-        from .runtime.ray.one_stage import one_stage
-        from .runtime.ray.pipeline import RayPipeline
-
         name = getattr(fn, "__name__", type(fn).__name__)
-        runnable = compiled.pipeline or one_stage(compiled.program, compiled.graph)
-        self._pipeline = RayPipeline(runnable, self._runtime, name)
+        self._pipeline = _on_actors(compiled, self._runtime, name, self._replan)
         return self._pipeline
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, the last time that it was."""
+        self._follow()
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> Any:
+        """See `Executable.run`."""
+        self._follow()
+        result = super().run(args, kwargs, strict=strict)
+        self._follow()
+        return result
+
+    def _follow(self) -> None:
+        """Take over the plan that runs now, if it was planned again."""
+        if not hasattr(self, "_compiled"):
+            return  # the first one is not there yet
+        pipeline = self._compiled.pipeline
+        if pipeline is not self._pipeline:
+            self._pipeline, self.plan = pipeline, pipeline.plan
+            self._in_shardings = pipeline.in_shardings[: self._traced.num_arrays]
+            self._out_shardings = pipeline.out_shardings
+            self._plan_calls()
+            self._compiled.order(self._donated, self._kept)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
         return value
@@ -70,11 +101,8 @@ class RayExecutable(Executable):
 
     def _placed_leaf(self, leaf: Any, index: int) -> RayArray:
         """A leaf of the arguments, copied to where it belongs."""
-        sharding = self._in_shardings[index]
-        aval = leaf if isinstance(leaf, RayArray) else jax.typeof(leaf)
-        residents = self._compiled.actors.place(leaf, sharding, self._pipeline.homes[index])
-        weak = bool(getattr(aval, "weak_type", False))
-        return RayArray(residents, aval.shape, aval.dtype, sharding, weak)
+        placed: RayArray = self._compiled.place(leaf, Place("argument", index))
+        return placed
 
     # Trees of arrays on actors
 
@@ -90,6 +118,7 @@ class RayExecutable(Executable):
           TraceError: what `init_fn` makes is none of the step's arguments.
           StageError: it fails on an actor.
         """
+        self._follow()
         return initialize(self._traced, self._in_shardings, init_fn, args, kwargs, self._make)
 
     def _make(
@@ -107,16 +136,11 @@ class RayExecutable(Executable):
             return on_arrays(*args, **kwargs)
 
         closed = jax.make_jaxpr(flat)(*arrays)
-        homes = {
-            id(sharding): home
-            for sharding, home in zip(self._in_shardings, self._pipeline.homes, strict=False)
-        }
-        places = [(sharding, homes[id(sharding)]) for sharding in wanted]
-        made: list[list[Resident]] = self._compiled.actors.make(closed, arrays, places)
-        return [
-            RayArray(residents, aval.shape, aval.dtype, sharding, aval.weak_type)
-            for residents, aval, sharding in zip(made, closed.out_avals, wanted, strict=True)
-        ]
+        indices = {id(sharding): index for index, sharding in enumerate(self._in_shardings)}
+        made: list[RayArray] = self._compiled.make(
+            closed, arrays, [indices[id(sharding)] for sharding in wanted]
+        )
+        return made
 
     def gather(self, tree: Any) -> Any:
         """A tree with every array that lives on actors brought to the driver's default device.
@@ -150,6 +174,7 @@ class RayExecutable(Executable):
 
     def _back(self, old: Any, new: Any) -> Any:
         """A new array in the place of an old one, if that has a place."""
+        self._follow()
         if not isinstance(old, RayArray) or getattr(new, "shape", None) != old.shape:
             return new
         for index, sharding in enumerate(self._in_shardings):
@@ -190,9 +215,15 @@ class RayExecutable(Executable):
         seconds: tuple[float, ...] = self._compiled.actors.compile_seconds
         return seconds
 
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """What was lost and made again so far, with seconds (`autopar.Ray(max_restarts=...)`)."""
+        recoveries: tuple[Recovery, ...] = self._compiled.recoveries
+        return recoveries
+
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each actor has sent to others so far, by mesh."""
-        return tuple(self._compiled.actors.describe("sent"))
+        return tuple(self._compiled.describe("sent"))
 
     def finish(self) -> None:
         """Wait until the actors have done all steps.
@@ -200,14 +231,34 @@ class RayExecutable(Executable):
         Raises:
           StageError: one failed.
         """
-        self._compiled.actors.finish()
+        self._compiled.finish()
+        self._follow()
 
     def shutdown(self) -> None:
         """End the actors; all arrays on them are gone. It can be called again."""
-        self._compiled.actors.close()
+        self._compiled.close()
 
     def __enter__(self) -> RayExecutable:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+
+def _on_actors(
+    compiled: Compiled, runtime: Ray, name: str, replan: Callable[[int], Compiled]
+) -> RayPipeline:
+    """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
+    from .runtime.ray.one_stage import one_stage
+    from .runtime.ray.pipeline import RayPipeline
+
+    def again(num_actors: int) -> RayPipeline:
+        return _on_actors(replan(num_actors), runtime, name, replan)
+
+    return RayPipeline(
+        compiled.pipeline or one_stage(compiled.program, compiled.graph),
+        runtime,
+        name,
+        compiled.plan,
+        again if runtime.on_loss == "replan" else None,
+    )

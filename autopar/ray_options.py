@@ -23,9 +23,20 @@ class Ray:
         of one instruction, before the step is given up with an error. CPUs of the cluster must
         become free as quickly; an actor that starts or compiles must answer as quickly, but has
         two minutes at the least.
-      max_restarts: how often lost actors may be started again. Only 0 is possible in this version:
-        the state lives on the actors and is lost with one of them.
-      on_loss: what to do when hardware is lost for good. Only "error" is possible in this version.
+      max_restarts: how often all actors may be started again after one was lost: its process died,
+        its host is gone, or it does not answer within the deadline. The new actors get the last
+        snapshot and run the steps since then again (what these print is printed again); the arrays
+        that the program holds go on as if nothing had happened, bit for bit. An error that the step
+        itself raises is no loss. With 0, a loss is an error and the state is gone; nothing is
+        copied or written down then.
+      snapshot_every: after so many steps, the arrays that are alive are copied from the actors to
+        the driver's memory while later steps run. The driver needs memory for two copies of the
+        state, and for the batches of as many steps. It counts where `max_restarts` is not 0.
+      on_loss: what to do when a lost actor cannot be started again because the cluster no longer
+        has the CPUs, and gets no others within the deadline: "error", or "replan": plan the step
+        again for the actors that it can have and their share of the devices, and go on there, with
+        numbers that are equal to floating-point tolerance. The options are the same, but that a
+        number of stages becomes smaller where it must. It needs `max_restarts` of at least 1.
 
     Raises:
       OptionError: a value is not possible.
@@ -37,6 +48,7 @@ class Ray:
     address: str | None = None
     deadline: float = 300.0
     max_restarts: int = 0
+    snapshot_every: int = 100
     on_loss: str = "error"
 
     def __post_init__(self) -> None:
@@ -62,17 +74,26 @@ class Ray:
             "it must be a positive number of seconds.",
         )
         object.__setattr__(self, "deadline", float(self.deadline))
+        for name, least in (("max_restarts", 0), ("snapshot_every", 1)):
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            _check(
+                is_number and value >= least,
+                name,
+                value,
+                f"it must be an integer of at least {least}.",
+            )
         _check(
-            self.max_restarts == 0 and not isinstance(self.max_restarts, bool),
-            "max_restarts",
-            self.max_restarts,
-            "restarting lost actors is not available yet: the only value is 0.",
-        )
-        _check(
-            self.on_loss == "error",
+            self.on_loss in ("error", "replan"),
             "on_loss",
             self.on_loss,
-            'planning again for what is left is not available yet: the only value is "error".',
+            'it must be "error" or "replan".',
+        )
+        _check(
+            self.on_loss == "error" or self.max_restarts > 0,
+            "on_loss",
+            self.on_loss,
+            "max_restarts says how often a step may go on after a loss, and it is 0.",
         )
 
 

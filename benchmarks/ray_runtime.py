@@ -14,6 +14,10 @@ this process. Both run in turns, so that they meet the same machine.
   it, and the seconds that each actor compiled are listed apart;
 - bytes: what went from actor to actor in a step, and what the plan sends between stages (the leaves
   that a second stage reads are not in the plan's list);
+- recovery (`--kills 2`): actors that are killed while steps run, one after the other: seconds until
+  all was as before, how many steps were run again in that time, and the seconds that new actors
+  compiled, beside those of the first ones; also the seconds of a step, as in `stream`, with
+  `max_restarts` and a snapshot every 10 steps;
 - bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that
   copies the same bytes.
 
@@ -24,6 +28,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import socket
 import statistics
 import threading
@@ -40,6 +46,8 @@ import autopar
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.transport import Sockets
 
+SNAPSHOT_EVERY = 10
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -51,24 +59,30 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--devices", type=int, default=1, help="of each stage")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=0, help="actors to kill")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.stages * options.devices)
     found = {**measure(options), "bandwidth": bandwidth()}
+    if options.kills:
+        found["recovery"] = recovery(options)
     Console().print(table(found))
     if options.json:
         print(json.dumps({"options": vars(options), **found}))
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    model = language_model(options.layers, options.width, options.length, options.rows)
-    shapes = jax.eval_shape(model.make)
-    asked: dict[str, Any] = {
+def asked_for(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "cluster": autopar.Cluster.preset("cpu", devices_per_node=options.stages * options.devices),
         "stages": options.stages,
         "microbatches": options.microbatches,
         "schedule": "1f1b",
     }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    model = language_model(options.layers, options.width, options.length, options.rows)
+    shapes, asked = jax.eval_shape(model.make), asked_for(options)
     plan = autopar.plan(model.step, shapes, model.batch, **asked)
     steps, compiling = {}, {}
     for runtime in ("local", "ray"):
@@ -111,6 +125,39 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "compile_seconds_of_actors": actors,
         "moved_bytes": moved,
         "planned_bytes": sum(t.bytes * t.times for t in plan.pipeline.transfers),
+    }
+
+
+def recovery(options: argparse.Namespace) -> dict[str, Any]:
+    model = language_model(options.layers, options.width, options.length, options.rows)
+    runtime = autopar.Ray(max_restarts=options.kills, snapshot_every=SNAPSHOT_EVERY)
+    step = autopar.compile(
+        model.step, jax.eval_shape(model.make), model.batch, runtime=runtime, **asked_for(options)
+    )
+    assert isinstance(step, RayExecutable)
+    with step:
+        state, first = step.initialize(model.make), step.compile_seconds
+        for _ in range(2):
+            state, _ = step(state, model.batch)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        for _ in range(options.repeats):
+            state, _ = step(state, model.batch)
+        jax.block_until_ready(state)
+        stream = (time.perf_counter() - start) / options.repeats
+        for kill in range(options.kills):
+            for _ in range(SNAPSHOT_EVERY // 2):
+                state, _ = step(state, model.batch)
+            os.kill(step.actor_pids[kill % options.stages], signal.SIGKILL)
+            for _ in range(SNAPSHOT_EVERY):
+                state, _ = step(state, model.batch)
+            jax.block_until_ready(state)
+    return {
+        "stream_seconds": stream,
+        "first_compile_seconds": first,
+        "seconds": [x.seconds for x in step.recoveries],
+        "num_steps": [x.num_steps for x in step.recoveries],
+        "compile_seconds": [x.compile_seconds for x in step.recoveries],
     }
 
 
@@ -171,6 +218,17 @@ def table(found: dict[str, Any]) -> Table:
     made.add_row("compile_seconds_of_actors", "", seconds)
     moved, planned = found["moved_bytes"], found["planned_bytes"]
     made.add_row("moved_bytes (planned)", "", f"{moved:,.0f} ({planned:,})")
+    if "recovery" in found:
+        taken = found["recovery"]
+        made.add_row("stream_seconds with snapshots", "", f"{taken['stream_seconds']:.4g}")
+        for total, steps, compiling in zip(
+            taken["seconds"], taken["num_steps"], taken["compile_seconds"], strict=True
+        ):
+            made.add_row(
+                "recovery_seconds (steps, compiling)",
+                "",
+                f"{total:.3g} ({steps}, {max(compiling):.3g})",
+            )
     speeds = found["bandwidth"]
     made.add_row("GB/s (bare socket)", "", f"{speeds['transport']:.3g} ({speeds['socket']:.3g})")
     return made

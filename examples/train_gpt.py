@@ -12,6 +12,7 @@ The model, the optimizer and `train_step` are what anyone would write for one de
 
 import contextlib
 import math
+import shutil
 import signal
 import sys
 import threading
@@ -27,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pictures
 import typer
 from corpus import (
@@ -177,34 +177,18 @@ def generate(model: GPT, params: Any, prompt: bytes, length: int, temperature: f
     return bytes(np.asarray(sample(jax.device_get(params), window, keys), np.uint8))
 
 
-def open_checkpoints(folder: Path, keep: int) -> ocp.CheckpointManager:
-    """Orbax writes a checkpoint beside its place and renames it when it is complete."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(folder.absolute(), options=options)
-
-
-def save(checkpoints: ocp.CheckpointManager, state: State, progress: dict[str, Any]) -> None:
-    """Saves the state as its leaves are, and what else the run must remember as JSON."""
-    items = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(progress)}
-    checkpoints.save(int(state.step), args=ocp.args.Composite(**items))
-
-
 def restore(
-    checkpoints: ocp.CheckpointManager, state: State, settings: dict[str, Any]
+    checkpoints: autopar.Checkpoints, state: State, settings: dict[str, Any]
 ) -> tuple[State, dict[str, Any]]:
-    """The latest checkpoint of a run with these settings; `state` has its shapes and dtypes."""
-    step = checkpoints.latest_step()
-    if step is None:
+    """The latest checkpoint of a run with these settings, placed as `state` is."""
+    if checkpoints.latest is None:
         raise typer.BadParameter(f"there is no checkpoint in {checkpoints.directory}.")
-    progress = checkpoints.restore(
-        step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-    ).progress
+    progress = checkpoints.extra()
     for name, value in settings.items():
         if progress["settings"][name] != value:
             was = progress["settings"][name]
             raise typer.BadParameter(f"the checkpoint was made with {name}={was}, not {value}.")
-    items = ocp.args.Composite(state=ocp.args.StandardRestore(state))
-    return checkpoints.restore(step, args=items).state, progress
+    return checkpoints.restore(state).state, progress
 
 
 @contextlib.contextmanager
@@ -346,7 +330,7 @@ def main(
         state = train_step.initialize(lambda: initial_state(model, optimizer, seed))
         preparing = time.perf_counter() - started
 
-    checkpoints = open_checkpoints(out / "checkpoints", keep)
+    checkpoints = autopar.Checkpoints(out / "checkpoints", keep)
     if resume:
         state, progress = restore(checkpoints, state, settings)
         console.print(f"continuing after step {int(state.step)}")
@@ -374,8 +358,8 @@ def main(
             step += 1
             if step == first + 1:
                 seconds = preparing + time.perf_counter() - started
-                for old in () if resume else checkpoints.all_steps():
-                    checkpoints.delete(old)
+                if not resume:
+                    shutil.rmtree(checkpoints.directory, ignore_errors=True)
                 report.print_plan(train_step.plan, console)
                 console.print(f"planned, compiled and ran the first step in {seconds:.1f} s")
                 shown.enter_context(bar)
@@ -392,7 +376,7 @@ def main(
                 progress["validation"].append((step, bits))
                 console.print(f"step {step:5}: {bits:.3f} bits per byte on the validation text")
             if step % save_every == 0 or step == last or interrupted.is_set():
-                save(checkpoints, state, progress)
+                checkpoints.save(step, state, extra=progress)
     checkpoints.close()
     if step < steps:
         console.print(f"stopped after step {step}; --resume continues")

@@ -49,8 +49,10 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def test_the_readme_trains_as_plain_jit_does() -> None:
-    code, pipeline, _ = blocks("README.md", "python")
+def test_the_readme_trains_as_plain_jit_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, pipeline, _, checkpoints = blocks("README.md", "python")
     names = reader()
     initial = jax.tree.map(jnp.copy, names["state"])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -73,12 +75,18 @@ def test_the_readme_trains_as_plain_jit_does() -> None:
     for leaf, expected in zip(jax.tree.leaves(names["state"]), jax.tree.leaves(state), strict=True):
         np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-6)
     assert [stage.num_devices for stage in names["step"].plan.stages] == [4, 4]
+
+    monkeypatch.chdir(tmp_path)
+    saved = jax.device_get(names["state"])
+    exec(compile(checkpoints, "README.md", "exec"), names)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(names["state"]), saved)
+    assert (names["number"], names["extra"]) == (100, {"position": 6400})
     assert printed.getvalue().startswith("gpipe: ")
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 def test_the_readme_trains_in_many_processes() -> None:
-    code, _, processes = blocks("README.md", "python")
+    code, _, processes, _ = blocks("README.md", "python")
     names = reader()
     initial = jax.tree.map(jnp.copy, names["state"])
     names |= {"key": jax.random.key(0), "init": lambda key: jax.tree.map(jnp.copy, initial)}

@@ -86,8 +86,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def restored(gpt: ModuleType, out: Path) -> tuple[Any, dict[str, Any]]:
     """State and progress of the last checkpoint in a folder."""
     state = gpt.initial_state(*model_and_optimizer(gpt), seed=0)
-    with gpt.open_checkpoints(out / "checkpoints", keep=2) as checkpoints:
-        return gpt.restore(checkpoints, state, settings={})
+    found: tuple[Any, dict[str, Any]] = gpt.restore(
+        autopar.Checkpoints(out / "checkpoints"), state, settings={}
+    )
+    return found
 
 
 def model_and_optimizer(gpt: ModuleType) -> tuple[Any, Any]:
@@ -115,8 +117,10 @@ def test_gpt_tells_and_writes_what_it_did(straight: tuple[Path, str]) -> None:
     assert autopar.Plan.load(out / "plan.json").stages[0].num_devices == 8
     assert is_picture(out / "loss.png")
     assert is_picture(out / "plan.png")
-    steps = sorted(int(path.name) for path in (out / "checkpoints").iterdir())
-    assert steps == [STEPS - 2, STEPS], "the last two checkpoints, and nothing half-written"
+    checkpoints = autopar.Checkpoints(out / "checkpoints")
+    assert checkpoints.steps == (STEPS - 2, STEPS)
+    half_written = [path for path in checkpoints.directory.iterdir() if "writing" in path.name]
+    assert not half_written
 
 
 def test_gpt_resumes_bit_for_bit(
@@ -143,7 +147,7 @@ def test_gpt_goes_on_in_stages_as_without(
 ) -> None:
     """The end of a run again, from the checkpoint before it, in a pipeline of two stages."""
     shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    shutil.rmtree(tmp_path / "checkpoints" / f"step_{STEPS:08}")
     assert len(restored(gpt, tmp_path)[1]["losses"]) == STEPS - 2
     gpt.main(**SMALL, out=tmp_path, resume=True, stages=2, microbatches="2", schedule="1f1b")
 

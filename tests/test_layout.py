@@ -39,6 +39,7 @@ ARRAYS = {"operators", "ray_array", "split_array"}
 
 PUBLIC = {
     "parallelize",
+    "Checkpoints",
     "compile",
     "plan",
     "Plan",

@@ -259,8 +259,11 @@ def test_one_stage_on_one_actor_by_decorator() -> None:
         {"address": 5},
         {"deadline": 0},
         {"deadline": "1m"},
-        {"max_restarts": 1},
+        {"max_restarts": -1},
+        {"max_restarts": True},
+        {"snapshot_every": 0},
         {"on_loss": "replan"},
+        {"on_loss": "retry"},
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,10 @@ class StageActor:
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
         from autopar.runtime.ray.transport import Sockets
+        from autopar.runtime.ray.writer import Writer
 
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
+        self._writer = Writer()
         self._transport = Sockets(world.mesh, host, world.token)
         return Hello(self._transport.address, os.getpid(), versions())
 
@@ -140,17 +142,36 @@ class StageActor:
         """See `MeshStep.duplicate`."""
         self._step.duplicate(key, copy)
 
-    def make(self, data: bytes) -> Failure | None:
+    def copies(self, keys: Sequence[int]) -> list[Any] | None:
+        """See `MeshStep.copies`; None: one is lost."""
+        from autopar.runtime.ray.mesh_step import Missing
+
+        try:
+            copies: list[Any] = self._step.copies(keys)
+        except Missing:
+            return None
+        return copies
+
+    def save(self, folder: str, items: Sequence[tuple[str, int]]) -> None:
+        """Begin to write arrays, as (name, key), as they are behind the steps so far."""
+        names, keys = [name for name, _ in items], [key for _, key in items]
+        self._writer.begin(folder, lambda: dict(zip(names, self._step.copies(keys), strict=True)))
+
+    def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""
         import traceback
+        from concurrent.futures import ThreadPoolExecutor
 
         from jax.extend.core import jaxpr_as_fun
 
         from autopar.runtime.ray import pickling
 
         try:
-            closed, arguments, wanted = pickling.loads(data)
-            self._step.make(jaxpr_as_fun(closed), arguments, wanted)
+            closed, arguments = pickling.loads(function)
+            # In a thread of its own: where jax.random is traced, JAX (0.10.2) no longer looks for
+            # NaNs in what compiled programs give, whatever jax_debug_nans says.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._step.make, jaxpr_as_fun(closed), arguments, wanted).result()
         except Exception as error:
             spot = Spot(self._world.mesh, self._world.label, None, "initialize")
             text = "".join(traceback.format_exception(error))
@@ -163,6 +184,11 @@ class StageActor:
     def fetch(self, key: int) -> Any:
         """See `MeshStep.fetch`."""
         return self._step.fetch(key)
+
+    @ray.method(concurrency_group="aside")
+    def saved(self, folder: str) -> None:
+        """See `Writer.wait`."""
+        self._writer.wait(folder)
 
     @ray.method(concurrency_group="aside")
     def ready(self, key: int) -> None:

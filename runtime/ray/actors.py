@@ -12,22 +12,21 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from autopar.errors import LostActorError, StageError
-from autopar.passes.stages.candidate import Runnable
 from autopar.ray_array import RayArray, RaySharding, Resident
 from autopar.ray_options import Ray
-from autopar.runtime.ray import pickling, starting
+from autopar.runtime.ray import starting
 from autopar.runtime.ray.calls import POLL_SECONDS, Watch, outcome_of, reason_of, results_of
 from autopar.runtime.ray.cluster import Connection
 from autopar.runtime.ray.failures import (
@@ -35,15 +34,15 @@ from autopar.runtime.ray.failures import (
     Outcome,
     Silent,
     Spot,
+    array_error,
     first_error,
     is_over,
     lost_error,
     stage_error,
 )
 from autopar.runtime.ray.mesh_step import Message
-from autopar.runtime.ray.parts import take_apart
-from autopar.runtime.ray.tiles import to_host
-from autopar.split_array import SplitArray
+from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.tiles import host_numbers
 
 AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
@@ -59,45 +58,48 @@ class Actors:
     """The processes of a pipeline. Its methods can be called by any thread, one at a time works.
 
     Args:
-      runnable: the plan.
-      shardings: where leaves of the arguments and constants live.
-      num_leaves: of the arguments.
-      constants: the values behind them.
+      parts: what the actors run.
+      blobs: what each of them is sent once (`starting.contents`).
       options: the cluster and the deadline.
       name: of the step.
+      config: values of `jax.config` for the actors.
+      cache: a folder for what the actors compile; None: as JAX is configured.
+
+    Attributes:
+      serial: the number of the last step.
+      pids: the actors' process ids.
+      compile_seconds: what compiling took each.
 
     Raises:
       ClusterError: Ray cannot be reached or has too few CPUs, or an actor runs other versions.
       StageError: a piece cannot be compiled.
       LostActorError: an actor died.
-      TraceError: the step cannot be sent to another process.
     """
 
     def __init__(
         self,
-        runnable: Runnable,
-        shardings: Sequence[RaySharding],
-        num_leaves: int,
-        constants: Sequence[Any],
+        parts: Sequence[MeshPart],
+        blobs: Sequence[bytes],
         options: Ray,
         name: str,
+        config: Mapping[str, Any],
+        cache: str | None = None,
     ) -> None:
         self._name, self._deadline = name, options.deadline
-        self._parts = parts = take_apart(runnable, num_leaves)
+        self._parts = parts
         self._lock = threading.RLock()
-        self._serial, self._others = 0, FIRST_OTHER
+        self.serial, self._others = 0, FIRST_OTHER
         self._running: deque[tuple[int, list[Any]]] = deque()
         self._fetches: dict[tuple[int, int], Any] = {}
         self._forgotten: deque[tuple[int, int]] = deque()
         self._lost: list[tuple[int, int]] = []
         self._error: StageError | None = None
         self._closed: str | None = None
-        blobs = starting.contents(runnable, parts, shardings, num_leaves, constants, name)
         self._handles: list[Any] = []
         self._connection = Connection(options.address, len(parts), self._deadline)
-        self._finalizer = weakref.finalize(self, _end, self._handles, self._connection)
+        self._finalizer = weakref.finalize(self, starting.end, self._handles, self._connection)
         try:
-            self._handles += starting.start(self._connection, parts, name)
+            self._handles += starting.start(self._connection, parts, name, config, cache)
             self.pids, self.compile_seconds = starting.load(
                 self._handles, parts, blobs, name, self._deadline
             )
@@ -122,8 +124,8 @@ class Actors:
         with self._busy():
             while len(self._running) >= AHEAD:
                 self._wait(self._running[0][1])
-            self._serial += 1
-            serial = self._serial
+            self.serial += 1
+            serial = self.serial
             gone: list[list[int]] = [[] for _ in self._parts]
             for resident in consumed:
                 gone[resident.actor].append(resident.key)
@@ -202,7 +204,7 @@ class Actors:
         Raises:
           StageError: always.
         """
-        first = self._running[0][0] if self._running else self._serial + 1
+        first = self._running[0][0] if self._running else self.serial + 1
         outcomes = self._call_off()
         error = first_error(self._name, self._deadline, self._parts, outcomes, late)
         if late is not None or any(map(is_over, outcomes)):
@@ -216,7 +218,7 @@ class Actors:
         """Abort all steps; what becomes of them on each actor."""
         steps = [refs for _, refs in self._running]
         calls = [actor.abort.remote() for actor in self._handles]
-        calls += [ref for refs in steps for ref in refs]
+        calls += itertools.chain.from_iterable(steps)
         # Also for the aborts: one that came after the reset would call the next step off.
         ray.wait(calls, num_returns=len(calls), timeout=min(GRACE_SECONDS, self._deadline))
         found: list[Outcome] = []
@@ -228,11 +230,11 @@ class Actors:
     def _begin_anew(self, first: int, error: StageError) -> None:
         """The actors go on with the next step, without what the failed ones would have made."""
         self._running.clear()
-        lost = (first * KEYS, (self._serial + 1) * KEYS)
+        lost = (first * KEYS, (self.serial + 1) * KEYS)
         self._lost.append(lost)
         self._error = error
         for actor in self._handles:
-            actor.reset.remote(self._serial + 1, lost)
+            actor.reset.remote(self.serial + 1, lost)
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -291,10 +293,7 @@ class Actors:
             if own and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 return list(leaf.residents)
             return sharding.pieces(leaf.numbers())
-        if isinstance(leaf, jax.Array):
-            return sharding.pieces(to_host(leaf))
-        dtype = leaf.dtype if isinstance(leaf, SplitArray) else jax.typeof(leaf).dtype
-        return sharding.pieces(np.asarray(leaf, dtype))
+        return sharding.pieces(host_numbers(leaf))
 
     def fetch(self, resident: Resident) -> np.ndarray:
         """See `Owner`."""
@@ -354,15 +353,47 @@ class Actors:
         """See `Owner`."""
         self._check_open()
         if self.is_lost(resident):
-            error = self._error
-            assert error is not None
-            raise StageError(
-                f"An array of {self._name} is lost: the step that was to make it failed.",
-                where=error.where,
-                why=error.what,
-                hint="go on from a state that is alive.",
-                spot=error.spot,
-            )
+            raise self.lost_array()
+
+    def lost_array(self) -> StageError:
+        """The error for an array of a step that was given up."""
+        return array_error(self._name, self._error)
+
+    def called_off(self, serial: int) -> bool:
+        """Whether a step was given up, so that its results will not come."""
+        return any(first <= serial * KEYS < last for first, last in self._lost)
+
+    def copies(self, residents: Sequence[Resident]) -> list[Any]:
+        """Ask for the numbers of arrays as they are behind the steps so far.
+
+        Returns:
+          For each actor, what gives those of its residents, in their order.
+        """
+        with self._busy():
+            keys: list[list[int]] = [[] for _ in self._parts]
+            for resident in residents:
+                keys[resident.actor].append(resident.key)
+            return [
+                actor.copies.remote(own) for actor, own in zip(self._handles, keys, strict=True)
+            ]
+
+    def save(self, folders: Sequence[str], items: Sequence[Sequence[tuple[str, int]]]) -> list[Any]:
+        """Let actors write arrays as they are behind the steps so far.
+
+        Args:
+          folders: of each actor.
+          items: of each actor, (name, key) of what it writes.
+
+        Returns:
+          What says when those that write anything have done so.
+        """
+        with self._busy():
+            refs = []
+            for actor, folder, own in zip(self._handles, folders, items, strict=True):
+                if own:
+                    actor.save.remote(folder, own)
+                    refs.append(actor.saved.remote(folder))
+            return refs
 
     def place(self, leaf: Any, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
         """Put an array on the actors; where it lives there already, a copy of it."""
@@ -382,15 +413,13 @@ class Actors:
 
     def make(
         self,
-        closed: Any,
-        arguments: Sequence[Any],
+        function: bytes,
         wanted: Sequence[tuple[RaySharding, Sequence[int]]],
     ) -> list[list[Resident]]:
         """Let the actors run a traced function; the residents of each of its results.
 
         Args:
-          closed: the function, a closed jaxpr.
-          arguments: its arguments.
+          function: a closed jaxpr and its arguments, pickled.
           wanted: where each result shall be, and the values that take its parts.
 
         Raises:
@@ -409,9 +438,7 @@ class Actors:
                     items[part.actor].append((key, value, number, rows))
                     residents.append(Resident(self, part.actor, key))
                 found.append(residents)
-            what = "The init function"
-            blobs = [pickling.dumps((closed, arguments, own), what) for own in items]
-            self._call("make", [(blob,) for blob in blobs], "initialize")
+            self._call("make", [(function, own) for own in items], "initialize")
             return found
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
@@ -421,13 +448,30 @@ class Actors:
             for actor, given in zip(self._handles, arguments, strict=True)
         ]
         self._wait(refs[:0])  # a step may have failed
-        results = results_of(refs, self._handles, self._parts, self._name, doing, self._deadline)
+        try:
+            results = results_of(
+                refs, self._handles, self._parts, self._name, doing, self._deadline
+            )
+        except LostActorError as error:
+            self._error = error
+            self.close(error.what)
+            raise
         for found in results:
             if isinstance(found, Failure):
                 raise stage_error(found, self._name)
         return results
 
     # -- the actors ------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether they are gone."""
+        return self._closed is not None
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self._parts)
 
     def describe(self, what: str) -> list[Any]:
         """See `StageActor.describe`, of each actor."""
@@ -440,15 +484,6 @@ class Actors:
             self._closed = why
         self._running.clear()
         self._finalizer()
-
-
-def _end(handles: list[Any], connection: Connection) -> None:
-    if ray.is_initialized():
-        for actor in handles:
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-    handles.clear()
-    connection.close()
 
 
 def _entry(given: Any, is_home: bool) -> Any:

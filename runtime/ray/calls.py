@@ -125,4 +125,5 @@ def reason_of(error: RayActorError) -> str:
     """Why an actor died, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [x for x in lines if "exit" in x.lower() or "killed" in x.lower()]
-    return f"its process ended: {(telling or lines or ['no reason is known'])[0]}"
+    reason = (telling or lines or ["no reason is known"])[0]
+    return f"its process ended: {reason.partition(' Some common causes')[0]}"

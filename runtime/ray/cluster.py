@@ -34,12 +34,15 @@ class Connection:
       address: as that of `autopar.Ray`.
       num_actors: how many actors will want a CPU.
       deadline: seconds that connecting may take.
+      reserve: whether to reserve these CPUs; else it only keeps the cluster in use.
 
     Raises:
       ClusterError: nothing answers at the address, or the cluster has too few CPUs.
     """
 
-    def __init__(self, address: str | None, num_actors: int, deadline: float) -> None:
+    def __init__(
+        self, address: str | None, num_actors: int, deadline: float, reserve: bool = True
+    ) -> None:
         global _users
         self._is_counted = False
         self._group: PlacementGroup | None = None
@@ -57,7 +60,8 @@ class Connection:
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = all(n["NodeManagerAddress"] == "127.0.0.1" for n in nodes)
-            self._reserve(num_actors, deadline)
+            if reserve:
+                self._reserve(num_actors, deadline)
         except BaseException:
             self.close()
             raise
@@ -138,6 +142,21 @@ def start_local(num_cpus: int, **options: Any) -> None:
             _system_config={"worker_niceness": 0},  # they are no background work
             **{"logging_level": "warning", **options},
         )
+
+
+def await_cpus(count: int, seconds: float) -> None:
+    """Wait until the cluster has so many CPUs, free or not, but no longer than so many seconds.
+
+    One that has lost a node may get another.
+    """
+    end = time.monotonic() + seconds
+    while ray.cluster_resources().get("CPU", 0) < count and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def free_cpus() -> int:
+    """The CPUs of the cluster that nobody has reserved."""
+    return int(ray.available_resources().get("CPU", 0))
 
 
 @contextlib.contextmanager

@@ -143,6 +143,22 @@ def stage_error(failure: Failure, name: str) -> StageError:
     return error
 
 
+def array_error(name: str, error: StageError | None) -> StageError:
+    """The error for an array whose step failed.
+
+    Args:
+      name: of the step.
+      error: why it failed.
+    """
+    return StageError(
+        f"An array of {name} is lost: the step that was to make it failed.",
+        where=None if error is None else error.where,
+        why=None if error is None else error.what,
+        hint="go on from a state that is alive.",
+        spot=None if error is None else error.spot,
+    )
+
+
 def late_error(failure: Failure, name: str, deadline: float) -> StageError:
     """The error for a message that did not come, though its sender is alive."""
     return StageError(
@@ -161,7 +177,7 @@ def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
         where=str(spot),
         why=why,
         hint="the arrays on the actors are gone with it: compile the step again, and start from a "
-        "saved state.",
+        "saved state. With autopar.Ray(max_restarts=...) lost actors are started again.",
         spot=spot,
     )
 

@@ -339,9 +339,21 @@ class MeshStep:
         self.store.put(key, self._place_host(value, numbers))
 
     def duplicate(self, key: int, copy: int) -> None:
-        """Put a copy of an array into the store."""
-        array = self.store[key]
+        """Put a copy of an array into the store, unless the array is lost."""
+        try:
+            array = self.store[key]
+        except Missing:
+            self.store.lose(copy, copy + 1)
+            return
         self.store.put(copy, jax.device_put(array, array.sharding, may_alias=False))
+
+    def copies(self, keys: Sequence[int]) -> list[np.ndarray]:
+        """The numbers of arrays of the store, in memory that no later step overwrites.
+
+        Raises:
+          Missing: one is lost.
+        """
+        return [np.array(to_host(self.store[key])) for key in keys]
 
     def make(
         self,

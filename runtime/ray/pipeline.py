@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.passes.stages.candidate import Runnable
 from autopar.passes.stages.result import LeafRows
-from autopar.ray_array import ActorSharding, RayArray, RaySharding
+from autopar.plans import Plan
+from autopar.ray_array import ActorSharding, Place, RaySharding
 from autopar.ray_options import Ray
-from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.parts import ends_of, home_values, result_values, spec
-from autopar.split_array import SplitArray
+from autopar.runtime.ray.step import RayStep
 
 
 class RayPipeline:
@@ -23,13 +23,44 @@ class RayPipeline:
       runnable: what the meshes run.
       options: the cluster and the deadline.
       name: of the step.
+      plan: its summary.
+      replan: a plan for so many actors, where less hardware is no error.
+
+    Attributes:
+      homes: for every leaf of the arguments and constants, the value of each of its parts.
+      returned: the same for every leaf of the result.
+      types: shape, dtype and weak type of every leaf of the result.
     """
 
-    def __init__(self, runnable: Runnable, options: Ray, name: str) -> None:
-        self.runnable, self.options, self.name = runnable, options, name
+    def __init__(
+        self,
+        runnable: Runnable,
+        options: Ray,
+        name: str,
+        plan: Plan,
+        replan: Callable[[int], RayPipeline] | None = None,
+    ) -> None:
+        self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
+        self._replan = replan
         self.homes, self.returned = home_values(runnable), result_values(runnable)
         self.in_shardings = tuple(map(self._sharding, runnable.leaves, self.homes))
         self.out_shardings = tuple(map(self._sharding, runnable.results, self.returned))
+        versions = runnable.pieces.versions
+        self._taken = tuple(
+            _type_of(group, values, versions)
+            for group, values in zip(runnable.leaves, self.homes, strict=True)
+        )
+        self.types = tuple(
+            _type_of(group, values, versions)
+            for group, values in zip(runnable.results, self.returned, strict=True)
+        )
+
+    def at(self, place: Place) -> tuple[RaySharding, tuple[int, ...], tuple[int, ...], Any]:
+        """What lies in a place: its sharding, the values of its parts, its shape and dtype."""
+        index = place.leaf
+        if place.kind == "argument":
+            return self.in_shardings[index], self.homes[index], *self._taken[index][:2]
+        return self.out_shardings[index], self.returned[index], *self.types[index][:2]
 
     def _sharding(self, group: Sequence[LeafRows], values: Sequence[int]) -> RaySharding:
         pieces, program = self.runnable.pieces, self.runnable.program
@@ -62,82 +93,7 @@ class RayPipeline:
           AutoparError: as `Actors`.
         """
         del name
-        return RayStep(self, donated, kept, shapes, constants)
-
-
-class RayStep:
-    """A compiled step on actors: (donated leaves, kept leaves, constants) -> all output leaves."""
-
-    def __init__(
-        self,
-        pipeline: RayPipeline,
-        donated: Sequence[int],
-        kept: Sequence[int],
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        constants: Sequence[Any],
-    ) -> None:
-        runnable = pipeline.runnable
-        self.pipeline = pipeline
-        self._order, self._num_donated = [*donated, *kept], len(donated)
-        self._shapes = shapes
-        self._types = [
-            _type_of(group, values, runnable.pieces.versions)
-            for group, values in zip(runnable.results, pipeline.returned, strict=True)
-        ]
-        self.actors = Actors(
-            runnable, pipeline.in_shardings, len(shapes), constants, pipeline.options, pipeline.name
-        )
-
-    def __call__(
-        self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
-    ) -> list[Any]:
-        """One step; returns when the actors have been told.
-
-        Raises:
-          StageError: an earlier step failed.
-          TypeError: a leaf has another shape or dtype than the program was compiled for.
-        """
-        del constants  # the actors have them
-        leaves: list[Any] = [None] * len(self._order)
-        for number, leaf in zip(self._order, (*donated, *kept), strict=True):
-            leaves[number] = leaf
-        _check(leaves, self._shapes)
-        actors, shardings = self.actors, self.pipeline.in_shardings
-        given = [actors.given(x, where) for x, where in zip(leaves, shardings, strict=False)]
-        consumed = [
-            resident
-            for leaf in donated
-            if isinstance(leaf, RayArray)
-            for resident in leaf.residents
-            if resident.owner is actors
-        ]
-        outputs = actors.step(given, consumed)
-        kept_arrays = {id(leaf) for leaf in kept}
-        for leaf in donated:
-            if isinstance(leaf, (jax.Array, RayArray, SplitArray)) and id(leaf) not in kept_arrays:
-                leaf.delete()
-        return [
-            RayArray([outputs[value] for value in values], shape, dtype, sharding, weak)
-            for values, (shape, dtype, weak), sharding in zip(
-                self.pipeline.returned, self._types, self.pipeline.out_shardings, strict=True
-            )
-        ]
-
-    def as_text(self) -> str:
-        """The compiled pieces, as XLA's text (HLO), one behind the other."""
-        texts = self._by_piece("text")
-        return "\n".join(f"// piece {name}\n{text}" for name, text in texts.items())
-
-    def memory_analysis(self) -> dict[str, Any]:
-        """XLA's account of one device's memory, for every piece, as a dictionary."""
-        return self._by_piece("memory")
-
-    def cost_analysis(self) -> dict[str, Any]:
-        """XLA's count of operations, for every piece."""
-        return self._by_piece("cost")
-
-    def _by_piece(self, what: str) -> dict[str, Any]:
-        return {k: v for found in self.actors.describe(what) for k, v in found.items()}
+        return RayStep(self, donated, kept, shapes, constants, self._replan)
 
 
 def _type_of(
@@ -150,13 +106,3 @@ def _type_of(
     if ends:
         shape[group[0].axis] = ends[-1]
     return tuple(shape), aval.dtype, bool(getattr(aval, "weak_type", False))
-
-
-def _check(leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
-    for leaf, wanted in zip(leaves, shapes, strict=True):
-        aval = leaf if isinstance(leaf, (RayArray, SplitArray)) else jax.typeof(leaf)
-        if aval.shape != wanted.shape or aval.dtype != wanted.dtype:
-            raise TypeError(
-                f"compiled for {wanted.dtype}{list(wanted.shape)}, called with "
-                f"{aval.dtype}{list(aval.shape)}"
-            )

@@ -1,14 +1,19 @@
-"""Starts the actors of a pipeline, and lets all of them compile at the same time."""
+"""Starts the actors of a pipeline, lets all of them compile at the same time, and ends them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import ray
 
 from autopar.errors import ClusterError
 from autopar.passes.stages.candidate import Runnable
@@ -42,6 +47,43 @@ CONFIG = (
 """What actors take over from the driver's `jax.config`."""
 
 
+CACHE_ALL = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""For a cache folder of a step's own: what was compiled once is never compiled again."""
+
+
+def has_cache() -> bool:
+    """Whether the user has configured a folder for what JAX compiles."""
+    config: Any = jax.config
+    return bool(config.jax_compilation_cache_dir)
+
+
+def cache_folder() -> str:
+    """A new folder for what the actors of one step compile; those of dead processes are removed."""
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{_CACHE}-*-*"):
+        pid = folder.name.split("-")[2]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not _is_running(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_CACHE}-{os.getpid()}-")
+
+
+_CACHE = "autopar-compiled"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def contents(
     runnable: Runnable,
     parts: Sequence[MeshPart],
@@ -64,10 +106,22 @@ def contents(
     return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
 
 
-def start(connection: Connection, parts: Sequence[MeshPart], name: str) -> list[Any]:
-    """Actor handles, of processes that are only about to start."""
+def settings() -> dict[str, Any]:
+    """This process's `jax.config`, as far as actors take it over."""
+    return {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
+
+
+def start(
+    connection: Connection,
+    parts: Sequence[MeshPart],
+    name: str,
+    config: Mapping[str, Any],
+    cache: str | None,
+) -> list[Any]:
+    """Actor handles, of processes that are only about to start; arguments as of `Actors`."""
     token, tail = secrets.token_bytes(32), secrets.token_hex(3)
-    config = {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
+    if cache is not None and connection.is_local:
+        config = {**config, **CACHE_ALL, "jax_compilation_cache_dir": cache}
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _xla_flags()}
     worlds = [
         World(
@@ -122,6 +176,16 @@ def load(
         if isinstance(found, Failure):
             raise stage_error(found, name)
     return tuple(hello.pid for hello in hellos), tuple(seconds)
+
+
+def end(handles: list[Any], connection: Connection) -> None:
+    """End actors, and give back their CPUs."""
+    if ray.is_initialized():
+        for actor in handles:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+    handles.clear()
+    connection.close()
 
 
 def _listed(found: Sequence[tuple[str, str]]) -> str:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ray_array import key_implementation
 from autopar.runtime.ray.routes import Route, slices
+from autopar.split_array import SplitArray
 
 
 def is_key(dtype: Any) -> bool:
@@ -38,6 +39,15 @@ def numbers(array: Any) -> Any:
 def to_host(array: Any) -> np.ndarray:
     """The whole array in host memory; waits for it."""
     return np.asarray(numbers(array))
+
+
+def host_numbers(leaf: Any) -> np.ndarray:
+    """The numbers of a leaf of this process, of the dtype that JAX gives it."""
+    if isinstance(leaf, SplitArray):
+        return np.concatenate([to_host(part) for part in leaf.parts], leaf.axis)
+    if isinstance(leaf, jax.Array):
+        return to_host(leaf)
+    return np.asarray(leaf, jax.typeof(leaf).dtype)
 
 
 def from_host(value: np.ndarray, dtype: Any, sharding: NamedSharding) -> jax.Array:

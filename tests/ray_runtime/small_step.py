@@ -44,7 +44,7 @@ def on_actors(runtime: autopar.Ray, stages: int = 2) -> RayExecutable:
         stages=stages,
         microbatches=4,
         method="data",
-        schedule="1f1b",
+        schedule="1f1b" if stages > 1 else "auto",
         cluster=autopar.Cluster.preset(
             "cpu", devices_per_node=2 * stages if stages == 2 else stages
         ),

@@ -1,0 +1,230 @@
+"""The files of checkpoints: a folder for each step, which is there as a whole or not at all.
+
+    checkpoints/
+      autopar_checkpoints.json      says what this folder is
+      step_00000020/
+        contents.json               the leaves by path: shape, dtype, the items that hold them
+        driver/ plan_0_actor_1.../  items: arrays by name, each written by one process (Orbax)
+      step_00000030.writing-1f3a/   half-written: ignored, and removed when a step is saved
+
+An item says nothing of meshes, so any plan can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import CheckpointError
+
+MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 1
+_STEP = re.compile(r"step_(\d+)")
+_HALF = re.compile(r"step_\d+\.writing-[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf of a saved state.
+
+    Args:
+      path: its path (`jax.tree_util.keystr`).
+      shape: of the leaf.
+      dtype: its name, or "Python int", "Python float", "Python bool" or "Python complex".
+      pieces: (item, name) of what it consists of; none: it has no elements.
+      axis: the dimension along which several pieces follow each other.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[str, str], ...]
+    axis: int = 0
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> StoredLeaf:
+        """The inverse of `dataclasses.asdict`, after JSON."""
+        pieces = tuple((item, name) for item, name in plain["pieces"])
+        return cls(plain["path"], tuple(plain["shape"]), plain["dtype"], pieces, plain["axis"])
+
+
+def orbax() -> Any:
+    """Orbax's module.
+
+    Raises:
+      CheckpointError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            "Checkpoints need Orbax, which is not installed.",
+            why=str(error),
+            hint="pip install 'autopar[checkpoint]'.",
+        ) from error
+    return orbax.checkpoint
+
+
+def write_item(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays, none of them without elements, as one item."""
+    ocp = orbax()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+        writer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
+
+
+def read_item(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of an item, by name."""
+    ocp = orbax()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        names = reader.metadata(folder).item_metadata.tree
+        kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        found = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kinds))
+    return {name: np.asarray(array) for name, array in found.items()}
+
+
+def steps_in(directory: Path) -> tuple[int, ...]:
+    """The steps whose checkpoints are whole, ascending.
+
+    Raises:
+      CheckpointError: it is there and no folder of checkpoints.
+    """
+    if not directory.exists():
+        return ()
+    entries = _listed(directory)
+    if MARKER not in entries:
+        if entries:
+            raise _no_checkpoints(directory)
+        return ()
+    found = [match for name in entries if (match := _STEP.fullmatch(name))]
+    return tuple(sorted(int(x[1]) for x in found if (directory / x.string / CONTENTS).exists()))
+
+
+def begin(directory: Path, step: int) -> Path:
+    """A new folder for what is written of a step; earlier half-written ones are removed.
+
+    Raises:
+      CheckpointError: the directory is something else, or cannot be written.
+    """
+    steps_in(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        marker = directory / MARKER
+        if not marker.exists():
+            _write(marker, json.dumps({"format": FORMAT}))
+        for name in _listed(directory):
+            if _HALF.fullmatch(name):
+                shutil.rmtree(directory / name, ignore_errors=True)
+        folder = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
+        folder.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            "A checkpoint cannot be written.", where=str(directory), why=str(error)
+        ) from error
+    return folder
+
+
+def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> None:
+    """Make a folder that holds all items the checkpoint of a step.
+
+    Raises:
+      CheckpointError: an item is not there.
+    """
+    items = {item for leaf in leaves for item, _ in leaf.pieces}
+    for item in items:
+        if not (folder / item).is_dir():
+            raise CheckpointError(
+                f"The checkpoint of step {step} has no item {item!r}.",
+                where=str(folder),
+                why="its actor has written it, but it cannot be seen from here.",
+                hint="use a directory on a file system that all nodes of the cluster share.",
+            )
+    for name in set(_listed(folder)) - items:  # of actors that were lost
+        shutil.rmtree(folder / name, ignore_errors=True)
+    contents = {
+        "format": FORMAT,
+        "step": step,
+        "extra": extra,
+        "leaves": [asdict(leaf) for leaf in leaves],
+    }
+    _write(folder / CONTENTS, json.dumps(contents, indent=1))
+    os.replace(folder, folder.parent / name_of(step))
+    _sync(folder.parent)
+
+
+def keep_last(directory: Path, count: int) -> None:
+    """Remove all but the last checkpoints."""
+    for step in steps_in(directory)[:-count]:
+        folder = directory / name_of(step)
+        dying = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
+        os.replace(folder, dying)  # never half there under its name
+        shutil.rmtree(dying, ignore_errors=True)
+
+
+def read_contents(directory: Path, step: int) -> tuple[dict[str, StoredLeaf], Any]:
+    """The leaves of a checkpoint by path, and what else was saved with them.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    file = directory / name_of(step) / CONTENTS
+    try:
+        contents = json.loads(file.read_text())
+        if contents["format"] != FORMAT:
+            raise ValueError(f"it has format {contents['format']}, and this version reads {FORMAT}")
+        leaves = [StoredLeaf.from_dict(plain) for plain in contents["leaves"]]
+        return {leaf.path: leaf for leaf in leaves}, contents["extra"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The checkpoint of step {step} cannot be read.",
+            where=str(file),
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def name_of(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step_{step:08}"
+
+
+def _no_checkpoints(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        "This is no folder of checkpoints.",
+        where=str(directory),
+        why=f"it has other files, and no {MARKER}.",
+        hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
+    )
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            "This is no folder of checkpoints.", where=str(directory), why="it is a file."
+        ) from error
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that is whole when it has its name, also after a loss of power."""
+    new = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+    with open(new, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, file)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

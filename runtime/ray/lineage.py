@@ -1,0 +1,351 @@
+"""What made the arrays on actors since the last snapshot, so that it can be done again.
+
+Everything on the actors is deterministic: the same calls, with the same numbers from the driver,
+make the same arrays. The log speaks of leaves and not of actors, so it can be run on another plan.
+What nobody needs any more is not made again, or dropped as soon as it was read for the last time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import LostActorError, StageError
+from autopar.ray_array import Keeper, Place, RayArray
+from autopar.runtime.ray.running import Running
+from autopar.runtime.ray.saving import Saving
+from autopar.runtime.ray.tiles import host_numbers
+
+
+@dataclass(frozen=True)
+class Made:
+    """An array that the log says how to make, by its number."""
+
+    number: int
+
+
+Given = Made | np.ndarray
+"""A leaf in the log: made by an earlier entry, or the numbers that the driver gave."""
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """A step.
+
+    Args:
+      leaves: of its arguments.
+      donated: positions of those that it took over.
+      results: the numbers of its results.
+      serial: its number on the actors that ran it last.
+    """
+
+    leaves: tuple[Given, ...]
+    donated: tuple[int, ...]
+    results: tuple[int, ...]
+    serial: int
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return tuple(leaf.number for leaf in self.leaves if isinstance(leaf, Made))
+
+
+@dataclass(frozen=True)
+class PlaceEntry:
+    """A leaf that was put on the actors, or copied there; arguments as of `Running.place`."""
+
+    leaf: Given
+    place: Place
+    weak: bool
+    results: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (self.leaf.number,) if isinstance(self.leaf, Made) else ()
+
+
+@dataclass(frozen=True)
+class MakeEntry:
+    """A function that made arrays on the actors; arguments as of `Running.make`."""
+
+    function: bytes
+    places: tuple[Place, ...]
+    weak: tuple[bool, ...]
+    results: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class SaveEntry:
+    """Arrays that are written to files; it is done again unless it was done."""
+
+    inputs: tuple[int, ...]
+    saving: Saving
+    results: tuple[int, ...] = ()
+
+
+class Mark:
+    """The place of a snapshot in the log."""
+
+    inputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+
+Entry = StepEntry | PlaceEntry | MakeEntry | SaveEntry | Mark
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An array in host memory.
+
+    Args:
+      numbers: its elements; of PRNG keys, what they wrap.
+      place: where it lies on the actors.
+      weak: whether JAX promotes it as it does a Python number.
+    """
+
+    numbers: np.ndarray
+    place: Place
+    weak: bool
+
+
+class Lineage:
+    """The log of a step's arrays.
+
+    Attributes:
+      entries: since the last snapshot.
+      saved: the snapshot, by the numbers of arrays.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.saved: dict[int, Saved] = {}
+        self._numbers = itertools.count()
+        self._handles: dict[int, weakref.ref[RayArray]] = {}
+        # Of JAX's arrays, which do not change: one that is given to every step is copied once.
+        self._copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def given(self, leaf: Any, keeper: Keeper) -> Given:
+        """A leaf as the log holds it: the caller may change or delete it afterwards."""
+        if isinstance(leaf, RayArray):
+            if leaf.keeper is keeper and leaf.number is not None:
+                return Made(leaf.number)
+            return leaf.numbers()
+        if not isinstance(leaf, jax.Array):
+            return np.array(host_numbers(leaf))
+        known = self._copies.get(id(leaf))
+        if known is None or known[0]() is not leaf:
+            known = weakref.ref(leaf), np.array(host_numbers(leaf))
+            self._copies[id(leaf)] = known
+        return known[1]
+
+    def name(self, arrays: Iterable[RayArray]) -> tuple[int, ...]:
+        """Numbers for arrays that an entry makes."""
+        found = []
+        for array in arrays:
+            array.number = next(self._numbers)
+            self._handles[array.number] = weakref.ref(array)
+            found.append(array.number)
+        return tuple(found)
+
+    def write(self, entry: Entry) -> None:
+        """Something was done."""
+        self.entries.append(entry)
+
+    # -- what is needed --------------------------------------------------------------------------
+
+    def live(self) -> dict[int, RayArray]:
+        """The arrays that the user still holds, but for those that a failure took, by number."""
+        found = {}
+        for number, handle in list(self._handles.items()):
+            array = handle()
+            if array is None or array.is_deleted():
+                del self._handles[number]
+            elif array.error is None:
+                found[number] = array
+        return found
+
+    def drop(self, is_dead: Callable[[Entry], bool], error: StageError) -> None:
+        """Take entries out of the log, and those that need what they made.
+
+        Args:
+          is_dead: whether an entry failed.
+          error: for those who hold what it was to make.
+        """
+        dead: set[int] = set()
+        kept: list[Entry] = []
+        for entry in self.entries:
+            if is_dead(entry) or not dead.isdisjoint(entry.inputs):
+                dead.update(entry.results)
+            else:
+                kept.append(entry)
+        self.entries = kept
+        for number, array in self.live().items():
+            if number in dead:
+                array.lose(error)
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """Remember this place of the log."""
+        mark = Mark()
+        self.entries.append(mark)
+        return mark
+
+    def is_saving(self, mark: Mark) -> bool:
+        """Whether an entry before a place has arrays that are still being written."""
+        return any(
+            isinstance(entry, SaveEntry) and not entry.saving.is_settled()
+            for entry in self.entries[: self.entries.index(mark)]
+        )
+
+    def snapshot(self, mark: Mark, found: Mapping[int, Saved]) -> None:
+        """Go on from a snapshot.
+
+        Args:
+          mark: where it was taken.
+          found: every array that was alive then, unless an earlier snapshot has it.
+        """
+        self.entries = self.entries[self.entries.index(mark) + 1 :]
+        self._copies = {key: pair for key, pair in self._copies.items() if _is_alive(pair[0]())}
+        needed = {n for entry in self.entries for n in entry.inputs} | set(self.live())
+        both = {**self.saved, **found}
+        self.saved = {number: saved for number, saved in both.items() if number in needed}
+
+    # -- doing it again --------------------------------------------------------------------------
+
+    def _prune(self, live: set[int]) -> None:
+        """Take out what nobody needs: neither who holds an array nor an entry that stays."""
+        needed, kept = set(live), []
+        for entry in reversed(self.entries):
+            is_save = isinstance(entry, SaveEntry) and not entry.saving.is_done
+            if is_save or not needed.isdisjoint(entry.results):
+                kept.append(entry)
+                needed.update(entry.inputs)
+        self.entries = kept[::-1]
+        self.saved = {number: saved for number, saved in self.saved.items() if number in needed}
+
+    # -- doing it again --------------------------------------------------------------------------
+
+    def replay(self, running: Running, keeper: Keeper) -> StageError | None:
+        """Make all that is needed once more, and hand it to those who hold it.
+
+        Args:
+          running: the actors, which are new.
+          keeper: of the arrays.
+
+        Returns:
+          What a step of the user's raised, if one did: it and what needs it are out of the log.
+
+        Raises:
+          LostActorError: an actor was lost.
+        """
+        live = self.live()
+        self._prune(set(live))
+        last = {n: index for index, entry in enumerate(self.entries) for n in entry.inputs}
+        arrays: dict[int, RayArray] = {}
+        for number, saved in self.saved.items():
+            arrays[number] = running.place(saved.numbers, saved.place, saved.weak, keeper)
+        failure: StageError | None = None
+        failed: set[int] = set()
+        for index, entry in enumerate(self.entries):
+            if not failed.isdisjoint(entry.inputs):
+                failed.update(entry.results)
+                continue
+            try:
+                made, serial = _again(entry, arrays, running, keeper)
+            except LostActorError:
+                raise
+            except StageError as error:
+                failure = failure or error
+                failed.update(entry.results)
+                continue
+            arrays.update(zip(entry.results, made, strict=True))
+            if isinstance(entry, StepEntry):
+                self.entries[index] = replace(entry, serial=serial)
+            for number in (*entry.inputs, *entry.results):
+                if number not in live and last.get(number, index) <= index:
+                    arrays.pop(number, None)
+            del made
+        try:
+            running.actors.finish()
+        except LostActorError:
+            raise
+        except StageError as error:
+            failure = failure or error
+        for number, array in live.items():
+            if number in arrays:
+                array.rebind(arrays[number])
+        if failure is not None:
+            self.drop(
+                lambda entry: (
+                    not failed.isdisjoint(entry.results)
+                    or (isinstance(entry, StepEntry) and running.actors.called_off(entry.serial))
+                ),
+                failure,
+            )
+        return failure
+
+
+def _is_alive(array: jax.Array | None) -> bool:
+    return array is not None and not array.is_deleted()
+
+
+def _again(
+    entry: Entry, arrays: Mapping[int, RayArray], running: Running, keeper: Keeper
+) -> tuple[list[RayArray], int]:
+    """The results of an entry, and the number of its step."""
+
+    def leaf(given: Given) -> Any:
+        return arrays[given.number] if isinstance(given, Made) else given
+
+    if isinstance(entry, StepEntry):
+        leaves = _apart([leaf(x) for x in entry.leaves], entry.donated, running, keeper)
+        made = running.step(leaves, entry.donated, keeper)
+        return made, running.actors.serial
+    if isinstance(entry, PlaceEntry):
+        return [running.place(leaf(entry.leaf), entry.place, entry.weak, keeper)], 0
+    if isinstance(entry, SaveEntry):
+        if not entry.saving.is_done:
+            entry.saving.send(running.actors, [arrays[number] for number in entry.inputs])
+        return [], 0
+    if isinstance(entry, Mark):
+        return [], 0
+    return running.make(entry.function, entry.places, entry.weak, keeper), 0
+
+
+def _apart(
+    leaves: Sequence[Any], donated: Sequence[int], running: Running, keeper: Keeper
+) -> list[Any]:
+    """The leaves, with a copy of each donated one whose memory another has too.
+
+    Where two leaves of a result are one array depends on the plan.
+    """
+    taken = set(donated)
+    seen = {
+        id(resident)
+        for position, leaf in enumerate(leaves)
+        if isinstance(leaf, RayArray) and position not in taken
+        for resident in leaf.residents
+    }
+    found = list(leaves)
+    for position in donated:
+        leaf = leaves[position]
+        if isinstance(leaf, RayArray):
+            own = {id(resident) for resident in leaf.residents}
+            if not seen.isdisjoint(own):
+                found[position] = running.place(
+                    leaf, Place("argument", position), leaf.weak_type, keeper
+                )
+            seen |= own
+    return found

@@ -1,0 +1,112 @@
+"""Arrays on actors become items of a checkpoint: each actor writes its own, all in parallel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from autopar.errors import CheckpointError
+from autopar.ray_array import RayArray
+from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.mesh_step import Missing
+
+
+class LostItem(Exception):
+    """An actor was lost before it had written its item, or what it was to write."""
+
+
+class Saving:
+    """Arrays on their way into a folder.
+
+    Args:
+      folder: of the checkpoint.
+      label: the items' names begin with it.
+      arrays: how many they are.
+
+    Attributes:
+      tries: how often they were sent.
+      pieces: for every array, the (item, name) of its parts, known when it was sent.
+      axes: the dimension along which these follow each other.
+    """
+
+    def __init__(self, folder: Path, label: str, arrays: int) -> None:
+        self.folder, self._label, self.is_done = folder, label, False
+        self.pieces: list[tuple[tuple[str, str], ...]] = [()] * arrays
+        self.axes = [0] * arrays
+        self.tries = 0
+        self._refs: list[Any] = []
+        self._lock = threading.Lock()  # whoever waits is another thread than whoever sends
+
+    def send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
+        """Tell the actors to copy and write their parts; again, unless that was done."""
+        with self._lock:
+            if not self.is_done:
+                self._send(actors, arrays)
+
+    def _send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
+        suffix = f"try_{self.tries}"
+        names = [f"{self._label}_actor_{actor}_{suffix}" for actor in range(actors.count)]
+        items: list[list[tuple[str, int]]] = [[] for _ in range(actors.count)]
+        found = []
+        for index, array in enumerate(arrays):
+            pieces = []
+            for part, resident in enumerate(array.residents):
+                item, name = names[resident.actor], f"{index}.{part}"
+                if array.size:
+                    items[resident.actor].append((name, resident.key))
+                    pieces.append((item, name))
+            found.append(tuple(pieces))
+        folders = [str(self.folder / name) for name in names]
+        self._refs, self.pieces = actors.save(folders, items), found
+        self.axes = [array.sharding.axis for array in arrays]
+        self.tries += 1
+
+    def is_settled(self) -> bool:
+        """Whether it was written, or never can be; does not wait."""
+        if self._refs and ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1]:
+            return False
+        try:
+            self.wait(0)
+        except LostItem:
+            return False
+        except CheckpointError:
+            pass
+        return True
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until all is written.
+
+        Args:
+          seconds: at most so long; None: as long as it takes.
+
+        Raises:
+          LostItem: an actor or an array was lost, or the time is over; they may be sent again.
+          CheckpointError: something cannot be written.
+        """
+        while not self.is_done:
+            refs = self._refs
+            try:
+                ray.get(refs, timeout=seconds)
+            except (RayActorError, RayTaskError, GetTimeoutError) as error:
+                if refs is self._refs:
+                    self._fail(error)
+            else:
+                with self._lock:
+                    self.is_done = refs is self._refs
+
+    def _fail(self, error: RayError) -> None:
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        if cause is None or isinstance(cause, Missing):
+            raise LostItem from error
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        raise CheckpointError(
+            "A checkpoint cannot be written.",
+            where=str(self.folder),
+            why=f"{type(cause).__name__}: {cause}",
+        ) from error

@@ -1,0 +1,134 @@
+"""Copies of the arrays on actors in the driver's memory, so that the log of a step stays short.
+
+A snapshot is asked for between two steps and arrives while later ones run. It counts when all of
+it is there; until then, or if a part never comes, the one before it does. An array never changes,
+so it is copied once, however long it is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from autopar.ray_array import RayArray
+from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.lineage import Lineage, Mark, Saved, StepEntry
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where the numbers of an array arrive: for each of its parts the actor and the place there."""
+
+    sources: tuple[tuple[int, int], ...]
+    axis: int
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A snapshot that is on its way.
+
+    Args:
+      mark: where in the log it was taken.
+      known: what the driver has already.
+      parts: what the actors send, by the arrays' numbers; `like` says the rest.
+      like: place and weak type of these arrays.
+      refs: of each actor's copies.
+    """
+
+    mark: Mark
+    known: dict[int, Saved]
+    parts: dict[int, _Part]
+    like: dict[int, tuple[Any, bool]]
+    refs: list[Any]
+
+
+class Snapshots:
+    """Takes a snapshot every few steps.
+
+    Args:
+      log: gets them.
+      every: so many steps.
+    """
+
+    def __init__(self, log: Lineage, every: int) -> None:
+        self._log, self._every = log, every
+        self._steps = 0
+        self._coming: _Coming | None = None
+
+    def stepped(self, actors: Actors) -> None:
+        """A step was asked for."""
+        self._steps += 1
+        self._receive(actors)
+        if self._steps >= self._every and self._coming is None:
+            self._take(actors)
+            self._steps = 0
+
+    def forget(self) -> None:
+        """What is on its way will not come: its actors are lost."""
+        if self._coming is not None:
+            self._coming, self._steps = None, self._every
+
+    def _drop_called_off(self, actors: Actors) -> None:
+        self._log.drop(
+            lambda entry: isinstance(entry, StepEntry) and actors.called_off(entry.serial),
+            actors.lost_array(),
+        )
+
+    def _take(self, actors: Actors) -> None:
+        log = self._log
+        self._drop_called_off(actors)
+        known: dict[int, Saved] = {}
+        arrays: dict[int, RayArray] = {}
+        for number, array in log.live().items():
+            if number in log.saved:
+                continue
+            if array.fetched is not None:
+                known[number] = Saved(array.fetched, array.place, array.weak_type)
+            else:
+                arrays[number] = array
+        sent = [0] * actors.count
+        parts = {}
+        for number, array in arrays.items():
+            sources = []
+            for resident in array.residents:
+                sources.append((resident.actor, sent[resident.actor]))
+                sent[resident.actor] += 1
+            parts[number] = _Part(tuple(sources), array.sharding.axis)
+        residents = [resident for array in arrays.values() for resident in array.residents]
+        self._coming = _Coming(
+            log.mark(),
+            known,
+            parts,
+            {number: (array.place, array.weak_type) for number, array in arrays.items()},
+            actors.copies(residents),
+        )
+
+    def _receive(self, actors: Actors) -> None:
+        """Take over a snapshot that has arrived."""
+        coming = self._coming
+        if coming is None:
+            return
+        _, left = ray.wait(coming.refs, num_returns=len(coming.refs), timeout=0)
+        if left:
+            return
+        self._drop_called_off(actors)
+        if self._log.is_saving(coming.mark):
+            return  # the log can still be needed from an earlier place
+        self._coming = None
+        try:
+            given = ray.get(coming.refs)
+        except RayError:
+            return  # an actor is lost: whoever looks next will say so
+        if None in given:
+            return  # a step before it failed
+        found = dict(coming.known)
+        for number, part in coming.parts.items():
+            pieces = [given[actor][place] for actor, place in part.sources]
+            # What Ray gives lies in its object store, which a cluster that ends takes along.
+            whole = np.array(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces, part.axis)
+            found[number] = Saved(whole, *coming.like[number])
+        self._log.snapshot(coming.mark, found)

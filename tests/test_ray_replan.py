@@ -1,0 +1,108 @@
+"""A cluster that loses a node for good: the step is planned again for what is left, or refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray_runtime.clusters import is_running
+from ray_runtime.small_step import BATCH, check_one_step, init, train_step
+from ray_runtime.training import batch, train
+
+import autopar
+from autopar.errors import ClusterError, OptionError
+from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.cluster import _loopback
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+
+
+@pytest.fixture
+def lose_a_node() -> Iterator[Callable[[], None]]:
+    """A cluster of two nodes with a CPU each; what takes away the one where no driver is."""
+    address = {"node_ip_address": "127.0.0.1", "num_cpus": 1}
+    with _loopback():
+        nodes = Cluster(True, head_node_args={**address, "include_dashboard": False})
+        other = nodes.add_node(**address)
+        ray.init(nodes.address, logging_level="error", log_to_driver=False)
+    try:
+        yield lambda: nodes.remove_node(other, allow_graceful=False)
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def compiled(on_loss: str, stages: Any) -> RayExecutable:
+    step = autopar.compile(
+        train_step,
+        init(),
+        BATCH,
+        stages=stages,
+        microbatches=4,
+        method="data",
+        schedule="1f1b",
+        cluster=autopar.Cluster.preset("cpu", nodes=2, devices_per_node=2),
+        runtime=autopar.Ray(deadline=8, max_restarts=2, snapshot_every=5, on_loss=on_loss),
+    )
+    assert isinstance(step, RayExecutable)
+    return step
+
+
+def test_a_lost_node(lose_a_node: Callable[[], None]) -> None:
+    state, wanted = init(), []
+    plain = jax.jit(train_step)
+    for number in range(16):
+        state, loss = plain(state, batch(number))
+        wanted.append(float(loss))
+    with compiled("replan", 2) as step:
+        assert [stage.num_devices for stage in step.plan.stages] == [2, 2]
+
+        def after(done: int, state: Any) -> None:
+            if done == 7:
+                pids = step.actor_pids
+                lose_a_node()
+                end = time.monotonic() + 60
+                while all(map(is_running, pids)):  # the node's actor ends a little later
+                    assert time.monotonic() < end
+                    threading.Event().wait(0.05)
+
+        losses, found = train(step, 16, after=after)
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+        assert len(step.recoveries) == 1
+        assert [stage.num_devices for stage in step.plan.stages] == [2]
+        assert len(step.actor_pids) == 1
+        check_one_step(step)
+        made = step.initialize(init)
+        assert {part.actor for part in made[5]["w"].sharding.parts} == {0}
+        check_one_step(step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("on_loss", "stages", "error", "match"),
+    [
+        ("error", 2, ClusterError, "2 CPUs|2 actors"),
+        ("replan", [3], (ClusterError, OptionError), "stages|meshes"),
+    ],
+    ids=["error", "replan"],
+)
+def test_a_lost_node_that_cannot_be_spared(
+    lose_a_node: Callable[[], None], on_loss: str, stages: Any, error: Any, match: str
+) -> None:
+    step = compiled(on_loss, stages)
+    state, _ = step(init(), BATCH)
+    lose_a_node()
+    with pytest.raises(error, match=match) as found:
+        while True:
+            state, _ = step(state, BATCH)
+    assert any("lost actor" in note for note in found.value.__notes__)
+    step.shutdown()
