@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 T = TypeVar("T", bound=type)
 
@@ -24,7 +23,8 @@ def computes_as_jax_array(cls: T) -> T:
 
     def operator(name: str) -> Any:
         def whole(value: Any) -> Any:
-            return jnp.asarray(value) if isinstance(value, cls) else value
+            array: Any = value
+            return array.__jax_array__() if isinstance(value, cls) else value
 
         def method(self: Any, *others: Any) -> Any:
             return getattr(whole(self), name)(*map(whole, others))
@@ -34,7 +34,7 @@ def computes_as_jax_array(cls: T) -> T:
 
     def __getattr__(self: Any, name: str) -> Any:
         if name in _METHODS:
-            return getattr(jnp.asarray(self), name)
+            return getattr(self.__jax_array__(), name)
         raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
     for name in _NAMES:

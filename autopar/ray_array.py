@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .errors import StageError
+from .operators import computes_as_jax_array
 
 T = TypeVar("T")
 
@@ -154,6 +155,7 @@ class Keeper(Protocol):
         """Notice a lost actor."""
 
 
+@computes_as_jax_array
 class RayArray:
     """An array that lives on Ray actors.
 
@@ -361,43 +363,3 @@ class RayArray:
         if self._is_key or self.is_lost:
             return f"RayArray({kind} on {place})"
         return f"RayArray({np.asarray(self)!r}, on {place})"
-
-
-def _computed(name: str) -> Any:
-    def method(self: RayArray, *others: Any) -> Any:
-        others = tuple(x.__jax_array__() if isinstance(x, RayArray) else x for x in others)
-        return getattr(self.__jax_array__(), name)(*others)
-
-    method.__name__ = method.__qualname__ = name
-    return method
-
-
-# Arithmetic and comparisons fetch the array and give a `jax.Array` of the driver's.
-for _name in [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "radd",
-    "rsub",
-    "rmul",
-    "rtruediv",
-    "rfloordiv",
-    "rmod",
-    "rpow",
-    "rmatmul",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "neg",
-    "abs",
-]:
-    setattr(RayArray, f"__{_name}__", _computed(f"__{_name}__"))
-RayArray.__hash__ = None  # type: ignore[assignment]  # as that of jax.Array: == compares elements
