@@ -33,6 +33,7 @@ from autopar.passes.sharding.scopes import (
     aval_shape,
     itemsize,
 )
+from autopar.passes.sharding.sums import accumulates, starts_of_sums
 
 # Equations that always open a group of their own: what they cost depends on what they cut.
 HEAVY = frozenset(
@@ -103,6 +104,7 @@ class _Builder:
         self._tables: dict[Any, np.ndarray] = {}
         self._ids: dict[tuple[Layout, ...], int] = {}
         self._state_nodes: set[int] = set()
+        self._starts: set[Var] = set()  # what loops begin to add to
 
     # -- values ------------------------------------------------------------------------------
 
@@ -253,6 +255,7 @@ class _Builder:
     # -- equations ---------------------------------------------------------------------------
 
     def walk(self, scope: Scope, env: dict[Var, Value]) -> None:
+        self._starts |= starts_of_sums(scope.jaxpr)
         for eqn in scope.jaxpr.eqns:
             self.built.time += 1
             values = [self.read(env, atom) for atom in eqn.invars]
@@ -278,7 +281,8 @@ class _Builder:
         shape = self.shape(eqn)
         sizes = [math.prod(aval_shape(v)) for v in eqn.outvars]
         all_small = all(isinstance(v, Small) for v in values)
-        if all_small and max(sizes) <= SMALL_ELEMENTS:
+        is_start = any(var in self._starts for var in eqn.outvars)
+        if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
             return Entry("small", eqn, shape), [Small() for _ in eqn.outvars]
         if self._is_flexible(eqn, shape, values, sizes):
             value = Flexible(shape, 0, tuple(values))
@@ -498,22 +502,6 @@ class _Builder:
 def stacked(layout: Layout) -> Layout:
     """The layout of a stack of values along a new leading dimension."""
     return Layout(((), *layout.dims), layout.partial)
-
-
-def accumulates(eqn: JaxprEqn, carry: int) -> bool:
-    """Whether a scan's carry may stay unreduced: the body adds to it and does nothing else."""
-    body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    num_consts, _ = jax_compat.scan_counts(eqn.params)
-    var = body.invars[num_consts + carry]
-    result = body.outvars[carry]
-    readers = [e for e in body.eqns if any(v is var for v in e.invars)]
-    if len(readers) != 1 or isinstance(result, jex_core.Literal):
-        return False
-    reader = readers[0]
-    position = next(i for i, v in enumerate(reader.invars) if v is var)
-    return reader.outvars[0] is result and any(
-        position in operands and len(operands) > 1 for operands in linear_operands(reader)
-    )
 
 
 def _unique(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
