@@ -1,7 +1,8 @@
 """Pipelines against the best plan on one mesh, measured and simulated, on virtual devices.
 
-A GPT, a wide ResNet and a mixture of experts, on eight virtual devices: one mesh, two and four
-stages, each with 1F1B and with weight gradients apart (ZB-H1). All plans of a model run in one
+A GPT, a wide ResNet and a mixture of experts, on eight virtual devices: one mesh without
+microbatches, two and four stages, each with 1F1B and with weight gradients apart (ZB-H1), and what
+`stages="auto"` and `microbatches="auto"` choose. All plans of a model run in one
 process and take turns, so that they meet the same machine.
 
     python benchmarks/pipeline.py --json
@@ -47,7 +48,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "2-zb_h1": {"stages": 2, "schedule": "zb_h1"},
     "4-1f1b": {"stages": 4, "schedule": "1f1b"},
     "4-zb_h1": {"stages": 4, "schedule": "zb_h1"},
-    "auto": {"stages": "auto"},
+    "auto": {"stages": "auto", "microbatches": "auto"},
 }
 
 
