@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ray_runtime.small_step import layers_step
 
 import autopar
 from autopar import checkpoints as module
@@ -212,15 +213,6 @@ def test_a_state_may_be_consumed_at_once(tmp_path: Path) -> None:
         found = checkpoints.restore(w, step=number).state
         assert found.sharding == w.sharding
         np.testing.assert_array_equal(found, wanted)
-
-
-def layers_step(params: Any, x: Any) -> Any:
-    def loss_fn(params: Any) -> Any:
-        y, _ = jax.lax.scan(lambda y, p: (jnp.tanh(y @ p["w"] + p["b"]), None), x, params)
-        return jnp.mean(y**2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 def test_rows_on_several_stages_for_other_stages(tmp_path: Path) -> None:

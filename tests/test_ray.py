@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from programs import ONE_LAYER, PROGRAMS, Program, compare
 from ray_runtime.clusters import cluster, wait_until_gone
+from ray_runtime.small_step import layers_step
 
 import autopar
 from autopar.errors import DonatedBufferError, OptionError, TraceError
@@ -178,14 +179,6 @@ def test_one_array_in_two_places_of_the_state(step: RayExecutable) -> None:
 
 
 def test_leaves_with_rows_on_both_actors() -> None:
-    def layers_step(params: Any, x: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            y, _ = jax.lax.scan(lambda y, p: (jnp.tanh(y @ p["w"] + p["b"]), None), x, params)
-            return jnp.mean(y**2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
     def stacked(key: Any) -> Any:
         return {"w": jax.random.normal(key, (4, 8, 8)) / 4, "b": jnp.zeros((4, 8))}
 

@@ -36,6 +36,17 @@ BATCH = {
 }
 
 
+def layers_step(params: Any, x: Any) -> Any:
+    """A step whose layers are a scan, so that its leaves have rows on several stages."""
+
+    def loss_fn(params: Any) -> Any:
+        y, _ = jax.lax.scan(lambda y, p: (jnp.tanh(y @ p["w"] + p["b"]), None), x, params)
+        return jnp.mean(y**2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
 def on_actors(runtime: autopar.Ray, stages: int = 2) -> RayExecutable:
     step = autopar.compile(
         train_step,
