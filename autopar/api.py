@@ -442,7 +442,12 @@ def _plan_again(
     Raises:
       AutoparError: no plan fits these processes and what the user asked for.
     """
-    before = 1 if compiled.pipeline is None else compiled.pipeline.program.schedule.num_meshes
+    from .runtime.ray.parts import num_processes
+
+    if compiled.pipeline is None:
+        before = cluster.num_nodes
+    else:
+        before = sum(num_processes(compiled.pipeline, cluster.devices_per_node))
     devices = max(cluster.num_devices * num_actors // before, 1)
     part, options = submesh(cluster, devices), request.options
     if isinstance(options.stages, int):

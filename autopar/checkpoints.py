@@ -17,6 +17,7 @@ from .errors import AutoparError, CheckpointError
 from .ray_array import Keeper, RayArray, key_implementation
 from .runtime.checkpoint_files import (
     StoredLeaf,
+    StoredPiece,
     begin,
     commit,
     keep_last,
@@ -307,17 +308,17 @@ class _Writing:
             )
 
     def _write(self) -> None:
-        pieces: dict[int, tuple[tuple[str, str], ...]] = {}
-        axes: dict[int, int] = {}
+        pieces: dict[int, tuple[StoredPiece, ...]] = {}
         for _, indices, saving in self._parts:
             pieces.update(zip(indices, saving.pieces, strict=True))
-            axes.update(zip(indices, saving.axes, strict=True))
         written = {name: array for name, array in self._copies.items() if array.size}
         if written:
             write_item(self._folder / _DRIVER, written)
-        pieces.update((int(name), ((_DRIVER, name),)) for name in written)
+        for name in written:
+            index = int(name)
+            pieces[index] = (StoredPiece(_DRIVER, name, (0,) * len(self._described[index][0])),)
         leaves = [
-            StoredLeaf(path, shape, dtype, pieces.get(index, ()), axes.get(index, 0))
+            StoredLeaf(path, shape, dtype, pieces.get(index, ()))
             for index, (path, (shape, dtype)) in enumerate(
                 zip(self._paths, self._described, strict=True)
             )
@@ -335,10 +336,14 @@ class _Items:
 
     def numbers(self, stored: StoredLeaf, like: Any) -> np.ndarray:
         """The numbers of a leaf."""
-        if not stored.pieces:
-            return np.zeros(*plain(np.shape(like), like.dtype))
-        found = [self._item(item)[name] for item, name in stored.pieces]
-        return found[0] if len(found) == 1 else np.concatenate(found, stored.axis)
+        if len(stored.pieces) == 1:
+            (piece,) = stored.pieces
+            return self._item(piece.item)[piece.name]
+        whole = np.zeros(*plain(np.shape(like), like.dtype))
+        for item, name, start in stored.pieces:
+            part = self._item(item)[name]
+            whole[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=False))] = part
+        return whole
 
     def _item(self, name: str) -> dict[str, np.ndarray]:
         if name not in self._items:

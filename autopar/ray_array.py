@@ -23,17 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ActorSharding:
-    """How an array, or some rows of one, lies on the mesh of one actor.
+    """How an array, or some rows of one, lies on a mesh of one actor or several.
 
     Args:
-      actor: the number of the actor.
+      mesh_number: the number of the mesh.
+      actors: those that are the mesh's processes.
       stage: the pipeline stage that it belongs to.
       mesh: the sizes of the mesh's axes.
       axis_names: their names.
       spec: the axes that cut each dimension.
     """
 
-    actor: int
+    mesh_number: int
+    actors: tuple[int, ...]
     stage: int
     mesh: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -107,19 +109,19 @@ class Owner(Protocol):
 
 
 class Resident:
-    """An array in the store of one actor. The actor forgets it when nobody holds this any more.
+    """An array in the stores of a mesh's actors, which forget it when nobody holds this any more.
 
     Args:
-      owner: knows the actor.
-      actor: its number.
-      key: under which the actor has the array.
+      owner: knows the actors.
+      mesh: the number of the mesh.
+      key: under which they have the array.
 
     Attributes:
       is_deleted: whether it was consumed by a step, or given up.
     """
 
-    def __init__(self, owner: Owner, actor: int, key: int):
-        self.owner, self.actor, self.key = owner, actor, key
+    def __init__(self, owner: Owner, mesh: int, key: int):
+        self.owner, self.mesh, self.key = owner, mesh, key
         self.is_deleted = False
 
     def __del__(self) -> None:

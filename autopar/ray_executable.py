@@ -205,13 +205,13 @@ class RayExecutable(Executable):
 
     @property
     def actor_pids(self) -> tuple[int, ...]:
-        """The process ids of the actors, by mesh."""
+        """The process ids of the actors, those of one mesh side by side."""
         pids: tuple[int, ...] = self._compiled.actors.pids
         return pids
 
     @property
     def compile_seconds(self) -> tuple[float, ...]:
-        """What compiling its pieces took each actor, by mesh."""
+        """What compiling its pieces took each actor."""
         seconds: tuple[float, ...] = self._compiled.actors.compile_seconds
         return seconds
 
@@ -222,7 +222,7 @@ class RayExecutable(Executable):
         return recoveries
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Bytes that each actor has sent to others so far, by mesh."""
+        """Bytes that each actor has sent to others so far."""
         return tuple(self._compiled.describe("sent"))
 
     def finish(self) -> None:
@@ -257,6 +257,7 @@ def _on_actors(
 
     return RayPipeline(
         compiled.pipeline or one_stage(compiled.program, compiled.graph),
+        compiled.plan.cluster["devices_per_node"],
         runtime,
         name,
         compiled.plan,

@@ -20,15 +20,29 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autopar.errors import CheckpointError
 
-MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 1
+MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 2
 _STEP = re.compile(r"step_(\d+)")
 _HALF = re.compile(r"step_\d+\.writing-[0-9a-f]+")
+
+
+class StoredPiece(NamedTuple):
+    """A part of a leaf.
+
+    Args:
+      item: that holds it.
+      name: in the item.
+      start: the index of its first element in the leaf.
+    """
+
+    item: str
+    name: str
+    start: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,21 +53,19 @@ class StoredLeaf:
       path: its path (`jax.tree_util.keystr`).
       shape: of the leaf.
       dtype: its name, or "Python int", "Python float", "Python bool" or "Python complex".
-      pieces: (item, name) of what it consists of; none: it has no elements.
-      axis: the dimension along which several pieces follow each other.
+      pieces: what it consists of; none: it has no elements.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[tuple[str, str], ...]
-    axis: int = 0
+    pieces: tuple[StoredPiece, ...]
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> StoredLeaf:
         """The inverse of `dataclasses.asdict`, after JSON."""
-        pieces = tuple((item, name) for item, name in plain["pieces"])
-        return cls(plain["path"], tuple(plain["shape"]), plain["dtype"], pieces, plain["axis"])
+        pieces = tuple(StoredPiece(item, name, tuple(at)) for item, name, at in plain["pieces"])
+        return cls(plain["path"], tuple(plain["shape"]), plain["dtype"], pieces)
 
 
 def orbax() -> Any:
@@ -137,7 +149,7 @@ def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> Non
     Raises:
       CheckpointError: an item is not there.
     """
-    items = {item for leaf in leaves for item, _ in leaf.pieces}
+    items = {item for leaf in leaves for item, *_ in leaf.pieces}
     for item in items:
         if not (folder / item).is_dir():
             raise CheckpointError(

@@ -127,7 +127,7 @@ def test_state_is_made_on_the_actors(step: RayExecutable) -> None:
     assert all(isinstance(leaf, RayArray) for leaf in jax.tree.leaves(state))
     assert_close(state, init(jax.random.key(0)))
     first, last = state["params"][0]["w"], state["params"][-1]["w"]
-    assert [part.actor for x in (first, last) for part in x.sharding.parts] == [0, 1]
+    assert [part.actors for x in (first, last) for part in x.sharding.parts] == [(0,), (1,)]
     assert_close(step(state, BATCH), plain(1))
     with pytest.raises(TraceError, match="none of the step's arguments"):
         step.initialize(lambda: jnp.zeros(3))
@@ -189,7 +189,7 @@ def test_leaves_with_rows_on_both_actors() -> None:
     ) as made:  # type: ignore[attr-defined]
         state = made.initialize(stacked, key)
         assert state["w"].sharding.ends == (2, 4)
-        assert [part.actor for part in state["w"].sharding.parts] == [0, 1]
+        assert [part.actors for part in state["w"].sharding.parts] == [(0,), (1,)]
         assert_close(state, stacked(key))
         assert_close(made.apply(lambda tree: jax.tree.map(jnp.cos, tree), state)["w"],
                      jnp.cos(stacked(key)["w"]))  # fmt: skip

@@ -63,7 +63,7 @@ def test_a_nan_in_a_stage(step: RayExecutable, stage: int) -> None:
     error = found.value
     assert "FloatingPointError: nan in its results" in error.what
     spot = error.spot
-    assert (spot.mesh, spot.stage, spot.instruction) == (stage, f"stage {stage}", f"F{stage}[0]")
+    assert (spot.actor, spot.stage, spot.instruction) == (stage, f"stage {stage}", f"F{stage}[0]")
     assert spot.microbatch == 0
     assert f"actor {stage}, stage {stage}, F{stage}[0], microbatch 0" in str(error)
     with pytest.raises((StageError, RuntimeError), match=r"is lost|deleted"):
@@ -117,7 +117,7 @@ def test_an_actor_that_stops_answering(ray_cluster: None) -> None:
     os.kill(step.actor_pids[0], signal.SIGSTOP)
     with pytest.raises(LostActorError) as found:
         run_forever(step)
-    assert found.value.spot.mesh == 0
+    assert found.value.spot.actor == 0
     assert "F0[" in str(found.value)
     wait_until_gone(step.actor_pids)
 
@@ -171,7 +171,8 @@ def test_a_state_of_another_step(step: RayExecutable) -> None:
 
 
 SCRIPT = """
-import ray
+import ray, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests may ignore it
 from ray_runtime.small_step import *
 step = on_actors(autopar.Ray(deadline=60))
 nodes = [node["NodeManagerAddress"] for node in ray.nodes()]

@@ -130,7 +130,7 @@ def test_an_actor_that_stops_answering(
 
     assert_same(train(step, STEPS, after=after), undisturbed)
     (recovery,) = step.recoveries[before:]
-    assert recovery.lost.spot.mesh == 0
+    assert recovery.lost.spot.actor == 0
     wait_until_gone(pids)
 
 

@@ -82,7 +82,7 @@ def test_a_lost_node(lose_a_node: Callable[[], None]) -> None:
         assert len(step.actor_pids) == 1
         check_one_step(step)
         made = step.initialize(init)
-        assert {part.actor for part in made[5]["w"].sharding.parts} == {0}
+        assert {part.actors for part in made[5]["w"].sharding.parts} == {(0,)}
         check_one_step(step)
 
 

@@ -1,4 +1,4 @@
-"""The Ray actor of one mesh: thin, what it does is in `mesh_step.py`.
+"""The Ray actor of a mesh, or of a part of one: thin, what it does is in `mesh_step.py`.
 
 Steps run one after the other, in the order in which the driver asked for them. What must not wait
 for a step (reading results, asking where the actor is, calling a step off) has threads of its own.
@@ -24,7 +24,8 @@ class World:
 
     Args:
       label: the actor's name in logs.
-      mesh: its number.
+      actor: its number.
+      place: the number of the process in its mesh, and how many processes that has.
       num_devices: virtual CPU devices.
       jax_config: values of `jax.config`.
       environment: environment variables.
@@ -33,7 +34,8 @@ class World:
     """
 
     label: str
-    mesh: int
+    actor: int
+    place: tuple[int, int]
     num_devices: int
     jax_config: Mapping[str, Any]
     environment: Mapping[str, str]
@@ -43,9 +45,17 @@ class World:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a started actor says: where it listens, its process, and the versions that it runs."""
+    """What a started actor says.
+
+    Args:
+      address: where it listens for messages.
+      coordinator: where it can listen for the other processes of its mesh.
+      pid: of its process.
+      versions: that it runs.
+    """
 
     address: tuple[str, int]
+    coordinator: str
     pid: int
     versions: tuple[tuple[str, str], ...]
 
@@ -67,7 +77,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 class StageActor:
-    """One mesh's process."""
+    """A process of one mesh."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -90,31 +100,47 @@ class StageActor:
         jax.config.update("jax_num_cpu_devices", world.num_devices)
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
+        from autopar.runtime.ray.group import free_port
         from autopar.runtime.ray.transport import Sockets
         from autopar.runtime.ray.writer import Writer
 
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
         self._writer = Writer()
-        self._transport = Sockets(world.mesh, host, world.token)
-        return Hello(self._transport.address, os.getpid(), versions())
+        self._transport = Sockets(world.actor, host, world.token)
+        coordinator = f"{host}:{free_port(host)}"
+        return Hello(self._transport.address, coordinator, os.getpid(), versions())
 
     def load(
-        self, data: bytes, addresses: Mapping[int, tuple[str, int]], deadline: float
+        self,
+        data: bytes,
+        addresses: Mapping[int, tuple[str, int]],
+        coordinator: str | None,
+        deadline: float,
     ) -> Failure | float:
-        """Connect to the other meshes and compile; the seconds that it took."""
+        """Connect to the others and compile; the seconds that it took.
+
+        Args:
+          data: the actor's part of the plan, and constants.
+          addresses: of all actors.
+          coordinator: where the processes of its mesh meet; None: it is the only one.
+          deadline: seconds that connecting, and any wait in a step, may take.
+        """
         import traceback
 
         from autopar.runtime.ray import pickling
+        from autopar.runtime.ray.group import join
         from autopar.runtime.ray.mesh_step import MeshStep
 
         start = time.perf_counter()
         try:
+            if coordinator is not None:
+                join(coordinator, *self._world.place, deadline)
             part, constants = pickling.loads(data)
             peers = {peer: addresses[peer] for peer in part.peers}
             self._transport.connect(peers, deadline)
             self._step = MeshStep(part, constants, self._transport, deadline)
         except Exception as error:
-            spot = Spot(self._world.mesh, self._world.label, None, "compiling")
+            spot = Spot(self._world.actor, self._world.label, None, "compiling")
             text = "".join(traceback.format_exception(error))
             return Failure("error", spot, 0, f"{type(error).__name__}: {error}", text)
         return time.perf_counter() - start
@@ -134,28 +160,28 @@ class StageActor:
         self._step.store.lose(*lost)
         self._broken_from = None
 
-    def keep(self, key: int, value: int, numbers: Any) -> None:
+    def keep(self, key: int, value: int, tiles: Any) -> None:
         """See `MeshStep.keep`."""
-        self._step.keep(key, value, numbers)
+        self._step.keep(key, value, tiles)
 
     def duplicate(self, key: int, copy: int) -> None:
         """See `MeshStep.duplicate`."""
         self._step.duplicate(key, copy)
 
-    def copies(self, keys: Sequence[int]) -> list[Any] | None:
+    def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
         """See `MeshStep.copies`; None: one is lost."""
         from autopar.runtime.ray.mesh_step import Missing
 
         try:
-            copies: list[Any] = self._step.copies(keys)
+            copies: list[Any] = self._step.copies(wanted)
         except Missing:
             return None
         return copies
 
-    def save(self, folder: str, items: Sequence[tuple[str, int]]) -> None:
-        """Begin to write arrays, as (name, key), as they are behind the steps so far."""
-        names, keys = [name for name, _ in items], [key for _, key in items]
-        self._writer.begin(folder, lambda: dict(zip(names, self._step.copies(keys), strict=True)))
+    def save(self, folder: str, items: Sequence[tuple[str, int, Any]]) -> None:
+        """Begin to write arrays, as (name, key, box), as they are behind the steps so far."""
+        names, wanted = [name for name, *_ in items], [(key, box) for _, key, box in items]
+        self._writer.begin(folder, lambda: dict(zip(names, self._step.copies(wanted), strict=True)))
 
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""
@@ -173,7 +199,7 @@ class StageActor:
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._step.make, jaxpr_as_fun(closed), arguments, wanted).result()
         except Exception as error:
-            spot = Spot(self._world.mesh, self._world.label, None, "initialize")
+            spot = Spot(self._world.actor, self._world.label, None, "initialize")
             text = "".join(traceback.format_exception(error))
             return Failure("error", spot, 0, f"{type(error).__name__}: {error}", text)
         return None
@@ -181,9 +207,9 @@ class StageActor:
     # -- at any time -----------------------------------------------------------------------------
 
     @ray.method(concurrency_group="aside")
-    def fetch(self, key: int) -> Any:
+    def fetch(self, key: int, boxes: Sequence[Any]) -> Any:
         """See `MeshStep.fetch`."""
-        return self._step.fetch(key)
+        return self._step.fetch(key, boxes)
 
     @ray.method(concurrency_group="aside")
     def saved(self, folder: str) -> None:

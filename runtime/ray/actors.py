@@ -41,8 +41,10 @@ from autopar.runtime.ray.failures import (
     stage_error,
 )
 from autopar.runtime.ray.mesh_step import Message
-from autopar.runtime.ray.parts import MeshPart
-from autopar.runtime.ray.tiles import host_numbers
+from autopar.runtime.ray.parts import MeshPart, Slot
+from autopar.runtime.ray.reading import Copies, Wanted, wanted
+from autopar.runtime.ray.routes import Box
+from autopar.runtime.ray.tiles import cut, host_numbers
 
 AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
@@ -58,7 +60,7 @@ class Actors:
     """The processes of a pipeline. Its methods can be called by any thread, one at a time works.
 
     Args:
-      parts: what the actors run.
+      parts: what the actors run, by actor.
       blobs: what each of them is sent once (`starting.contents`).
       options: the cluster and the deadline.
       name: of the step.
@@ -90,7 +92,9 @@ class Actors:
         self._lock = threading.RLock()
         self.serial, self._others = 0, FIRST_OTHER
         self._running: deque[tuple[int, list[Any]]] = deque()
-        self._fetches: dict[tuple[int, int], Any] = {}
+        self._firsts = {part.mesh: part for part in parts if part.process == 0}
+        self._held: dict[tuple[int, int], dict[Box, list[int]]] = {}
+        self._fetches: dict[tuple[int, int], dict[int, Any]] = {}
         self._forgotten: deque[tuple[int, int]] = deque()
         self._lost: list[tuple[int, int]] = []
         self._error: StageError | None = None
@@ -126,9 +130,9 @@ class Actors:
                 self._wait(self._running[0][1])
             self.serial += 1
             serial = self.serial
-            gone: list[list[int]] = [[] for _ in self._parts]
+            gone: list[list[int]] = [[] for _ in self._firsts]
             for resident in consumed:
-                gone[resident.actor].append(resident.key)
+                gone[resident.mesh].append(resident.key)
                 resident.is_deleted = True
             forgotten = self._drain()
             outputs: dict[int, Resident] = {}
@@ -139,15 +143,29 @@ class Actors:
                 message = Message(
                     step=serial,
                     given=tuple(
-                        _entry(given[slot.leaf][slot.part], slot.is_home) for slot in part.slots
+                        self._entry(part, slot, given[slot.leaf][slot.part]) for slot in part.slots
                     ),
                     consumed=tuple(gone[part.mesh]),
                     forgotten=tuple(forgotten[part.mesh]),
                     outputs=keys,
                 )
-                refs.append(self._handles[part.mesh].step.remote(message))
-                outputs.update((value, Resident(self, part.mesh, key)) for value, key in keys)
+                refs.append(self._handles[part.actor].step.remote(message))
+                if part.process == 0:
+                    outputs.update((value, Resident(self, part.mesh, key)) for value, key in keys)
             return outputs
+
+    def _entry(self, part: MeshPart, slot: Slot, given: Any) -> Any:
+        """What a slot is told of a leaf; away from its home, a resident leaf arrives by itself."""
+        if isinstance(given, Resident):
+            return given.key if slot.is_home else None
+        return self._cut(part, slot.value, given)
+
+    def _cut(self, part: MeshPart, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What a process holds of an array that lies where a value does."""
+        key = part.actor, value
+        if key not in self._held:
+            self._held[key] = part.held(value)
+        return cut(numbers, self._held[key])
 
     def finish(self) -> None:
         """Wait until all steps are done.
@@ -299,50 +317,59 @@ class Actors:
         """See `Owner`."""
         with self._busy():
             self.start_fetch(resident)
-            ref = self._fetches.pop((resident.actor, resident.key))
-            found: np.ndarray = self._read(resident, ref)
-            return np.array(found)  # what Ray gives lies in its object store
+            refs = self._fetches.pop((resident.mesh, resident.key))
+            given = {actor: self._read(actor, ref) for actor, ref in refs.items()}
+            return self._wanted(resident).joined(given)
 
     def start_fetch(self, resident: Resident) -> None:
         """See `Owner`."""
         with self._busy():
             self.check(resident)
-            place = (resident.actor, resident.key)
+            place = (resident.mesh, resident.key)
             if place not in self._fetches:
-                self._fetches[place] = self._handles[resident.actor].fetch.remote(resident.key)
+                self._fetches[place] = {
+                    actor: self._handles[actor].fetch.remote(resident.key, boxes)
+                    for actor, boxes in self._wanted(resident).by_actor().items()
+                }
 
     def wait_ready(self, resident: Resident) -> None:
         """See `Owner`."""
         with self._busy():
             self.check(resident)
-            self._read(resident, self._handles[resident.actor].ready.remote(resident.key))
+            siblings = self._firsts[resident.mesh].siblings
+            refs = {actor: self._handles[actor].ready.remote(resident.key) for actor in siblings}
+            for actor, ref in refs.items():
+                self._read(actor, ref)
 
-    def _read(self, resident: Resident, ref: Any) -> Any:
+    def _wanted(self, resident: Resident) -> Wanted:
+        return wanted(self._firsts[resident.mesh], resident.key % KEYS)
+
+    def _read(self, actor: int, ref: Any) -> Any:
         self._wait([ref])
         try:
             return ray.get(ref)
         except RayActorError as error:
-            part = self._parts[resident.actor]
-            spot = Spot(part.mesh, part.label, None, "between steps")
+            part = self._parts[actor]
+            spot = Spot(part.actor, part.label, None, "between steps")
             self._error = lost_error(self._name, spot, reason_of(error))
             self.close(self._error.what)
             raise self._error from None
         except RayTaskError as error:
             raise StageError(
                 f"An array of {self._name} cannot be read: {error.cause}",
-                where=f"actor {resident.actor}, {self._parts[resident.actor].label}",
+                where=f"actor {actor}, {self._parts[actor].label}",
             ) from None
 
     def forget(self, resident: Resident) -> None:
         """See `Owner`."""
-        self._forgotten.append((resident.actor, resident.key))
+        self._forgotten.append((resident.mesh, resident.key))
 
     def _drain(self) -> list[list[int]]:
-        forgotten: list[list[int]] = [[] for _ in self._parts]
+        forgotten: list[list[int]] = [[] for _ in self._firsts]
         while self._forgotten:
-            actor, key = self._forgotten.popleft()
-            self._fetches.pop((actor, key), None)
-            forgotten[actor].append(key)
+            mesh, key = self._forgotten.popleft()
+            self._fetches.pop((mesh, key), None)
+            forgotten[mesh].append(key)
         return forgotten
 
     def is_lost(self, resident: Resident) -> bool:
@@ -363,26 +390,31 @@ class Actors:
         """Whether a step was given up, so that its results will not come."""
         return any(first <= serial * KEYS < last for first, last in self._lost)
 
-    def copies(self, residents: Sequence[Resident]) -> list[Any]:
-        """Ask for the numbers of arrays as they are behind the steps so far.
-
-        Returns:
-          For each actor, what gives those of its residents, in their order.
-        """
+    def copies(self, residents: Sequence[Resident]) -> Copies:
+        """Ask for the numbers of arrays as they are behind the steps so far."""
         with self._busy():
-            keys: list[list[int]] = [[] for _ in self._parts]
-            for resident in residents:
-                keys[resident.actor].append(resident.key)
-            return [
-                actor.copies.remote(own) for actor, own in zip(self._handles, keys, strict=True)
-            ]
+            arrays = tuple(map(self._wanted, residents))
+            items: dict[int, list[tuple[int, Box | None]]] = {}
+            for resident, array in zip(residents, arrays, strict=True):
+                for actor, box in array.sources:
+                    items.setdefault(actor, []).append((resident.key, box))
+            return Copies(
+                arrays,
+                {actor: self._handles[actor].copies.remote(own) for actor, own in items.items()},
+            )
 
-    def save(self, folders: Sequence[str], items: Sequence[Sequence[tuple[str, int]]]) -> list[Any]:
+    def sources(self, resident: Resident) -> tuple[tuple[int, Box | None], ...]:
+        """See `MeshPart.sources`."""
+        return self._wanted(resident).sources
+
+    def save(
+        self, folders: Sequence[str], items: Sequence[Sequence[tuple[str, int, Box | None]]]
+    ) -> list[Any]:
         """Let actors write arrays as they are behind the steps so far.
 
         Args:
           folders: of each actor.
-          items: of each actor, (name, key) of what it writes.
+          items: of each actor, (name, key, box) of what it writes.
 
         Returns:
           What says when those that write anything have done so.
@@ -403,12 +435,14 @@ class Actors:
             given = self.given(leaf, sharding)
             for part, value, rows in zip(sharding.parts, values, given, strict=True):
                 key = self._others * KEYS + value
-                actor = self._handles[part.actor]
-                if isinstance(rows, Resident):
-                    actor.duplicate.remote(rows.key, key)
-                else:
-                    actor.keep.remote(key, value, rows)
-                found.append(Resident(self, part.actor, key))
+                for number in self._firsts[part.mesh_number].siblings:
+                    actor = self._handles[number]
+                    if isinstance(rows, Resident):
+                        actor.duplicate.remote(rows.key, key)
+                    else:
+                        tiles = self._cut(self._parts[number], value, rows)
+                        actor.keep.remote(key, value, tiles)
+                found.append(Resident(self, part.mesh_number, key))
             return found
 
     def make(
@@ -427,7 +461,7 @@ class Actors:
         """
         with self._busy():
             self._others += 1
-            items: list[list[tuple[int, int, int, Any]]] = [[] for _ in self._parts]
+            items: list[list[tuple[int, int, int, Any]]] = [[] for _ in self._firsts]
             found = []
             for number, (sharding, values) in enumerate(wanted):
                 residents = []
@@ -435,10 +469,11 @@ class Actors:
                     sharding.parts, values, sharding.indices(), strict=True
                 ):
                     key = self._others * KEYS + value
-                    items[part.actor].append((key, value, number, rows))
-                    residents.append(Resident(self, part.actor, key))
+                    items[part.mesh_number].append((key, value, number, rows))
+                    residents.append(Resident(self, part.mesh_number, key))
                 found.append(residents)
-            self._call("make", [(function, own) for own in items], "initialize")
+            arguments = [(function, items[part.mesh]) for part in self._parts]
+            self._call("make", arguments, "initialize")
             return found
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
@@ -484,10 +519,3 @@ class Actors:
             self._closed = why
         self._running.clear()
         self._finalizer()
-
-
-def _entry(given: Any, is_home: bool) -> Any:
-    """What a slot is told of a leaf; away from its home, a resident leaf arrives by itself."""
-    if isinstance(given, Resident):
-        return given.key if is_home else None
-    return given

@@ -52,7 +52,7 @@ class Watch:
             if now - self._since <= self._deadline:
                 return None
             part = self._parts[self._asked.index(left[0])]
-            return Spot(part.mesh, part.label, None, "it does not answer")
+            return Spot(part.actor, part.label, None, "it does not answer")
         asked, self._asked, self._since = self._asked, [], now
         if not self._of_instructions:
             return None
@@ -99,7 +99,7 @@ def results_of(
                 results[ref] = ray.get(ref)
             except RayActorError as error:
                 part = parts[list(refs).index(ref)]
-                spot = Spot(part.mesh, part.label, None, doing)
+                spot = Spot(part.actor, part.label, None, doing)
                 raise lost_error(name, spot, reason_of(error)) from None
         late = watch.late()
         if left and late is not None:

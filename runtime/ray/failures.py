@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from autopar.errors import LostActorError, StageError
-from autopar.passes.pipeline.instructions import Run, Send
+from autopar.passes.pipeline.instructions import Recv, Run, Send
 from autopar.runtime.ray.parts import MeshPart
 
-Kind = Literal["error", "late", "lost", "aborted"]
+Kind = Literal["error", "late", "lost", "group", "aborted"]
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,21 @@ class Spot:
     """Where in a step something happened.
 
     Args:
-      mesh: the number of the actor and of its mesh.
+      actor: its number.
       stage: the stage of the instruction ("stage 0"), or those of the actor.
       index: of the instruction; None: none of the list.
       instruction: what is done, for people.
       microbatch: its microbatch, if it has one.
     """
 
-    mesh: int
+    actor: int
     stage: str
     index: int | None
     instruction: str
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        text = f"actor {self.mesh}, {self.stage}, {self.instruction}"
+        text = f"actor {self.actor}, {self.stage}, {self.instruction}"
         return text if self.microbatch is None else f"{text}, microbatch {self.microbatch}"
 
 
@@ -42,12 +42,13 @@ class Failure:
 
     Args:
       kind: "error": something raised; "late": a wait took longer than the deadline; "lost": another
-        actor is gone; "aborted": the driver called the step off.
+        actor is gone; "group": another process of its mesh is gone or does not answer; "aborted":
+        the driver called the step off.
       spot: where.
       step: the number of the step.
       what: the error's type and message.
       traceback: where it was raised.
-      peer: the mesh that was waited for.
+      peer: the actor that was waited for.
       tag: of the message that was waited for.
     """
 
@@ -79,7 +80,7 @@ Outcome: TypeAlias = Failure | Gone | Silent | None
 def is_over(outcome: Outcome) -> bool:
     """Whether an actor cannot go on, or cannot reach another."""
     if isinstance(outcome, Failure):
-        return outcome.kind == "lost"
+        return outcome.kind in ("lost", "group")
     return outcome is not None
 
 
@@ -107,6 +108,13 @@ def first_error(
     if "error" in by_kind:
         return stage_error(by_kind["error"], name)
     silent = [part for part, x in zip(parts, outcomes, strict=True) if isinstance(x, Silent)]
+    if "group" in by_kind:
+        failure = by_kind["group"]
+        siblings = parts[failure.spot.actor].siblings
+        gone = [part for part in silent if part.actor in siblings]
+        others = [parts[actor] for actor in siblings if actor != failure.spot.actor]
+        spot = last_spot((gone or others)[0], failures)
+        return lost_error(name, spot, f"{failure.spot} computes with it and says: {failure.what}")
     if "late" in by_kind:
         failure = by_kind["late"]
         waited = f"{failure.spot} waited for it longer than {deadline:g} seconds."
@@ -173,7 +181,7 @@ def late_error(failure: Failure, name: str, deadline: float) -> StageError:
 def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
     """The error that says which actor is gone."""
     return LostActorError(
-        f"{name} lost actor {spot.mesh} ({spot.stage}).",
+        f"{name} lost actor {spot.actor} ({spot.stage}).",
         where=str(spot),
         why=why,
         hint="the arrays on the actors are gone with it: compile the step again, and start from a "
@@ -184,14 +192,14 @@ def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
 
 def last_spot(part: MeshPart, failures: Sequence[Failure]) -> Spot:
     """Where a lost actor was at the latest, from what the others still waited for."""
-    waited = {x.tag for x in failures if x.peer == part.mesh and x.tag is not None}
+    waited = {x.tag for x in failures if x.peer == part.actor and x.tag is not None}
     last = None
     for index, x in enumerate(part.instructions):
         if isinstance(x, Run):
-            last = Spot(part.mesh, f"stage {x.stage}", index, x.label, x.microbatch)
-        elif isinstance(x, Send) and x.tag in waited:
+            last = Spot(part.actor, f"stage {x.stage}", index, x.label, x.microbatch)
+        elif isinstance(x, (Send, Recv)) and x.tag in waited:
             if last is None:
-                return Spot(part.mesh, part.label, index, f"before {x.label}")
+                return Spot(part.actor, part.label, index, f"before {x.label}")
             text = f"{last.instruction} or before it (what others waited for comes from there)"
-            return Spot(last.mesh, last.stage, last.index, text, last.microbatch)
-    return Spot(part.mesh, part.label, None, "at an unknown instruction (nobody waited for it)")
+            return Spot(last.actor, last.stage, last.index, text, last.microbatch)
+    return Spot(part.actor, part.label, None, "at an unknown instruction (nobody waited for it)")

@@ -1,13 +1,18 @@
-"""One mesh's share of a step, in one process: compiled pieces, a list of instructions, a store.
+"""A process's share of a step: compiled pieces, a list of instructions, a store.
 
 The list is dispatched in its order. JAX runs what is dispatched asynchronously, threads of the
 transport send what is computed, and the dispatching thread waits at a `Recv` until its message is
 there. At the end of a step it waits for everything that the step computed, so that an error
 belongs to the step that made it.
+
+The processes of one mesh have joined each other before (`group.py`): all run the same list, and
+what they compute together are arrays of which each holds its devices' shards.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
 import traceback
@@ -33,9 +38,21 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stages
 from autopar.runtime.ray.failures import Failure, Spot
-from autopar.runtime.ray.parts import FIRST_OWN_TAG, MeshPart, held_shape
-from autopar.runtime.ray.routes import Route
-from autopar.runtime.ray.tiles import from_host, placed, plain, taken, to_host
+from autopar.runtime.ray.group import is_of_group
+from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, MeshPart, held_shape
+from autopar.runtime.ray.routes import Arrival, Box, Departure, Move
+from autopar.runtime.ray.tiles import (
+    as_bytes,
+    assembled,
+    copied,
+    is_key,
+    numbers,
+    placed,
+    resharded,
+    taken,
+    to_host,
+    unpacked,
+)
 from autopar.runtime.ray.transport import Sockets, Ticket, TransportError
 from autopar.runtime.stages import Pace, StagePrograms, donated_numbers
 
@@ -49,8 +66,8 @@ class Message:
 
     Args:
       step: its number.
-      given: for every slot: the key of an array in the store, an array of the leaf's (or its
-        rows') numbers, or None: its home hands it on.
+      given: for every slot: the key of an array in the store, the numbers of the leaf (or its
+        rows) that this process's devices hold (`tiles.cut`), or None: its home hands it on.
       consumed: keys that the store gives up when the step begins.
       forgotten: keys that nobody holds any more.
       outputs: (value, key) of what goes to the store.
@@ -114,33 +131,35 @@ class Store:
 
 
 class MeshStep:
-    """The compiled share of one mesh.
+    """The compiled share of one process.
 
     Args:
-      part: what the mesh runs.
-      constants: for every constant that this mesh holds, its value's number and its numbers.
-      transport: to the other meshes.
+      part: what it runs.
+      constants: for every constant that its mesh holds, its value's number, and the numbers that
+        the process's devices hold.
+      transport: to the other processes.
       deadline: seconds that one wait may take.
     """
 
     def __init__(
         self,
         part: MeshPart,
-        constants: Sequence[tuple[int, np.ndarray]],
+        constants: Sequence[tuple[int, Sequence[np.ndarray]]],
         transport: Sockets,
         deadline: float,
     ) -> None:
         self.part, self.transport, self.deadline = part, transport, deadline
         self.store = Store()
-        devices = jax.local_devices()[: part.num_devices]
+        devices = jax.devices()[: part.num_devices]
         meshes = {stage: _mesh(part, stage, devices) for stage in part.stages}
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.programs = StagePrograms(part.pieces, part.program, meshes)
         with no_mesh():
             self.variants = self.programs.variants()
         self.names = buffer_names(part.program.values)
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, list[Ticket]] = {}
         self.handed_on: list[Ticket] = []
+        self.passed_on: list[Ticket] = []
         self.actions = tuple(self._actions())
         self.index: int | None = None
         self.doing = "idle"
@@ -161,11 +180,14 @@ class MeshStep:
             spot, tag = self.spot(), self._tag()
             return Failure(kind, spot, message.step, error.detail, "", error.peer, tag)
         except BaseException as error:
+            if len(self.part.siblings) > 1 and is_of_group(error):
+                return Failure("group", self.spot(), message.step, str(error))
             text = "".join(traceback.format_exception(error))
             return Failure("error", self.spot(), message.step, _described(error), text)
         finally:
             self.tickets.clear()
             self.handed_on.clear()
+            self.passed_on.clear()
             self._at(None, "idle")
         return None
 
@@ -178,21 +200,25 @@ class MeshStep:
             self.index, self.since = index, time.monotonic()
             action(buffers, step)
         self._at(None, "the end of the step")
-        for ticket in (*self.tickets.values(), *self.handed_on):
-            self.transport.wait(ticket, self.deadline)
+        for tickets in (*self.tickets.values(), self.handed_on, self.passed_on):
+            self._wait(tickets)
         outputs = {value: buffers[Buffer(value, None)] for value, _ in message.outputs}
         consumed = set(message.consumed)
         lasting = {
             slot.value
-            for slot, given in zip(self.part.slots, message.given, strict=True)
-            if isinstance(given, int) and given not in consumed
+            for slot, key in zip(self.part.slots, message.given, strict=True)
+            if isinstance(key, int) and key not in consumed
         }
         jax.block_until_ready(list(outputs.values()))
         for value, key in message.outputs:
             array = outputs[value]
             if value in lasting:  # an input that is returned as it is, and lives on
-                array = jax.device_put(array, array.sharding, may_alias=False)
+                array = copied(array)
             self.store.put(key, array)
+
+    def _wait(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self.transport.wait(ticket, self.deadline)
 
     def _inputs(self, message: Message) -> dict[Buffer, Any]:
         """The values with which the step begins."""
@@ -200,39 +226,39 @@ class MeshStep:
         consumed, taken_over = set(message.consumed), set(part.program.donated)
         resident: set[tuple[int, int]] = set()
         arriving: set[tuple[int, int, int]] = set()
-        for slot, given in zip(part.slots, message.given, strict=True):
+        for slot, found in zip(part.slots, message.given, strict=True):
             buffer = Buffer(slot.value, None)
-            if given is None:
+            if found is None:
                 arriving.add((slot.leaf, slot.part, slot.value))
-            elif isinstance(given, int):
-                array = self.store[given]
-                if slot.value in taken_over and given not in consumed:
-                    array = jax.device_put(array, array.sharding, may_alias=False)
+            elif isinstance(found, int):
+                array = self.store[found]
+                if slot.value in taken_over and found not in consumed:
+                    array = copied(array)
                 buffers[buffer] = array
                 resident.add((slot.leaf, slot.part))
             else:
-                buffers[buffer] = self._place_host(slot.value, given)
+                buffers[buffer] = self._place_host(slot.value, found)
         self.store.drop(message.consumed)
         tag = FIRST_OWN_TAG
         for to, items in part.hand_on.items():
             sent = [x for x in items if (x.leaf, x.part) in resident]
             if sent:
                 arrays = [buffers[Buffer(x.value, None)] for x in sent]
-                routes = [x.route for x in sent]
-                values = [x.value for x in sent]
-                self.handed_on.append(self._send(to, message.step, tag, values, arrays, routes))
+                ways = [x.way for x in sent]
+                self.handed_on += self._send(to, message.step, tag, arrays, ways)
         for leaf, number, home, value in part.copies:
             if (leaf, number, value) in arriving:
                 sharding = self.programs.places[value].sharding
-                buffers[Buffer(value, None)] = jax.device_put(
-                    buffers[Buffer(home, None)], sharding, may_alias=False
-                )
+                array = resharded(buffers[Buffer(home, None)], sharding)
+                buffers[Buffer(value, None)] = copied(array)
         for source, items in part.handed.items():
             wanted = [x for x in items if (x.leaf, x.part, x.value) in arriving]
             if wanted:
-                self._at(None, f"the start of the step, waiting for leaves of actor {source}")
-                data = self.transport.receive(source, message.step, tag, self.deadline)
-                self._unpack(buffers, data, [(Buffer(x.value, None), x.route) for x in wanted])
+                self._at(
+                    None, f"the start of the step, waiting for leaves of {_actors(part, source)}"
+                )
+                pairs = [(Buffer(x.value, None), x.way) for x in wanted]
+                self._receive(buffers, source, message.step, tag, pairs)
         return buffers
 
     # -- instructions ----------------------------------------------------------------------------
@@ -245,46 +271,57 @@ class MeshStep:
                 compiled = self.variants[x.piece, donated_numbers(x)]
                 waited = programs.waited(x, lasting.get((part.mesh, index), ()))
                 run = stages.run_action(compiled, x, pace, waited)
-                yield self._run_action(run, bool(x.donates), part.awaited.get(index, ()))
+                yield self._run_action(run, x, part.awaited.get(index, ()))
             elif isinstance(x, Send):
                 yield self._send_action(x)
             elif isinstance(x, Recv):
                 yield self._recv_action(x)
             elif isinstance(x, Reshard):
-                sharding = programs.places[x.target.value].sharding
-                yield _local(stages.reshard_action(x, sharding))
+                yield _local(self._reshard_action(x))
             elif isinstance(x, Accumulate):
                 yield _local(stages.accumulate_action(x))
             else:
                 yield _local(stages.free_action(x))
 
-    def _run_action(self, run: stages.Action, donates: bool, tags: Sequence[int]) -> Action:
+    def _run_action(self, run: stages.Action, x: Run, tags: Sequence[int]) -> Action:
+        # Where a mesh of CPUs has several processes, dozens of queued programs wait for each other
+        # without end (jaxlib 0.10.2); so each is awaited.
+        is_awaited = len(self.part.siblings) > 1 and jax.default_backend() == "cpu"
+
         def action(buffers: dict[Buffer, Any], step: int) -> None:
             for tag in tags:
-                self.transport.wait(self.tickets[tag], self.deadline)
-            if donates and self.handed_on:
-                for ticket in self.handed_on:
-                    self.transport.wait(ticket, self.deadline)
+                self._wait(self.tickets[tag])
+            if x.donates and self.handed_on:
+                self._wait(self.handed_on)
                 self.handed_on.clear()
             run(buffers)
+            if is_awaited:
+                jax.block_until_ready([buffers[buffer] for buffer in x.writes])
+
+        return action
+
+    def _reshard_action(self, x: Reshard) -> stages.Action:
+        sharding = self.programs.places[x.target.value].sharding
+
+        def action(buffers: dict[Buffer, Any]) -> None:
+            buffers[x.target] = resharded(buffers[x.source], sharding)
 
         return action
 
     def _send_action(self, x: Send) -> Action:
-        routes, values = self.part.routes[x.tag], [b.value for b in x.buffers]
+        ways = self.part.ways[x.tag]
 
         def action(buffers: dict[Buffer, Any], step: int) -> None:
             arrays = [buffers[b] for b in x.buffers]
-            self.tickets[x.tag] = self._send(x.to, step, x.tag, values, arrays, routes)
+            self.tickets[x.tag] = self._send(x.to, step, x.tag, arrays, ways)
 
         return action
 
     def _recv_action(self, x: Recv) -> Action:
-        items = list(zip(x.buffers, self.part.routes[x.tag], strict=True))
+        items = list(zip(x.buffers, self.part.ways[x.tag], strict=True))
 
         def action(buffers: dict[Buffer, Any], step: int) -> None:
-            data = self.transport.receive(x.source, step, x.tag, self.deadline)
-            self._unpack(buffers, data, items)
+            self._receive(buffers, x.source, step, x.tag, items)
 
         return action
 
@@ -292,51 +329,82 @@ class MeshStep:
 
     def _send(
         self,
-        to: int,
+        mesh: int,
         step: int,
         tag: int,
-        values: Sequence[int],
         arrays: Sequence[Any],
-        routes: Sequence[Route],
-    ) -> Ticket:
-        sizes = [self._bytes(value, route) for value, route in zip(values, routes, strict=True)]
+        ways: Sequence[Departure | Arrival],
+    ) -> list[Ticket]:
+        """Send to each process of another mesh what it gets from this one."""
+        tickets = []
+        for process, actor in enumerate(self.part.processes[mesh]):
+            moves = [way.moves[process] for way in ways]
+            itemsizes = [numbers(array).dtype.itemsize for array in arrays]
+            size = _num_bytes(moves, itemsizes)
 
-        def data() -> Iterator[np.ndarray]:
-            for array, route in zip(arrays, routes, strict=True):
-                yield from taken(array, route, self.numbers)
+            def data(moves: Sequence[Sequence[Move]] = moves) -> Iterator[np.ndarray]:
+                for array, own in zip(arrays, moves, strict=True):
+                    yield from taken(array, own, self.numbers)
 
-        return self.transport.send(to, step, tag, sum(sizes), data)
+            if size:
+                tickets.append(self.transport.send(actor, step, tag, size, data))
+        return tickets
 
-    def _unpack(
+    def _receive(
         self,
         buffers: dict[Buffer, Any],
-        data: np.ndarray,
-        items: Sequence[tuple[Buffer, Route]],
+        mesh: int,
+        step: int,
+        tag: int,
+        items: Sequence[tuple[Buffer, Departure | Arrival]],
     ) -> None:
-        start = 0
-        for buffer, route in items:
-            size = self._bytes(buffer.value, route)
-            version = self.part.pieces.versions[buffer.value]
-            stage = self.part.program.value_of[buffer.value].stage
-            shape = held_shape(version, self.part.pieces.programs[stage])
+        """Receive from each process of another mesh; exchange with those of this one."""
+        part = self.part
+        ways = [way for _, way in items if isinstance(way, Arrival)]
+        dtypes = [part.dtype_of(buffer.value) for buffer, _ in items]
+        found: list[list[tuple[Move, np.ndarray]]] = [[] for _ in items]
+
+        def receive(actor: int, tag: int, moves: Sequence[Sequence[Move]]) -> None:
+            size = _num_bytes(moves, [dtype.itemsize for dtype in dtypes])
+            data = self.transport.receive(actor, step, tag, self.deadline) if size else _NOTHING
+            start = 0
+            for got, own, dtype in zip(found, moves, dtypes, strict=True):
+                count = _num_bytes([own], [dtype.itemsize])
+                got += unpacked(data[start : start + count], own, dtype)
+                start += count
+
+        for process, actor in enumerate(part.processes[mesh]):
+            receive(actor, tag, [way.moves[process] for way in ways])
+        others = [pair for pair in enumerate(part.siblings) if pair[0] != part.process]
+        for process, actor in others:
+            bytes_ = [
+                as_bytes(value) for got in found for move, value in got if process in move.processes
+            ]
+            size = sum(each.size for each in bytes_)
+            if size:
+                data = functools.partial(iter, bytes_)
+                ticket = self.transport.send(actor, step, tag | PASSED_ON, size, data)
+                self.passed_on.append(ticket)
+        for process, actor in others:
+            receive(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
+        for (buffer, _), got, way in zip(items, found, ways, strict=True):
+            version = part.pieces.versions[buffer.value]
+            stage = part.program.value_of[buffer.value].stage
+            shape = held_shape(version, part.pieces.programs[stage])
             sharding = self.programs.places[buffer.value].sharding
-            dtype = version.atom.aval.dtype
-            buffers[buffer] = placed(data[start : start + size], route, shape, dtype, sharding)
-            start += size
+            buffers[buffer] = placed(got, way.tiles, shape, version.atom.aval.dtype, sharding)
 
-    def _bytes(self, value: int, route: Route) -> int:
-        aval = self.part.pieces.versions[value].atom.aval
-        return route.size * plain((), aval.dtype)[1].itemsize
-
-    def _place_host(self, value: int, numbers: np.ndarray) -> jax.Array:
-        dtype = self.part.pieces.versions[value].atom.aval.dtype
-        return from_host(numbers, dtype, self.programs.places[value].sharding)
+    def _place_host(self, value: int, tiles: Sequence[np.ndarray]) -> jax.Array:
+        aval, held = self.part.pieces.versions[value].atom.aval, self.part.held(value)
+        sharding = self.programs.places[value].sharding
+        pairs = zip(tiles, held.values(), strict=True)
+        return assembled(pairs, tuple(aval.shape), aval.dtype, sharding)
 
     # -- between steps ---------------------------------------------------------------------------
 
-    def keep(self, key: int, value: int, numbers: np.ndarray) -> None:
+    def keep(self, key: int, value: int, tiles: Sequence[np.ndarray]) -> None:
         """Put an array from the driver into the store, where `value` lives."""
-        self.store.put(key, self._place_host(value, numbers))
+        self.store.put(key, self._place_host(value, tiles))
 
     def duplicate(self, key: int, copy: int) -> None:
         """Put a copy of an array into the store, unless the array is lost."""
@@ -345,15 +413,15 @@ class MeshStep:
         except Missing:
             self.store.lose(copy, copy + 1)
             return
-        self.store.put(copy, jax.device_put(array, array.sharding, may_alias=False))
+        self.store.put(copy, copied(array))
 
-    def copies(self, keys: Sequence[int]) -> list[np.ndarray]:
-        """The numbers of arrays of the store, in memory that no later step overwrites.
+    def copies(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
+        """The numbers of arrays, or boxes, in memory that no later step overwrites.
 
         Raises:
           Missing: one is lost.
         """
-        return [np.array(to_host(self.store[key])) for key in keys]
+        return [np.array(to_host(self.store[key], box)) for key, box in wanted]
 
     def make(
         self,
@@ -368,25 +436,35 @@ class MeshStep:
           arguments: its arguments.
           wanted: (key, value, number of the result, rows) of what stays.
         """
+        implementations = [
+            jax.random.key_impl(x) if is_key(getattr(x, "dtype", None)) else None for x in arguments
+        ]
+        # NumPy's arrays are taken for the same in every process.
+        plain_arguments = [np.asarray(numbers(jax.numpy.asarray(x))) for x in arguments]
         by_stage: dict[int, list[tuple[int, int, int, tuple[slice, ...] | None]]] = {}
         for item in wanted:
             by_stage.setdefault(self.part.program.value_of[item[1]].stage, []).append(item)
         for items in by_stage.values():
 
-            def part(*args: Any, _items: Any = tuple(items)) -> list[Any]:
+            def part(*plain: Any, _items: Any = tuple(items)) -> list[Any]:
+                args = [
+                    x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+                    for x, kind in zip(plain, implementations, strict=True)
+                ]
                 made = function(*args)
                 return [made[n] if rows is None else made[n][rows] for _, _, n, rows in _items]
 
             shardings = [self.programs.places[value].sharding for _, value, _, _ in items]
             with no_mesh():
-                results = jax.jit(part, out_shardings=shardings)(*arguments)
+                results = jax.jit(part, out_shardings=shardings)(*plain_arguments)
             jax.block_until_ready(results)
             for (key, *_), result in zip(items, results, strict=True):
                 self.store.put(key, result)
 
-    def fetch(self, key: int) -> np.ndarray:
+    def fetch(self, key: int, boxes: Sequence[Box | None]) -> list[np.ndarray]:
         """The numbers of an array of the store; waits until it is there and computed."""
-        return to_host(self.store.wait(key))
+        array = self.store.wait(key)
+        return [to_host(array, box) for box in boxes]
 
     def ready(self, key: int) -> None:
         """Wait until an array of the store is there and computed."""
@@ -401,17 +479,33 @@ class MeshStep:
         """What is being done."""
         part, index = self.part, self.index
         if index is None:
-            return Spot(part.mesh, part.label, None, self.doing)
+            return Spot(part.actor, part.label, None, self.doing)
         x = part.instructions[index]
         stage = _stage(x, part)
         text = x.label
         if not isinstance(x, Run):
             text += ": " + ", ".join(map(self.names, (*x.reads, *x.writes)))
-        return Spot(part.mesh, f"stage {stage}", index, text, _microbatch(x))
+        return Spot(part.actor, f"stage {stage}", index, text, _microbatch(x))
 
     def _tag(self) -> int | None:
         x = None if self.index is None else self.part.instructions[self.index]
         return x.tag if isinstance(x, (Send, Recv)) else None
+
+
+_NOTHING = np.zeros(0, np.uint8)
+
+
+def _num_bytes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> int:
+    return sum(
+        math.prod(move.shape) * itemsize
+        for own, itemsize in zip(moves, itemsizes, strict=True)
+        for move in own
+    )
+
+
+def _actors(part: MeshPart, mesh: int) -> str:
+    found = part.processes[mesh]
+    return f"actor{'' if len(found) == 1 else 's'} {', '.join(map(str, found))}"
 
 
 def _local(action: stages.Action) -> Action:

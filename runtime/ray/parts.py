@@ -1,4 +1,7 @@
-"""A pipelined plan taken apart: what each mesh's process must know, as values that pickle.
+"""A pipelined plan taken apart: what each process must know, as values that pickle.
+
+A mesh has one process or several, each with as many of its devices, in their order. All processes
+of a mesh run its list of instructions; a route tells each which bytes it sends and gets.
 
 The instruction lists are those of the program. What the local runtime leaves to `jax.device_put`
 is written down here: the route of every buffer of a `Send`, and that of a leaf which a stage reads
@@ -9,10 +12,13 @@ steps, and its home hands it on when a step begins.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.passes.pipeline.instructions import (
@@ -30,12 +36,23 @@ from autopar.passes.sharding.program import Block, Program, Version
 from autopar.passes.stages.candidate import Runnable
 from autopar.passes.stages.pieces import Pieces
 from autopar.passes.stages.result import LeafRows
-from autopar.runtime.ray.routes import Route, Spread, route
+from autopar.runtime.ray.routes import (
+    Arrival,
+    Box,
+    Departure,
+    Route,
+    Spread,
+    arrival,
+    departure,
+    route,
+)
 from autopar.runtime.ray.tiles import plain
 from autopar.runtime.stages import spec_of
 
 FIRST_OWN_TAG = 1 << 32
 """Tags from here on are not a program's: leaves that their homes hand on."""
+PASSED_ON = 1 << 40
+"""This bit of a tag says that a process of the receiving mesh passes it on."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +79,28 @@ class HandOn:
     Args:
       leaf, part: which.
       value: its number on this side.
-      route: of its numbers.
+      way: what this process sends or gets of its numbers.
     """
 
     leaf: int
     part: int
     value: int
-    route: Route
+    way: Departure | Arrival
 
 
 @dataclass(frozen=True)
 class MeshPart:
-    """What the process of one mesh must know.
+    """What a process of one mesh must know.
 
     Args:
       mesh: its number.
+      process: the number of the process among those of its mesh.
+      processes: for every mesh, the actors that are its processes.
       stages: those that it runs.
       num_devices: of the mesh.
       pieces: those of the plan; only this mesh's are there.
       program: that of the plan; only this mesh's instructions are there.
-      routes: for each `Send` and `Recv` of this mesh, by tag, the route of every buffer.
+      ways: for each `Send` and `Recv` of this mesh, by tag, the way of every buffer.
       slots: what takes the leaves.
       hand_on: by receiving mesh, what this mesh hands on.
       handed: by sending mesh, what others hand on to this mesh.
@@ -92,11 +111,13 @@ class MeshPart:
     """
 
     mesh: int
+    process: int
+    processes: tuple[tuple[int, ...], ...]
     stages: tuple[int, ...]
     num_devices: int
     pieces: Pieces
     program: PipelineProgram
-    routes: dict[int, tuple[Route, ...]]
+    ways: dict[int, tuple[Departure | Arrival, ...]]
     slots: tuple[Slot, ...]
     hand_on: dict[int, tuple[HandOn, ...]]
     handed: dict[int, tuple[HandOn, ...]]
@@ -110,42 +131,126 @@ class MeshPart:
         return self.program.meshes[self.mesh]
 
     @property
+    def actor(self) -> int:
+        """The number of the process among all."""
+        return self.siblings[self.process]
+
+    @property
+    def siblings(self) -> tuple[int, ...]:
+        """The actors of this mesh."""
+        return self.processes[self.mesh]
+
+    @property
+    def own(self) -> range:
+        """The numbers of the process's devices in the mesh."""
+        return _devices(self.num_devices, self.process, len(self.siblings))
+
+    @property
     def peers(self) -> frozenset[int]:
-        """The meshes that it sends to."""
-        sends = {x.to for x in self.instructions if isinstance(x, Send)}
-        return frozenset(sends | set(self.hand_on))
+        """The actors that it sends to."""
+        meshes = {x.to for x in self.instructions if isinstance(x, Send)} | set(self.hand_on)
+        found = {actor for mesh in meshes for actor in self.processes[mesh]}
+        return frozenset(found | set(self.siblings)) - {self.actor}
 
     @property
     def label(self) -> str:
-        """`stage 0`, or `stages 0, 2` where the mesh has several."""
-        return f"stage{'' if len(self.stages) == 1 else 's'} {', '.join(map(str, self.stages))}"
+        """`stage 0`, or `stages 0, 2` where the mesh has several; and which process of several."""
+        stages = f"stage{'' if len(self.stages) == 1 else 's'} {', '.join(map(str, self.stages))}"
+        return stages if len(self.siblings) == 1 else f"{stages} (process {self.process})"
+
+    def held(self, value: int) -> dict[Box, list[int]]:
+        """What the process's devices hold of a value's numbers, and the devices that hold it."""
+        found: dict[Box, list[int]] = {}
+        boxes = self._spread(value).boxes()
+        for device in self.own:
+            if device < len(boxes):
+                found.setdefault(boxes[device], []).append(device)
+        return found
+
+    def sources(self, value: int) -> tuple[tuple[int, Box | None], ...]:
+        """Where all of a value's numbers can be read: actors, and what each gives; None: all."""
+        if len(self.siblings) == 1:
+            return ((self.actor, None),)
+        holders: dict[Box, list[int]] = {}
+        count = self.num_devices // len(self.siblings)
+        for device, box in enumerate(self._spread(value).boxes()):
+            actor = self.siblings[device // count]
+            if actor not in holders.setdefault(box, []):
+                holders[box].append(actor)
+        return tuple((actors[value % len(actors)], box) for box, actors in holders.items())
+
+    def shape_of(self, value: int) -> tuple[int, ...]:
+        """Of a value's numbers."""
+        return self._spread(value).shape
+
+    def dtype_of(self, value: int) -> np.dtype[Any]:
+        """Of a value's numbers."""
+        return plain((), self.pieces.versions[value].atom.aval.dtype)[1]
+
+    def _spread(self, value: int) -> Spread:
+        stage = self.program.value_of[value].stage
+        return spread_of(self.pieces.versions[value], self.pieces.programs[stage])
 
 
-def take_apart(runnable: Runnable, num_leaves: int) -> tuple[MeshPart, ...]:
-    """The part of every mesh.
+def num_processes(runnable: Runnable, devices_per_node: int) -> tuple[int, ...]:
+    """Of every mesh: one for each node whose devices it takes.
+
+    A mesh that does not consist of whole nodes, or whose stages have meshes of different sizes, has
+    one process.
+    """
+    schedule, programs = runnable.program.schedule, runnable.pieces.programs
+    found = []
+    for mesh in range(schedule.num_meshes):
+        sizes = {
+            math.prod(programs[stage].mesh)
+            for stage, home in enumerate(schedule.mesh_of_stage)
+            if home == mesh
+        }
+        size = max(sizes)
+        is_even = len(sizes) == 1 and size % devices_per_node == 0
+        found.append(size // devices_per_node if is_even else 1)
+    return tuple(found)
+
+
+def processes_of(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """For every mesh, the actors that are its processes."""
+    ends = itertools.accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True))
+
+
+def _devices(count: int, process: int, num_processes: int) -> range:
+    size = count // num_processes
+    return range(process * size, (process + 1) * size)
+
+
+def take_apart(runnable: Runnable, num_leaves: int, counts: Sequence[int]) -> tuple[MeshPart, ...]:
+    """The part of every process, by actor.
 
     Args:
       runnable: the plan.
       num_leaves: of the step's arguments; the leaves behind them are constants, without slots.
+      counts: how many processes each mesh has.
     """
     pieces, program = runnable.pieces, runnable.program
     schedule = program.schedule
-    routes = _routes(pieces, program)
-    slots, hand_on, copies = _slots(runnable, num_leaves)
+    processes = processes_of(counts)
+    routes = _Routes(pieces, program, counts)
+    slots, hand_on, copies = _slots(runnable, num_leaves, routes)
     wanted = {rows.number for group in runnable.results for rows in group}
     outputs = tuple(dict.fromkeys(pieces.outputs[number] for number in sorted(wanted)))
     parts = []
-    for mesh in range(schedule.num_meshes):
+    for mesh, process in ((m, p) for m in range(schedule.num_meshes) for p in range(counts[m])):
         stages = tuple(s for s, home in enumerate(schedule.mesh_of_stage) if home == mesh)
         own = set(stages)
         numbers = {value.number for value in program.values if value.stage in own}
         instructions = program.meshes[mesh]
-        tags = [x.tag for x in instructions if isinstance(x, (Send, Recv))]
         parts.append(
             MeshPart(
                 mesh=mesh,
+                process=process,
+                processes=processes,
                 stages=stages,
-                num_devices=max(math.prod(pieces.programs[s].mesh) for s in stages),
+                num_devices=routes.num_devices[mesh],
                 pieces=dataclasses.replace(
                     pieces,
                     programs=tuple(_without_block(p) for p in pieces.programs),
@@ -157,16 +262,31 @@ def take_apart(runnable: Runnable, num_leaves: int) -> tuple[MeshPart, ...]:
                     meshes=tuple(x if m == mesh else () for m, x in enumerate(program.meshes)),
                     order=tuple((mesh, index) for index in range(len(instructions))),
                 ),
-                routes={tag: routes[tag] for tag in tags},
+                ways={
+                    x.tag: tuple(
+                        routes.departure(crossing, process)
+                        if isinstance(x, Send)
+                        else routes.arrival(crossing, process)
+                        for crossing in routes.by_tag[x.tag]
+                    )
+                    for x in instructions
+                    if isinstance(x, (Send, Recv))
+                },
                 slots=tuple(slots[mesh]),
                 hand_on={
-                    to: tuple(sent for sent, _ in pairs)
-                    for (source, to), pairs in hand_on.items()
+                    to: tuple(
+                        HandOn(x.leaf, x.part, x.home, routes.departure(x.crossing, process))
+                        for x in found
+                    )
+                    for (source, to), found in hand_on.items()
                     if source == mesh
                 },
                 handed={
-                    source: tuple(received for _, received in pairs)
-                    for (source, to), pairs in hand_on.items()
+                    source: tuple(
+                        HandOn(x.leaf, x.part, x.value, routes.arrival(x.crossing, process))
+                        for x in found
+                    )
+                    for (source, to), found in hand_on.items()
                     if to == mesh
                 },
                 copies=tuple(copies[mesh]),
@@ -221,44 +341,99 @@ def _without_block(program: Program) -> Program:
     return Program(program.mesh, program.axis_names, Block((), (), ()))
 
 
-def _routes(pieces: Pieces, program: PipelineProgram) -> dict[int, tuple[Route, ...]]:
-    """By tag, the route of every buffer of a transfer."""
-    targets = {
-        x.tag: x.buffers
-        for instructions in program.meshes
-        for x in instructions
-        if isinstance(x, Recv)
-    }
-    found = {}
-    for mesh, instructions in enumerate(program.meshes):
-        sent: dict[int, list[int]] = {}  # sends are balanced over the whole step
-        for x in instructions:
-            if not isinstance(x, Send):
-                continue
-            pairs = zip(x.buffers, targets[x.tag], strict=True)
-            found[x.tag] = tuple(
-                _route(pieces, program, a.value, b.value, sent.setdefault(mesh, []))
-                for a, b in pairs
-            )
-    return found
+class _Crossing(NamedTuple):
+    """The route of one array, and the meshes at its ends."""
+
+    route: Route
+    source: int
+    target: int
 
 
-def _route(
-    pieces: Pieces, program: PipelineProgram, source: int, target: int, sent: list[int]
-) -> Route:
-    ends = []
-    for number in (source, target):
-        stage = program.value_of[number].stage
-        ends.append(spread_of(pieces.versions[number], pieces.programs[stage]))
-    sent += [0] * (math.prod(ends[0].mesh) - len(sent))
-    return route(ends[0], ends[1], sent)
+class _Handed(NamedTuple):
+    """A leaf, or rows of one, that its home hands on to another mesh."""
+
+    leaf: int
+    part: int
+    home: int
+    value: int
+    crossing: _Crossing
+
+
+class _Routes:
+    """The routes of a plan, as each process sees them.
+
+    Args:
+      pieces: of the plan.
+      program: of the plan.
+      counts: how many processes each mesh has.
+
+    Attributes:
+      num_devices: of every mesh.
+      by_tag: for each `Send`, how every buffer crosses.
+    """
+
+    def __init__(self, pieces: Pieces, program: PipelineProgram, counts: Sequence[int]) -> None:
+        self._pieces, self._program, self._counts = pieces, program, counts
+        homes = program.schedule.mesh_of_stage
+        self.num_devices = tuple(
+            max(math.prod(pieces.programs[s].mesh) for s, home in enumerate(homes) if home == mesh)
+            for mesh in range(program.schedule.num_meshes)
+        )
+        targets = {
+            x.tag: x.buffers
+            for instructions in program.meshes
+            for x in instructions
+            if isinstance(x, Recv)
+        }
+        self.by_tag: dict[int, tuple[_Crossing, ...]] = {}
+        for instructions in program.meshes:
+            sent: list[int] = []  # sends are balanced over the whole step
+            for x in instructions:
+                if isinstance(x, Send):
+                    self.by_tag[x.tag] = tuple(
+                        self.between(a.value, b.value, sent)
+                        for a, b in zip(x.buffers, targets[x.tag], strict=True)
+                    )
+
+    def between(self, source: int, target: int, sent: list[int]) -> _Crossing:
+        """The route from one value to another, which is added to what was sent."""
+        ends, meshes = [], []
+        for number in (source, target):
+            stage = self._program.value_of[number].stage
+            ends.append(spread_of(self._pieces.versions[number], self._pieces.programs[stage]))
+            meshes.append(self._program.mesh_of(number))
+        sent += [0] * (math.prod(ends[0].mesh) - len(sent))
+        found = route(ends[0], ends[1], sent, self._counts[meshes[1]])
+        return _Crossing(found, meshes[0], meshes[1])
+
+    def departure(self, crossing: _Crossing, process: int) -> Departure:
+        """What a process of the sending mesh sends."""
+        return departure(
+            crossing.route,
+            self._own(crossing.source, process),
+            self._counts[crossing.target],
+        )
+
+    def arrival(self, crossing: _Crossing, process: int) -> Arrival:
+        """What a process of the receiving mesh gets."""
+        sources = range(self._counts[crossing.source])
+        return arrival(
+            crossing.route,
+            process,
+            self._own(crossing.target, process),
+            self._counts[crossing.target],
+            [self._own(crossing.source, number) for number in sources],
+        )
+
+    def _own(self, mesh: int, process: int) -> range:
+        return _devices(self.num_devices[mesh], process, self._counts[mesh])
 
 
 def _slots(
-    runnable: Runnable, num_leaves: int
+    runnable: Runnable, num_leaves: int, routes: _Routes
 ) -> tuple[
     list[list[Slot]],
-    dict[tuple[int, int], list[tuple[HandOn, HandOn]]],
+    dict[tuple[int, int], list[_Handed]],
     list[list[tuple[int, int, int, int]]],
 ]:
     """For every mesh its slots; what is handed on by (source, target); copies within a mesh."""
@@ -266,7 +441,7 @@ def _slots(
     meshes = program.schedule.num_meshes
     slots: list[list[Slot]] = [[] for _ in range(meshes)]
     copies: list[list[tuple[int, int, int, int]]] = [[] for _ in range(meshes)]
-    hand_on: dict[tuple[int, int], list[tuple[HandOn, HandOn]]] = {}
+    hand_on: dict[tuple[int, int], list[_Handed]] = {}
     for leaf, group in enumerate(runnable.leaves[:num_leaves]):
         for part, rows in enumerate(group):
             home, *others = pieces.inputs[rows.number]
@@ -278,10 +453,9 @@ def _slots(
                 if there == here:
                     copies[here].append((leaf, part, home, value))
                     continue
-                way = _route(pieces, program, home, value, [])
-                hand_on.setdefault((here, there), []).append(
-                    (HandOn(leaf, part, home, way), HandOn(leaf, part, value, way))
-                )
+                crossing = routes.between(home, value, [])
+                found = _Handed(leaf, part, home, value, crossing)
+                hand_on.setdefault((here, there), []).append(found)
     return slots, hand_on, copies
 
 

@@ -12,21 +12,30 @@ from autopar.passes.stages.result import LeafRows
 from autopar.plans import Plan
 from autopar.ray_array import ActorSharding, Place, RaySharding
 from autopar.ray_options import Ray
-from autopar.runtime.ray.parts import ends_of, home_values, result_values, spec
+from autopar.runtime.ray.parts import (
+    ends_of,
+    home_values,
+    num_processes,
+    processes_of,
+    result_values,
+    spec,
+)
 from autopar.runtime.ray.step import RayStep
 
 
 class RayPipeline:
-    """A pipelined plan for Ray actors, one for each mesh; nothing is started before `compile`.
+    """A pipelined plan for Ray actors; nothing is started before `compile`.
 
     Args:
       runnable: what the meshes run.
+      devices_per_node: of the cluster: a mesh has an actor for each node.
       options: the cluster and the deadline.
       name: of the step.
       plan: its summary.
       replan: a plan for so many actors, where less hardware is no error.
 
     Attributes:
+      num_processes: how many actors each mesh has.
       homes: for every leaf of the arguments and constants, the value of each of its parts.
       returned: the same for every leaf of the result.
       types: shape, dtype and weak type of every leaf of the result.
@@ -35,6 +44,7 @@ class RayPipeline:
     def __init__(
         self,
         runnable: Runnable,
+        devices_per_node: int,
         options: Ray,
         name: str,
         plan: Plan,
@@ -42,6 +52,7 @@ class RayPipeline:
     ) -> None:
         self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
         self._replan = replan
+        self.num_processes = num_processes(runnable, devices_per_node)
         self.homes, self.returned = home_values(runnable), result_values(runnable)
         self.in_shardings = tuple(map(self._sharding, runnable.leaves, self.homes))
         self.out_shardings = tuple(map(self._sharding, runnable.results, self.returned))
@@ -71,6 +82,7 @@ class RayPipeline:
             parts.append(
                 ActorSharding(
                     program.mesh_of(value),
+                    processes_of(self.num_processes)[program.mesh_of(value)],
                     stage,
                     sharded.mesh,
                     sharded.axis_names,

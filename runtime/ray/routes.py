@@ -4,6 +4,10 @@ An array that is cut over a mesh consists of *tiles*, some of which several devi
 part of the array crosses once: for each tile of the receiving mesh the overlapping tiles of the
 sending mesh are found, each taken from one of the devices that hold it (the one that has sent
 least), and the receiver gives the whole tile to all devices that want it.
+
+A mesh may consist of several processes. What several of the receiving ones want is cut in as many
+pieces; each gets one from the sender and passes it on to the others, which is an all-gather. So it
+crosses between the meshes once also then.
 """
 
 from __future__ import annotations
@@ -58,12 +62,15 @@ class Move(NamedTuple):
       take: the part, counted from the start of what that device holds.
       tile: the number of the tile that receives it.
       put: where, counted from the start of that tile.
+      processes: of the receiving mesh, which want it. The first gets it from the sender, and passes
+        it on to the others.
     """
 
     device: int
     take: Box
     tile: int
     put: Box
+    processes: tuple[int, ...] = (0,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,7 +103,73 @@ class Route:
         return sum(math.prod(move.shape) for move in self.moves)
 
 
-def route(source: Spread, target: Spread, sent: list[int] | None = None) -> Route:
+@dataclass(frozen=True)
+class Departure:
+    """A route as one process of the sending mesh sees it.
+
+    Args:
+      moves: from its devices, by the receiving process that gets them.
+    """
+
+    moves: tuple[tuple[Move, ...], ...]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A route as one process of the receiving mesh sees it.
+
+    Args:
+      moves: what it gets from the sending mesh, by sending process.
+      passed_on: what it gets from the processes of its own mesh.
+      tiles: by number, those that its devices hold.
+    """
+
+    moves: tuple[tuple[Move, ...], ...]
+    passed_on: tuple[tuple[Move, ...], ...]
+    tiles: dict[int, Tile]
+
+
+def departure(found: Route, own: Sequence[int], num_targets: int) -> Departure:
+    """What leaves from the devices `own`, where the receiving mesh has `num_targets` processes."""
+    moves: list[list[Move]] = [[] for _ in range(num_targets)]
+    for move in found.moves:
+        if move.device in own:
+            moves[move.processes[0]].append(move)
+    return Departure(tuple(map(tuple, moves)))
+
+
+def arrival(
+    found: Route, process: int, own: Sequence[int], num_processes: int, sources: Sequence[range]
+) -> Arrival:
+    """What comes to a process of the receiving mesh.
+
+    Args:
+      found: the route.
+      process: its number.
+      own: the numbers of its devices.
+      num_processes: of its mesh.
+      sources: the numbers of the devices of each process of the sending mesh.
+    """
+    moves: list[list[Move]] = [[] for _ in sources]
+    passed_on: list[list[Move]] = [[] for _ in range(num_processes)]
+    for move in found.moves:
+        first, *others = move.processes
+        if first == process:
+            sender = next(n for n, devices in enumerate(sources) if move.device in devices)
+            moves[sender].append(move)
+        elif process in others:
+            passed_on[first].append(move)
+    tiles = {
+        number: Tile(tile.shape, devices)
+        for number, tile in enumerate(found.tiles)
+        if (devices := tuple(device for device in tile.devices if device in own))
+    }
+    return Arrival(tuple(map(tuple, moves)), tuple(map(tuple, passed_on)), tiles)
+
+
+def route(
+    source: Spread, target: Spread, sent: list[int] | None = None, num_processes: int = 1
+) -> Route:
     """The moves that bring an array from one mesh to another.
 
     Args:
@@ -104,6 +177,7 @@ def route(source: Spread, target: Spread, sent: list[int] | None = None) -> Rout
       target: how it shall lie on the receiving mesh.
       sent: elements that each sending device has sent before; what it sends here is added, so
         that one list for several arrays balances them all.
+      num_processes: of the receiving mesh; each has as many of its devices, in their order.
 
     >>> print(route(Spread((4,), ((0,),), (2,)), Spread((4,), ((),), (3,))).tiles)
     (Tile(shape=(4,), devices=(0, 1, 2)),)
@@ -111,15 +185,18 @@ def route(source: Spread, target: Spread, sent: list[int] | None = None) -> Rout
     assert source.shape == target.shape, (source, target)
     sent = [0] * math.prod(source.mesh) if sent is None else sent
     holders, wanted = _by_box(source), _by_box(target)
-    moves = []
-    for tile, box in enumerate(wanted):
-        for held, devices in holders.items():
+    per_process = math.prod(target.mesh) // num_processes
+    moves: list[Move] = []
+    for tile, (box, devices) in enumerate(wanted.items()):
+        processes = tuple(sorted({device // per_process for device in devices}))
+        for held, senders in holders.items():
             both = _overlap(held, box)
-            if both is None:
-                continue
-            device = min(devices, key=sent.__getitem__)
-            sent[device] += math.prod(stop - start for start, stop in both)
-            moves.append(Move(device, _within(both, held), tile, _within(both, box)))
+            for piece in () if both is None else _cut(both, len(processes)):
+                device = min(senders, key=sent.__getitem__)
+                sent[device] += math.prod(stop - start for start, stop in piece)
+                first = len(moves) % len(processes)
+                order = processes[first:] + processes[:first]
+                moves.append(Move(device, _within(piece, held), tile, _within(piece, box), order))
     tiles = tuple(
         Tile(tuple(stop - start for start, stop in box), tuple(devices))
         for box, devices in wanted.items()
@@ -142,6 +219,17 @@ def _overlap(left: Box, right: Box) -> Box | None:
 
 def _within(box: Box, outer: Box) -> Box:
     return tuple((a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+
+
+def _cut(box: Box, count: int) -> list[Box]:
+    """So many pieces of about one size along the longest dimension, none of them empty."""
+    if count == 1 or not box:
+        return [box]
+    dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+    start, stop = box[dim]
+    count = min(count, stop - start)
+    bounds = [start + (stop - start) * n // count for n in range(count + 1)]
+    return [(*box[:dim], rows, *box[dim + 1 :]) for rows in itertools.pairwise(bounds)]
 
 
 def slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:

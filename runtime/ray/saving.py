@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from autopar.errors import CheckpointError
 from autopar.ray_array import RayArray
+from autopar.runtime.checkpoint_files import StoredPiece
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.mesh_step import Missing
 
@@ -30,14 +31,12 @@ class Saving:
 
     Attributes:
       tries: how often they were sent.
-      pieces: for every array, the (item, name) of its parts, known when it was sent.
-      axes: the dimension along which these follow each other.
+      pieces: for every array, its parts, known when it was sent.
     """
 
     def __init__(self, folder: Path, label: str, arrays: int) -> None:
         self.folder, self._label, self.is_done = folder, label, False
-        self.pieces: list[tuple[tuple[str, str], ...]] = [()] * arrays
-        self.axes = [0] * arrays
+        self.pieces: list[tuple[StoredPiece, ...]] = [()] * arrays
         self.tries = 0
         self._refs: list[Any] = []
         self._lock = threading.Lock()  # whoever waits is another thread than whoever sends
@@ -51,19 +50,22 @@ class Saving:
     def _send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
         suffix = f"try_{self.tries}"
         names = [f"{self._label}_actor_{actor}_{suffix}" for actor in range(actors.count)]
-        items: list[list[tuple[str, int]]] = [[] for _ in range(actors.count)]
+        items: list[list[tuple[str, int, Any]]] = [[] for _ in range(actors.count)]
         found = []
         for index, array in enumerate(arrays):
-            pieces = []
-            for part, resident in enumerate(array.residents):
-                item, name = names[resident.actor], f"{index}.{part}"
-                if array.size:
-                    items[resident.actor].append((name, resident.key))
-                    pieces.append((item, name))
+            pieces: list[StoredPiece] = []
+            starts = (0, *array.sharding.ends)  # of its parts, along one dimension
+            for resident, first in zip(array.residents, starts, strict=False):
+                for actor, box in actors.sources(resident) if array.size else ():
+                    item, name = names[actor], f"{index}.{len(pieces)}"
+                    items[actor].append((name, resident.key, box))
+                    start = [0] * array.ndim if box is None else [x for x, _ in box[: array.ndim]]
+                    if array.sharding.ends:
+                        start[array.sharding.axis] += first
+                    pieces.append(StoredPiece(item, name, tuple(start)))
             found.append(tuple(pieces))
         folders = [str(self.folder / name) for name in names]
         self._refs, self.pieces = actors.save(folders, items), found
-        self.axes = [array.sharding.axis for array in arrays]
         self.tries += 1
 
     def is_settled(self) -> bool:

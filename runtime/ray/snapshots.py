@@ -8,23 +8,14 @@ so it is copied once, however long it is held.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import ray
 from ray.exceptions import RayError
 
-from autopar.ray_array import RayArray
+from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.lineage import Lineage, Mark, Saved, StepEntry
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Where the numbers of an array arrive: for each of its parts the actor and the place there."""
-
-    sources: tuple[tuple[int, int], ...]
-    axis: int
+from autopar.runtime.ray.reading import Copies
 
 
 @dataclass(frozen=True)
@@ -34,16 +25,14 @@ class _Coming:
     Args:
       mark: where in the log it was taken.
       known: what the driver has already.
-      parts: what the actors send, by the arrays' numbers; `like` says the rest.
-      like: place and weak type of these arrays.
-      refs: of each actor's copies.
+      arrays: of what the actors send, (number, parts, the dimension of these, place, weak type).
+      copies: of all their parts, in this order.
     """
 
     mark: Mark
     known: dict[int, Saved]
-    parts: dict[int, _Part]
-    like: dict[int, tuple[Any, bool]]
-    refs: list[Any]
+    arrays: tuple[tuple[int, int, int, Place, bool], ...]
+    copies: Copies
 
 
 class Snapshots:
@@ -90,45 +79,35 @@ class Snapshots:
                 known[number] = Saved(array.fetched, array.place, array.weak_type)
             else:
                 arrays[number] = array
-        sent = [0] * actors.count
-        parts = {}
-        for number, array in arrays.items():
-            sources = []
-            for resident in array.residents:
-                sources.append((resident.actor, sent[resident.actor]))
-                sent[resident.actor] += 1
-            parts[number] = _Part(tuple(sources), array.sharding.axis)
         residents = [resident for array in arrays.values() for resident in array.residents]
         self._coming = _Coming(
             log.mark(),
             known,
-            parts,
-            {number: (array.place, array.weak_type) for number, array in arrays.items()},
+            tuple(
+                (n, len(x.residents), x.sharding.axis, x.place, x.weak_type)
+                for n, x in arrays.items()
+            ),
             actors.copies(residents),
         )
 
     def _receive(self, actors: Actors) -> None:
         """Take over a snapshot that has arrived."""
         coming = self._coming
-        if coming is None:
-            return
-        _, left = ray.wait(coming.refs, num_returns=len(coming.refs), timeout=0)
-        if left:
+        if coming is None or not coming.copies.is_there():
             return
         self._drop_called_off(actors)
         if self._log.is_saving(coming.mark):
             return  # the log can still be needed from an earlier place
         self._coming = None
         try:
-            given = ray.get(coming.refs)
+            given = coming.copies.get()
         except RayError:
             return  # an actor is lost: whoever looks next will say so
-        if None in given:
+        if given is None:
             return  # a step before it failed
-        found = dict(coming.known)
-        for number, part in coming.parts.items():
-            pieces = [given[actor][place] for actor, place in part.sources]
-            # What Ray gives lies in its object store, which a cluster that ends takes along.
-            whole = np.array(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces, part.axis)
-            found[number] = Saved(whole, *coming.like[number])
+        found, left = dict(coming.known), iter(given)
+        for number, count, axis, place, weak in coming.arrays:
+            pieces = [next(left) for _ in range(count)]
+            whole = pieces[0] if count == 1 else np.concatenate(pieces, axis)
+            found[number] = Saved(whole, place, weak)
         self._log.snapshot(coming.mark, found)

@@ -24,7 +24,7 @@ from autopar.runtime.ray.calls import results_of
 from autopar.runtime.ray.cluster import Connection
 from autopar.runtime.ray.failures import Failure, stage_error
 from autopar.runtime.ray.parts import MeshPart
-from autopar.runtime.ray.tiles import to_host
+from autopar.runtime.ray.tiles import cut, to_host
 
 START_SECONDS = 120.0
 """How long actors may take to start, at the least: they import JAX."""
@@ -97,12 +97,13 @@ def contents(
     Raises:
       TraceError: something in the step cannot be pickled.
     """
-    own: list[list[tuple[int, np.ndarray]]] = [[] for _ in parts]
+    own: list[list[tuple[int, tuple[np.ndarray, ...]]]] = [[] for _ in parts]
     for leaf, value in enumerate(constants, num_leaves):
         values = shardings[leaf].pieces(to_host(jax.numpy.asarray(value)))
         for rows, numbers in zip(runnable.leaves[leaf], values, strict=True):
             for number in runnable.pieces.inputs[rows.number]:
-                own[runnable.program.mesh_of(number)].append((number, numbers))
+                for actor in parts[0].processes[runnable.program.mesh_of(number)]:
+                    own[actor].append((number, cut(numbers, parts[actor].held(number))))
     return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
 
 
@@ -126,8 +127,9 @@ def start(
     worlds = [
         World(
             label=f"{part.label} of {name}",
-            mesh=part.mesh,
-            num_devices=part.num_devices,
+            actor=part.actor,
+            place=(part.process, len(part.siblings)),
+            num_devices=len(part.own),
             jax_config=config,
             environment=environment,
             token=token,
@@ -166,10 +168,13 @@ def load(
                 why=f"it has {_listed(hello.versions)}; here are {_listed(versions())}.",
                 hint="install the same versions on all nodes.",
             )
-    addresses = {part.mesh: x.address for part, x in zip(parts, hellos, strict=True)}
+    addresses = {part.actor: x.address for part, x in zip(parts, hellos, strict=True)}
+    coordinators = [
+        hellos[part.siblings[0]].coordinator if len(part.siblings) > 1 else None for part in parts
+    ]
     refs = [
-        actor.load.remote(blob, addresses, deadline)
-        for actor, blob in zip(handles, blobs, strict=True)
+        actor.load.remote(blob, addresses, coordinator, deadline)
+        for actor, blob, coordinator in zip(handles, blobs, coordinators, strict=True)
     ]
     seconds = results_of(refs, handles, parts, name, "compiling", patience)
     for found in seconds:

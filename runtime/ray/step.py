@@ -125,7 +125,7 @@ class RayStep:
     def _prepare(self, pipeline: RayPipeline) -> None:
         """What the actors of a plan are to be sent."""
         self._pipeline, count = pipeline, len(self._shapes)
-        self._parts = take_apart(pipeline.runnable, count)
+        self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes)
         self._blobs = starting.contents(
             pipeline.runnable,
             self._parts,

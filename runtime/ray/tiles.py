@@ -6,7 +6,7 @@ A typed PRNG key moves as the numbers that it wraps, a value of any dtype as its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ray_array import key_implementation
-from autopar.runtime.ray.routes import Route, slices
+from autopar.runtime.ray.routes import Box, Move, Tile, slices
 from autopar.split_array import SplitArray
 
 
@@ -36,9 +36,21 @@ def numbers(array: Any) -> Any:
     return jax.random.key_data(array) if is_key(array.dtype) else array
 
 
-def to_host(array: Any) -> np.ndarray:
-    """The whole array in host memory; waits for it."""
-    return np.asarray(numbers(array))
+def to_host(array: Any, box: Box | None = None) -> np.ndarray:
+    """An array in host memory; waits for it.
+
+    Args:
+      array: any.
+      box: of its numbers, what some device of this process holds; None: all of it.
+    """
+    if box is None:
+        return np.asarray(numbers(array))
+    found = numbers(array)
+    for shard in found.addressable_shards:
+        ranges = zip(shard.index, found.shape, strict=True)
+        if tuple(index.indices(size)[:2] for index, size in ranges) == box:
+            return np.asarray(shard.data)
+    raise AssertionError(f"no device of this process holds {box}")
 
 
 def host_numbers(leaf: Any) -> np.ndarray:
@@ -50,74 +62,134 @@ def host_numbers(leaf: Any) -> np.ndarray:
     return np.asarray(leaf, jax.typeof(leaf).dtype)
 
 
-def from_host(value: np.ndarray, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """The numbers behind an array, placed."""
-    if not is_key(dtype):
-        return jax.device_put(value, sharding)
-    keys = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_implementation(dtype))
-    return jax.device_put(keys, sharding)
-
-
-def taken(array: Any, route: Route, devices: dict[Any, int]) -> Iterator[np.ndarray]:
-    """The bytes of every move of a route, in order; waits for the array.
-
-    Args:
-      array: on the sending mesh.
-      route: of its numbers.
-      devices: the number of every device of that mesh.
-    """
-    if not route.moves:
-        return
-    held = {devices[shard.device]: shard.data for shard in numbers(array).addressable_shards}
-    values = {number: np.asarray(held[number]) for number in {m.device for m in route.moves}}
-    for move in route.moves:
-        part = np.ascontiguousarray(values[move.device][slices(move.take)])
-        yield part.reshape(-1).view(np.uint8)
-
-
-def placed(
-    data: np.ndarray,
-    route: Route,
+def assembled(
+    tiles: Iterable[tuple[np.ndarray, Sequence[int]]],
     shape: tuple[int, ...],
     dtype: Any,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """The array on the receiving mesh, from the bytes of its route.
+    """An array of what the devices of this process hold.
 
     Args:
-      data: bytes, as those that `taken` gives.
-      route: of the array's numbers.
+      tiles: numbers, and the devices of the mesh that hold them, by number; other processes have
+        other tiles.
       shape: of the array.
       dtype: of the array.
       sharding: where it shall be.
     """
-    real_shape, real_dtype = plain(shape, dtype)
+    real_shape, _ = plain(shape, dtype)
     if len(real_shape) > len(shape):  # a key's numbers have one more dimension
         spec = [*sharding.spec, *[None] * (len(real_shape) - len(sharding.spec))]
         real = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     else:
         real = sharding
-    parts: list[list[tuple[tuple[slice, ...], np.ndarray]]] = [[] for _ in route.tiles]
-    start = 0
-    for move in route.moves:
-        size = math.prod(move.shape) * real_dtype.itemsize
-        part = data[start : start + size].view(real_dtype).reshape(move.shape)
-        parts[move.tile].append((slices(move.put), part))
-        start += size
     devices = list(sharding.mesh.devices.flat)
     values, where = [], []
-    for tile, found in zip(route.tiles, parts, strict=True):
-        if len(found) == 1 and found[0][1].shape == tile.shape:
-            whole = found[0][1]
-        else:
-            whole = np.empty(tile.shape, real_dtype)
-            for index, part in found:
-                whole[index] = part
-        values += [whole] * len(tile.devices)
-        where += [devices[number] for number in tile.devices]
+    for tile, holders in tiles:
+        values += [tile] * len(holders)
+        where += [devices[number] for number in holders]
     shards = jax.device_put(values, where)
     array = jax.make_array_from_single_device_arrays(real_shape, real, shards)
-    if not is_key(dtype):
-        return array
+    return _as_keys(array, dtype, sharding) if is_key(dtype) else array
+
+
+def _as_keys(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
     keys = jax.random.wrap_key_data(array, impl=key_implementation(dtype))
-    return jax.device_put(keys, sharding)
+    return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
+
+
+def cut(value: np.ndarray, held: Mapping[Box, Sequence[int]]) -> tuple[np.ndarray, ...]:
+    """The tiles of an array in host memory."""
+    return tuple(np.asarray(value[slices(box)], order="C") for box in held)
+
+
+def copied(array: Any) -> jax.Array:
+    """A copy, in other memory."""
+    found = numbers(array)
+    shards = [
+        jax.device_put(shard.data, shard.device, may_alias=False)
+        for shard in found.addressable_shards
+    ]
+    copy = jax.make_array_from_single_device_arrays(found.shape, found.sharding, shards)
+    return _as_keys(copy, array.dtype, array.sharding) if is_key(array.dtype) else copy
+
+
+def resharded(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array as another stage of its mesh wants it."""
+    if array.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.block_until_ready(jax.jit(_same, out_shardings=sharding)(array))
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
+def taken(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> Iterator[np.ndarray]:
+    """The bytes of moves, in their order; waits for the array.
+
+    Args:
+      array: on the sending mesh.
+      moves: of its numbers, from devices of this process.
+      devices: the number of every device of that mesh.
+    """
+    if not moves:
+        return
+    held = {devices[shard.device]: shard.data for shard in numbers(array).addressable_shards}
+    values = {number: np.asarray(held[number]) for number in {m.device for m in moves}}
+    for move in moves:
+        yield as_bytes(values[move.device][slices(move.take)])
+
+
+def as_bytes(part: np.ndarray) -> np.ndarray:
+    """Numbers as an array of uint8."""
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def unpacked(data: np.ndarray, moves: Sequence[Move], dtype: Any) -> list[tuple[Move, np.ndarray]]:
+    """The numbers of every move, from the bytes that `taken` gives.
+
+    Args:
+      data: the bytes.
+      moves: in their order.
+      dtype: of the numbers.
+    """
+    found, start = [], 0
+    for move in moves:
+        size = math.prod(move.shape) * dtype.itemsize
+        found.append((move, data[start : start + size].view(dtype).reshape(move.shape)))
+        start += size
+    return found
+
+
+def placed(
+    parts: Sequence[tuple[Move, np.ndarray]],
+    tiles: Mapping[int, Tile],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding,
+) -> jax.Array:
+    """The array on the receiving mesh.
+
+    Args:
+      parts: all moves into tiles that devices of this process hold.
+      tiles: these, by number.
+      shape: of the array.
+      dtype: of the array.
+      sharding: where it shall be.
+    """
+    _, real_dtype = plain(shape, dtype)
+    by_tile: dict[int, list[tuple[Move, np.ndarray]]] = {number: [] for number in tiles}
+    for move, part in parts:
+        by_tile[move.tile].append((move, part))
+    whole = []
+    for number, tile in tiles.items():
+        found = by_tile[number]
+        if len(found) == 1 and found[0][1].shape == tile.shape:
+            value = found[0][1]
+        else:
+            value = np.empty(tile.shape, real_dtype)
+            for move, part in found:
+                value[slices(move.put)] = part
+        whole.append((value, tile.devices))
+    return assembled(whole, shape, dtype, sharding)

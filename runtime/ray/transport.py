@@ -37,7 +37,7 @@ class TransportError(Exception):
     Args:
       reason: "late" (the deadline has passed), "lost" (the peer is gone), "aborted" (the step was
         called off) or "failed" (what was to be sent could not be computed).
-      peer: the mesh on the other side.
+      peer: the actor on the other side.
       detail: for people.
     """
 
@@ -56,7 +56,7 @@ class Ticket:
 
 
 class Transport(Protocol):
-    """Messages between the meshes of a pipeline, matched by sender, step and tag."""
+    """Messages between the actors of a pipeline, matched by sender, step and tag."""
 
     def send(self, to: int, step: int, tag: int, size: int, data: Bytes) -> Ticket:
         """Start to send; returns at once."""
@@ -88,16 +88,16 @@ HELLO_SECONDS = 10.0
 
 
 class Sockets:
-    """A `Transport` over TCP: one connection for each ordered pair of meshes that talk.
+    """A `Transport` over TCP: one connection for each ordered pair of actors that talk.
 
     Args:
-      mesh: the number of this process's mesh.
+      actor: the number of this process.
       host: the address to listen at; the port is any free one.
       token: 32 bytes that all processes of the pipeline know; a connection begins with them.
     """
 
-    def __init__(self, mesh: int, host: str, token: bytes):
-        self.mesh, self._token = mesh, token
+    def __init__(self, actor: int, host: str, token: bytes):
+        self.actor, self._token = actor, token
         self._inbox: dict[tuple[int, int, int], np.ndarray] = {}
         self._arrived = threading.Condition()
         self._lost: set[int] = set()
@@ -112,7 +112,7 @@ class Sockets:
         _thread(self._accept)
 
     def connect(self, peers: Mapping[int, Address], deadline: float) -> None:
-        """Connect to the meshes that this one sends to.
+        """Connect to the actors that this one sends to.
 
         Raises:
           TransportError: one does not answer in time.
@@ -120,7 +120,7 @@ class Sockets:
         for peer, address in peers.items():
             try:
                 connection = socket.create_connection(address, timeout=deadline)
-                connection.sendall(_HELLO.pack(self._token, self.mesh))
+                connection.sendall(_HELLO.pack(self._token, self.actor))
                 connection.settimeout(None)
             except OSError as error:
                 raise TransportError("lost", peer, f"{address}: {error}") from error

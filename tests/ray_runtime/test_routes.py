@@ -11,8 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.ray.routes import Route, Spread, route, slices
-from autopar.runtime.ray.tiles import from_host, numbers, placed, plain, taken
+from autopar.runtime.ray.routes import (
+    Move,
+    Route,
+    Spread,
+    arrival,
+    departure,
+    route,
+    slices,
+)
+from autopar.runtime.ray.tiles import (
+    assembled,
+    copied,
+    cut,
+    numbers,
+    placed,
+    plain,
+    taken,
+    to_host,
+    unpacked,
+)
 
 MESHES = ((1,), (2,), (4,), (2, 2), (1, 3), (2, 1, 2), (3,), (6,), (3, 2))
 AXES = ("x", "y", "z")
@@ -45,29 +63,68 @@ def tiles_of(whole: np.ndarray, spread: Spread) -> list[np.ndarray]:
     return [whole[slices(box)] for box in spread.boxes()]
 
 
-def moved(found: Route, held: list[np.ndarray], devices: int) -> list[Any]:
-    """What the receiving devices hold, by NumPy alone."""
+def devices_of(count: int, processes: int) -> list[range]:
+    size = count // processes
+    return [range(n * size, (n + 1) * size) for n in range(processes)]
+
+
+def moved(
+    found: Route, held: list[np.ndarray], devices: int, senders: int = 1, receivers: int = 1
+) -> list[Any]:
+    """What the receiving devices hold, by NumPy alone: a message for every pair of processes."""
+    sources, targets = devices_of(len(held), senders), devices_of(devices, receivers)
+
+    def part(move: Move) -> np.ndarray:
+        return held[move.device][slices(move.take)]
+
+    messages = {
+        (sender, receiver): [part(move) for move in moves]
+        for sender, own in enumerate(sources)
+        for receiver, moves in enumerate(departure(found, own, receivers).moves)
+    }
+    arrivals = [arrival(found, n, targets[n], receivers, sources) for n in range(receivers)]
+    got: list[list[tuple[Move, np.ndarray]]] = []
+    for receiver, way in enumerate(arrivals):
+        got.append([])
+        for sender, moves in enumerate(way.moves):
+            got[-1] += zip(moves, messages[sender, receiver], strict=True)
     result: list[Any] = [None] * devices
-    for number, tile in enumerate(found.tiles):
-        value = np.full(tile.shape, -1)
-        for move in found.moves:
-            if move.tile == number:
-                value[slices(move.put)] = held[move.device][slices(move.take)]
-        for device in tile.devices:
-            result[device] = value
+    for receiver, way in enumerate(arrivals):
+        parts = list(got[receiver])
+        for other, moves in enumerate(way.passed_on):
+            sent = [value for move, value in got[other] if receiver in move.processes]
+            parts += zip(moves, sent, strict=True) if other != receiver else ()
+        for number, tile in way.tiles.items():
+            value = np.full(tile.shape, -1)
+            for move, piece in parts:
+                if move.tile == number:
+                    value[slices(move.put)] = piece
+            for device in tile.devices:
+                result[device] = value
     return result
 
 
 @settings(max_examples=150, deadline=None)
-@given(pairs())
-def test_any_layout_becomes_any_other(pair: tuple[Spread, Spread]) -> None:
+@given(pairs(), st.data())
+def test_any_layout_becomes_any_other(pair: tuple[Spread, Spread], data: Any) -> None:
     source, target = pair
+    counts = []
+    for end in pair:
+        size = math.prod(end.mesh)
+        counts.append(data.draw(st.sampled_from([n for n in range(1, 7) if size % n == 0])))
     whole = np.arange(math.prod(source.shape)).reshape(source.shape)
-    found = route(source, target)
-    received = moved(found, tiles_of(whole, source), math.prod(target.mesh))
+    found = route(source, target, None, counts[1])
+    received = moved(found, tiles_of(whole, source), math.prod(target.mesh), *counts)
     for got, wanted in zip(received, tiles_of(whole, target), strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert found.size == whole.size, "every element crosses once"
+
+
+def test_what_several_processes_want_comes_to_each_in_part() -> None:
+    found = route(Spread((8, 4), ((), ()), (2,)), Spread((8, 4), ((), ()), (4,)), None, 4)
+    assert [move.processes[0] for move in found.moves] == [0, 1, 2, 3]
+    assert {move.shape for move in found.moves} == {(2, 4)}
+    assert sorted(move.device for move in found.moves) == [0, 0, 1, 1]
 
 
 def test_senders_are_balanced() -> None:
@@ -138,22 +195,54 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread]) -> None:
     more = ((),) * (len(shape) - array.ndim)
     spreads = [Spread(shape, (*end.dims, *more), end.mesh) for end in ends]
     found = route(spreads[0], spreads[1])
+    counts = [math.prod(end.mesh) for end in ends]
+    (moves,) = departure(found, range(counts[0]), 1).moves
+    way = arrival(found, 0, range(counts[1]), 1, [range(counts[0])])
     devices = {device: n for n, device in enumerate(array.sharding.mesh.devices.flat)}
-    data = np.concatenate([np.zeros(0, np.uint8), *taken(array, found, devices)])
+    data = np.concatenate([np.zeros(0, np.uint8), *taken(array, moves, devices)])
     assert data.size == found.size * dtype.itemsize
     where = sharded(ends[1], 2)
-    arrived = placed(data, found, array.shape, array.dtype, where)
+    arrived = placed(unpacked(data, moves, dtype), way.tiles, array.shape, array.dtype, where)
     assert arrived.sharding.is_equivalent_to(where, arrived.ndim)
     assert (arrived.shape, arrived.dtype) == (array.shape, array.dtype)
     np.testing.assert_array_equal(np.asarray(numbers(arrived)), np.asarray(numbers(array)))
 
 
+def held(spread: Spread, own: range) -> dict[Any, list[int]]:
+    boxes: dict[Any, list[int]] = {}
+    for device in own:
+        boxes.setdefault(spread.boxes()[device], []).append(device)
+    return boxes
+
+
 def test_numbers_from_the_driver_are_placed() -> None:
-    where = sharded(Spread((4, 2), ((0,), ()), (2,)), 0)
+    spread = Spread((4, 2), ((0,), ()), (2, 2))
+    where, boxes = sharded(spread, 0), held(spread, range(4))
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
-    np.testing.assert_array_equal(from_host(value, np.dtype(np.float32), where), value)
+    tiles = cut(value, boxes)
+    assert [tile.shape for tile in tiles] == [(2, 2), (2, 2)]
+    array = assembled(zip(tiles, boxes.values(), strict=True), (4, 2), np.dtype("float32"), where)
+    np.testing.assert_array_equal(array, value)
+    for box, tile in zip(boxes, tiles, strict=True):
+        np.testing.assert_array_equal(to_host(array, box), tile)
+    scalar = cut(np.asarray(np.float32(3)), {(): [0]})
+    assert [tile.shape for tile in scalar] == [()]
+
+
+def test_keys_from_the_driver_are_placed() -> None:
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 4)
-    data = np.asarray(jax.random.key_data(keys))
-    placed_keys = from_host(data, keys.dtype, sharded(Spread((4,), ((0,),), (2,)), 0))
+    data, where = np.asarray(jax.random.key_data(keys)), sharded(Spread((4,), ((0,),), (2,)), 0)
+    boxes = held(Spread(data.shape, ((0,), ()), (2,)), range(2))
+    tiles = zip(cut(data, boxes), boxes.values(), strict=True)
+    placed_keys = assembled(tiles, (4,), keys.dtype, where)
     assert placed_keys.dtype == keys.dtype
     np.testing.assert_array_equal(jax.random.key_data(placed_keys), data)
+    np.testing.assert_array_equal(jax.random.key_data(copied(placed_keys)), data)
+
+
+def test_a_copy_is_in_other_memory() -> None:
+    array = jax.device_put(np.arange(64.0), sharded(Spread((64,), ((0,),), (2,)), 0))
+    copy = copied(array)
+    assert copy.sharding == array.sharding
+    array.delete()
+    np.testing.assert_array_equal(copy, np.arange(64.0))

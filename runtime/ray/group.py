@@ -1,0 +1,66 @@
+"""Several processes that compute together: the actors of one mesh, joined by `jax.distributed`.
+
+What they compute on CPUs goes over Gloo, on GPUs over NCCL.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import jax
+
+SHUTDOWN_SECONDS = 5
+"""How long a process that ends by itself waits for the others."""
+
+
+def free_port(host: str) -> int:
+    """A port at which nobody listens now."""
+    with socket.create_server((host, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def join(coordinator: str, process: int, num_processes: int, deadline: float) -> None:
+    """Join the others, before JAX is used; waits for them.
+
+    Args:
+      coordinator: "host:port" where process 0 is to listen.
+      process: the number of this process.
+      num_processes: how many there are.
+      deadline: seconds that it may take.
+
+    Raises:
+      RuntimeError: they do not come in time, or the port is in use.
+    """
+    for name, value in _CONFIG.items():
+        if hasattr(jax.config, name):
+            jax.config.update(name, value)
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(deadline), 1),
+        coordinator_bind_address=coordinator,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+    )
+
+
+_CONFIG = {
+    "jax_cpu_collectives_implementation": "gloo",
+    # A process that lives on when another has died says what it was doing; the driver ends it.
+    "jax_enable_recoverability": True,
+    # It would hold back the signal that ends a process.
+    "jax_enable_preemption_service": False,
+}
+
+
+def is_of_group(error: BaseException) -> bool:
+    """Whether an error says that another process of the group is gone or does not answer."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_OF_GROUP.search(str(error)))
+
+
+_OF_GROUP = re.compile(
+    r"gloo|nccl|coordination service|connection (reset|closed|refused)", re.IGNORECASE
+)
