@@ -235,14 +235,17 @@ class Actors:
     def _call_off(self) -> list[Outcome]:
         """Abort all steps; what becomes of them on each actor."""
         steps = [refs for _, refs in self._running]
-        calls = [actor.abort.remote() for actor in self._handles]
-        calls += itertools.chain.from_iterable(steps)
+        aborts = [actor.abort.remote() for actor in self._handles]
+        calls = [*aborts, *itertools.chain.from_iterable(steps)]
         # Also for the aborts: one that came after the reset would call the next step off.
         ray.wait(calls, num_returns=len(calls), timeout=min(GRACE_SECONDS, self._deadline))
         found: list[Outcome] = []
-        for mesh in range(len(self._parts)):
-            outcomes = [outcome_of(refs[mesh]) for refs in steps if mesh < len(refs)]
-            found.append(next((x for x in outcomes if x is not None), None))
+        for actor in range(len(self._parts)):
+            outcomes = [outcome_of(refs[actor]) for refs in steps if actor < len(refs)]
+            outcome = next((x for x in outcomes if x is not None), None)
+            if isinstance(outcome, Silent) and not ray.wait([aborts[actor]], timeout=0)[0]:
+                outcome = Silent(hears=False)
+            found.append(outcome)
         return found
 
     def _begin_anew(self, first: int, error: StageError) -> None:

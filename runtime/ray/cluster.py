@@ -154,9 +154,18 @@ def await_cpus(count: int, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def free_cpus() -> int:
-    """The CPUs of the cluster that nobody has reserved."""
-    return int(ray.available_resources().get("CPU", 0))
+def free_cpus(count: int, seconds: float) -> int:
+    """The CPUs of the cluster that nobody has reserved.
+
+    Those of a lost node are counted until Ray notices the loss: as long as there seem to be `count`
+    of them, it is asked again, for so many seconds.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        found = int(ray.available_resources().get("CPU", 0))
+        if found < count or time.monotonic() >= end:
+            return found
+        time.sleep(0.2)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,14 @@ class Gone:
 
 @dataclass(frozen=True)
 class Silent:
-    """The actor neither finished nor gave up."""
+    """The actor neither finished nor gave up.
+
+    Args:
+      hears: whether it has answered at all; else it is stopped or out of reach. One that waits for
+        another process of its mesh inside a compiled program answers.
+    """
+
+    hears: bool = True
 
 
 Outcome: TypeAlias = Failure | Gone | Silent | None
@@ -107,7 +114,10 @@ def first_error(
     by_kind = {failure.kind: failure for failure in reversed(failures)}
     if "error" in by_kind:
         return stage_error(by_kind["error"], name)
-    silent = [part for part, x in zip(parts, outcomes, strict=True) if isinstance(x, Silent)]
+    pairs = [
+        (x.hears, part) for part, x in zip(parts, outcomes, strict=True) if isinstance(x, Silent)
+    ]
+    silent = [part for _, part in sorted(pairs, key=lambda pair: pair[0])]
     if "group" in by_kind:
         failure = by_kind["group"]
         siblings = parts[failure.spot.actor].siblings

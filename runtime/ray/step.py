@@ -350,8 +350,11 @@ class RayStep:
         Raises:
           AutoparError: it is not asked for, or there is no such plan.
         """
-        count, found = len(self._parts), free_cpus()
-        if self._replan is None or not 0 < found < count:
+        if self._replan is None:
+            raise refused
+        count = len(self._parts)
+        found = free_cpus(count, self._options.deadline)
+        if not 0 < found < count:
             raise refused
         self._prepare(self._replan(found))
         logger.warning(

@@ -16,7 +16,7 @@ from autopar.passes.microbatch import split
 def training(params: Any, batch: Any) -> Any:
     def loss_fn(params: Any) -> Any:
         hidden = jnp.sin(batch["x"] @ params["w"])
-        losses = jnp.sum((hidden @ params["v"]) ** 2, axis=1)
+        losses = jnp.sum(jnp.square(hidden @ params["v"]), axis=1)
         mask = batch["length"] > 2
         return jnp.sum(losses * mask) / jnp.sum(mask), losses
 

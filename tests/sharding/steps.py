@@ -53,7 +53,7 @@ def linear_step(state: Any, batch: Any) -> Any:
     """Least squares by gradient descent with a sum of gradients: one matrix of each kind."""
     weights, total = state
     x, y = batch
-    total = total + jax.grad(lambda w: jnp.sum((x @ w - y) ** 2))(weights)
+    total = total + jax.grad(lambda w: jnp.sum(jnp.square(x @ w - y)))(weights)
     return weights - total, total
 
 
