@@ -100,12 +100,14 @@ class StageActor:
         jax.config.update("jax_num_cpu_devices", world.num_devices)
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
+        from autopar.runtime.checkpoint_files import write_item
         from autopar.runtime.ray.group import free_port
+        from autopar.runtime.ray.outside import Outside
         from autopar.runtime.ray.transport import Sockets
         from autopar.runtime.ray.writer import Writer
 
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
-        self._writer = Writer()
+        self._writer = Writer(Outside() if world.place[1] > 1 else write_item)
         self._transport = Sockets(world.actor, host, world.token)
         coordinator = f"{host}:{free_port(host)}"
         return Hello(self._transport.address, coordinator, os.getpid(), versions())

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.runtime.checkpoint_files import write_item
-
 
 class Writer:
-    """Writes items on an actor."""
+    """Writes items on an actor.
 
-    def __init__(self) -> None:
+    Args:
+      write: does it (`write_item`).
+    """
+
+    def __init__(self, write: Callable[[Path, Mapping[str, np.ndarray]], None]) -> None:
+        self._write_item = write
         self._outcomes: dict[str, Exception | None] = {}
         self._changed = threading.Condition()
 
@@ -45,7 +48,7 @@ class Writer:
 
     def _write(self, folder: str, arrays: Mapping[str, np.ndarray]) -> None:
         try:
-            write_item(Path(folder), arrays)
+            self._write_item(Path(folder), arrays)
         except Exception as error:
             self._end(folder, error)
         else:

@@ -1,0 +1,84 @@
+"""Writes items of checkpoints in a process of its own.
+
+Where processes have joined by `jax.distributed`, Orbax (0.12.8) lets only the first one write NumPy
+arrays. An actor of such a group hands its items to a child that has joined nobody. The child ends
+when its standard input does, so it is gone with the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint_files import write_item
+
+
+class Outside:
+    """`write_item`, done by a child, which is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        with self._lock:
+            outcome = self._ask((folder, dict(arrays)))
+        if outcome is not None:
+            raise outcome
+
+    def _ask(self, what: tuple[Path, dict[str, np.ndarray]]) -> Exception | None:
+        child = self._running()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            pickle.dump(what, child.stdin, protocol=5)
+            child.stdin.flush()
+            outcome: Exception | None = pickle.load(child.stdout)
+        except (OSError, EOFError) as error:
+            code = child.wait()
+            raise CheckpointError(
+                "A checkpoint cannot be written.",
+                where=str(what[0]),
+                why=f"the process that was to write it ended with code {code}.",
+            ) from error
+        return outcome
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        return self._child
+
+
+def main() -> None:
+    """Write what comes, until nothing does."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    while True:
+        try:
+            folder, arrays = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        outcome: Exception | None = None
+        try:
+            write_item(folder, arrays)
+        except Exception as error:
+            outcome = error
+        pickle.dump(outcome, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
