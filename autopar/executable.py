@@ -417,15 +417,7 @@ class Executable:
         """
         from .profile import profile_pipeline, profile_single
 
-        found = signature_of(self._traced.convention, args, kwargs)
-        if not _same_signature(found, self._traced.signature, strict=False):
-            raise self._wrong_arguments(args, kwargs)
-        if self._traced.convention.static_argnums:
-            args, kwargs, _ = self._traced.convention.split(args, kwargs)
-        leaves = jax.tree.leaves((args, dict(kwargs)))
-        donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
-        if any_deleted(donated) or any_deleted(kept):
-            raise self._deleted(donated, kept)
+        donated, kept = self._profiled_leaves(args, kwargs)
         inputs = self._traced.graph.inputs
 
         def copied(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
@@ -440,6 +432,25 @@ class Executable:
         if isinstance(self._compiled, PipelineStep):
             return profile_pipeline(self._compiled, fresh)
         return profile_single(self._name, self._compiled, fresh, self._constants, self.plan)
+
+    def _profiled_leaves(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The leaves of a call that could be donated, and the others.
+
+        Raises:
+          AutoparError: as `profile`.
+        """
+        found = signature_of(self._traced.convention, args, kwargs)
+        if not _same_signature(found, self._traced.signature, strict=False):
+            raise self._wrong_arguments(args, kwargs)
+        if self._traced.convention.static_argnums:
+            args, kwargs, _ = self._traced.convention.split(args, kwargs)
+        leaves = jax.tree.leaves((args, dict(kwargs)))
+        donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
+        if any_deleted(donated) or any_deleted(kept):
+            raise self._deleted(donated, kept)
+        return donated, kept
 
     def gather(self, tree: Any) -> Any:
         """A tree of leaves that may be on different stages, whole on every device of the plan.

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .passes.pipeline.instructions import (
     Buffer,
     Instruction,
     PipelineProgram,
+    Recv,
     Reshard,
     Run,
     Send,
@@ -28,7 +29,7 @@ from .passes.pipeline.single import single_program
 from .passes.pipeline.timeline import Event, Timeline, difference
 from .plans import Plan
 from .runtime.pipeline import PipelineStep
-from .runtime.profile import alone, events, in_line, together
+from .runtime.profile import Times, alone, events, in_line, together
 
 Leaves = tuple[list[Any], list[Any]]
 """The leaves to donate, in memory of their own, and the others."""
@@ -44,11 +45,14 @@ class Profile:
         share the machine's cores.
       seconds: what each instruction took alone, by mesh and index, as it was measured. (The
         simulation takes the median over the microbatches of a piece.)
+      is_received: whether the seconds of a `Send` are those that it occupies its mesh, and a `Recv`
+        has its own; else those of a `Send` are all until it has arrived.
     """
 
     timeline: Timeline
     expected: Timeline
     seconds: Mapping[tuple[int, int], float] = dataclasses.field(hash=False)
+    is_received: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -70,6 +74,7 @@ class Profile:
         return _simulated(
             self.expected.program,
             self.seconds,
+            self.is_received,
             devices_per_mesh=self.expected.devices_per_mesh or 1,
             temporary_bytes=self.expected.temporary_bytes,
         )
@@ -110,16 +115,41 @@ def profile_pipeline(step: PipelineStep, leaves: Callable[[], Leaves]) -> Profil
     for home, mesh in zip(program.schedule.mesh_of_stage, pipeline.meshes, strict=True):
         sizes[home] = max(sizes[home], mesh.size)
     is_cpu = pipeline.meshes[0].devices.flat[0].platform == "cpu"
-    expected = _simulated(
+    return profile_of(
         program,
         seconds,
+        times,
+        line=line,
+        is_received=False,
         shared_cores=os.cpu_count() if is_cpu else None,
-        in_line=line,
         devices_per_mesh=sizes,
         temporary_bytes=_temporary_bytes(step),
     )
+
+
+def profile_of(
+    program: PipelineProgram,
+    seconds: Mapping[tuple[int, int], float],
+    times: Times,
+    *,
+    line: Sequence[int],
+    is_received: bool,
+    **machine: Any,
+) -> Profile:
+    """What was measured, as a profile.
+
+    Args:
+      program: the instructions.
+      seconds: of each alone.
+      times: of a real run.
+      line: the meshes whose programs wait for all programs that were dispatched before.
+      is_received: whether a `Send` and its `Recv` occupy their meshes for the seconds of each; else
+        those of a `Send` are all until it has arrived.
+      **machine: more arguments of `simulate`.
+    """
+    expected = _simulated(program, seconds, is_received, in_line=line, **machine)
     measured = dataclasses.replace(expected, events=events(program, times, line))
-    return Profile(measured, expected, seconds)
+    return Profile(measured, expected, seconds, is_received)
 
 
 def _placed(step: PipelineStep, leaves: Callable[[], Leaves]) -> dict[Buffer, Any]:
@@ -127,7 +157,10 @@ def _placed(step: PipelineStep, leaves: Callable[[], Leaves]) -> dict[Buffer, An
 
 
 def _simulated(
-    program: PipelineProgram, seconds: Mapping[tuple[int, int], float], **machine: Any
+    program: PipelineProgram,
+    seconds: Mapping[tuple[int, int], float],
+    is_received: bool,
+    **machine: Any,
 ) -> Timeline:
     """What each instruction took alone, put together; equal runs take equally long."""
     groups: dict[Any, list[float]] = defaultdict(list)
@@ -139,10 +172,19 @@ def _simulated(
         groups[key(program.meshes[mesh][index])].append(taken)
     typical = {name: statistics.median(found) for name, found in groups.items()}
 
-    def cost(instruction: Run | Send | Reshard | Accumulate) -> float:
+    def cost(instruction: Run | Send | Recv | Reshard | Accumulate) -> float:
         return typical[key(instruction)]
 
-    return simulate(program, cost, cost, reshard_seconds=cost, accumulate_seconds=cost, **machine)
+    return simulate(
+        program,
+        cost,
+        0.0 if is_received else cost,
+        send_seconds=cost if is_received else 0.0,
+        recv_seconds=cost if is_received else 0.0,
+        reshard_seconds=cost,
+        accumulate_seconds=cost,
+        **machine,
+    )
 
 
 def _temporary_bytes(step: PipelineStep) -> dict[str, int]:

@@ -18,6 +18,9 @@ this process. Both run in turns, so that they meet the same machine.
   all was as before, how many steps were run again in that time, and the seconds that new actors
   compiled, beside those of the first ones; also the seconds of a step, as in `stream`, with
   `max_restarts` and a snapshot every 10 steps;
+- throughput (`--throughput`): each actor on one core of its own, and the same program on one actor
+  with one core; the speed-up, beside the one that the simulator gives from what each instruction
+  took alone, and the step that it gives beside the measured one;
 - bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that
   copies the same bytes.
 
@@ -43,6 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.passes.pipeline.instructions import Recv, Send
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.transport import Sockets
 
@@ -60,12 +64,15 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="of each stage")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kills", type=int, default=0, help="actors to kill")
+    parser.add_argument("--throughput", action="store_true", help="one core for each actor")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.stages * options.devices)
     found = {**measure(options), "bandwidth": bandwidth()}
     if options.kills:
         found["recovery"] = recovery(options)
+    if options.throughput:
+        found["throughput"] = throughput(options)
     Console().print(table(found))
     if options.json:
         print(json.dumps({"options": vars(options), **found}))
@@ -161,6 +168,60 @@ def recovery(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def throughput(options: argparse.Namespace) -> dict[str, float]:
+    """Speed-ups of one core for each stage over one core for all."""
+    model = language_model(options.layers, options.width, options.length, options.rows)
+    cores = sorted(os.sched_getaffinity(0))[: options.stages]
+    if len(cores) < options.stages:
+        raise SystemExit(f"{options.stages} stages need a core each, and there are {len(cores)}.")
+    found: dict[str, list[float]] = {"one": [], "all": []}
+    steps = {}
+    for name, stages in (("one", 1), ("all", options.stages)):
+        step = autopar.compile(
+            model.step,
+            jax.eval_shape(model.make),
+            model.batch,
+            cluster=autopar.Cluster.preset("cpu", devices_per_node=stages),
+            stages=stages,
+            microbatches=options.microbatches,
+            schedule="1f1b" if stages > 1 else "auto",
+            runtime="ray",
+        )
+        assert isinstance(step, RayExecutable)
+        steps[name] = step
+        for pid, core in zip(step.actor_pids, cores, strict=False):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), {core})
+    states = {name: step.initialize(model.make) for name, step in steps.items()}
+    for repeat in range(options.repeats // 2 + 2):
+        for name, step in steps.items():
+            states[name], seconds, *_ = call(step, states[name], model.batch)
+            if repeat >= 2:
+                found[name].append(seconds)
+    profiles = [steps["all"].profile(states["all"], model.batch) for _ in range(3)]
+    for step in steps.values():
+        step.shutdown()
+    profile = sorted(profiles, key=lambda p: p.on_own_devices.step_seconds)[1]
+    program = profile.timeline.program
+    work = sum(
+        seconds
+        for (mesh, index), seconds in profile.seconds.items()
+        if not isinstance(program.meshes[mesh][index], (Send, Recv))
+    )
+    simulated = profile.on_own_devices.step_seconds
+    one, both = statistics.median(found["one"]), statistics.median(found["all"])
+    return {
+        "one_seconds": one,
+        "all_seconds": both,
+        "simulated_seconds": simulated,
+        "deviation": (both - simulated) / both,
+        "speed_up": one / both,
+        "simulated_speed_up": work / simulated,
+        "share": one / both / (work / simulated),
+        "work_seconds": work,
+    }
+
+
 def call(step: Any, state: Any, batch: Any) -> tuple[Any, float, float, float]:
     """The new state; seconds until all is done, until the call returned, of the thread's CPU."""
     start, cpu = time.perf_counter(), time.thread_time()
@@ -229,6 +290,8 @@ def table(found: dict[str, Any]) -> Table:
                 "",
                 f"{total:.3g} ({steps}, {max(compiling):.3g})",
             )
+    for name, value in found.get("throughput", {}).items():
+        made.add_row(f"throughput: {name}", "", f"{value:.4g}")
     speeds = found["bandwidth"]
     made.add_row("GB/s (bare socket)", "", f"{speeds['transport']:.3g} ({speeds['socket']:.3g})")
     return made

@@ -108,7 +108,7 @@ def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
     jax.block_until_ready(list(buffers.values()))
     sent: dict[int, Any] = {}
     times = Times({}, {})
-    waiters = [_Waiter(times.ready) for _ in program.meshes]
+    waiters = [Waiter(times.ready) for _ in program.meshes]
     try:
         for place, action in zip(program.order, step.actions, strict=True):
             times.dispatched[place] = time.perf_counter()
@@ -117,7 +117,7 @@ def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
             if candidates:
                 waiters[place[0]].put(place, candidates)
             elif not isinstance(_at(program, place), Free | Send):
-                marker = _marker([buffers[b] for b in _at(program, place).writes])
+                marker = marker_of([buffers[b] for b in _at(program, place).writes])
                 if marker is not None:
                     waiters[place[0]].put(place, [marker])
     finally:
@@ -185,7 +185,7 @@ def _done(program: PipelineProgram, times: Times, line: Sequence[int]) -> dict[P
     return found
 
 
-class _Waiter:
+class Waiter:
     """A thread that waits for results in the order in which it gets them.
 
     What fails has no time: a buffer may be gone without its array knowing, where a program returned
@@ -215,7 +215,7 @@ class _Waiter:
                 self._ready[place] = time.perf_counter()
 
 
-def _marker(arrays: Sequence[Any]) -> Any:
+def marker_of(arrays: Sequence[Any]) -> Any:
     """A tiny array that is there as soon as these are, and outlives them; None without any."""
     usable = [
         x

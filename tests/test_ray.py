@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from programs import ONE_LAYER, PROGRAMS, Program, compare
 from ray_runtime.clusters import cluster, wait_until_gone
+from ray_runtime.profiles import check_profile
 from ray_runtime.small_step import layers_step
 
 import autopar
@@ -224,8 +225,12 @@ def test_every_piece_is_compiled_and_readable(step: RayExecutable) -> None:
     assert "// piece F0" in step.as_text()
     assert set(step.memory_analysis()) >= {"F0", "B0", "F1", "B1"}
     assert set(step.cost_analysis()) >= {"F0", "B0", "F1", "B1"}
-    with pytest.raises(autopar.AutoparError, match="not available"):
-        step.profile(init(jax.random.key(0)), BATCH)
+
+
+def test_a_profile(step: RayExecutable) -> None:
+    state = step.initialize(init, jax.random.key(0))
+    check_profile(step.profile(state, BATCH))
+    assert_close(step(state, BATCH), plain(1))  # nothing was consumed
 
 
 def test_one_stage_on_one_actor_by_decorator() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from programs import PROGRAMS, Program, compare
 from ray_runtime.clusters import cluster, wait_until_gone
+from ray_runtime.profiles import check_profile
 from ray_runtime.small_step import BATCH, init, layers_step, train_step
 from ray_runtime.training import assert_same, train
 
@@ -96,6 +97,12 @@ def test_two_stages_of_two_actors(step: RayExecutable) -> None:
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_profile(step: RayExecutable) -> None:
+    state = step.initialize(init)
+    check_profile(step.profile(state, BATCH))
+    step(state, BATCH)  # nothing was consumed
 
 
 def test_arrays_cut_over_actors() -> None:

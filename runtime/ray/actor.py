@@ -185,6 +185,21 @@ class StageActor:
         names, wanted = [name for name, *_ in items], [(key, box) for _, key, box in items]
         self._writer.begin(folder, lambda: dict(zip(names, self._step.copies(wanted), strict=True)))
 
+    def reach(self, addresses: Mapping[int, tuple[str, int]], deadline: float) -> Failure | None:
+        """Connect to actors to which no array goes."""
+        from autopar.runtime.ray.transport import TransportError
+
+        try:
+            self._transport.connect(addresses, deadline)
+        except TransportError as error:
+            spot = Spot(self._world.actor, self._world.label, None, "connecting")
+            return Failure("error", spot, 0, error.detail)
+        return None
+
+    def times(self) -> Any:
+        """What was noted of the last step."""
+        return self._step.times
+
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `MeshStep.make`."""
         import traceback
@@ -228,6 +243,11 @@ class StageActor:
         """What it is doing, and for how many seconds."""
         step = self._step
         return (None, 0.0) if step is None else (step.spot(), time.monotonic() - step.since)
+
+    @ray.method(concurrency_group="control")
+    def clock(self) -> float:
+        """The seconds that times are given in."""
+        return time.perf_counter()
 
     @ray.method(concurrency_group="control")
     def abort(self) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ GRACE_SECONDS = 10.0
 """How long actors may take to call a step off before they are ended."""
 KEYS = 1 << 32
 """Keys of a step: its number times this, and what is below is the number of a value."""
+_CLOCK_TRIES = 9
+"""The quickest of so many questions for the time is taken."""
 FIRST_OTHER = 1 << 48
 """In place of a step's number for what comes from elsewhere, such as `initialize`."""
 
@@ -68,6 +71,8 @@ class Actors:
       cache: a folder for what the actors compile; None: as JAX is configured.
 
     Attributes:
+      parts: what they run, by actor.
+      is_local: whether all are on this machine.
       serial: the number of the last step.
       pids: the actors' process ids.
       compile_seconds: what compiling took each.
@@ -88,7 +93,7 @@ class Actors:
         cache: str | None = None,
     ) -> None:
         self._name, self._deadline = name, options.deadline
-        self._parts = parts
+        self.parts = parts
         self._lock = threading.RLock()
         self.serial, self._others = 0, FIRST_OTHER
         self._running: deque[tuple[int, list[Any]]] = deque()
@@ -104,7 +109,8 @@ class Actors:
         self._finalizer = weakref.finalize(self, starting.end, self._handles, self._connection)
         try:
             self._handles += starting.start(self._connection, parts, name, config, cache)
-            self.pids, self.compile_seconds = starting.load(
+            self.is_local = self._connection.is_local
+            self._addresses, self.pids, self.compile_seconds = starting.load(
                 self._handles, parts, blobs, name, self._deadline
             )
         except BaseException:
@@ -114,13 +120,17 @@ class Actors:
     # -- steps -----------------------------------------------------------------------------------
 
     def step(
-        self, given: Sequence[Sequence[Any]], consumed: Sequence[Resident]
+        self,
+        given: Sequence[Sequence[Any]],
+        consumed: Sequence[Resident],
+        record: Callable[[MeshPart], Any] | None = None,
     ) -> dict[int, Resident]:
         """Tell all actors to run a step; returns the residents of its results, by value.
 
         Args:
           given: for every leaf, what `given` returns.
           consumed: residents that the step takes over.
+          record: what each actor shall note of its instructions' times.
 
         Raises:
           StageError: an earlier step failed.
@@ -138,7 +148,7 @@ class Actors:
             outputs: dict[int, Resident] = {}
             refs: list[Any] = []
             self._running.append((serial, refs))
-            for part in self._parts:
+            for part in self.parts:
                 keys = tuple((value, serial * KEYS + value) for value in part.outputs)
                 message = Message(
                     step=serial,
@@ -148,6 +158,7 @@ class Actors:
                     consumed=tuple(gone[part.mesh]),
                     forgotten=tuple(forgotten[part.mesh]),
                     outputs=keys,
+                    record=None if record is None else record(part),
                 )
                 refs.append(self._handles[part.actor].step.remote(message))
                 if part.process == 0:
@@ -183,7 +194,7 @@ class Actors:
         Raises:
           StageError: a step failed.
         """
-        watch = Watch(self._handles, self._parts, self._deadline, of_instructions=True)
+        watch = Watch(self._handles, self.parts, self._deadline, of_instructions=True)
         while True:
             self._look()
             _, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
@@ -224,7 +235,7 @@ class Actors:
         """
         first = self._running[0][0] if self._running else self.serial + 1
         outcomes = self._call_off()
-        error = first_error(self._name, self._deadline, self._parts, outcomes, late)
+        error = first_error(self._name, self._deadline, self.parts, outcomes, late)
         if late is not None or any(map(is_over, outcomes)):
             self._error = error
             self.close(error.what)
@@ -240,7 +251,7 @@ class Actors:
         # Also for the aborts: one that came after the reset would call the next step off.
         ray.wait(calls, num_returns=len(calls), timeout=min(GRACE_SECONDS, self._deadline))
         found: list[Outcome] = []
-        for actor in range(len(self._parts)):
+        for actor in range(len(self.parts)):
             outcomes = [outcome_of(refs[actor]) for refs in steps if actor < len(refs)]
             outcome = next((x for x in outcomes if x is not None), None)
             if isinstance(outcome, Silent) and not ray.wait([aborts[actor]], timeout=0)[0]:
@@ -352,7 +363,7 @@ class Actors:
         try:
             return ray.get(ref)
         except RayActorError as error:
-            part = self._parts[actor]
+            part = self.parts[actor]
             spot = Spot(part.actor, part.label, None, "between steps")
             self._error = lost_error(self._name, spot, reason_of(error))
             self.close(self._error.what)
@@ -360,7 +371,7 @@ class Actors:
         except RayTaskError as error:
             raise StageError(
                 f"An array of {self._name} cannot be read: {error.cause}",
-                where=f"actor {actor}, {self._parts[actor].label}",
+                where=f"actor {actor}, {self.parts[actor].label}",
             ) from None
 
     def forget(self, resident: Resident) -> None:
@@ -443,7 +454,7 @@ class Actors:
                     if isinstance(rows, Resident):
                         actor.duplicate.remote(rows.key, key)
                     else:
-                        tiles = self._cut(self._parts[number], value, rows)
+                        tiles = self._cut(self.parts[number], value, rows)
                         actor.keep.remote(key, value, tiles)
                 found.append(Resident(self, part.mesh_number, key))
             return found
@@ -475,7 +486,7 @@ class Actors:
                     items[part.mesh_number].append((key, value, number, rows))
                     residents.append(Resident(self, part.mesh_number, key))
                 found.append(residents)
-            arguments = [(function, items[part.mesh]) for part in self._parts]
+            arguments = [(function, items[part.mesh]) for part in self.parts]
             self._call("make", arguments, "initialize")
             return found
 
@@ -487,9 +498,7 @@ class Actors:
         ]
         self._wait(refs[:0])  # a step may have failed
         try:
-            results = results_of(
-                refs, self._handles, self._parts, self._name, doing, self._deadline
-            )
+            results = results_of(refs, self._handles, self.parts, self._name, doing, self._deadline)
         except LostActorError as error:
             self._error = error
             self.close(error.what)
@@ -509,7 +518,40 @@ class Actors:
     @property
     def count(self) -> int:
         """How many they are."""
-        return len(self._parts)
+        return len(self.parts)
+
+    def reach(self, others: Sequence[Collection[int]]) -> None:
+        """Let each actor connect to some others.
+
+        Raises:
+          StageError: one does not answer another.
+        """
+        with self._busy():
+            arguments = [
+                ({other: self._addresses[other] for other in own}, self._deadline) for own in others
+            ]
+            self._call("reach", arguments, "connecting")
+
+    def times(self) -> list[Any]:
+        """What each actor noted of the last step."""
+        with self._busy():
+            return self._call("times", [()] * len(self._handles), "reading times")
+
+    def clocks(self) -> list[float]:
+        """How far each actor's clock is ahead of this process's, in seconds; 0 on one machine."""
+        if self.is_local:
+            return [0.0] * self.count
+        with self._busy():
+            found = []
+            for number in range(self.count):
+                tries = []
+                for _ in range(_CLOCK_TRIES):
+                    before = time.perf_counter()
+                    there = self._read(number, self._handles[number].clock.remote())
+                    after = time.perf_counter()
+                    tries.append((after - before, there - (before + after) / 2))
+                found.append(min(tries)[1])
+            return found
 
     def describe(self, what: str) -> list[Any]:
         """See `StageActor.describe`, of each actor."""

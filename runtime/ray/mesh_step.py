@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stages
+from autopar.runtime.profile import Place, Times
 from autopar.runtime.ray.failures import Failure, Spot
 from autopar.runtime.ray.group import is_of_group
 from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, MeshPart, held_shape
@@ -53,6 +54,7 @@ from autopar.runtime.ray.tiles import (
     to_host,
     unpacked,
 )
+from autopar.runtime.ray.timing import Alone, Together, Turns
 from autopar.runtime.ray.transport import Sockets, Ticket, TransportError
 from autopar.runtime.stages import Pace, StagePrograms, donated_numbers
 
@@ -71,6 +73,7 @@ class Message:
       consumed: keys that the store gives up when the step begins.
       forgotten: keys that nobody holds any more.
       outputs: (value, key) of what goes to the store.
+      record: "together", or whose turn it is when: what is noted of the instructions' times.
     """
 
     step: int
@@ -78,6 +81,7 @@ class Message:
     consumed: tuple[int, ...]
     forgotten: tuple[int, ...]
     outputs: tuple[tuple[int, int], ...]
+    record: Literal["together"] | Turns | None = None
 
 
 class Missing(Exception):
@@ -164,6 +168,7 @@ class MeshStep:
         self.index: int | None = None
         self.doing = "idle"
         self.since = time.monotonic()
+        self.times: Times | dict[Place, float] | None = None
         self.constants = {
             Buffer(number, None): self._place_host(number, value) for number, value in constants
         }
@@ -196,9 +201,16 @@ class MeshStep:
         self._at(None, "the start of the step")
         self.store.drop(message.forgotten)
         buffers = self._inputs(message)
+        recorder = self._recorder(message)
         for index, action in enumerate(self.actions):
             self.index, self.since = index, time.monotonic()
-            action(buffers, step)
+            if recorder is None:
+                action(buffers, step)
+            else:
+                recorder.before(index)
+                action(buffers, step)
+                recorder.after(index, buffers)
+        self.times = None if recorder is None else recorder.end()
         self._at(None, "the end of the step")
         for tickets in (*self.tickets.values(), self.handed_on, self.passed_on):
             self._wait(tickets)
@@ -215,6 +227,21 @@ class MeshStep:
             if value in lasting:  # an input that is returned as it is, and lives on
                 array = copied(array)
             self.store.put(key, array)
+
+    def _recorder(self, message: Message) -> Together | Alone | None:
+        """What notes the times of a step, if they are to be noted."""
+        if message.record is None:
+            return None
+        if message.record == "together":
+            return Together(self.part)
+        return Alone(
+            self.part,
+            message.record,
+            self.transport,
+            message.step,
+            self.deadline,
+            lambda tag: self.tickets[tag],
+        )
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

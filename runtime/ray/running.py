@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.ray_array import Keeper, Place, RayArray
 from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.parts import MeshPart
 
 if TYPE_CHECKING:
     from autopar.runtime.ray.pipeline import RayPipeline
@@ -26,7 +27,11 @@ class Running:
     actors: Actors
 
     def step(
-        self, leaves: Sequence[Any], donated: Collection[int], keeper: Keeper
+        self,
+        leaves: Sequence[Any],
+        donated: Collection[int],
+        keeper: Keeper,
+        record: Callable[[MeshPart], Any] | None = None,
     ) -> list[RayArray]:
         """One step; returns when the actors have been told.
 
@@ -34,6 +39,7 @@ class Running:
           leaves: of the arguments; any kind of array.
           donated: positions of those that the step takes over, if they live on these actors.
           keeper: of the results.
+          record: what each actor shall note of its instructions' times (`Message.record`).
 
         Raises:
           StageError: an earlier step failed.
@@ -49,7 +55,7 @@ class Running:
             for resident in leaves[position].residents
             if resident.owner is actors
         ]
-        outputs = actors.step(given, consumed)
+        outputs = actors.step(given, consumed, record)
         return [
             RayArray(
                 [outputs[value] for value in values],

@@ -147,11 +147,11 @@ def load(
     blobs: Sequence[bytes],
     name: str,
     deadline: float,
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
+) -> tuple[dict[int, tuple[str, int]], tuple[int, ...], tuple[float, ...]]:
     """Connect the actors with each other and let them compile.
 
     Returns:
-      Their process ids, and the seconds that each took to compile.
+      Their addresses by number, their process ids, and the seconds that each took to compile.
 
     Raises:
       ClusterError: an actor runs other versions than this process.
@@ -180,7 +180,7 @@ def load(
     for found in seconds:
         if isinstance(found, Failure):
             raise stage_error(found, name)
-    return tuple(hello.pid for hello in hellos), tuple(seconds)
+    return addresses, tuple(hello.pid for hello in hellos), tuple(seconds)
 
 
 def end(handles: list[Any], connection: Connection) -> None:

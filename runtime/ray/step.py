@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from autopar.errors import AutoparError, CheckpointError, ClusterError, LostActorError
+from autopar.profile import Profile
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.cluster import Connection, await_cpus, free_cpus
 from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
+from autopar.runtime.ray.profiling import profiled
 from autopar.runtime.ray.running import Running
 from autopar.runtime.ray.saving import LostItem, Saving
 from autopar.runtime.ray.snapshots import Snapshots
@@ -163,10 +165,7 @@ class RayStep:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
         del constants  # the actors have them
-        leaves: list[Any] = [None] * len(self._order)
-        for number, leaf in zip(self._order, (*donated, *kept), strict=True):
-            leaves[number] = leaf
-        _check(leaves, self._shapes)
+        leaves = self._ordered(donated, kept)
         taken = tuple(self._order[: self._num_donated])
         results = self.attempt(lambda: self._step(leaves, taken))
         if self._snapshots is not None:
@@ -186,6 +185,22 @@ class RayStep:
         results = self._running.step(leaves, taken, self)
         log.write(StepEntry(given, taken, log.name(results), self.actors.serial))
         return results
+
+    def profile(self, donated: Sequence[Any], kept: Sequence[Any]) -> Profile:
+        """A profile of a step with these leaves, none of which is consumed.
+
+        Raises:
+          StageError: a step fails.
+        """
+        leaves = self._ordered(donated, kept)
+        return self.attempt(lambda: profiled(self._running, leaves, self))
+
+    def _ordered(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        leaves: list[Any] = [None] * len(self._order)
+        for number, leaf in zip(self._order, (*donated, *kept), strict=True):
+            leaves[number] = leaf
+        _check(leaves, self._shapes)
+        return leaves
 
     def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors.

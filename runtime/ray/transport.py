@@ -112,12 +112,14 @@ class Sockets:
         _thread(self._accept)
 
     def connect(self, peers: Mapping[int, Address], deadline: float) -> None:
-        """Connect to the actors that this one sends to.
+        """Connect to the actors that this one sends to, unless it is connected to them.
 
         Raises:
           TransportError: one does not answer in time.
         """
         for peer, address in peers.items():
+            if peer in self._outboxes:
+                continue
             try:
                 connection = socket.create_connection(address, timeout=deadline)
                 connection.sendall(_HELLO.pack(self._token, self.actor))

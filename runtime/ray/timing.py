@@ -1,0 +1,137 @@
+"""When a step's instructions ran on an actor: one at a time in all actors, or as they always run.
+
+What local profiles do in one process (`autopar.runtime.profile`) is done here by each actor for its
+own list. For the times of instructions that have the machine for themselves, actors take turns:
+the process of one mesh tells those of the next in the program's order when it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from autopar.passes.pipeline.instructions import Buffer, Free, PipelineProgram, Send
+from autopar.passes.pipeline.lasting import lasting_writes
+from autopar.runtime.profile import Place, Times, Waiter, marker_of
+from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.transport import Sockets, Ticket
+
+TURN = 1 << 41
+"""This bit of a tag says that it is the receiver's turn; the rest counts instructions."""
+
+Mode = Literal["alone", "together"]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """When an actor may run which of its instructions, if all take turns.
+
+    Args:
+      awaited: for the index of an instruction: the actor that ends before it, and a number.
+      told: for the index of an instruction: the actors that wait for its end, and a number.
+    """
+
+    awaited: dict[int, tuple[int, int]]
+    told: dict[int, tuple[tuple[int, ...], int]]
+
+
+def turns(program: PipelineProgram, part: MeshPart) -> Turns:
+    """The turns of an actor in the order of a program; each process of a mesh has the mesh's."""
+    awaited: dict[int, tuple[int, int]] = {}
+    told: dict[int, tuple[tuple[int, ...], int]] = {}
+    pairs = zip(program.order, program.order[1:], strict=False)
+    for number, ((mesh, index), (next_mesh, next_index)) in enumerate(pairs):
+        if mesh == next_mesh:
+            continue
+        if mesh == part.mesh and part.process == 0:
+            told[index] = part.processes[next_mesh], number
+        if next_mesh == part.mesh:
+            awaited[next_index] = part.processes[mesh][0], number
+    return Turns(awaited, told)
+
+
+class Together:
+    """Notes when instructions are dispatched and when their results are there."""
+
+    def __init__(self, part: MeshPart) -> None:
+        self._part = part
+        self._waited = lasting_writes(part.program)
+        self.times = Times({}, {})
+        self._waiter = Waiter(self.times.ready)
+
+    def before(self, index: int) -> None:
+        """An instruction is about to be dispatched."""
+        self.times.dispatched[self._part.mesh, index] = time.perf_counter()
+
+    def after(self, index: int, buffers: dict[Buffer, Any]) -> None:
+        """It was dispatched."""
+        place, instruction = (self._part.mesh, index), self._part.instructions[index]
+        found = [buffers[b] for b in self._waited.get(place, ())]
+        if not found and not isinstance(instruction, Free | Send):
+            marker = marker_of([buffers[b] for b in instruction.writes])
+            found = [] if marker is None else [marker]
+        if found:
+            self._waiter.put(place, found)
+
+    def end(self) -> Times:
+        """All times, when all results are there."""
+        self._waiter.end()
+        return self.times
+
+
+class Alone:
+    """Notes how long each instruction takes while no actor does anything else."""
+
+    def __init__(
+        self,
+        part: MeshPart,
+        order: Turns,
+        transport: Sockets,
+        step: int,
+        deadline: float,
+        tickets: Callable[[int], Sequence[Ticket]],
+    ) -> None:
+        self._part, self._order = part, order
+        self._transport, self._step, self._deadline = transport, step, deadline
+        self._tickets = tickets
+        self._start = 0.0
+        self._told: list[Ticket] = []
+        self.seconds: dict[Place, float] = {}
+
+    def before(self, index: int) -> None:
+        """Wait for the actor's turn."""
+        if index in self._order.awaited:
+            actor, number = self._order.awaited[index]
+            self._transport.receive(actor, self._step, TURN | number, self._deadline)
+        self._start = time.perf_counter()
+
+    def after(self, index: int, buffers: dict[Buffer, Any]) -> None:
+        """Wait for the instruction, and say that it is done."""
+        instruction = self._part.instructions[index]
+        if isinstance(instruction, Send):
+            for ticket in self._tickets(instruction.tag):
+                self._transport.wait(ticket, self._deadline)
+        else:
+            jax.block_until_ready([buffers[b] for b in instruction.writes if b in buffers])
+        passed = time.perf_counter() - self._start
+        self.seconds[self._part.mesh, index] = 0.0 if isinstance(instruction, Free) else passed
+        if index in self._order.told:
+            actors, number = self._order.told[index]
+            for actor in actors:
+                self._told.append(
+                    self._transport.send(actor, self._step, TURN | number, 1, lambda: [_DONE])
+                )
+
+    def end(self) -> dict[Place, float]:
+        """The seconds of every instruction."""
+        for ticket in self._told:
+            self._transport.wait(ticket, self._deadline)
+        return self.seconds
+
+
+_DONE = np.zeros(1, np.uint8)
