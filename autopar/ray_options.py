@@ -11,9 +11,14 @@ from .errors import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class Ray:
-    """Run a plan in several processes, one Ray actor for each of its meshes.
+    """Run a plan in several processes: a Ray actor for each node of each of its meshes.
+
+    The plan's `Cluster` says how many devices a node has. The actors of one mesh compute together,
+    over Gloo on CPUs and NCCL on GPUs.
 
     Args:
+      devices: "cpu": virtual CPU devices, and a CPU of the Ray cluster for each actor; "gpu": an
+        NVIDIA GPU of it for each device as well.
       address: of a running Ray cluster ("auto": the one that Ray finds on this machine,
         "host:port" of its head node). None: the one that this process is connected to or that the
         environment variable RAY_ADDRESS names, else one is started on this machine, which listens
@@ -46,6 +51,7 @@ class Ray:
     """
 
     address: str | None = None
+    devices: str = "cpu"
     deadline: float = 300.0
     max_restarts: int = 0
     snapshot_every: int = 100
@@ -74,6 +80,9 @@ class Ray:
             "it must be a positive number of seconds.",
         )
         object.__setattr__(self, "deadline", float(self.deadline))
+        _check(
+            self.devices in ("cpu", "gpu"), "devices", self.devices, 'it must be "cpu" or "gpu".'
+        )
         for name, least in (("max_restarts", 0), ("snapshot_every", 1)):
             value = getattr(self, name)
             is_number = isinstance(value, int) and not isinstance(value, bool)

@@ -255,6 +255,7 @@ def test_one_stage_on_one_actor_by_decorator() -> None:
         {"address": ""},
         {"address": "ray://here:10001"},
         {"address": 5},
+        {"devices": "tpu"},
         {"deadline": 0},
         {"deadline": "1m"},
         {"max_restarts": -1},

@@ -23,6 +23,7 @@ import autopar
 from autopar.errors import ClusterError, LostActorError, StageError, TraceError
 from autopar.ray_array import RayArray
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray import starting
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 
@@ -152,6 +153,20 @@ def test_a_step_that_cannot_be_sent(ray_cluster: None) -> None:
             cluster=autopar.Cluster.preset("cpu", devices_per_node=1),
             runtime=autopar.Ray(deadline=60),
         )
+
+
+def test_too_few_gpus(ray_cluster: None) -> None:
+    with pytest.raises(ClusterError, match=r"needs 4 GPUs, and the Ray cluster has 0"):
+        on_actors(autopar.Ray(deadline=60, devices="gpu"))
+
+
+def test_other_versions_on_a_node(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "versions", lambda: (("jax", "0.1.2"),))
+    with pytest.raises(ClusterError, match="runs other versions") as found:
+        on_actors(autopar.Ray(deadline=60))
+    assert found.value.why is not None
+    assert f"jax {jax.__version__}" in found.value.why
+    assert "here are jax 0.1.2" in found.value.why
 
 
 def test_an_init_function_that_fails(step: RayExecutable) -> None:

@@ -26,7 +26,8 @@ class World:
       label: the actor's name in logs.
       actor: its number.
       place: the number of the process in its mesh, and how many processes that has.
-      num_devices: virtual CPU devices.
+      num_devices: how many it has; on CPUs they are virtual.
+      platform: "cpu" or "cuda".
       jax_config: values of `jax.config`.
       environment: environment variables.
       token: of the transport.
@@ -37,6 +38,7 @@ class World:
     actor: int
     place: tuple[int, int]
     num_devices: int
+    platform: str
     jax_config: Mapping[str, Any]
     environment: Mapping[str, str]
     token: bytes
@@ -96,8 +98,9 @@ class StageActor:
         os.environ.update(world.environment)
         import jax
 
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", world.num_devices)
+        jax.config.update("jax_platforms", world.platform)
+        if world.platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", world.num_devices)
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
         from autopar.runtime.checkpoint_files import write_item

@@ -105,10 +105,12 @@ class Actors:
         self._error: StageError | None = None
         self._closed: str | None = None
         self._handles: list[Any] = []
-        self._connection = Connection(options.address, len(parts), self._deadline)
+        self._connection = Connection(options.address, gpus_of(parts, options), self._deadline)
         self._finalizer = weakref.finalize(self, starting.end, self._handles, self._connection)
         try:
-            self._handles += starting.start(self._connection, parts, name, config, cache)
+            self._handles += starting.start(
+                self._connection, parts, name, config, cache, options.devices
+            )
             self.is_local = self._connection.is_local
             self._addresses, self.pids, self.compile_seconds = starting.load(
                 self._handles, parts, blobs, name, self._deadline
@@ -564,3 +566,8 @@ class Actors:
             self._closed = why
         self._running.clear()
         self._finalizer()
+
+
+def gpus_of(parts: Sequence[MeshPart], options: Ray) -> list[int]:
+    """How many GPUs each actor wants."""
+    return [len(part.own) if options.devices == "gpu" else 0 for part in parts]

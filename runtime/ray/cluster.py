@@ -32,16 +32,16 @@ class Connection:
 
     Args:
       address: as that of `autopar.Ray`.
-      num_actors: how many actors will want a CPU.
+      gpus: of each actor that will want a CPU.
       deadline: seconds that connecting may take.
-      reserve: whether to reserve these CPUs; else it only keeps the cluster in use.
+      reserve: whether to reserve these CPUs and GPUs; else it only keeps the cluster in use.
 
     Raises:
-      ClusterError: nothing answers at the address, or the cluster has too few CPUs.
+      ClusterError: nothing answers at the address, or the cluster has too few CPUs or GPUs.
     """
 
     def __init__(
-        self, address: str | None, num_actors: int, deadline: float, reserve: bool = True
+        self, address: str | None, gpus: Sequence[int], deadline: float, reserve: bool = True
     ) -> None:
         global _users
         self._is_counted = False
@@ -50,7 +50,8 @@ class Connection:
             if ray.is_initialized():
                 _check_same(address)
             elif address is None and not os.environ.get("RAY_ADDRESS"):
-                start_local(max(os.cpu_count() or 1, num_actors))
+                found = {} if any(gpus) else {"num_gpus": 0}  # Ray counts them itself
+                start_local(max(os.cpu_count() or 1, len(gpus)), **found)
                 _users, self._is_counted = 1, True
             else:
                 _connect(address, deadline)
@@ -61,12 +62,13 @@ class Connection:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = all(n["NodeManagerAddress"] == "127.0.0.1" for n in nodes)
             if reserve:
-                self._reserve(num_actors, deadline)
+                self._reserve(gpus, deadline)
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, count: int, deadline: float) -> None:
+    def _reserve(self, gpus: Sequence[int], deadline: float) -> None:
+        count = len(gpus)
         total = ray.cluster_resources().get("CPU", 0)
         if total < count:
             raise ClusterError(
@@ -75,14 +77,23 @@ class Connection:
                 why="every mesh of the plan is a process of its own.",
                 hint="add nodes, start Ray with more num_cpus, or use fewer stages.",
             )
-        self._group = placement_group([{"CPU": 1.0}] * count, strategy="PACK")
+        total_gpus = ray.cluster_resources().get("GPU", 0)
+        if total_gpus < sum(gpus):
+            raise ClusterError(
+                f"The plan needs {sum(gpus)} GPUs, and the Ray cluster has {total_gpus:g}.",
+                why='Ray(devices="gpu") gives every device of the plan a GPU.',
+                hint='add nodes with GPUs, plan for fewer devices, or use Ray(devices="cpu").',
+            )
+        self._gpus = tuple(gpus)
+        bundles = [{"CPU": 1.0, **({"GPU": float(n)} if n else {})} for n in gpus]
+        self._group = placement_group(bundles, strategy="PACK")
         end = time.monotonic() + deadline
         while not self._group.wait(timeout_seconds=max(min(1.0, deadline), 0.1)):
             if time.monotonic() >= end:
                 free = ray.available_resources().get("CPU", 0)
+                what = f"{count} CPUs" + (f" and {sum(gpus)} GPUs" if any(gpus) else "")
                 raise ClusterError(
-                    f"{count} CPUs of the Ray cluster did not become free within {deadline:g} "
-                    "seconds.",
+                    f"{what} of the Ray cluster did not become free within {deadline:g} seconds.",
                     why=f"it has {total:g} CPUs, of which {free:g} are free.",
                     hint="wait for other work to end, shut down steps that are not used any more "
                     "(step.shutdown()), or add nodes.",
@@ -100,6 +111,7 @@ class Connection:
             remote.options(
                 name=name,
                 num_cpus=1,
+                num_gpus=self._gpus[number],
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -136,7 +148,6 @@ def start_local(num_cpus: int, **options: Any) -> None:
         ray.init(
             address="local",
             num_cpus=num_cpus,
-            num_gpus=0,
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             _system_config={"worker_niceness": 0},  # they are no background work

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from autopar.errors import DeviceError
 from autopar.passes.logical import no_mesh
 from autopar.passes.pipeline.instructions import (
     Accumulate,
@@ -154,7 +155,7 @@ class MeshStep:
     ) -> None:
         self.part, self.transport, self.deadline = part, transport, deadline
         self.store = Store()
-        devices = jax.devices()[: part.num_devices]
+        devices = _devices(part)
         meshes = {stage: _mesh(part, stage, devices) for stage in part.stages}
         self.numbers = {device: number for number, device in enumerate(devices)}
         self.programs = StagePrograms(part.pieces, part.program, meshes)
@@ -560,6 +561,24 @@ def _described(error: BaseException) -> str:
     if isinstance(error, Missing):
         return "an array that it needs is no longer there."
     return f"{type(error).__name__}: {error}"
+
+
+def _devices(part: MeshPart) -> list[jax.Device]:
+    """Those of the mesh, in all its processes."""
+    platform = str(jax.config.jax_platforms)  # type: ignore[attr-defined]
+    try:
+        found = jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(
+            f"JAX finds no devices of the platform {platform!r} there.",
+            why=str(error) or None,
+            hint="install JAX for GPUs (jax[cuda12]) on all nodes." if platform == "cuda" else None,
+        ) from error
+    if len(found) < part.num_devices:
+        raise DeviceError(
+            f"{part.label} needs {part.num_devices} devices, and its processes have {len(found)}."
+        )
+    return found[: part.num_devices]
 
 
 def _mesh(part: MeshPart, stage: int, devices: Sequence[jax.Device]) -> Mesh:

@@ -118,18 +118,21 @@ def start(
     name: str,
     config: Mapping[str, Any],
     cache: str | None,
+    devices: str,
 ) -> list[Any]:
     """Actor handles, of processes that are only about to start; arguments as of `Actors`."""
     token, tail = secrets.token_bytes(32), secrets.token_hex(3)
     if cache is not None and connection.is_local:
         config = {**config, **CACHE_ALL, "jax_compilation_cache_dir": cache}
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _xla_flags()}
+    platform = "cuda" if devices == "gpu" else "cpu"
+    environment = {"JAX_PLATFORMS": platform, "XLA_FLAGS": _xla_flags()}
     worlds = [
         World(
             label=f"{part.label} of {name}",
             actor=part.actor,
             place=(part.process, len(part.siblings)),
             num_devices=len(part.own),
+            platform=platform,
             jax_config=config,
             environment=environment,
             token=token,

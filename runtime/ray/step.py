@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, CheckpointError, ClusterError, LostActo
 from autopar.profile import Profile
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
-from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.actors import Actors, gpus_of
 from autopar.runtime.ray.cluster import Connection, await_cpus, free_cpus
 from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
@@ -108,8 +108,8 @@ class RayStep:
             self._lineage = Lineage()
             self._snapshots = Snapshots(self._lineage, options.snapshot_every)
             # Without a use of its own, Ray would end between the old actors and the new ones.
-            count = len(self._parts)
-            self._cluster = Connection(options.address, count, options.deadline, reserve=False)
+            gpus = gpus_of(self._parts, options)
+            self._cluster = Connection(options.address, gpus, options.deadline, reserve=False)
             weakref.finalize(self, self._cluster.close)
             if not starting.has_cache():
                 self._cache = starting.cache_folder()
