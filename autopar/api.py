@@ -449,10 +449,15 @@ def _plan_again(
     else:
         before = sum(num_processes(compiled.pipeline, cluster.devices_per_node))
     devices = max(cluster.num_devices * num_actors // before, 1)
+    if devices > cluster.devices_per_node:
+        devices -= devices % cluster.devices_per_node  # whole nodes
     part, options = submesh(cluster, devices), request.options
     if isinstance(options.stages, int):
         chunks = options.num_chunks if isinstance(options.num_chunks, int) else 1
-        fewer: dict[str, Any] = {"stages": min(options.stages, num_actors * chunks)}
+        most = min(options.stages, num_actors * chunks)
+        # Meshes are equal, and each has as many stages as there are chunks.
+        possible = [n for n in range(chunks, most + 1, chunks) if devices % (n // chunks) == 0]
+        fewer: dict[str, Any] = {"stages": max(possible, default=1)}
         if fewer["stages"] == 1:  # what only several stages can have
             fewer.update(schedule="auto", num_chunks="auto", remat="auto")
         options = dataclasses.replace(options, **fewer)
@@ -463,19 +468,19 @@ def _plan_again(
     except AutoparError as error:
         error.add_note(f"Planned again for {devices} of {cluster.num_devices} devices.")
         raise
-    after = 1 if found.pipeline is None else found.pipeline.program.schedule.num_meshes
+    if found.pipeline is None:
+        after = part.num_nodes
+    else:
+        after = sum(num_processes(found.pipeline, part.devices_per_node))
     if after > num_actors:
         raise ClusterError(
-            f"{_name_of_plan(after)} cannot run on what is left of the Ray cluster.",
+            f"A plan with {after} actors cannot run on what is left of the Ray cluster.",
             where=f"stages={request.options.stages!r}",
-            why=f"every mesh is a process with a CPU of its own, and there are {num_actors}.",
+            why="every mesh is a process, or one for each node, and there is room for "
+            f"{num_actors}.",
             hint="with a number of stages, or 'auto', a plan may have fewer of them.",
         )
     return found
-
-
-def _name_of_plan(meshes: int) -> str:
-    return f"A plan with {meshes} mesh{'' if meshes == 1 else 'es'}"
 
 
 def _check_devices(cluster: Cluster, made: Plan | None) -> None:

@@ -58,7 +58,7 @@ class Options:
       seed: of every random choice in planning.
       progress: whether to report progress while planning.
       runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
-        with more to say: one Ray actor for each mesh of the plan, with virtual CPU devices.
+        with more to say: a Ray actor for each node of each mesh of the plan.
       stages: how many pipeline stages, or the layers at which the second and later stages begin.
         "auto": one, or where the cluster has several nodes or nothing fits on one mesh, what the
         dynamic program over layers and submeshes finds quicker.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ActorSharding:
+class MeshSharding:
     """How an array, or some rows of one, lies on a mesh of one actor or several.
 
     Args:
@@ -47,12 +47,12 @@ class RaySharding:
     """Where a `RayArray` is.
 
     Args:
-      parts: one, or several if its rows are on several actors.
+      parts: one, or several if its rows are on several meshes.
       axis: the dimension in which they are split.
       ends: behind the last row of each part; () if there is one part.
     """
 
-    parts: tuple[ActorSharding, ...]
+    parts: tuple[MeshSharding, ...]
     axis: int = 0
     ends: tuple[int, ...] = ()
 

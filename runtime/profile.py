@@ -113,13 +113,9 @@ def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
         for place, action in zip(program.order, step.actions, strict=True):
             times.dispatched[place] = time.perf_counter()
             action(buffers, sent)
-            candidates = [buffers[b] for b in waited.get(place, ())]
-            if candidates:
-                waiters[place[0]].put(place, candidates)
-            elif not isinstance(_at(program, place), Free | Send):
-                marker = marker_of([buffers[b] for b in _at(program, place).writes])
-                if marker is not None:
-                    waiters[place[0]].put(place, [marker])
+            arrays = telling(_at(program, place), waited.get(place, ()), buffers)
+            if arrays:
+                waiters[place[0]].put(place, arrays)
     finally:
         for waiter in waiters:
             waiter.end()
@@ -213,6 +209,24 @@ class Waiter:
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 jax.block_until_ready(arrays)
                 self._ready[place] = time.perf_counter()
+
+
+def telling(
+    instruction: Instruction, lasting: Sequence[Buffer], buffers: dict[Buffer, Any]
+) -> list[Any]:
+    """Arrays that are there when an instruction that was dispatched is done; none, if none tells.
+
+    Args:
+      instruction: that was dispatched.
+      lasting: what it writes and nothing takes over.
+      buffers: after it.
+    """
+    if lasting:
+        return [buffers[buffer] for buffer in lasting]
+    if isinstance(instruction, Free | Send):
+        return []
+    marker = marker_of([buffers[buffer] for buffer in instruction.writes])
+    return [] if marker is None else [marker]
 
 
 def marker_of(arrays: Sequence[Any]) -> Any:

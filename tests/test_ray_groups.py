@@ -145,6 +145,15 @@ def test_a_nan_is_named_and_the_actors_go_on(step: RayExecutable) -> None:
     test_two_stages_of_two_actors(step)
 
 
+def test_a_nan_that_one_process_alone_sees(step: RayExecutable) -> None:
+    before, y = len(step.recoveries), BATCH["y"].copy()
+    y[-1] = np.nan
+    with pytest.raises(StageError, match="FloatingPointError: nan in its results"):
+        step.gather(step(init(), {**BATCH, "y": y}))
+    test_two_stages_of_two_actors(step)  # the failed call is not tried again
+    assert len(step.recoveries) <= before + 1
+
+
 @pytest.mark.parametrize(
     "victim", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2, 3))]
 )

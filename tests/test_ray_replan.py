@@ -47,7 +47,7 @@ def compiled(on_loss: str, stages: Any) -> RayExecutable:
         stages=stages,
         microbatches=4,
         method="data",
-        schedule="1f1b",
+        schedule="auto" if stages == 1 else "1f1b",
         cluster=autopar.Cluster.preset("cpu", nodes=2, devices_per_node=2),
         runtime=autopar.Ray(deadline=8, max_restarts=2, snapshot_every=5, on_loss=on_loss),
     )
@@ -55,14 +55,16 @@ def compiled(on_loss: str, stages: Any) -> RayExecutable:
     return step
 
 
-def test_a_lost_node(lose_a_node: Callable[[], None]) -> None:
+@pytest.mark.parametrize("stages", [2, 1])  # on one actor each, and one on both
+def test_a_lost_node(lose_a_node: Callable[[], None], stages: int) -> None:
     state, wanted = init(), []
     plain = jax.jit(train_step)
     for number in range(16):
         state, loss = plain(state, batch(number))
         wanted.append(float(loss))
-    with compiled("replan", 2) as step:
-        assert [stage.num_devices for stage in step.plan.stages] == [2, 2]
+    with compiled("replan", stages) as step:
+        assert [stage.num_devices for stage in step.plan.stages] == [4 // stages] * stages
+        assert len(list(step.actor_pids)) == 2
 
         def after(done: int, state: Any) -> None:
             if done == 7:

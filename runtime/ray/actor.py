@@ -1,4 +1,4 @@
-"""The Ray actor of a mesh, or of a part of one: thin, what it does is in `mesh_step.py`.
+"""The Ray actor of a mesh, or of a part of one: thin, what it does is in `process_step.py`.
 
 Steps run one after the other, in the order in which the driver asked for them. What must not wait
 for a step (reading results, asking where the actor is, calling a step off) has threads of its own.
@@ -51,13 +51,13 @@ class Hello:
 
     Args:
       address: where it listens for messages.
-      coordinator: where it can listen for the other processes of its mesh.
+      coordinator: where it can listen for the other processes of its mesh, if it has any.
       pid: of its process.
       versions: that it runs.
     """
 
     address: tuple[str, int]
-    coordinator: str
+    coordinator: str | None
     pid: int
     versions: tuple[tuple[str, str], ...]
 
@@ -85,7 +85,6 @@ class StageActor:
         self._world = world
         self._step: Any = None
         self._broken_from: int | None = None
-        self._first_step = 0
 
     def __repr__(self) -> str:  # Ray puts it before every line that the actor prints
         return self._world.label
@@ -112,7 +111,7 @@ class StageActor:
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
         self._writer = Writer(Outside() if world.place[1] > 1 else write_item)
         self._transport = Sockets(world.actor, host, world.token)
-        coordinator = f"{host}:{free_port(host)}"
+        coordinator = f"{host}:{free_port(host)}" if world.place[1] > 1 else None
         return Hello(self._transport.address, coordinator, os.getpid(), versions())
 
     def load(
@@ -134,7 +133,7 @@ class StageActor:
 
         from autopar.runtime.ray import pickling
         from autopar.runtime.ray.group import join
-        from autopar.runtime.ray.mesh_step import MeshStep
+        from autopar.runtime.ray.process_step import ProcessStep
 
         start = time.perf_counter()
         try:
@@ -143,7 +142,7 @@ class StageActor:
             part, constants = pickling.loads(data)
             peers = {peer: addresses[peer] for peer in part.peers}
             self._transport.connect(peers, deadline)
-            self._step = MeshStep(part, constants, self._transport, deadline)
+            self._step = ProcessStep(part, constants, self._transport, deadline)
         except Exception as error:
             spot = Spot(self._world.actor, self._world.label, None, "compiling")
             text = "".join(traceback.format_exception(error))
@@ -166,16 +165,16 @@ class StageActor:
         self._broken_from = None
 
     def keep(self, key: int, value: int, tiles: Any) -> None:
-        """See `MeshStep.keep`."""
+        """See `ProcessStep.keep`."""
         self._step.keep(key, value, tiles)
 
     def duplicate(self, key: int, copy: int) -> None:
-        """See `MeshStep.duplicate`."""
+        """See `ProcessStep.duplicate`."""
         self._step.duplicate(key, copy)
 
     def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
-        """See `MeshStep.copies`; None: one is lost."""
-        from autopar.runtime.ray.mesh_step import Missing
+        """See `ProcessStep.copies`; None: one is lost."""
+        from autopar.runtime.ray.process_step import Missing
 
         try:
             copies: list[Any] = self._step.copies(wanted)
@@ -204,7 +203,7 @@ class StageActor:
         return self._step.times
 
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
-        """See `MeshStep.make`."""
+        """See `ProcessStep.make`."""
         import traceback
         from concurrent.futures import ThreadPoolExecutor
 
@@ -228,7 +227,7 @@ class StageActor:
 
     @ray.method(concurrency_group="aside")
     def fetch(self, key: int, boxes: Sequence[Any]) -> Any:
-        """See `MeshStep.fetch`."""
+        """See `ProcessStep.fetch`."""
         return self._step.fetch(key, boxes)
 
     @ray.method(concurrency_group="aside")
@@ -238,7 +237,7 @@ class StageActor:
 
     @ray.method(concurrency_group="aside")
     def ready(self, key: int) -> None:
-        """See `MeshStep.ready`."""
+        """See `ProcessStep.ready`."""
         self._step.ready(key)
 
     @ray.method(concurrency_group="control")

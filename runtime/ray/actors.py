@@ -41,8 +41,8 @@ from autopar.runtime.ray.failures import (
     lost_error,
     stage_error,
 )
-from autopar.runtime.ray.mesh_step import Message
-from autopar.runtime.ray.parts import MeshPart, Slot
+from autopar.runtime.ray.parts import ProcessPart, Slot
+from autopar.runtime.ray.process_step import FIRST_OTHER, KEYS, Message
 from autopar.runtime.ray.reading import Copies, Wanted, wanted
 from autopar.runtime.ray.routes import Box
 from autopar.runtime.ray.tiles import cut, host_numbers
@@ -51,12 +51,8 @@ AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
 GRACE_SECONDS = 10.0
 """How long actors may take to call a step off before they are ended."""
-KEYS = 1 << 32
-"""Keys of a step: its number times this, and what is below is the number of a value."""
 _CLOCK_TRIES = 9
 """The quickest of so many questions for the time is taken."""
-FIRST_OTHER = 1 << 48
-"""In place of a step's number for what comes from elsewhere, such as `initialize`."""
 
 
 class Actors:
@@ -85,7 +81,7 @@ class Actors:
 
     def __init__(
         self,
-        parts: Sequence[MeshPart],
+        parts: Sequence[ProcessPart],
         blobs: Sequence[bytes],
         options: Ray,
         name: str,
@@ -125,7 +121,7 @@ class Actors:
         self,
         given: Sequence[Sequence[Any]],
         consumed: Sequence[Resident],
-        record: Callable[[MeshPart], Any] | None = None,
+        record: Callable[[ProcessPart], Any] | None = None,
     ) -> dict[int, Resident]:
         """Tell all actors to run a step; returns the residents of its results, by value.
 
@@ -145,6 +141,7 @@ class Actors:
             gone: list[list[int]] = [[] for _ in self._firsts]
             for resident in consumed:
                 gone[resident.mesh].append(resident.key)
+                self._fetches.pop((resident.mesh, resident.key), None)
                 resident.is_deleted = True
             forgotten = self._drain()
             outputs: dict[int, Resident] = {}
@@ -167,13 +164,13 @@ class Actors:
                     outputs.update((value, Resident(self, part.mesh, key)) for value, key in keys)
             return outputs
 
-    def _entry(self, part: MeshPart, slot: Slot, given: Any) -> Any:
+    def _entry(self, part: ProcessPart, slot: Slot, given: Any) -> Any:
         """What a slot is told of a leaf; away from its home, a resident leaf arrives by itself."""
         if isinstance(given, Resident):
             return given.key if slot.is_home else None
         return self._cut(part, slot.value, given)
 
-    def _cut(self, part: MeshPart, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _cut(self, part: ProcessPart, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """What a process holds of an array that lies where a value does."""
         key = part.actor, value
         if key not in self._held:
@@ -239,6 +236,13 @@ class Actors:
         outcomes = self._call_off()
         error = first_error(self._name, self._deadline, self.parts, outcomes, late)
         if late is not None or any(map(is_over, outcomes)):
+            if not isinstance(error, LostActorError):  # new actors would fail at this step again
+                self._lost.append((first * KEYS, (self.serial + 1) * KEYS))
+                error.hint = (
+                    "other actors could not call the step off, so all of them were ended: compile "
+                    "the step again, and start from a saved state. With autopar.Ray("
+                    "max_restarts=...) the actors are started again."
+                )
             self._error = error
             self.close(error.what)
         else:
@@ -420,7 +424,7 @@ class Actors:
             )
 
     def sources(self, resident: Resident) -> tuple[tuple[int, Box | None], ...]:
-        """See `MeshPart.sources`."""
+        """See `ProcessPart.sources`."""
         return self._wanted(resident).sources
 
     def save(
@@ -568,6 +572,6 @@ class Actors:
         self._finalizer()
 
 
-def gpus_of(parts: Sequence[MeshPart], options: Ray) -> list[int]:
+def gpus_of(parts: Sequence[ProcessPart], options: Ray) -> list[int]:
     """How many GPUs each actor wants."""
     return [len(part.own) if options.devices == "gpu" else 0 for part in parts]

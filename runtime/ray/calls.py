@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from autopar.runtime.ray.failures import Gone, Outcome, Silent, Spot, lost_error
-from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.parts import ProcessPart
 
 POLL_SECONDS = 1.0
 """A wait for actors looks around that often."""
@@ -29,7 +29,7 @@ class Watch:
     def __init__(
         self,
         handles: Sequence[Any],
-        parts: Sequence[MeshPart],
+        parts: Sequence[ProcessPart],
         deadline: float,
         of_instructions: bool,
     ) -> None:
@@ -71,7 +71,7 @@ class Watch:
 def results_of(
     refs: Sequence[Any],
     handles: Sequence[Any],
-    parts: Sequence[MeshPart],
+    parts: Sequence[ProcessPart],
     name: str,
     doing: str,
     deadline: float,

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,6 +18,11 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from autopar.errors import ClusterError
+
+
+class NoRoom(ClusterError):
+    """The cluster has too few CPUs or GPUs, or they do not become free."""
+
 
 _users = 0
 """Pipelines that use the Ray which this module started, or connected this process to."""
@@ -71,15 +76,15 @@ class Connection:
         count = len(gpus)
         total = ray.cluster_resources().get("CPU", 0)
         if total < count:
-            raise ClusterError(
+            raise NoRoom(
                 f"The plan needs {count} actors with a CPU each, and the Ray cluster has "
                 f"{total:g} CPUs.",
-                why="every mesh of the plan is a process of its own.",
-                hint="add nodes, start Ray with more num_cpus, or use fewer stages.",
+                why="every mesh of the plan is a process of its own, or one for each node.",
+                hint="add nodes, start Ray with more num_cpus, or plan for fewer devices.",
             )
         total_gpus = ray.cluster_resources().get("GPU", 0)
         if total_gpus < sum(gpus):
-            raise ClusterError(
+            raise NoRoom(
                 f"The plan needs {sum(gpus)} GPUs, and the Ray cluster has {total_gpus:g}.",
                 why='Ray(devices="gpu") gives every device of the plan a GPU.',
                 hint='add nodes with GPUs, plan for fewer devices, or use Ray(devices="cpu").',
@@ -92,7 +97,7 @@ class Connection:
             if time.monotonic() >= end:
                 free = ray.available_resources().get("CPU", 0)
                 what = f"{count} CPUs" + (f" and {sum(gpus)} GPUs" if any(gpus) else "")
-                raise ClusterError(
+                raise NoRoom(
                     f"{what} of the Ray cluster did not become free within {deadline:g} seconds.",
                     why=f"it has {total:g} CPUs, of which {free:g} are free.",
                     hint="wait for other work to end, shut down steps that are not used any more "
@@ -155,28 +160,35 @@ def start_local(num_cpus: int, **options: Any) -> None:
         )
 
 
-def await_cpus(count: int, seconds: float) -> None:
-    """Wait until the cluster has so many CPUs, free or not, but no longer than so many seconds.
+def await_room(gpus: Sequence[int], seconds: float) -> None:
+    """Wait until the cluster has a CPU, free or not, and these GPUs for each actor.
 
-    One that has lost a node may get another.
+    One that has lost a node may get another; it is waited for no longer than so many seconds.
     """
     end = time.monotonic() + seconds
-    while ray.cluster_resources().get("CPU", 0) < count and time.monotonic() < end:
+    while _room(ray.cluster_resources(), gpus) < len(gpus) and time.monotonic() < end:
         time.sleep(0.2)
 
 
-def free_cpus(count: int, seconds: float) -> int:
-    """The CPUs of the cluster that nobody has reserved.
+def free_actors(gpus: Sequence[int], seconds: float) -> int:
+    """How many of these actors the cluster could have now.
 
-    Those of a lost node are counted until Ray notices the loss: as long as there seem to be `count`
-    of them, it is asked again, for so many seconds.
+    What a lost node had is counted until Ray notices the loss: as long as there seems to be room
+    for all, it is asked again, for so many seconds.
     """
     end = time.monotonic() + seconds
     while True:
-        found = int(ray.available_resources().get("CPU", 0))
-        if found < count or time.monotonic() >= end:
+        found = _room(ray.available_resources(), gpus)
+        if found < len(gpus) or time.monotonic() >= end:
             return found
         time.sleep(0.2)
+
+
+def _room(resources: Mapping[str, float], gpus: Sequence[int]) -> int:
+    """For how many actors there is room, if each wants a CPU and the most GPUs of any."""
+    found = int(resources.get("CPU", 0))
+    most = max(gpus)
+    return min(found, int(resources.get("GPU", 0)) // most) if most else found
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Several processes that compute together: the actors of one mesh, joined by `jax.distributed`.
 
-What they compute on CPUs goes over Gloo, on GPUs over NCCL.
+What they compute on CPUs goes over Gloo, on GPUs over NCCL. Neither they nor the coordinator ask
+for the token of the pipeline, and Gloo listens at the address that the host's name stands for: a
+cluster of several machines belongs into a network of its own.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def _leave() -> None:
 _CONFIG = {
     "jax_cpu_collectives_implementation": "gloo",
     # A process that lives on when another has died says what it was doing; the driver ends it.
+    # (None lives on without the first, which is the coordinator.)
     "jax_enable_recoverability": True,
     # It would hold back the signal that ends a process.
     "jax_enable_preemption_service": False,
@@ -65,7 +68,9 @@ _CONFIG = {
 
 def is_of_group(error: BaseException) -> bool:
     """Whether an error says that another process of the group is gone or does not answer."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_OF_GROUP.search(str(error)))
+    # What is compiled ahead of time raises a ValueError in place of JAX's own.
+    is_xla = isinstance(error, (jax.errors.JaxRuntimeError, ValueError))
+    return is_xla and bool(_OF_GROUP.search(str(error)))
 
 
 _OF_GROUP = re.compile(

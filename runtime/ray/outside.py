@@ -30,26 +30,26 @@ class Outside:
 
     def __call__(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         with self._lock:
-            outcome = self._ask((folder, dict(arrays)))
-        if outcome is not None:
-            raise outcome
+            why = self._ask((folder, dict(arrays)))
+        if why is not None:
+            raise CheckpointError("A checkpoint cannot be written.", where=str(folder), why=why)
 
-    def _ask(self, what: tuple[Path, dict[str, np.ndarray]]) -> Exception | None:
+    def _ask(self, what: tuple[Path, dict[str, np.ndarray]]) -> str | None:
+        """Why it cannot be written, if so."""
         child = self._running()
         assert child.stdin is not None
         assert child.stdout is not None
         try:
             pickle.dump(what, child.stdin, protocol=5)
             child.stdin.flush()
-            outcome: Exception | None = pickle.load(child.stdout)
-        except (OSError, EOFError) as error:
-            code = child.wait()
-            raise CheckpointError(
-                "A checkpoint cannot be written.",
-                where=str(what[0]),
-                why=f"the process that was to write it ended with code {code}.",
-            ) from error
-        return outcome
+            answer: str | None = pickle.load(child.stdout)
+        except BaseException as error:
+            child.kill()
+            self._child, code = None, child.wait()
+            if not isinstance(error, (OSError, EOFError)):
+                raise
+            return f"the process that was to write it ended with code {code}."
+        return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
@@ -57,7 +57,11 @@ class Outside:
                 [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "JAX_PLATFORMS": "cpu",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
         return self._child
 
@@ -71,12 +75,14 @@ def main() -> None:
             folder, arrays = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        outcome: Exception | None = None
+        why: str | None = None
         try:
             write_item(folder, arrays)
+        except CheckpointError as error:
+            why = f"{error.what} {error.why or ''}"
         except Exception as error:
-            outcome = error
-        pickle.dump(outcome, answers)
+            why = f"{type(error).__name__}: {error}"
+        pickle.dump(why, answers)
         answers.flush()
 
 

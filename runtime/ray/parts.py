@@ -89,7 +89,7 @@ class HandOn:
 
 
 @dataclass(frozen=True)
-class MeshPart:
+class ProcessPart:
     """What a process of one mesh must know.
 
     Args:
@@ -223,7 +223,9 @@ def _devices(count: int, process: int, num_processes: int) -> range:
     return range(process * size, (process + 1) * size)
 
 
-def take_apart(runnable: Runnable, num_leaves: int, counts: Sequence[int]) -> tuple[MeshPart, ...]:
+def take_apart(
+    runnable: Runnable, num_leaves: int, counts: Sequence[int]
+) -> tuple[ProcessPart, ...]:
     """The part of every process, by actor.
 
     Args:
@@ -245,7 +247,7 @@ def take_apart(runnable: Runnable, num_leaves: int, counts: Sequence[int]) -> tu
         numbers = {value.number for value in program.values if value.stage in own}
         instructions = program.meshes[mesh]
         parts.append(
-            MeshPart(
+            ProcessPart(
                 mesh=mesh,
                 process=process,
                 processes=processes,

@@ -10,7 +10,7 @@ import jax
 from autopar.passes.stages.candidate import Runnable
 from autopar.passes.stages.result import LeafRows
 from autopar.plans import Plan
-from autopar.ray_array import ActorSharding, Place, RaySharding
+from autopar.ray_array import MeshSharding, Place, RaySharding
 from autopar.ray_options import Ray
 from autopar.runtime.ray.parts import (
     ends_of,
@@ -80,7 +80,7 @@ class RayPipeline:
             stage = program.value_of[value].stage
             sharded = pieces.programs[stage]
             parts.append(
-                ActorSharding(
+                MeshSharding(
                     program.mesh_of(value),
                     processes_of(self.num_processes)[program.mesh_of(value)],
                     stage,

@@ -56,7 +56,7 @@ def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Profile
     temporary: dict[str, int] = {}
     for memory in actors.describe("memory"):
         for name, sizes in memory.items():
-            temporary[name] = max(temporary.get(name, 0), sizes["temp_size_in_bytes"])
+            temporary[name] = max(temporary.get(name, 0), sizes.get("temp_size_in_bytes", 0))
     return profile_of(
         program,
         dict(seconds),

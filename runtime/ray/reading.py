@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.parts import ProcessPart
 from autopar.runtime.ray.routes import Box, slices
 
 
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
         return whole
 
 
-def wanted(part: MeshPart, value: int) -> Wanted:
+def wanted(part: ProcessPart, value: int) -> Wanted:
     """How an array is read that lies where a value does; `part` is one of its mesh."""
     return Wanted(part.sources(value), part.shape_of(value), part.dtype_of(value))
 

@@ -120,7 +120,7 @@ class Arrival:
 
     Args:
       moves: what it gets from the sending mesh, by sending process.
-      passed_on: what it gets from the processes of its own mesh.
+      passed_on: what it gets from the processes of its own mesh, in the order of their senders.
       tiles: by number, those that its devices hold.
     """
 
@@ -152,13 +152,15 @@ def arrival(
     """
     moves: list[list[Move]] = [[] for _ in sources]
     passed_on: list[list[Move]] = [[] for _ in range(num_processes)]
-    for move in found.moves:
-        first, *others = move.processes
-        if first == process:
-            sender = next(n for n, devices in enumerate(sources) if move.device in devices)
-            moves[sender].append(move)
-        elif process in others:
-            passed_on[first].append(move)
+    # A message holds its moves in their order, and whoever passes on has read one after the other.
+    for sender, theirs in enumerate(sources):
+        for move in found.moves:
+            if move.device in theirs:
+                first, *others = move.processes
+                if first == process:
+                    moves[sender].append(move)
+                elif process in others:
+                    passed_on[first].append(move)
     tiles = {
         number: Tile(tile.shape, devices)
         for number, tile in enumerate(found.tiles)

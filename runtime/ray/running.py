@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.ray_array import Keeper, Place, RayArray
 from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.parts import ProcessPart
 
 if TYPE_CHECKING:
     from autopar.runtime.ray.pipeline import RayPipeline
@@ -31,7 +31,7 @@ class Running:
         leaves: Sequence[Any],
         donated: Collection[int],
         keeper: Keeper,
-        record: Callable[[MeshPart], Any] | None = None,
+        record: Callable[[ProcessPart], Any] | None = None,
     ) -> list[RayArray]:
         """One step; returns when the actors have been told.
 

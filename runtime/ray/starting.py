@@ -23,7 +23,7 @@ from autopar.runtime.ray.actor import GROUPS, StageActor, World, versions
 from autopar.runtime.ray.calls import results_of
 from autopar.runtime.ray.cluster import Connection
 from autopar.runtime.ray.failures import Failure, stage_error
-from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.ray.parts import ProcessPart
 from autopar.runtime.ray.tiles import cut, to_host
 
 START_SECONDS = 120.0
@@ -86,7 +86,7 @@ def _is_running(pid: int) -> bool:
 
 def contents(
     runnable: Runnable,
-    parts: Sequence[MeshPart],
+    parts: Sequence[ProcessPart],
     shardings: Sequence[RaySharding],
     num_leaves: int,
     constants: Sequence[Any],
@@ -114,7 +114,7 @@ def settings() -> dict[str, Any]:
 
 def start(
     connection: Connection,
-    parts: Sequence[MeshPart],
+    parts: Sequence[ProcessPart],
     name: str,
     config: Mapping[str, Any],
     cache: str | None,
@@ -146,7 +146,7 @@ def start(
 
 def load(
     handles: Sequence[Any],
-    parts: Sequence[MeshPart],
+    parts: Sequence[ProcessPart],
     blobs: Sequence[bytes],
     name: str,
     deadline: float,
@@ -172,9 +172,7 @@ def load(
                 hint="install the same versions on all nodes.",
             )
     addresses = {part.actor: x.address for part, x in zip(parts, hellos, strict=True)}
-    coordinators = [
-        hellos[part.siblings[0]].coordinator if len(part.siblings) > 1 else None for part in parts
-    ]
+    coordinators = [hellos[part.siblings[0]].coordinator for part in parts]
     refs = [
         actor.load.remote(blob, addresses, coordinator, deadline)
         for actor, blob, coordinator in zip(handles, blobs, coordinators, strict=True)

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from autopar.errors import AutoparError, CheckpointError, ClusterError, LostActorError
+from autopar.errors import AutoparError, CheckpointError, LostActorError
 from autopar.profile import Profile
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors, gpus_of
-from autopar.runtime.ray.cluster import Connection, await_cpus, free_cpus
+from autopar.runtime.ray.cluster import Connection, NoRoom, await_room, free_actors
 from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
 from autopar.runtime.ray.profiling import profiled
@@ -324,14 +324,14 @@ class RayStep:
                 self._restarts += 1
             is_other_plan = False
             try:
-                await_cpus(len(self._parts), self._options.deadline)
+                await_room(gpus_of(self._parts, self._options), self._options.deadline)
                 running = self._start()
                 with _closed_on_error(running.actors):
                     failure = log.replay(running, self)
                 break
             except LostActorError as again:
                 lost = again
-            except ClusterError as refused:
+            except NoRoom as refused:
                 try:
                     self._plan_again(refused)
                 except AutoparError as final:
@@ -359,7 +359,7 @@ class RayStep:
         if failure is not None:
             raise failure
 
-    def _plan_again(self, refused: ClusterError) -> None:
+    def _plan_again(self, refused: NoRoom) -> None:
         """Plan for the actors that the cluster can have, if that is asked for.
 
         Raises:
@@ -368,12 +368,14 @@ class RayStep:
         if self._replan is None:
             raise refused
         count = len(self._parts)
-        found = free_cpus(count, self._options.deadline)
+        found = free_actors(gpus_of(self._parts, self._options), self._options.deadline)
         if not 0 < found < count:
             raise refused
         self._prepare(self._replan(found))
+        if len(self._parts) > found:
+            raise refused
         logger.warning(
-            "%s is planned again: its %d actors need a CPU each, and the Ray cluster has %d free. "
+            "%s is planned again: it has %d actors, and the Ray cluster has room for %d. "
             "The new plan has %d.",
             self._name,
             count,

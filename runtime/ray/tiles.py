@@ -5,8 +5,9 @@ A typed PRNG key moves as the numbers that it wraps, a value of any dtype as its
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,7 +96,9 @@ def assembled(
 
 def _as_keys(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
     keys = jax.random.wrap_key_data(array, impl=key_implementation(dtype))
-    return keys if keys.sharding == sharding else jax.device_put(keys, sharding)
+    if keys.sharding.is_equivalent_to(sharding, keys.ndim):
+        return keys
+    return jax.device_put(keys, sharding)
 
 
 def cut(value: np.ndarray, held: Mapping[Box, Sequence[int]]) -> tuple[np.ndarray, ...]:
@@ -118,11 +121,14 @@ def resharded(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array as another stage of its mesh wants it."""
     if array.is_fully_addressable:
         return jax.device_put(array, sharding)
-    return jax.block_until_ready(jax.jit(_same, out_shardings=sharding)(array))
+    found = _resharding(sharding)(array)
+    # See `ProcessStep._run_action`.
+    return jax.block_until_ready(found) if jax.default_backend() == "cpu" else found
 
 
-def _same(array: jax.Array) -> jax.Array:
-    return array
+@functools.lru_cache(maxsize=256)
+def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def taken(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> Iterator[np.ndarray]:

@@ -10,21 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from autopar.passes.pipeline.instructions import Buffer, Free, PipelineProgram, Send
 from autopar.passes.pipeline.lasting import lasting_writes
-from autopar.runtime.profile import Place, Times, Waiter, marker_of
-from autopar.runtime.ray.parts import MeshPart
+from autopar.runtime.profile import Place, Times, Waiter, telling
+from autopar.runtime.ray.parts import ProcessPart
 from autopar.runtime.ray.transport import Sockets, Ticket
 
 TURN = 1 << 41
 """This bit of a tag says that it is the receiver's turn; the rest counts instructions."""
-
-Mode = Literal["alone", "together"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Turns:
     told: dict[int, tuple[tuple[int, ...], int]]
 
 
-def turns(program: PipelineProgram, part: MeshPart) -> Turns:
+def turns(program: PipelineProgram, part: ProcessPart) -> Turns:
     """The turns of an actor in the order of a program; each process of a mesh has the mesh's."""
     awaited: dict[int, tuple[int, int]] = {}
     told: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -58,7 +56,7 @@ def turns(program: PipelineProgram, part: MeshPart) -> Turns:
 class Together:
     """Notes when instructions are dispatched and when their results are there."""
 
-    def __init__(self, part: MeshPart) -> None:
+    def __init__(self, part: ProcessPart) -> None:
         self._part = part
         self._waited = lasting_writes(part.program)
         self.times = Times({}, {})
@@ -70,11 +68,8 @@ class Together:
 
     def after(self, index: int, buffers: dict[Buffer, Any]) -> None:
         """It was dispatched."""
-        place, instruction = (self._part.mesh, index), self._part.instructions[index]
-        found = [buffers[b] for b in self._waited.get(place, ())]
-        if not found and not isinstance(instruction, Free | Send):
-            marker = marker_of([buffers[b] for b in instruction.writes])
-            found = [] if marker is None else [marker]
+        place = self._part.mesh, index
+        found = telling(self._part.instructions[index], self._waited.get(place, ()), buffers)
         if found:
             self._waiter.put(place, found)
 
@@ -89,7 +84,7 @@ class Alone:
 
     def __init__(
         self,
-        part: MeshPart,
+        part: ProcessPart,
         order: Turns,
         transport: Sockets,
         step: int,

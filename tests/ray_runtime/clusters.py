@@ -14,7 +14,7 @@ from autopar.runtime.ray.cluster import start_local
 
 @contextlib.contextmanager
 def cluster(num_cpus: int) -> Iterator[None]:
-    start_local(num_cpus, logging_level="error", log_to_driver=False)
+    start_local(num_cpus, num_gpus=0, logging_level="error", log_to_driver=False)
     try:
         yield
     finally:

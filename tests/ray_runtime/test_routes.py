@@ -92,8 +92,8 @@ def moved(
     for receiver, way in enumerate(arrivals):
         parts = list(got[receiver])
         for other, moves in enumerate(way.passed_on):
-            sent = [value for move, value in got[other] if receiver in move.processes]
-            parts += zip(moves, sent, strict=True) if other != receiver else ()
+            again = [value for move, value in got[other] if receiver in move.processes]
+            parts += zip(moves, again, strict=True) if other != receiver else ()
         for number, tile in way.tiles.items():
             value = np.full(tile.shape, -1)
             for move, piece in parts:
@@ -113,7 +113,8 @@ def test_any_layout_becomes_any_other(pair: tuple[Spread, Spread], data: Any) ->
         size = math.prod(end.mesh)
         counts.append(data.draw(st.sampled_from([n for n in range(1, 7) if size % n == 0])))
     whole = np.arange(math.prod(source.shape)).reshape(source.shape)
-    found = route(source, target, None, counts[1])
+    sent = data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6))
+    found = route(source, target, sent, counts[1])
     received = moved(found, tiles_of(whole, source), math.prod(target.mesh), *counts)
     for got, wanted in zip(received, tiles_of(whole, target), strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -125,6 +126,14 @@ def test_what_several_processes_want_comes_to_each_in_part() -> None:
     assert [move.processes[0] for move in found.moves] == [0, 1, 2, 3]
     assert {move.shape for move in found.moves} == {(2, 4)}
     assert sorted(move.device for move in found.moves) == [0, 0, 1, 1]
+
+
+def test_pieces_are_passed_on_in_the_order_in_which_they_came() -> None:
+    source, target = Spread((8,), ((),), (2, 2)), Spread((8,), ((1,),), (2, 2))
+    found = route(source, target, [1, 0, 0, 0], 2)
+    whole = np.arange(8)
+    received = moved(found, tiles_of(whole, source), 4, 2, 2)
+    assert [list(tile) for tile in received] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 
 
 def test_senders_are_balanced() -> None:

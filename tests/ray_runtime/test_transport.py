@@ -3,10 +3,14 @@
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
+from autopar.runtime.ray.group import is_of_group
+from autopar.runtime.ray.process_step import KEYS, Missing, Store
 from autopar.runtime.ray.transport import Sockets, TransportError
 
 TOKEN = bytes(range(32))
@@ -43,6 +47,35 @@ def test_a_large_message_in_parts(ends: tuple[Sockets, Sockets]) -> None:
     np.testing.assert_array_equal(right.receive(0, 1, 1, 30), np.concatenate(parts))
     left.wait(ticket, 30)
     assert left.sent_bytes == 5 << 20
+
+
+def test_who_waits_for_an_array_that_is_gone_learns_it() -> None:
+    store = Store()
+    with ThreadPoolExecutor() as threads:
+        early = threads.submit(store.wait, 2 * KEYS + 5)
+        store.put(2 * KEYS + 5, "array")
+        store.complete(2)
+        assert early.result(10) == "array"
+        store.drop([2 * KEYS + 5])
+        with pytest.raises(Missing):
+            threads.submit(store.wait, 2 * KEYS + 5).result(10)
+        late = threads.submit(store.wait, 3 * KEYS + 5)
+        store.lose(3 * KEYS, 4 * KEYS)
+        with pytest.raises(Missing):
+            late.result(10)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_it"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection closed"), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: Failed to reach coordination service"), True),
+        (ValueError("compiled for float32[3]"), False),
+        (RuntimeError("gloo"), False),
+    ],
+)
+def test_errors_of_a_group(error: Exception, is_of_it: bool) -> None:
+    assert is_of_group(error) == is_of_it
 
 
 def reason(run: object) -> str:

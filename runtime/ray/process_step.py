@@ -41,7 +41,7 @@ from autopar.runtime import stages
 from autopar.runtime.profile import Place, Times
 from autopar.runtime.ray.failures import Failure, Spot
 from autopar.runtime.ray.group import is_of_group
-from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, MeshPart, held_shape
+from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, ProcessPart, held_shape
 from autopar.runtime.ray.routes import Arrival, Box, Departure, Move
 from autopar.runtime.ray.tiles import (
     as_bytes,
@@ -85,6 +85,12 @@ class Message:
     record: Literal["together"] | Turns | None = None
 
 
+KEYS = 1 << 32
+"""Keys of a step: its number times this, and what is below is the number of a value."""
+FIRST_OTHER = 1 << 48
+"""In place of a step's number for what comes from elsewhere, such as `initialize`."""
+
+
 class Missing(Exception):
     """A key that the store does not have."""
 
@@ -96,6 +102,7 @@ class Store:
         self._arrays: dict[int, Any] = {}
         self._changed = threading.Condition()
         self._lost: list[tuple[int, int]] = []
+        self._complete: dict[bool, int] = {}
 
     def __getitem__(self, key: int) -> Any:
         with self._changed:
@@ -107,11 +114,13 @@ class Store:
         """The array, when it is there: the driver watches that its step goes on.
 
         Raises:
-          Missing: it was lost.
+          Missing: it was lost, or dropped.
         """
+        serial = key // KEYS
         with self._changed:
             while key not in self._arrays:
-                if any(first <= key < last for first, last in self._lost):
+                is_past = serial <= self._complete.get(serial >= FIRST_OTHER, 0)
+                if is_past or any(first <= key < last for first, last in self._lost):
                     raise Missing(f"key {key}")
                 self._changed.wait()
             return self._arrays[key]
@@ -119,6 +128,12 @@ class Store:
     def put(self, key: int, array: Any) -> None:
         with self._changed:
             self._arrays[key] = array
+            self._changed.notify_all()
+
+    def complete(self, serial: int) -> None:
+        """Say that all arrays with these numbers, and lower ones of their kind, were put."""
+        with self._changed:
+            self._complete[serial >= FIRST_OTHER] = serial
             self._changed.notify_all()
 
     def drop(self, keys: Sequence[int]) -> None:
@@ -135,7 +150,7 @@ class Store:
             self._changed.notify_all()
 
 
-class MeshStep:
+class ProcessStep:
     """The compiled share of one process.
 
     Args:
@@ -148,7 +163,7 @@ class MeshStep:
 
     def __init__(
         self,
-        part: MeshPart,
+        part: ProcessPart,
         constants: Sequence[tuple[int, Sequence[np.ndarray]]],
         transport: Sockets,
         deadline: float,
@@ -202,16 +217,12 @@ class MeshStep:
         self._at(None, "the start of the step")
         self.store.drop(message.forgotten)
         buffers = self._inputs(message)
-        recorder = self._recorder(message)
-        for index, action in enumerate(self.actions):
-            self.index, self.since = index, time.monotonic()
-            if recorder is None:
+        if message.record is None:
+            for index, action in enumerate(self.actions):
+                self.index, self.since = index, time.monotonic()
                 action(buffers, step)
-            else:
-                recorder.before(index)
-                action(buffers, step)
-                recorder.after(index, buffers)
-        self.times = None if recorder is None else recorder.end()
+        else:
+            self._run_recorded(message, buffers)
         self._at(None, "the end of the step")
         for tickets in (*self.tickets.values(), self.handed_on, self.passed_on):
             self._wait(tickets)
@@ -228,13 +239,25 @@ class MeshStep:
             if value in lasting:  # an input that is returned as it is, and lives on
                 array = copied(array)
             self.store.put(key, array)
+        self.store.complete(step)
 
-    def _recorder(self, message: Message) -> Together | Alone | None:
-        """What notes the times of a step, if they are to be noted."""
-        if message.record is None:
-            return None
+    def _run_recorded(self, message: Message, buffers: dict[Buffer, Any]) -> None:
+        recorder = self._recorder(message)
+        try:
+            for index, action in enumerate(self.actions):
+                self._at(None, "a profile, waiting for its turn")
+                recorder.before(index)
+                self.index, self.since = index, time.monotonic()
+                action(buffers, message.step)
+                recorder.after(index, buffers)
+        finally:
+            self.times = recorder.end()
+
+    def _recorder(self, message: Message) -> Together | Alone:
+        """What notes the times of a step."""
         if message.record == "together":
             return Together(self.part)
+        assert isinstance(message.record, Turns)
         return Alone(
             self.part,
             message.record,
@@ -267,7 +290,7 @@ class MeshStep:
             else:
                 buffers[buffer] = self._place_host(slot.value, found)
         self.store.drop(message.consumed)
-        tag = FIRST_OWN_TAG
+        tag = FIRST_OWN_TAG + part.mesh
         for to, items in part.hand_on.items():
             sent = [x for x in items if (x.leaf, x.part) in resident]
             if sent:
@@ -286,7 +309,7 @@ class MeshStep:
                     None, f"the start of the step, waiting for leaves of {_actors(part, source)}"
                 )
                 pairs = [(Buffer(x.value, None), x.way) for x in wanted]
-                self._receive(buffers, source, message.step, tag, pairs)
+                self._receive(buffers, source, message.step, FIRST_OWN_TAG + source, pairs)
         return buffers
 
     # -- instructions ----------------------------------------------------------------------------
@@ -365,9 +388,9 @@ class MeshStep:
     ) -> list[Ticket]:
         """Send to each process of another mesh what it gets from this one."""
         tickets = []
+        itemsizes = [numbers(array).dtype.itemsize for array in arrays]
         for process, actor in enumerate(self.part.processes[mesh]):
             moves = [way.moves[process] for way in ways]
-            itemsizes = [numbers(array).dtype.itemsize for array in arrays]
             size = _num_bytes(moves, itemsizes)
 
             def data(moves: Sequence[Sequence[Move]] = moves) -> Iterator[np.ndarray]:
@@ -432,6 +455,7 @@ class MeshStep:
 
     def keep(self, key: int, value: int, tiles: Sequence[np.ndarray]) -> None:
         """Put an array from the driver into the store, where `value` lives."""
+        self.store.complete(key // KEYS - 1)
         self.store.put(key, self._place_host(value, tiles))
 
     def duplicate(self, key: int, copy: int) -> None:
@@ -531,7 +555,7 @@ def _num_bytes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> int
     )
 
 
-def _actors(part: MeshPart, mesh: int) -> str:
+def _actors(part: ProcessPart, mesh: int) -> str:
     found = part.processes[mesh]
     return f"actor{'' if len(found) == 1 else 's'} {', '.join(map(str, found))}"
 
@@ -540,7 +564,7 @@ def _local(action: stages.Action) -> Action:
     return lambda buffers, step: action(buffers)
 
 
-def _stage(x: Instruction, part: MeshPart) -> int:
+def _stage(x: Instruction, part: ProcessPart) -> int:
     if isinstance(x, Run):
         return x.stage
     buffers = (*x.reads, *x.writes)
@@ -563,7 +587,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _devices(part: MeshPart) -> list[jax.Device]:
+def _devices(part: ProcessPart) -> list[jax.Device]:
     """Those of the mesh, in all its processes."""
     platform = str(jax.config.jax_platforms)  # type: ignore[attr-defined]
     try:
@@ -581,7 +605,7 @@ def _devices(part: MeshPart) -> list[jax.Device]:
     return found[: part.num_devices]
 
 
-def _mesh(part: MeshPart, stage: int, devices: Sequence[jax.Device]) -> Mesh:
+def _mesh(part: ProcessPart, stage: int, devices: Sequence[jax.Device]) -> Mesh:
     program = part.pieces.programs[stage]
     own = devices[: int(np.prod(program.mesh))]
     return Mesh(
