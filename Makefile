@@ -26,6 +26,7 @@ SLOW := auto_stages backward_scans checkpoints collectives docs examples localiz
   ray_replan report runs shared_cases slicing solve split_arrays
 
 .DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
 .PHONY: demo test test-all test-oldest check format clean help
 
 demo: $(ENV)/examples.stamp  ## train a small GPT on eight virtual CPU devices

@@ -8,6 +8,7 @@ processes.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,11 @@ class MemoryLimitError(AutoparError):
             )
         if self.largest_tensors:
             lines.append("the largest tensors per device are:")
-            lines += [f"- {path}: {format_bytes(size)}" for path, size in self.largest_tensors]
+            counts = Counter(self.largest_tensors)
+            lines += [
+                f"- {'' if count == 1 else f'{count} of '}{path}: {format_bytes(size)}"
+                for (path, size), count in counts.items()
+            ]
         return "\n".join(lines) or None
 
 

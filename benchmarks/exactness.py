@@ -48,7 +48,7 @@ def measure(program: Any, method: str, microbatches: int) -> dict[str, Any]:
         except InexactMicrobatchError as error:
             return {"program": program.name, "refused": error.what, "where": error.where}
         plain = compare.record(case.plain, case)
-        found = compare.largest_relative_difference(plain, step, case)
+        found = compare.largest_relative_difference(plain, step, case, program.tolerance)
     return {
         "program": program.name,
         "relative": found.relative,

@@ -41,6 +41,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import ray
 from pipeline import language_model
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +49,7 @@ from rich.table import Table
 import autopar
 from autopar.passes.pipeline.instructions import Recv, Send
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.cluster import start_local
 from autopar.runtime.ray.transport import Sockets
 
 SNAPSHOT_EVERY = 10
@@ -174,6 +176,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))[: options.stages]
     if len(cores) < options.stages:
         raise SystemExit(f"{options.stages} stages need a core each, and there are {len(cores)}.")
+    start_local(options.stages + 1)  # both steps are there at the same time
     found: dict[str, list[float]] = {"one": [], "all": []}
     steps = {}
     for name, stages in (("one", 1), ("all", options.stages)):
@@ -201,6 +204,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
     profiles = [steps["all"].profile(states["all"], model.batch) for _ in range(3)]
     for step in steps.values():
         step.shutdown()
+    ray.shutdown()
     profile = sorted(profiles, key=lambda p: p.on_own_devices.step_seconds)[1]
     program = profile.timeline.program
     work = sum(

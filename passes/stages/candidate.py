@@ -159,9 +159,11 @@ def num_meshes(options: Options, cluster: Cluster) -> int:
         raise OptionError(
             f"{meshes} pipeline stages are more than the cluster has devices.",
             where=f"stages={stages!r}",
-            why=f"{cluster.name} has {cluster.num_devices} devices, and every stage needs one.",
+            why=f"{cluster.name} has {cluster.num_devices} "
+            f"device{'' if cluster.num_devices == 1 else 's'}, and every stage needs one.",
             hint=f"use at most stages={cluster.num_devices}, or num_chunks for several stages on "
-            "one mesh.",
+            "one mesh. Virtual CPU devices: jax.config.update('jax_num_cpu_devices', 8) before JAX "
+            "is used.",
         )
     if cluster.num_devices % meshes:
         divisors = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]

@@ -564,7 +564,9 @@ class Actors:
         with self._busy():
             return self._call("describe", [(what,)] * len(self._handles), f"describing {what}")
 
-    def close(self, why: str = "it was shut down.") -> None:
+    def close(
+        self, why: str = "they were shut down: by shutdown(), or at the end of a with block."
+    ) -> None:
         """End all actors."""
         if self._closed is None:
             self._closed = why

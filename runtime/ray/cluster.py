@@ -148,16 +148,26 @@ def start_local(num_cpus: int, **options: Any) -> None:
     Args:
       num_cpus: what the cluster says that it has.
       **options: more arguments of `ray.init`.
+
+    Raises:
+      ClusterError: Ray does not start.
     """
     with _loopback():
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _system_config={"worker_niceness": 0},  # they are no background work
-            **{"logging_level": "warning", **options},
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                _system_config={"worker_niceness": 0},  # they are no background work
+                **{"logging_level": "warning", **options},
+            )
+        except Exception as error:  # Ray has no class of its own for what goes wrong here
+            raise ClusterError(
+                "Ray cannot be started on this machine.",
+                why=f"{type(error).__name__}: {error}",
+                hint="look whether the machine is very busy or short of memory, and try again.",
+            ) from error
 
 
 def await_room(gpus: Sequence[int], seconds: float) -> None:
