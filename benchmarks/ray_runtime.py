@@ -176,6 +176,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))[: options.stages]
     if len(cores) < options.stages:
         raise SystemExit(f"{options.stages} stages need a core each, and there are {len(cores)}.")
+    os.environ["PJRT_NPROC"] = "1"  # XLA's threads in an actor: more of them hinder each other
     start_local(options.stages + 1)  # both steps are there at the same time
     found: dict[str, list[float]] = {"one": [], "all": []}
     steps = {}
