@@ -174,7 +174,7 @@ class StageActor:
 
     def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
         """See `ProcessStep.copies`; None: one is lost."""
-        from autopar.runtime.ray.process_step import Missing
+        from autopar.runtime.ray.store import Missing
 
         try:
             copies: list[Any] = self._step.copies(wanted)

@@ -42,9 +42,10 @@ from autopar.runtime.ray.failures import (
     stage_error,
 )
 from autopar.runtime.ray.parts import ProcessPart, Slot
-from autopar.runtime.ray.process_step import FIRST_OTHER, KEYS, Message
+from autopar.runtime.ray.process_step import Message
 from autopar.runtime.ray.reading import Copies, Wanted, wanted
 from autopar.runtime.ray.routes import Box
+from autopar.runtime.ray.store import FIRST_OTHER, KEYS
 from autopar.runtime.ray.tiles import cut, host_numbers
 
 AHEAD = 2

@@ -14,7 +14,7 @@ from autopar.errors import CheckpointError
 from autopar.ray_array import RayArray
 from autopar.runtime.checkpoint_files import StoredPiece
 from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.process_step import Missing
+from autopar.runtime.ray.store import Missing
 
 
 class LostItem(Exception):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.runtime.ray.group import is_of_group
-from autopar.runtime.ray.process_step import KEYS, Missing, Store
+from autopar.runtime.ray.store import KEYS, Missing, Store
 from autopar.runtime.ray.transport import Sockets, TransportError
 
 TOKEN = bytes(range(32))
