@@ -206,9 +206,13 @@ class RayExecutable(Executable):
           DonatedBufferError: a leaf was consumed by an earlier call.
           StageError: the step fails.
         """
+        from .profile import profile_of
+
         self._follow()
-        profile: Profile = self._compiled.profile(*self._profiled_leaves(args, kwargs))
-        return profile
+        found = self._compiled.profile(*self._profiled_leaves(args, kwargs))
+        return profile_of(
+            found.program, found.seconds, found.times, line=(), is_received=True, **found.machine
+        )
 
     # The actors
 

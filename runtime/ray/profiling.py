@@ -6,16 +6,32 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from autopar.profile import Profile, profile_of
+from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.ray_array import Keeper
 from autopar.runtime.profile import Place, Times
 from autopar.runtime.ray.running import Running
 from autopar.runtime.ray.timing import turns
 
 
-def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Profile:
+class Measured(NamedTuple):
+    """What a profile is made of (`autopar.profile.profile_of`).
+
+    Args:
+      program: the instructions.
+      seconds: of each alone.
+      times: of a real run, by this process's clock.
+      machine: more arguments of `simulate`.
+    """
+
+    program: PipelineProgram
+    seconds: dict[Place, float]
+    times: Times
+    machine: dict[str, Any]
+
+
+def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Measured:
     """Run a step three times: to warm up, one instruction at a time, and as it is.
 
     Args:
@@ -57,13 +73,9 @@ def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Profile
     for memory in actors.describe("memory"):
         for name, sizes in memory.items():
             temporary[name] = max(temporary.get(name, 0), sizes.get("temp_size_in_bytes", 0))
-    return profile_of(
-        program,
-        dict(seconds),
-        times,
-        line=(),
-        is_received=True,
-        shared_cores=os.cpu_count() if actors.is_local else None,
-        devices_per_mesh=[p.num_devices for p in actors.parts if p.process == 0],
-        temporary_bytes=temporary,
-    )
+    machine = {
+        "shared_cores": os.cpu_count() if actors.is_local else None,
+        "devices_per_mesh": [p.num_devices for p in actors.parts if p.process == 0],
+        "temporary_bytes": temporary,
+    }
+    return Measured(program, dict(seconds), times, machine)

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from autopar.errors import AutoparError, CheckpointError, LostActorError
-from autopar.profile import Profile
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors, gpus_of
 from autopar.runtime.ray.cluster import Connection, NoRoom, await_room, free_actors
 from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
 from autopar.runtime.ray.parts import take_apart
-from autopar.runtime.ray.profiling import profiled
+from autopar.runtime.ray.profiling import Measured, profiled
 from autopar.runtime.ray.running import Running
 from autopar.runtime.ray.saving import LostItem, Saving
 from autopar.runtime.ray.snapshots import Snapshots
@@ -186,8 +185,8 @@ class RayStep:
         log.write(StepEntry(given, taken, log.name(results), self.actors.serial))
         return results
 
-    def profile(self, donated: Sequence[Any], kept: Sequence[Any]) -> Profile:
-        """A profile of a step with these leaves, none of which is consumed.
+    def profile(self, donated: Sequence[Any], kept: Sequence[Any]) -> Measured:
+        """Times of steps with these leaves, none of which is consumed.
 
         Raises:
           StageError: a step fails.
