@@ -23,7 +23,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=workstea
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
 SLOW := auto_stages backward_scans checkpoints collectives docs examples localize lower pace \
   packaging pipelines profile program programs properties random ray ray_faults ray_recovery \
-  ray_replan report runs shared_cases slicing solve split_arrays
+  ray_groups ray_replan report runs shared_cases slicing solve split_arrays
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help

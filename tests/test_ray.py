@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import ONE_LAYER, PROGRAMS, Program, compare
-from ray_runtime.clusters import cluster, wait_until_gone
+from programs import ONE_LAYER, PROGRAMS, Program
+from ray_runtime.clusters import cluster
+from ray_runtime.equality import check_program
 from ray_runtime.profiles import check_profile
 from ray_runtime.small_step import layers_step
 
@@ -44,20 +45,7 @@ def programs() -> Iterator[Any]:
 
 @pytest.mark.parametrize("program", list(programs()))
 def test_a_step_on_two_actors_equals_the_plain_step(program: Program) -> None:
-    reason = program.missing()
-    if reason:
-        pytest.skip(reason)
-    with program.context():
-        case = program.build()
-        arguments = case.arguments(compare.copy_tree(case.state), case.batch)
-        options = {**case.options, "stages": 2, "schedule": "1f1b", "microbatches": 4}
-        step = autopar.compile(
-            case.step, *arguments, **case.keywords[0], **options, cluster=FOUR, runtime=RAY
-        )
-        assert isinstance(step, RayExecutable)
-        with step:
-            compare.assert_steps_equal(case.plain, step, case, program.tolerance)
-        wait_until_gone(step.actor_pids)
+    check_program(program, FOUR, stages=2, schedule="1f1b", microbatches=4)
 
 
 # A small step for everything else.

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import PROGRAMS, Program, compare
+from programs import PROGRAMS, Program
 from ray_runtime.clusters import cluster, wait_until_gone
+from ray_runtime.equality import check_program
 from ray_runtime.profiles import check_profile
 from ray_runtime.small_step import BATCH, init, layers_step, train_step
 from ray_runtime.training import assert_same, train
@@ -43,26 +44,8 @@ def programs() -> Iterator[Any]:
 
 @pytest.mark.parametrize("program", list(programs()))
 def test_a_stage_over_two_actors_equals_the_plain_step(program: Program) -> None:
-    reason = program.missing()
-    if reason:
-        pytest.skip(reason)
-    with program.context():
-        case = program.build()
-        arguments = case.arguments(compare.copy_tree(case.state), case.batch)
-        options = {"method": "zero2", "stages": 1, **case.options, "microbatches": 4}
-        step = autopar.compile(
-            case.step,
-            *arguments,
-            **case.keywords[0],
-            **options,
-            cluster=autopar.Cluster.preset("cpu", nodes=2, devices_per_node=2),
-            runtime=autopar.Ray(deadline=60),
-        )
-        assert isinstance(step, RayExecutable)
-        with step:
-            assert len(step.actor_pids) == 2
-            compare.assert_steps_equal(case.plain, step, case, program.tolerance)
-        wait_until_gone(step.actor_pids)
+    two_nodes = autopar.Cluster.preset("cpu", nodes=2, devices_per_node=2)
+    check_program(program, two_nodes, stages=1, microbatches=4)
 
 
 def on_four(**options: Any) -> RayExecutable:

@@ -172,9 +172,8 @@ class ProcessPart:
         if len(self.siblings) == 1:
             return ((self.actor, None),)
         holders: dict[Box, list[int]] = {}
-        count = self.num_devices // len(self.siblings)
         for device, box in enumerate(self._spread(value).boxes()):
-            actor = self.siblings[device // count]
+            actor = self.siblings[device // len(self.own)]
             if actor not in holders.setdefault(box, []):
                 holders[box].append(actor)
         return tuple((actors[value % len(actors)], box) for box, actors in holders.items())
