@@ -59,7 +59,7 @@ class RaySharding:
     def is_equivalent_to(self, other: Any, ndim: int) -> bool:
         """Whether an array of `ndim` dimensions is cut and placed alike."""
         del ndim
-        return self == other
+        return self is other or self == other
 
     def indices(self) -> list[tuple[slice, ...] | None]:
         """The rows of each part as an index; None: all."""
@@ -118,11 +118,14 @@ class Resident:
 
     Attributes:
       is_deleted: whether it was consumed by a step, or given up.
+      is_ready: whether it is known to be computed.
     """
+
+    __slots__ = ("is_deleted", "is_ready", "key", "mesh", "owner")
 
     def __init__(self, owner: Owner, mesh: int, key: int):
         self.owner, self.mesh, self.key = owner, mesh, key
-        self.is_deleted = False
+        self.is_deleted = self.is_ready = False
 
     def __del__(self) -> None:
         if not self.is_deleted:
@@ -180,6 +183,20 @@ class RayArray:
       error: why it will not come; None: it is there, or may come.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_numbers",
+        "dtype",
+        "error",
+        "keeper",
+        "number",
+        "place",
+        "residents",
+        "shape",
+        "sharding",
+        "weak_type",
+    )
+
     def __init__(
         self,
         residents: Sequence[Resident],
@@ -227,7 +244,7 @@ class RayArray:
 
     def is_deleted(self) -> bool:
         """Whether its memory was given away."""
-        return any(resident.is_deleted for resident in self.residents)
+        return any([resident.is_deleted for resident in self.residents])
 
     def delete(self) -> None:
         """Give up its memory."""

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from autopar.runtime.ray.failures import Failure, Spot
+from autopar.runtime.ray.heap import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class StageActor:
 
         jax.config.update("jax_platforms", world.platform)
         if world.platform == "cpu":
+            keep_freed_memory()
             jax.config.update("jax_num_cpu_devices", world.num_devices)
         for name, value in world.jax_config.items():
             jax.config.update(name, value)

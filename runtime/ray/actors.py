@@ -142,7 +142,8 @@ class Actors:
             gone: list[list[int]] = [[] for _ in self._firsts]
             for resident in consumed:
                 gone[resident.mesh].append(resident.key)
-                self._fetches.pop((resident.mesh, resident.key), None)
+                if self._fetches:
+                    self._fetches.pop((resident.mesh, resident.key), None)
                 resident.is_deleted = True
             forgotten = self._drain()
             outputs: dict[int, Resident] = {}
@@ -162,7 +163,8 @@ class Actors:
                 )
                 refs.append(self._handles[part.actor].step.remote(message))
                 if part.process == 0:
-                    outputs.update((value, Resident(self, part.mesh, key)) for value, key in keys)
+                    for value, key in keys:
+                        outputs[value] = Resident(self, part.mesh, key)
             return outputs
 
     def _entry(self, part: ProcessPart, slot: Slot, given: Any) -> Any:
@@ -319,18 +321,19 @@ class Actors:
 
     # -- arrays ----------------------------------------------------------------------------------
 
-    def given(self, leaf: Any, sharding: RaySharding) -> list[Any]:
+    def given(self, leaf: Any, sharding: RaySharding) -> Sequence[Any]:
         """For every part of a leaf: its resident if it lives at home, else its numbers.
 
         Raises:
           StageError: it was lost in a failure.
         """
         if isinstance(leaf, RayArray):
+            own = True
             for resident in leaf.residents:
                 resident.owner.check(resident)
-            own = all(resident.owner is self for resident in leaf.residents)
-            if own and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                return list(leaf.residents)
+                own = own and resident.owner is self
+            if own and leaf.sharding == sharding:
+                return leaf.residents
             return sharding.pieces(leaf.numbers())
         return sharding.pieces(host_numbers(leaf))
 
@@ -357,10 +360,19 @@ class Actors:
         """See `Owner`."""
         with self._busy():
             self.check(resident)
+            if resident.is_ready:
+                return
             siblings = self._firsts[resident.mesh].siblings
-            refs = {actor: self._handles[actor].ready.remote(resident.key) for actor in siblings}
-            for actor, ref in refs.items():
-                self._read(actor, ref)
+            serial = resident.key // KEYS
+            if serial < FIRST_OTHER:  # a step ends when all that it gives is computed
+                refs = next((refs for number, refs in self._running if number == serial), None)
+                if refs is not None:
+                    self._wait([refs[actor] for actor in siblings])
+            else:
+                asked = {a: self._handles[a].ready.remote(resident.key) for a in siblings}
+                for actor, ref in asked.items():
+                    self._read(actor, ref)
+            resident.is_ready = True
 
     def _wanted(self, resident: Resident) -> Wanted:
         return wanted(self._firsts[resident.mesh], resident.key % KEYS)
@@ -395,10 +407,14 @@ class Actors:
 
     def is_lost(self, resident: Resident) -> bool:
         """See `Owner`."""
-        return self._closed is not None or any(a <= resident.key < b for a, b in self._lost)
+        if self._closed is not None:
+            return True
+        return bool(self._lost) and any(a <= resident.key < b for a, b in self._lost)
 
     def check(self, resident: Resident) -> None:
         """See `Owner`."""
+        if self._closed is None and not self._lost:  # of all leaves, in every call
+            return
         self._check_open()
         if self.is_lost(resident):
             raise self.lost_array()
@@ -495,6 +511,8 @@ class Actors:
                 found.append(residents)
             arguments = [(function, items[part.mesh]) for part in self.parts]
             self._call("make", arguments, "initialize")
+            for resident in itertools.chain.from_iterable(found):
+                resident.is_ready = True
             return found
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:

@@ -39,6 +39,7 @@ class RayPipeline:
       homes: for every leaf of the arguments and constants, the value of each of its parts.
       returned: the same for every leaf of the result.
       types: shape, dtype and weak type of every leaf of the result.
+      results: the place of every leaf of the result.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class RayPipeline:
         self._replan = replan
         self.num_processes = num_processes(runnable, devices_per_node)
         self.homes, self.returned = home_values(runnable), result_values(runnable)
+        self._known: dict[tuple[MeshSharding, ...], tuple[MeshSharding, ...]] = {}
         self.in_shardings = tuple(map(self._sharding, runnable.leaves, self.homes))
         self.out_shardings = tuple(map(self._sharding, runnable.results, self.returned))
+        self.results = tuple(Place("result", number) for number in range(len(self.returned)))
         versions = runnable.pieces.versions
         self._taken = tuple(
             _type_of(group, values, versions)
@@ -89,7 +92,9 @@ class RayPipeline:
                     spec(pieces.versions[value], sharded),
                 )
             )
-        return RaySharding(tuple(parts), group[0].axis, ends_of(group))
+        # Equal parts are one object: every call compares the shardings of all its leaves.
+        same = self._known.setdefault(tuple(parts), tuple(parts))
+        return RaySharding(same, group[0].axis, ends_of(group))
 
     def compile(
         self,

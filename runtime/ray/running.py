@@ -58,16 +58,14 @@ class Running:
         outputs = actors.step(given, consumed, record)
         return [
             RayArray(
-                [outputs[value] for value in values],
-                shape,
-                dtype,
-                sharding,
-                Place("result", number),
-                keeper,
-                weak,
+                [outputs[value] for value in values], shape, dtype, sharding, place, keeper, weak
             )
-            for number, (values, (shape, dtype, weak), sharding) in enumerate(
-                zip(pipeline.returned, pipeline.types, pipeline.out_shardings, strict=True)
+            for values, (shape, dtype, weak), sharding, place in zip(
+                pipeline.returned,
+                pipeline.types,
+                pipeline.out_shardings,
+                pipeline.results,
+                strict=True,
             )
         ]
 
