@@ -244,7 +244,7 @@ class RayArray:
 
     def is_deleted(self) -> bool:
         """Whether its memory was given away."""
-        return any([resident.is_deleted for resident in self.residents])
+        return any(resident.is_deleted for resident in self.residents)
 
     def delete(self) -> None:
         """Give up its memory."""
