@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import os
@@ -17,7 +16,14 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 
 from .cluster import Cluster
-from .errors import AutoparError, AutoparWarning, ClusterError, DeviceError, OptionError
+from .errors import (
+    AutoparError,
+    AutoparWarning,
+    ClusterError,
+    DeviceError,
+    OptionError,
+    did_you_mean,
+)
 from .executable import Executable, SignatureMismatch
 from .options import Options
 from .passes import jax_compat
@@ -297,6 +303,19 @@ class _Request:
         return (Cluster.local() if made is None else Cluster.from_dict(made.cluster)), made
 
 
+def _cluster_hint(value: Any) -> str:
+    if not isinstance(value, str):
+        return "use Cluster.preset(name) or Cluster.local(devices)."
+    if value.endswith(".toml"):
+        return f"write cluster=autopar.Cluster.load({value!r})."
+    try:
+        Cluster.preset(value)
+    except OptionError as unknown:
+        presets = f"the presets are {', '.join(Cluster.presets())}."
+        return f"{unknown.hint or presets} Write cluster=autopar.Cluster.preset(name)."
+    return f"write cluster=autopar.Cluster.preset({value!r})."
+
+
 def _request(
     options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
 ) -> _Request:
@@ -304,7 +323,7 @@ def _request(
         raise OptionError(
             f"cluster={cluster!r} is not possible.",
             why="it must be an autopar.Cluster, or None for the devices that JAX sees.",
-            hint="use Cluster.preset(name) or Cluster.local(devices).",
+            hint=_cluster_hint(cluster),
         )
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise OptionError(
@@ -348,12 +367,11 @@ def _arguments(
             )
     unknown = [name for name in kwargs if name not in parameters]
     if unknown and not takes_any:
-        closest = difflib.get_close_matches(unknown[0], [*names, *parameters], n=1)
         raise OptionError(
             f"There is no option {unknown[0]!r}, and {_name_of(fn)} has no such parameter.",
             where=f"autopar.{caller}",
             why=f"the options are {', '.join(names)}.",
-            hint=f"did you mean {closest[0]!r}?" if closest else None,
+            hint=did_you_mean(unknown[0], [*names, *parameters]),
         )
     return fn, request, kwargs
 

@@ -8,7 +8,6 @@ within nodes, across nodes, or both.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import json
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from . import hardware
-from .errors import AutoparWarning, DeviceError, OptionError
+from .errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from .records import Record, dump_json, dump_toml
 
 AXIS_NAMES = ("x", "y", "z")
@@ -174,11 +173,10 @@ class Cluster(Record):
         data = hardware.table()
         system_name = data["aliases"].get(name.lower(), name.lower())
         if system_name not in data["systems"]:
-            closest = difflib.get_close_matches(name.lower(), cls.presets(), n=1)
             raise OptionError(
                 f"There is no cluster preset {name!r}.",
                 why=f"the presets are {', '.join(cls.presets())}.",
-                hint=f"did you mean {closest[0]!r}?" if closest else None,
+                hint=did_you_mean(name, cls.presets()),
             )
         system = data["systems"][system_name]
         return cls(

@@ -7,9 +7,10 @@ processes.
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .units import format_bytes
@@ -181,6 +182,17 @@ class UnknownPrimitiveWarning(AutoparWarning):
 
 class DonationWarning(AutoparWarning):
     """A state that was to be donated cannot be, so it is kept alive beside the new one."""
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str | None:
+    """A hint with the known name closest to `word`, in whatever case; None: none is close.
+
+    >>> did_you_mean("ZB-H1", ["1f1b", "zb_h1"])
+    "did you mean 'zb_h1'?"
+    """
+    by_lower = {name.lower(): name for name in known}
+    closest = difflib.get_close_matches(str(word).lower(), by_lower, n=1)
+    return f"did you mean {by_lower[closest[0]]!r}?" if closest else None
 
 
 def _rebuild(kind: type[AutoparError], args: tuple[Any, ...]) -> AutoparError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import math
@@ -11,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .errors import OptionError, PinError
+from .errors import OptionError, PinError, did_you_mean
 from .ray_options import Ray
 from .units import parse_bytes
 
@@ -144,11 +143,10 @@ class Options:
         """
         for name in options:
             if name not in cls.names():
-                closest = difflib.get_close_matches(name, cls.names(), n=1)
                 raise OptionError(
                     f"There is no option {name!r}.",
                     why=f"the options are {', '.join(cls.names())}.",
-                    hint=f"did you mean {closest[0]!r}?" if closest else None,
+                    hint=did_you_mean(name, cls.names()),
                 )
         return cls(**options)
 
@@ -201,11 +199,10 @@ def _check_method(method: Any) -> None:
             why="a method says how one mesh is used; stages say how many meshes there are.",
             hint="use stages=2 (with any method).",
         )
-    closest = difflib.get_close_matches(str(method), METHODS, n=1)
     raise OptionError(
         f"There is no method {method!r}.",
         why=f"the methods are {', '.join(METHODS)}.",
-        hint=f"did you mean {closest[0]!r}?" if closest else None,
+        hint=did_you_mean(method, METHODS),
     )
 
 
@@ -216,7 +213,8 @@ def _runtime(value: Any) -> str | Ray:
         return value if value == "local" else Ray()
     if value is Ray:
         raise _impossible("runtime", value, "it is the class itself.", "write autopar.Ray().")
-    raise _impossible("runtime", value, 'the runtimes are "local", "ray" and autopar.Ray(...).')
+    why = 'the runtimes are "local", "ray" and autopar.Ray(...).'
+    raise _impossible("runtime", value, why, did_you_mean(value, ("local", "ray")))
 
 
 def _check_one_stage(options: Options) -> None:
@@ -240,7 +238,7 @@ def _stages(value: Any) -> Any:
     if isinstance(value, str):
         if value == "auto":
             return value
-        raise _impossible("stages", value, why)
+        raise _impossible("stages", value, why, _number_hint("stages", value))
     if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         try:
             return _integer(value, "stages", at_least=1)
@@ -262,13 +260,12 @@ def _schedule(value: Any) -> Any:
         return value
     if isinstance(value, str) and value in SCHEDULES:
         return value
-    closest = difflib.get_close_matches(str(value), SCHEDULES, n=1)
     raise _impossible(
         "schedule",
         value,
         f"the schedules are {', '.join(SCHEDULES)}, or a function of (num_meshes, "
         "num_microbatches) that returns every mesh's tasks.",
-        f"did you mean {closest[0]!r}?" if closest else None,
+        did_you_mean(value, SCHEDULES),
     )
 
 
@@ -301,8 +298,13 @@ def _auto_or(value: Any, parse: Any, name: str) -> Any:
         if value == "auto":
             return value
         what = "an integer of at least 1" if parse is _count else "an integer or several"
-        raise _impossible(name, value, f'it must be "auto" or {what}.')
+        why = f'it must be "auto" or {what}.'
+        raise _impossible(name, value, why, _number_hint(name, value))
     return parse(value, name)
+
+
+def _number_hint(name: str, value: str) -> str | None:
+    return f"write {name}={value.strip()}." if value.strip().isdecimal() else None
 
 
 def _integer(value: Any, name: str, *, at_least: int | None = None) -> int:

@@ -382,12 +382,13 @@ class Plan(Record):
             compute_scale=compute_scale,
         )
 
-    def diff(self, other: Plan) -> tuple[str, ...]:
+    def diff(self, other: Plan) -> Differences:
         """What differs, one line each, as `field: this plan's value -> the other's`.
 
-        Tensors, nodes and the like are matched by their names.
+        Tensors, nodes and the like are matched by their names. The lines are a tuple, which is
+        shown line by line.
         """
-        return tuple(_differences(self.to_dict(), other.to_dict(), ""))
+        return Differences(_differences(self.to_dict(), other.to_dict(), ""))
 
     def __str__(self) -> str:
         return plan_text.render(self)
@@ -402,6 +403,15 @@ class Plan(Record):
             f"{summaries.format_microbatches(self.num_microbatches)}, {step} a step, "
             f"{format_bytes(self.estimates.peak_bytes_per_device)} a device>"
         )
+
+
+class Differences(tuple[str, ...]):
+    """What differs between two plans, a line each; shown one below the other."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(self) or "no differences"
 
 
 def check(plan: Plan) -> None:

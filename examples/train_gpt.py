@@ -321,6 +321,7 @@ def main(
     train_step, eval_step = make_steps(
         model, optimizer, method, microbatches=parts, stages=stages, schedule=schedule
     )
+    console.print("planning and compiling ...")
     preparing = 0.0
     if stages > 1:
         # Stages have their own devices: every leaf is made, saved and restored on those of its own.

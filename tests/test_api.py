@@ -235,6 +235,21 @@ def test_an_unknown_keyword() -> None:
         assert "donate_argnums" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "hint"),
+    [
+        ("dgx-h100", "write cluster=autopar.Cluster.preset('dgx-h100')."),
+        ("dgx_h10", "did you mean 'dgx-h100'? Write cluster=autopar.Cluster.preset(name)."),
+        ("ours.toml", "write cluster=autopar.Cluster.load('ours.toml')."),
+        (3, "use Cluster.preset(name) or Cluster.local(devices)."),
+    ],
+)
+def test_what_is_no_cluster_gets_a_hint(cluster: Any, hint: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        autopar.parallelize(lambda state: state, cluster=cluster)
+    assert caught.value.hint == hint
+
+
 def test_a_parallelized_function_is_compiled_with_its_own_options() -> None:
     step = autopar.parallelize(train_step, method="data", microbatches=1)
     assert autopar.compile(step, W, X).plan.method == "data"

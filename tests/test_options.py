@@ -125,6 +125,22 @@ def test_a_misspelt_schedule_gets_the_closest() -> None:
         Options(stages=2, schedule="zb-h1")
 
 
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"stages": 2, "schedule": "1F1B"}, "did you mean '1f1b'?"),
+        ({"runtime": "Ray"}, "did you mean 'ray'?"),
+        ({"microbatches": "8"}, "write microbatches=8."),
+        ({"stages": " 2"}, "write stages=2."),
+        ({"microbatches": "many"}, None),
+    ],
+)
+def test_what_was_probably_meant(options: dict[str, Any], hint: str | None) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options(**options)
+    assert caught.value.hint == hint
+
+
 def test_a_schedule_may_be_a_function() -> None:
     def all_forward_first(num_meshes: int, num_microbatches: int) -> list[list[tuple[Any, ...]]]:
         raise AssertionError("options do not call it")

@@ -287,6 +287,8 @@ def test_diff_names_what_differs() -> None:
     assert """inputs[state['l0']['w']].spec: [[], ["x"]] -> [[], ["x", "y"]]""" in lines
     assert [line for line in lines if "l1" in line and line.endswith("-> (absent)")]
     assert len(lines) == 4
+    assert str(lines) == repr(lines) == "\n".join(lines)
+    assert str(plan.diff(plan)) == "no differences"
 
 
 def test_diff_matches_records_by_name_and_not_by_place() -> None:
