@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -31,6 +34,8 @@ from .runtime.checkpoint_files import (
 from .runtime.ray.tiles import host_numbers, is_key, plain
 from .split_array import SplitArray, put
 
+logger = logging.getLogger(__name__)
+
 _PYTHON = {bool: "Python bool", int: "Python int", float: "Python float", complex: "Python complex"}
 _DRIVER = "driver"
 _POLL_SECONDS = 1.0
@@ -58,7 +63,8 @@ class Checkpoints:
     plan, another number of stages and another runtime. `save` copies the state and returns; files
     are written meanwhile, under Ray by all actors at the same time, on a file system that they
     share with the driver. A checkpoint gets its name when all of it is written: one that a crash
-    cut short is ignored, and removed later. One process writes into a folder at a time.
+    cut short is ignored, and removed later. A process that ends waits for what it still writes.
+    One process writes into a folder at a time.
 
     Args:
       directory: the folder; it is made when a step is first saved.
@@ -259,12 +265,20 @@ class _Writing:
 
     def start(self) -> None:
         """Write in the background."""
+        _unfinished[id(self)] = self
+        _at_exit()
         self._tries = self._told()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
         """Wait for the end, and meanwhile see that actors are alive."""
+        try:
+            self._finish()
+        finally:
+            _unfinished.pop(id(self), None)
+
+    def _finish(self) -> None:
         while True:
             self._thread.join(_POLL_SECONDS)
             if self._is_done:
@@ -296,6 +310,7 @@ class _Writing:
                 saving.wait()
             self._write()
             self._is_done = True
+            _unfinished.pop(id(self), None)
         except LostItem:
             return  # who waits sees to it
         except AutoparError as error:
@@ -325,6 +340,28 @@ class _Writing:
         ]
         commit(self._folder, self._step, leaves, self._extra)
         keep_last(self._folder.parent, self._keep)
+
+
+_unfinished: dict[int, _Writing] = {}
+
+
+@functools.cache
+def _at_exit() -> None:
+    """Let the process end when all is written.
+
+    What `atexit` calls comes too late for Orbax, which is imported by now: thread pools take no
+    more work by then. `threading` has no public name for what comes before (bpo-39812).
+    """
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+
+
+def _finish_all() -> None:
+    """What is left to write; whoever could be told of an error is gone."""
+    for writing in tuple(_unfinished.values()):
+        try:
+            writing.finish()
+        except AutoparError as error:
+            logger.error("%s", error)
 
 
 class _Items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,32 @@ def test_an_error_while_writing_is_told_by_who_looks_next(
     checkpoints.save(2, jnp.ones(3))
     checkpoints.wait()
     assert checkpoints.steps == (2,)
+
+
+ENDS_AT_ONCE = """
+import sys, time
+import jax.numpy as jnp, autopar
+from autopar import checkpoints as module
+commit = module.commit
+def slow(*arguments):
+    time.sleep(1)
+    if len(sys.argv) == 3:
+        raise OSError("the disk is full")
+    commit(*arguments)
+module.commit = slow
+autopar.Checkpoints(sys.argv[1]).save(3, {"w": jnp.arange(3.0)})
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path, fails: bool) -> None:
+    folder = tmp_path / "run"
+    arguments = [sys.executable, "-c", ENDS_AT_ONCE, str(folder), *(["full"] if fails else [])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
+    assert ("the disk is full" in done.stderr) == fails
+    assert autopar.Checkpoints(folder).steps == (() if fails else (3,))
 
 
 def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
