@@ -105,7 +105,7 @@ class StageActor:
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
         from autopar.runtime.checkpoint_files import write_item
-        from autopar.runtime.ray.group import free_port
+        from autopar.runtime.ray.group import reserve_port
         from autopar.runtime.ray.outside import Outside
         from autopar.runtime.ray.transport import Sockets
         from autopar.runtime.ray.writer import Writer
@@ -113,7 +113,10 @@ class StageActor:
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
         self._writer = Writer(Outside() if world.place[1] > 1 else write_item)
         self._transport = Sockets(world.actor, host, world.token)
-        coordinator = f"{host}:{free_port(host)}" if world.place[1] > 1 else None
+        coordinator = None
+        if world.place[1] > 1:
+            self._reserved = reserve_port(host)
+            coordinator = f"{host}:{self._reserved.getsockname()[1]}"
         return Hello(self._transport.address, coordinator, os.getpid(), versions())
 
     def load(
@@ -141,6 +144,7 @@ class StageActor:
         try:
             if coordinator is not None:
                 join(coordinator, *self._world.place, deadline)
+                self._reserved.close()
             part, constants = pickling.loads(data)
             peers = {peer: addresses[peer] for peer in part.peers}
             self._transport.connect(peers, deadline)

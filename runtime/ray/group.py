@@ -16,11 +16,15 @@ import sys
 import jax
 
 
-def free_port(host: str) -> int:
-    """A port at which nobody listens now."""
-    with socket.create_server((host, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+def reserve_port(host: str) -> socket.socket:
+    """A socket that keeps a port from all who do not share theirs; the coordinator does (gRPC).
+
+    It does not listen. Whoever has it closes it when the coordinator listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 def join(coordinator: str, process: int, num_processes: int, deadline: float) -> None:

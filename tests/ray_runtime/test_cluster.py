@@ -11,6 +11,7 @@ from ray_runtime.small_step import check_one_step, on_actors
 
 import autopar
 from autopar.errors import ClusterError
+from autopar.runtime.ray.group import reserve_port
 
 CLUSTER = """
 import ray, sys
@@ -64,3 +65,12 @@ def test_something_else_answers() -> None:
         with pytest.raises(ClusterError, match="No Ray cluster can be reached"):
             on_actors(autopar.Ray(address=address, deadline=8))
     assert not ray.is_initialized()
+
+
+def test_a_reserved_port_is_for_the_coordinator_alone() -> None:
+    with reserve_port("127.0.0.1") as reserved:
+        address = reserved.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(address)
+        with socket.create_server(address, reuse_port=True):  # as gRPC does
+            pass
