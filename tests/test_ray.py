@@ -20,6 +20,7 @@ import autopar
 from autopar.errors import DonatedBufferError, OptionError, TraceError
 from autopar.ray_array import RayArray
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.actors import Actors
 
 RAY = autopar.Ray(deadline=60)
 FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)
@@ -109,6 +110,26 @@ def test_steps_that_nobody_waits_for(step: RayExecutable) -> None:
     for _ in range(20):
         state, metrics = step(state, BATCH)
     assert_close((state, metrics), plain(20))
+
+
+def test_who_waits_for_a_step_asks_no_actor_for_its_arrays(
+    step: RayExecutable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: Any) -> Any:
+        raise AssertionError("an actor is asked")
+
+    state = step.initialize(init, jax.random.key(0))
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Actors, "_read", ask)
+            assert jax.block_until_ready(state) is not None
+            state, metrics = step(state, BATCH)
+            jax.block_until_ready((state, metrics))
+        assert step.gather(metrics["step"]).is_ready()
+    assert_close((state, metrics), plain(3))
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="is asked"):
+        patch.setattr(Actors, "_read", ask)
+        jax.device_get(step(state, BATCH)[1])
 
 
 def test_state_is_made_on_the_actors(step: RayExecutable) -> None:
