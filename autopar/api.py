@@ -304,10 +304,10 @@ class _Request:
 
 
 def _cluster_hint(value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)) and str(value).endswith((".toml", ".json")):
+        return f"write cluster=autopar.Cluster.load({str(value)!r})."
     if not isinstance(value, str):
         return "use Cluster.preset(name) or Cluster.local(devices)."
-    if value.endswith(".toml"):
-        return f"write cluster=autopar.Cluster.load({value!r})."
     try:
         Cluster.preset(value)
     except OptionError as unknown:

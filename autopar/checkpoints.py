@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import functools
 import json
 import logging
@@ -19,6 +19,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from .errors import AutoparError, CheckpointError
 from .ray_array import Keeper, RayArray, key_implementation
 from .runtime.checkpoint_files import (
+    LostItem,
     StoredLeaf,
     StoredPiece,
     begin,
@@ -34,11 +35,12 @@ from .runtime.checkpoint_files import (
 from .runtime.ray.tiles import host_numbers, is_key, plain
 from .split_array import SplitArray, put
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("autopar")
 
 _PYTHON = {bool: "Python bool", int: "Python int", float: "Python float", complex: "Python complex"}
 _DRIVER = "driver"
 _POLL_SECONDS = 1.0
+_SILENT_SECONDS = 5.0
 _WHOLE = "the state itself"
 
 
@@ -265,10 +267,10 @@ class _Writing:
 
     def start(self) -> None:
         """Write in the background."""
-        _unfinished[id(self)] = self
         _at_exit()
         self._tries = self._told()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        _unfinished.add(self)
         self._thread.start()
 
     def finish(self) -> None:
@@ -276,7 +278,15 @@ class _Writing:
         try:
             self._finish()
         finally:
-            _unfinished.pop(id(self), None)
+            _unfinished.discard(self)
+
+    def is_silent(self) -> bool:
+        """Whether it is still being written after some seconds."""
+        self._thread.join(_SILENT_SECONDS)
+        return self._thread.is_alive()
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self._step} in {self._folder.parent}"
 
     def _finish(self) -> None:
         while True:
@@ -303,14 +313,12 @@ class _Writing:
         return [saving.tries for _, _, saving in self._parts]
 
     def _run(self) -> None:
-        from .runtime.ray.saving import LostItem
-
         try:
             for _, _, saving in self._parts:
                 saving.wait()
             self._write()
             self._is_done = True
-            _unfinished.pop(id(self), None)
+            _unfinished.discard(self)
         except LostItem:
             return  # who waits sees to it
         except AutoparError as error:
@@ -321,6 +329,8 @@ class _Writing:
                 where=str(self._folder),
                 why=f"{type(error).__name__}: {error}",
             )
+        # What is left to say shall not keep arrays and actors.
+        self._copies, self._parts = {}, []
 
     def _write(self) -> None:
         pieces: dict[int, tuple[StoredPiece, ...]] = {}
@@ -342,7 +352,8 @@ class _Writing:
         keep_last(self._folder.parent, self._keep)
 
 
-_unfinished: dict[int, _Writing] = {}
+_unfinished: set[_Writing] = set()
+os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 @functools.cache
@@ -352,15 +363,18 @@ def _at_exit() -> None:
     What `atexit` calls comes too late for Orbax, which is imported by now: thread pools take no
     more work by then. `threading` has no public name for what comes before (bpo-39812).
     """
-    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+    with contextlib.suppress(AttributeError, RuntimeError):  # it has gone, or the process ends now
+        threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 
 def _finish_all() -> None:
     """What is left to write; whoever could be told of an error is gone."""
-    for writing in tuple(_unfinished.values()):
+    for writing in tuple(_unfinished):
         try:
+            if writing.is_silent():
+                logger.warning("Before this process ends, %s is completed.", writing)
             writing.finish()
-        except AutoparError as error:
+        except Exception as error:
             logger.error("%s", error)
 
 

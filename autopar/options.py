@@ -304,7 +304,8 @@ def _auto_or(value: Any, parse: Any, name: str) -> Any:
 
 
 def _number_hint(name: str, value: str) -> str | None:
-    return f"write {name}={value.strip()}." if value.strip().isdecimal() else None
+    is_count = value.strip().isdecimal() and int(value) > 0
+    return f"write {name}={int(value)}." if is_count else None
 
 
 def _integer(value: Any, name: str, *, at_least: int | None = None) -> int:

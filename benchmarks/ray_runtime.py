@@ -202,7 +202,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
         for _ in range(2):
             states[name], *_ = call(step, states[name], model.batch)
     rounds = []
-    for _ in range(options.repeats // 2):
+    for _ in range(max(options.repeats // 2, 1)):
         seconds = {}
         for name, step in steps.items():
             states[name], seconds[name], *_ = call(step, states[name], model.batch)
@@ -214,7 +214,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
     return {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
 
 
-def compared(one: float, both: float, profile: Profile) -> dict[str, float]:
+def compared(one: float, all_: float, profile: Profile) -> dict[str, float]:
     """Two calls beside what the simulator says of them; one round on a noisy machine."""
     program = profile.timeline.program
     pieces = sum(
@@ -225,13 +225,13 @@ def compared(one: float, both: float, profile: Profile) -> dict[str, float]:
     simulated = profile.on_own_devices.step_seconds
     return {
         "one_seconds": one,
-        "all_seconds": both,
+        "all_seconds": all_,
         "simulated_seconds": simulated,
-        "deviation": (both - simulated) / both,
+        "deviation": (all_ - simulated) / all_,
         "pieces_seconds": pieces,
-        "speed_up": one / both,
+        "speed_up": one / all_,
         "simulated_speed_up": one / simulated,
-        "speed_up_over_pieces": pieces / both,
+        "speed_up_over_pieces": pieces / all_,
         "simulated_speed_up_over_pieces": pieces / simulated,
     }
 

@@ -31,6 +31,10 @@ _STEP = re.compile(r"step_(\d+)")
 _HALF = re.compile(r"step_\d+\.writing-[0-9a-f]+")
 
 
+class LostItem(Exception):
+    """An actor was lost before it had written its item, or what it was to write."""
+
+
 class StoredPiece(NamedTuple):
     """A part of a leaf.
 

@@ -241,6 +241,7 @@ def test_an_unknown_keyword() -> None:
         ("dgx-h100", "write cluster=autopar.Cluster.preset('dgx-h100')."),
         ("dgx_h10", "did you mean 'dgx-h100'? Write cluster=autopar.Cluster.preset(name)."),
         ("ours.toml", "write cluster=autopar.Cluster.load('ours.toml')."),
+        (Path("ours.json"), "write cluster=autopar.Cluster.load('ours.json')."),
         (3, "use Cluster.preset(name) or Cluster.local(devices)."),
     ],
 )

@@ -193,29 +193,33 @@ def test_an_error_while_writing_is_told_by_who_looks_next(
 
 
 ENDS_AT_ONCE = """
-import sys, time
+import os, sys, threading
 import jax.numpy as jnp, autopar
 from autopar import checkpoints as module
-commit = module.commit
-def slow(*arguments):
-    time.sleep(1)
-    if len(sys.argv) == 3:
+commit, ends = module.commit, threading.Event()
+def late(*arguments):
+    assert ends.wait(100)
+    if "fails" in sys.argv:
         raise OSError("the disk is full")
     commit(*arguments)
-module.commit = slow
+module.commit = late
 autopar.Checkpoints(sys.argv[1]).save(3, {"w": jnp.arange(3.0)})
+threading._register_atexit(ends.set)  # is called before what was registered earlier
+if "forks" in sys.argv and os.fork() == 0:
+    raise SystemExit(0)  # has no thread that writes
 raise SystemExit(7)
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path, fails: bool) -> None:
+@pytest.mark.parametrize("how", ["well", "fails", "forks"])
+def test_a_process_that_ends_completes_its_checkpoint(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "run"
-    arguments = [sys.executable, "-c", ENDS_AT_ONCE, str(folder), *(["full"] if fails else [])]
+    arguments = [sys.executable, "-c", ENDS_AT_ONCE, str(folder), how]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == 7, done.stderr
-    assert ("the disk is full" in done.stderr) == fails
-    assert autopar.Checkpoints(folder).steps == (() if fails else (3,))
+    assert ("the disk is full" in done.stderr) == (how == "fails")
+    assert done.stderr.count("step 3") == (how == "fails")
+    assert autopar.Checkpoints(folder).steps == (() if how == "fails" else (3,))
 
 
 def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

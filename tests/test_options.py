@@ -132,7 +132,9 @@ def test_a_misspelt_schedule_gets_the_closest() -> None:
         ({"runtime": "Ray"}, "did you mean 'ray'?"),
         ({"microbatches": "8"}, "write microbatches=8."),
         ({"stages": " 2"}, "write stages=2."),
+        ({"stages": "08"}, "write stages=8."),
         ({"microbatches": "many"}, None),
+        ({"microbatches": "0"}, None),
     ],
 )
 def test_what_was_probably_meant(options: dict[str, Any], hint: str | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from autopar.runtime.ray.failures import Failure, Spot
-from autopar.runtime.ray.heap import keep_freed_memory
+from autopar.runtime.ray.heap import give_back, keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ class StageActor:
             peers = {peer: addresses[peer] for peer in part.peers}
             self._transport.connect(peers, deadline)
             self._step = ProcessStep(part, constants, self._transport, deadline)
+            give_back()
         except Exception as error:
             spot = Spot(self._world.actor, self._world.label, None, "compiling")
             text = "".join(traceback.format_exception(error))

@@ -28,7 +28,14 @@ from autopar.errors import LostActorError, StageError
 from autopar.ray_array import RayArray, RaySharding, Resident
 from autopar.ray_options import Ray
 from autopar.runtime.ray import starting
-from autopar.runtime.ray.calls import POLL_SECONDS, Watch, outcome_of, reason_of, results_of
+from autopar.runtime.ray.calls import (
+    POLL_SECONDS,
+    Watch,
+    outcome_of,
+    overdue,
+    reason_of,
+    results_of,
+)
 from autopar.runtime.ray.cluster import Connection
 from autopar.runtime.ray.failures import (
     Failure,
@@ -309,6 +316,8 @@ class Actors:
             self.close(f"{name} interrupted a step.")
 
     def _check_open(self) -> None:
+        if self._closed is None and not ray.is_initialized():  # a call would start another Ray
+            self.close("Ray was shut down in this process, and they with it.")
         if self._closed is not None:
             error = self._error
             raise LostActorError(
@@ -365,13 +374,14 @@ class Actors:
             siblings = self._firsts[resident.mesh].siblings
             serial = resident.key // KEYS
             if serial < FIRST_OTHER:  # a step ends when all that it gives is computed
-                refs = next((refs for number, refs in self._running if number == serial), None)
-                if refs is not None:
-                    self._wait([refs[actor] for actor in siblings])
+                running = dict(self._running)  # without it: it ended well, else it is lost
+                if serial in running:
+                    self._wait([running[serial][actor] for actor in siblings])
             else:
                 asked = {a: self._handles[a].ready.remote(resident.key) for a in siblings}
                 for actor, ref in asked.items():
                     self._read(actor, ref)
+            self.check(resident)  # another thread may have ended the actors
             resident.is_ready = True
 
     def _wanted(self, resident: Resident) -> Wanted:
@@ -409,7 +419,7 @@ class Actors:
         """See `Owner`."""
         if self._closed is not None:
             return True
-        return bool(self._lost) and any(a <= resident.key < b for a, b in self._lost)
+        return any(a <= resident.key < b for a, b in self._lost)
 
     def check(self, resident: Resident) -> None:
         """See `Owner`."""
@@ -582,6 +592,19 @@ class Actors:
         """See `StageActor.describe`, of each actor."""
         with self._busy():
             return self._call("describe", [(what,)] * len(self._handles), f"describing {what}")
+
+    def ping(self) -> None:
+        """Notice a lost actor, or one that is at one instruction for too long.
+
+        Raises:
+          StageError: one is, or a step failed.
+        """
+        with self._busy():
+            answers = self._call("where", [()] * len(self._handles), "telling where it is")
+            late = overdue(answers, self._deadline)
+            if late is not None:
+                self._look()
+                self._fail(late)
 
     def close(
         self, why: str = "they were shut down: by shutdown(), or at the end of a with block."

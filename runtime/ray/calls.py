@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -56,16 +57,20 @@ class Watch:
         asked, self._asked, self._since = self._asked, [], now
         if not self._of_instructions:
             return None
+        answers = []
         for ref in asked:
-            try:
-                spot, seconds = ray.get(ref)
-            except RayError:
-                continue  # the call that somebody waits for says so too
-            # The actor itself gives up at the deadline, and can say more.
-            if spot is not None and spot.instruction != "idle" and seconds > 1.5 * self._deadline:
-                found: Spot = spot
-                return found
-        return None
+            with contextlib.suppress(RayError):  # the call that somebody waits for says so too
+                answers.append(ray.get(ref))
+        return overdue(answers, self._deadline)
+
+
+def overdue(answers: Iterable[tuple[Spot | None, float]], deadline: float) -> Spot | None:
+    """Where an actor is too long; arguments: what `StageActor.where` says, and seconds."""
+    for spot, seconds in answers:
+        # The actor itself gives up at the deadline, and can say more.
+        if spot is not None and spot.instruction != "idle" and seconds > 1.5 * deadline:
+            return spot
+    return None
 
 
 def results_of(

@@ -17,7 +17,7 @@ import jax
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A socket that keeps a port from all who do not share theirs; the coordinator does (gRPC).
+    """A socket that keeps a port for the coordinator: others need SO_REUSEPORT, as gRPC sets it.
 
     It does not listen. Whoever has it closes it when the coordinator listens.
     """

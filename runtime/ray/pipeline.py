@@ -22,6 +22,8 @@ from autopar.runtime.ray.parts import (
 )
 from autopar.runtime.ray.step import RayStep
 
+Parts = tuple[MeshSharding, ...]
+
 
 class RayPipeline:
     """A pipelined plan for Ray actors; nothing is started before `compile`.
@@ -39,7 +41,7 @@ class RayPipeline:
       homes: for every leaf of the arguments and constants, the value of each of its parts.
       returned: the same for every leaf of the result.
       types: shape, dtype and weak type of every leaf of the result.
-      results: the place of every leaf of the result.
+      result_places: the place of every leaf of the result.
     """
 
     def __init__(
@@ -55,10 +57,16 @@ class RayPipeline:
         self._replan = replan
         self.num_processes = num_processes(runnable, devices_per_node)
         self.homes, self.returned = home_values(runnable), result_values(runnable)
-        self._known: dict[tuple[MeshSharding, ...], tuple[MeshSharding, ...]] = {}
-        self.in_shardings = tuple(map(self._sharding, runnable.leaves, self.homes))
-        self.out_shardings = tuple(map(self._sharding, runnable.results, self.returned))
-        self.results = tuple(Place("result", number) for number in range(len(self.returned)))
+        known: dict[Parts, Parts] = {}
+        self.in_shardings = tuple(
+            self._sharding(group, values, known)
+            for group, values in zip(runnable.leaves, self.homes, strict=True)
+        )
+        self.out_shardings = tuple(
+            self._sharding(group, values, known)
+            for group, values in zip(runnable.results, self.returned, strict=True)
+        )
+        self.result_places = tuple(Place("result", number) for number in range(len(self.returned)))
         versions = runnable.pieces.versions
         self._taken = tuple(
             _type_of(group, values, versions)
@@ -76,7 +84,9 @@ class RayPipeline:
             return self.in_shardings[index], self.homes[index], *self._taken[index][:2]
         return self.out_shardings[index], self.returned[index], *self.types[index][:2]
 
-    def _sharding(self, group: Sequence[LeafRows], values: Sequence[int]) -> RaySharding:
+    def _sharding(
+        self, group: Sequence[LeafRows], values: Sequence[int], known: dict[Parts, Parts]
+    ) -> RaySharding:
         pieces, program = self.runnable.pieces, self.runnable.program
         parts = []
         for value in values:
@@ -92,8 +102,9 @@ class RayPipeline:
                     spec(pieces.versions[value], sharded),
                 )
             )
-        # Equal parts are one object: every call compares the shardings of all its leaves.
-        same = self._known.setdefault(tuple(parts), tuple(parts))
+        # Equal parts are one object: every call compares the shardings of all its leaves. The
+        # shardings themselves are not: each is known as that of its leaf.
+        same = known.setdefault(tuple(parts), tuple(parts))
         return RaySharding(same, group[0].axis, ends_of(group))
 
     def compile(

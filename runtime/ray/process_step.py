@@ -168,12 +168,11 @@ class ProcessStep:
             for slot, key in zip(self.part.slots, message.given, strict=True)
             if isinstance(key, int) and key not in consumed
         }
+        for value in lasting & outputs.keys():  # inputs that are returned as they are, and live on
+            outputs[value] = copied(outputs[value])
         jax.block_until_ready(list(outputs.values()))
         for value, key in message.outputs:
-            array = outputs[value]
-            if value in lasting:  # an input that is returned as it is, and lives on
-                array = copied(array)
-            self.store.put(key, array)
+            self.store.put(key, outputs[value])
         self.store.complete(step)
 
     def _run_recorded(self, message: Message, buffers: dict[Buffer, Any]) -> None:

@@ -64,7 +64,7 @@ class Running:
                 pipeline.returned,
                 pipeline.types,
                 pipeline.out_shardings,
-                pipeline.results,
+                pipeline.result_places,
                 strict=True,
             )
         ]

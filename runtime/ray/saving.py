@@ -12,13 +12,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from autopar.errors import CheckpointError
 from autopar.ray_array import RayArray
-from autopar.runtime.checkpoint_files import StoredPiece
+from autopar.runtime.checkpoint_files import LostItem, StoredPiece
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.store import Missing
-
-
-class LostItem(Exception):
-    """An actor was lost before it had written its item, or what it was to write."""
 
 
 class Saving:

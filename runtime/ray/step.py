@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+import ray
 
 from autopar.errors import AutoparError, CheckpointError, LostActorError
 from autopar.ray_array import Place, RayArray
+from autopar.runtime.checkpoint_files import LostItem
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors, gpus_of
 from autopar.runtime.ray.cluster import Connection, NoRoom, await_room, free_actors
@@ -30,7 +32,7 @@ from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntr
 from autopar.runtime.ray.parts import take_apart
 from autopar.runtime.ray.profiling import Measured, profiled
 from autopar.runtime.ray.running import Running
-from autopar.runtime.ray.saving import LostItem, Saving
+from autopar.runtime.ray.saving import Saving
 from autopar.runtime.ray.snapshots import Snapshots
 from autopar.split_array import SplitArray
 
@@ -304,7 +306,7 @@ class RayStep:
           StageError: a step that is run again fails.
         """
         log, lost = self._lineage, error
-        if log is None or self._is_shut:
+        if log is None or self._is_shut or not ray.is_initialized():
             raise error
         assert self._snapshots is not None
         begin = time.perf_counter()
@@ -405,12 +407,13 @@ class RayStep:
         self.attempt(lambda: self.actors.finish())
 
     def ping(self) -> None:
-        """Notice a lost actor.
+        """Notice a lost actor, or one that is at one instruction for too long.
 
         Raises:
-          LostActorError: one is lost for good.
+          StageError: a step failed.
+          LostActorError: an actor is lost for good.
         """
-        self.describe("sent")
+        self.attempt(lambda: self.actors.ping())
 
     def describe(self, what: str) -> list[Any]:
         """See `StageActor.describe`, of each actor."""

@@ -1,0 +1,59 @@
+"""Scripts that end, or end Ray, before all is done."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+
+TRAINS = """
+import sys
+from pathlib import Path
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import autopar, ray
+from autopar.errors import LostActorError
+sys.path.insert(0, str(Path(sys.argv[1])))
+from ray_runtime.small_step import BATCH, init, on_actors
+
+step = on_actors(autopar.Ray(deadline=60, max_restarts=int("recovers" in sys.argv)))
+state = init()
+for _ in range(3):
+    state, loss = step(state, BATCH)
+if "leaves" in sys.argv:
+    autopar.Checkpoints(sys.argv[2]).save(3, state)
+    raise SystemExit(7)
+jax.block_until_ready(state)
+ray.shutdown()
+for look in (lambda: step(state, BATCH), lambda: jax.device_get(loss)):
+    try:
+        look()
+    except LostActorError as error:
+        assert "Ray was shut down" in str(error), error
+    assert not ray.is_initialized()
+raise SystemExit(8)
+"""
+
+
+def run(folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).parents[1]
+    return subprocess.run(
+        [sys.executable, "-c", TRAINS, str(tests), str(folder), *how],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_script_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "leaves")
+    assert done.returncode == 7, done.stderr
+    assert autopar.Checkpoints(tmp_path / "run").steps == (3,)
+
+
+@pytest.mark.parametrize("how", ["once", pytest.param("recovers", marks=pytest.mark.full)])
+def test_ray_is_shut_down_by_the_script_itself(tmp_path: Path, how: str) -> None:
+    done = run(tmp_path / "run", how)
+    assert done.returncode == 8, done.stderr
