@@ -123,6 +123,34 @@ def test_an_actor_that_stops_answering(ray_cluster: None) -> None:
     wait_until_gone(step.actor_pids)
 
 
+def endless_step(state: Any, batch: Any) -> Any:
+    """A step that computes without end where its state says so."""
+    layers, loss = train_step(state["layers"], batch)
+    rounds = jax.lax.while_loop(lambda n: (n < 3) | (state["endless"] > 0), lambda n: n + 1, 0)
+    return {"layers": layers, "endless": state["endless"]}, (loss, rounds)
+
+
+@pytest.mark.parametrize("look", ["state", pytest.param("checkpoint", marks=pytest.mark.full)])
+def test_a_stage_that_computes_without_end(ray_cluster: None, tmp_path: Path, look: str) -> None:
+    state = {"layers": init(), "endless": jnp.int32(0)}
+    step = autopar.compile(
+        endless_step, state, BATCH, stages=2, microbatches=4, method="data",
+        cluster=autopar.Cluster.preset("cpu", devices_per_node=4), runtime=autopar.Ray(deadline=6),
+    )  # fmt: skip
+    assert isinstance(step, RayExecutable)
+    state, (_, rounds) = step(state, BATCH)
+    assert int(rounds) == 3
+    state, _ = step({**state, "endless": jnp.int32(1)}, BATCH)
+    with pytest.raises(StageError, match=r"(?s)deadline|seconds") as found:
+        if look == "state":
+            jax.block_until_ready(state)
+        else:
+            with autopar.Checkpoints(tmp_path / "run") as checkpoints:
+                checkpoints.save(2, state)
+    assert found.value.spot is not None
+    wait_until_gone(step.actor_pids)
+
+
 def test_too_few_cpus(ray_cluster: None) -> None:
     with pytest.raises(ClusterError, match=r"needs 6 actors .* has 4 CPUs"):
         on_actors(autopar.Ray(deadline=60), stages=6)
