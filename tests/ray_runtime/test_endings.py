@@ -53,7 +53,8 @@ def test_a_script_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
     assert autopar.Checkpoints(tmp_path / "run").steps == (3,)
 
 
-@pytest.mark.parametrize("how", ["once", pytest.param("recovers", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["once", "recovers"])
 def test_ray_is_shut_down_by_the_script_itself(tmp_path: Path, how: str) -> None:
     done = run(tmp_path / "run", how)
     assert done.returncode == 8, done.stderr
