@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -363,8 +362,10 @@ def _at_exit() -> None:
     What `atexit` calls comes too late for Orbax, which is imported by now: thread pools take no
     more work by then. `threading` has no public name for what comes before (bpo-39812).
     """
-    with contextlib.suppress(AttributeError, RuntimeError):  # it has gone, or the process ends now
+    try:
         threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError) as error:  # it has gone, or the process ends now
+        logger.warning("Call wait(): the process may end before a checkpoint is whole (%s).", error)
 
 
 def _finish_all() -> None:

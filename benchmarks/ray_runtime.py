@@ -21,7 +21,8 @@ this process. Both run in turns, so that they meet the same machine.
 - throughput (`--throughput`): each actor on one core of its own, beside the step that the simulator
   gives from what each instruction took alone; and the speed-up, measured and simulated, over the
   same program on one actor with one core (where it is one program of XLA) and over the pieces of
-  the stages one after the other;
+  the stages one after the other; `share` is the first measured one over the last simulated one,
+  so it also counts what cutting a program into pieces costs;
 - bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that
   copies the same bytes.
 
@@ -233,6 +234,7 @@ def compared(one: float, all_: float, profile: Profile) -> dict[str, float]:
         "simulated_speed_up": one / simulated,
         "speed_up_over_pieces": pieces / all_,
         "simulated_speed_up_over_pieces": pieces / simulated,
+        "share": one / all_ / (pieces / simulated),
     }
 
 
