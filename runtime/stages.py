@@ -30,6 +30,9 @@ from autopar.runtime.spmd import block_function, partition_spec, typed
 
 Action = Callable[[dict[Buffer, Any]], None]
 
+FRUGAL = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""XLA's order of work on CPUs; by default, what needs arguments alone is done first, and kept."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -133,7 +136,8 @@ class StagePrograms:
             donate_argnums=tuple(i for i, n in enumerate(numbers) if n in gone),
         )
         shapes = [self._struct(number) for number in numbers]
-        return jitted.lower(*shapes).compile()
+        options = FRUGAL if mesh.devices.flat[0].platform == "cpu" else None
+        return jitted.lower(*shapes).compile(compiler_options=options)
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:
         aval, place = self.pieces.versions[number].atom.aval, self.places[number]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from autopar.passes.pipeline.instructions import Transfer
 from autopar.passes.sharding.memory import version_bytes
-from autopar.passes.sharding.program import Program
+from autopar.passes.sharding.program import Program, Version
 from autopar.passes.stages.pieces import Numbers, Pieces
 from autopar.passes.stages.result import Link, StageGraph, Stages
 from autopar.passes.stages.stage_cutter import BEFORE, FIRST, Levels, StageCutter
@@ -78,11 +78,12 @@ def residual_bytes(stage: StageGraph, program: Program, flexible: frozenset[int]
     if cutter.loop is None:
         return 0
     num_consts, num_carry = cutter.counts()
-    made = {v: cutter.task_of[id(x)] for x in cutter.body for v in writes(x)}
-    made.update(dict.fromkeys(cutter.loop.body.inputs[num_consts + num_carry :], 0))
-    kept = {
-        v for x in cutter.body if cutter.task_of[id(x)] > 0 for v in reads(x) if made.get(v) == 0
-    }
+    by_task, maker = cutter.tasks()
+    maker.update(dict.fromkeys(cutter.loop.body.inputs[num_consts + num_carry :], 0))
+    kept: set[Version] = set()
+    for task, group in by_task.items():
+        local = {v for x in group for v in writes(x)}
+        kept |= {v for x in group for v in reads(x) if task and maker.get(v) == 0} - local
     return sum(version_bytes(v, program.mesh) for v in kept)
 
 

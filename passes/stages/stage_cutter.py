@@ -8,7 +8,7 @@ that one piece leaves for another gets a number; both sides of the loop's bounda
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.extend.core import DropVar
 from autopar.passes import jax_compat
 from autopar.passes.pipeline.instructions import PieceKind
 from autopar.passes.sharding.layout import Layout, divides, without_partial
+from autopar.passes.sharding.memory import version_bytes
 from autopar.passes.sharding.program import (
     Compute,
     Instruction,
@@ -28,6 +29,7 @@ from autopar.passes.sharding.program import (
 from autopar.passes.sharding.reshard import reshard_steps
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.stages.pieces import Numbers, Port, StagePiece
+from autopar.passes.stages.residuals import before_readers, computed_again
 from autopar.passes.stages.result import Link, StageGraph, Task
 from autopar.passes.stages.wiring import (
     entered,
@@ -424,6 +426,11 @@ class StageCutter:
         inputs = tuple(inputs)
         if not outputs and not any(map(has_effect, instructions)):
             return
+        # Compilers that schedule result by result (XLA on CPUs) do first what comes first.
+        when = {v: time for time, x in enumerate(instructions) for v in writes(x)}
+        outputs = sorted(
+            outputs, key=lambda o: -1 if is_literal(o.version) else when.get(o.version, -1)
+        )
         self.pieces.append(
             StagePiece(
                 name,
@@ -436,32 +443,43 @@ class StageCutter:
             )
         )
 
-    def _recompute(
-        self, by_task: dict[int, list[Instruction]], maker: Mapping[Version, int]
-    ) -> dict[Version, int]:
-        """Let the first later task run what it needs of F again; says where values are found.
-
-        What F sends, collects and accumulates stays F's; effects happen once.
-        """
-        later = [task for task in sorted(by_task) if task > 0]
-        if not later or 0 not in by_task:
-            return dict(maker)
-        wanted = {v for task in later for x in by_task[task] for v in reads(x) if maker.get(v) == 0}
-        again = needed(without_effects(by_task[0]), wanted)
-        by_task[later[0]] = [*again, *by_task[later[0]]]
-        remade = {v for x in again for v in writes(x)}
-        return {v: later[0] if v in remade else task for v, task in maker.items()}
-
     # -- the loop's body ---------------------------------------------------------------------------
 
-    def _make_body(self, numbers: Numbers) -> None:
-        if self.loop is None:
-            return
+    def tasks(self) -> tuple[dict[int, list[Instruction]], dict[Version, int]]:
+        """The instructions of each task, and for what they write, the task to take it from."""
         by_task: dict[int, list[Instruction]] = defaultdict(list)
         for instruction in self.body:
             by_task[self.task_of[id(instruction)]].append(instruction)
         maker = {v: self.task_of[id(x)] for x in self.body for v in writes(x)}
-        found_in = self._recompute(by_task, maker) if self.remat else maker
+        later = [task for task in sorted(by_task) if task > 0]
+        if not later or 0 not in by_task:
+            return by_task, maker
+        forward, first = by_task[0], later[0]
+        read = [{v for x in by_task[t] for v in reads(x) if maker.get(v) == 0} for t in later]
+        if self.remat:
+            # What F sends, collects and accumulates stays F's; effects happen once.
+            again = needed(without_effects(forward), set().union(*read))
+            by_task[first] = [*again, *by_task[first]]
+            maker.update((v, first) for x in again for v in writes(x))
+            return by_task, maker
+        assert self.loop is not None
+        num_consts, num_carry = self.counts()
+        inputs = self.loop.body.inputs
+        again = computed_again(
+            forward,
+            read[0],
+            lambda v: version_bytes(v, self.mesh),
+            lasting={*inputs[:num_consts], *set().union(*read[1:])},
+            changing=set(inputs[num_consts : num_consts + num_carry]),
+        )
+        by_task[first] = before_readers(again, by_task[first])
+        return by_task, maker
+
+    def _make_body(self, numbers: Numbers) -> None:
+        if self.loop is None:
+            return
+        maker = {v: self.task_of[id(x)] for x in self.body for v in writes(x)}
+        by_task, found_in = self.tasks()
         kept: dict[Version, int] = {}  # what one task leaves for another
         # A value that enters the body and leaves it as it is leaves with the first task.
         first = min(by_task, default=0)
@@ -487,6 +505,7 @@ class StageCutter:
             outputs = [Port(n, v) for v, found in leaving[task].items() for n in found]
             if task == first:
                 outputs += constant
+            group = needed(group, [port.version for port in outputs])
             local = {v for x in group for v in writes(x)}
             inputs: dict[Version, Port] = {}
             for v in _entering(group, outputs):

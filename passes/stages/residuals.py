@@ -1,0 +1,159 @@
+"""What a backward pass computes again because that costs less than keeping it: a minimum cut.
+
+`jax.vjp` lets a forward pass leave every value that a derivative reads, although many of them are
+a few additions away from one another. A value that is kept is written by F, held until B has run,
+and read by B; one that B computes again by elementwise operations is fused into its readers. What
+is kept is the cheapest cut between what F computes in earnest and what B reads, as in PyTorch's
+AOTAutograd (Horace He and Shangdi Yu, "Min-cut optimal(*) recomputation", 2022); unlike there,
+operations have a price too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from ortools.graph.python import max_flow
+
+from autopar.passes.factors.primitives import names
+from autopar.passes.sharding.program import Compute, Instruction, Version
+from autopar.passes.sharding.scopes import itemsize
+from autopar.passes.stages.wiring import has_effect, reads, writes
+
+# Prices are for one element, in eighths of a byte that is moved: moving a byte takes as long as
+# some ten vector operations, on CPU cores and GPUs alike. What is kept is moved twice.
+_KEPT = 2 * 8
+_PRICES = {
+    **dict.fromkeys(
+        names(
+            """
+            abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy copy_p eq
+            expand_dims floor ge gt imag integer_pow iota is_finite le lt max min mul name ne neg
+            not one_minus_square or real reduce_precision reshape round select_n shift_left
+            shift_right_arithmetic shift_right_logical sign slice square squeeze stop_gradient sub
+            xor
+            """
+        ),
+        1,
+    ),
+    **dict.fromkeys(names("div rem rsqrt sqrt"), 2 * 8),
+    # Some 20 operations on a GPU; on a CPU core as long as moving ten bytes, as measured.
+    **dict.fromkeys(
+        names("cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"), 10 * 8
+    ),
+}
+_SOURCE, _SINK = 0, 1
+
+
+def computed_again(
+    forward: Sequence[Instruction],
+    wanted: Collection[Version],
+    size: Callable[[Version], int],
+    lasting: Collection[Version],
+    changing: Collection[Version],
+) -> list[Instruction]:
+    """What a later task should compute again, of what it reads; the rest it takes from F.
+
+    Args:
+      forward: the instructions of F, in order.
+      wanted: what the later task reads.
+      size: bytes of a version on one device.
+      lasting: versions that are there anyway when the task runs.
+      changing: versions that are no longer what they were when F ran.
+
+    Returns:
+      Instructions of `forward`, in its order.
+    """
+    maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
+    cut, priced = _Cut(), set[int]()
+    stack = [v for v in dict.fromkeys(wanted) if v in maker and v not in lasting]
+    for v in stack:
+        cut.arc(cut.node(("kept", v)), _SINK, None)
+    seen: set[Version] = set()
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        made, number = cut.node(("made", v)), maker.get(v)
+        cut.arc(made, cut.node(("kept", v)), _KEPT * size(v))
+        price = None if number is None else _price(forward[number], size, changing)
+        if number is None or price is None:
+            cut.arc(_SOURCE, made, _KEPT * size(v) + 1)  # it is never cheaper to cut here
+            continue
+        run = cut.node(number)
+        cut.arc(run, made, None)
+        if number not in priced:
+            priced.add(number)
+            cut.arc(_SOURCE, run, price)
+            for operand in reads(forward[number]):
+                if operand not in lasting:
+                    cut.arc(cut.node(("kept", operand)), run, None)
+                    stack.append(operand)
+    return [forward[number] for number in sorted(cut.sink_side(priced))] if priced else []
+
+
+def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) -> list[Instruction]:
+    """A task's instructions with others, each just before the first that reads of it."""
+    maker = {v: x for x in again for v in writes(x)}
+    placed: set[int] = set()
+    result: list[Instruction] = []
+    for instruction in task:
+        stack = [(instruction, False)]
+        while stack:
+            x, ready = stack.pop()
+            if ready:
+                result.append(x)
+            elif id(x) not in placed:
+                placed.add(id(x))
+                stack.append((x, True))
+                stack += [(maker[v], False) for v in reversed(reads(x)) if v in maker]
+    return result
+
+
+def _price(
+    instruction: Instruction, size: Callable[[Version], int], changing: Collection[Version]
+) -> int | None:
+    """What running an instruction again costs; None, if it must not or should not be."""
+    if not isinstance(instruction, Compute) or instruction.once or has_effect(instruction):
+        return None
+    if any(v in changing for v in reads(instruction)):
+        return None
+    price = _PRICES.get(instruction.eqn.primitive.name)
+    if price is None:
+        return None
+    elements = sum(size(v) // itemsize(v.atom.aval) for v in writes(instruction))
+    return elements * price
+
+
+class _Cut:
+    """A network of arcs between the values and the instructions of a forward pass."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._arcs: list[tuple[int, int, int | None]] = []
+
+    def node(self, what: Any) -> int:
+        """The number of a node, new or known."""
+        return self._numbers.setdefault(what, len(self._numbers) + 2)
+
+    def arc(self, tail: int, head: int, capacity: int | None) -> None:
+        """Without a capacity it cannot be cut."""
+        self._arcs.append((tail, head, capacity))
+
+    def sink_side(self, candidates: Iterable[Any]) -> list[Any]:
+        """Those whose nodes are behind the cheapest cut (behind the last, of several)."""
+        flow = max_flow.SimpleMaxFlow()
+        flow.add_arc_with_capacity(_SOURCE, _SINK, 0)  # so that both exist
+        infinite = 1 + sum(capacity or 0 for _, _, capacity in self._arcs)
+        tails, heads, capacities = zip(*self._arcs, strict=True)
+        flow.add_arcs_with_capacity(
+            np.array(tails, np.int32),
+            np.array(heads, np.int32),
+            np.array([infinite if c is None else c for c in capacities], np.int64),
+        )
+        status = flow.solve(_SOURCE, _SINK)
+        assert status == flow.OPTIMAL, status
+        before = set(flow.get_source_side_min_cut())
+        return [x for x in candidates if self.node(x) not in before]
