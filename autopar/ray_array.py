@@ -244,7 +244,10 @@ class RayArray:
 
     def is_deleted(self) -> bool:
         """Whether its memory was given away."""
-        return any(resident.is_deleted for resident in self.residents)
+        for resident in self.residents:  # noqa: SIM110 - of all leaves in every call: no generator
+            if resident.is_deleted:
+                return True
+        return False
 
     def delete(self) -> None:
         """Give up its memory."""

@@ -30,7 +30,7 @@ from autopar.runtime.spmd import block_function, partition_spec, typed
 
 Action = Callable[[dict[Buffer, Any]], None]
 
-FRUGAL = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's order of work on CPUs; by default, what needs arguments alone is done first, and kept."""
 
 

@@ -50,7 +50,7 @@ def computed_again(
     forward: Sequence[Instruction],
     wanted: Collection[Version],
     size: Callable[[Version], int],
-    lasting: Collection[Version],
+    held: Collection[Version],
     changing: Collection[Version],
 ) -> list[Instruction]:
     """What a later task should compute again, of what it reads; the rest it takes from F.
@@ -59,7 +59,7 @@ def computed_again(
       forward: the instructions of F, in order.
       wanted: what the later task reads.
       size: bytes of a version on one device.
-      lasting: versions that are there anyway when the task runs.
+      held: versions that are there anyway when the task runs.
       changing: versions that are no longer what they were when F ran.
 
     Returns:
@@ -67,7 +67,7 @@ def computed_again(
     """
     maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
     cut, priced = _Cut(), set[int]()
-    stack = [v for v in dict.fromkeys(wanted) if v in maker and v not in lasting]
+    stack = [v for v in maker if v in wanted and v not in held]
     for v in stack:
         cut.arc(cut.node(("kept", v)), _SINK, None)
     seen: set[Version] = set()
@@ -88,7 +88,7 @@ def computed_again(
             priced.add(number)
             cut.arc(_SOURCE, run, price)
             for operand in reads(forward[number]):
-                if operand not in lasting:
+                if operand not in held:
                     cut.arc(cut.node(("kept", operand)), run, None)
                     stack.append(operand)
     return [forward[number] for number in sorted(cut.sink_side(priced))] if priced else []

@@ -455,10 +455,11 @@ class StageCutter:
         if not later or 0 not in by_task:
             return by_task, maker
         forward, first = by_task[0], later[0]
-        read = [{v for x in by_task[t] for v in reads(x) if maker.get(v) == 0} for t in later]
+        read = [{v for x in by_task[task] for v in reads(x)} for task in later]
+        left = [{v for v in found if maker.get(v) == 0} for found in read]
         if self.remat:
             # What F sends, collects and accumulates stays F's; effects happen once.
-            again = needed(without_effects(forward), set().union(*read))
+            again = needed(without_effects(forward), set().union(*left))
             by_task[first] = [*again, *by_task[first]]
             maker.update((v, first) for x in again for v in writes(x))
             return by_task, maker
@@ -467,9 +468,13 @@ class StageCutter:
         inputs = self.loop.body.inputs
         again = computed_again(
             forward,
-            read[0],
+            left[0],
             lambda v: version_bytes(v, self.mesh),
-            lasting={*inputs[:num_consts], *set().union(*read[1:])},
+            held={
+                *inputs[:num_consts],
+                *set().union(*read).difference(maker),
+                *set().union(*left[1:]),
+            },
             changing=set(inputs[num_consts : num_consts + num_carry]),
         )
         by_task[first] = before_readers(again, by_task[first])

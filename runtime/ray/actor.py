@@ -158,6 +158,9 @@ class StageActor:
 
     def step(self, message: Any) -> Failure | None:
         """Run a step. After one that failed, none runs before `reset`."""
+        from autopar.runtime.ray.messages import unpacked
+
+        message = unpacked(message)
         if self._broken_from is not None:
             return Failure("aborted", self._step.spot(), message.step)
         failure: Failure | None = self._step.run(message)

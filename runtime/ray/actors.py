@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -48,12 +48,14 @@ from autopar.runtime.ray.failures import (
     lost_error,
     stage_error,
 )
-from autopar.runtime.ray.parts import ProcessPart, Slot
-from autopar.runtime.ray.process_step import Message
+from autopar.runtime.ray.messages import Message, packed
+from autopar.runtime.ray.parts import ProcessPart
 from autopar.runtime.ray.reading import Copies, Wanted, wanted
 from autopar.runtime.ray.routes import Box
 from autopar.runtime.ray.store import FIRST_OTHER, KEYS
 from autopar.runtime.ray.tiles import cut, host_numbers
+
+T = TypeVar("T")
 
 AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
@@ -129,13 +131,15 @@ class Actors:
         self,
         given: Sequence[Sequence[Any]],
         consumed: Sequence[Resident],
+        arrange: Callable[[dict[int, Resident]], T],
         record: Callable[[ProcessPart], Any] | None = None,
-    ) -> dict[int, Resident]:
-        """Tell all actors to run a step; returns the residents of its results, by value.
+    ) -> T:
+        """Tell all actors to run a step.
 
         Args:
           given: for every leaf, what `given` returns.
           consumed: residents that the step takes over.
+          arrange: makes of the residents of its results, by value, what is returned.
           record: what each actor shall note of its instructions' times.
 
         Raises:
@@ -144,41 +148,52 @@ class Actors:
         with self._busy():
             while len(self._running) >= AHEAD:
                 self._wait(self._running[0][1])
-            self.serial += 1
-            serial = self.serial
+            serial = self.serial + 1
             gone: list[list[int]] = [[] for _ in self._firsts]
             for resident in consumed:
                 gone[resident.mesh].append(resident.key)
+            forgotten = self._drain()
+            messages = [
+                packed(
+                    Message(
+                        step=serial,
+                        given=self._entries(part, given),
+                        consumed=tuple(gone[part.mesh]),
+                        forgotten=tuple(forgotten[part.mesh]),
+                        record=None if record is None else record(part),
+                    )
+                )
+                for part in self.parts
+            ]
+            result = arrange(
+                {
+                    value: Resident(self, part.mesh, serial * KEYS + value)
+                    for part in self._firsts.values()
+                    for value in part.outputs
+                }
+            )
+            for resident in consumed:
                 if self._fetches:
                     self._fetches.pop((resident.mesh, resident.key), None)
                 resident.is_deleted = True
-            forgotten = self._drain()
-            outputs: dict[int, Resident] = {}
+            self.serial = serial
             refs: list[Any] = []
             self._running.append((serial, refs))
-            for part in self.parts:
-                keys = tuple((value, serial * KEYS + value) for value in part.outputs)
-                message = Message(
-                    step=serial,
-                    given=tuple(
-                        self._entry(part, slot, given[slot.leaf][slot.part]) for slot in part.slots
-                    ),
-                    consumed=tuple(gone[part.mesh]),
-                    forgotten=tuple(forgotten[part.mesh]),
-                    outputs=keys,
-                    record=None if record is None else record(part),
-                )
-                refs.append(self._handles[part.actor].step.remote(message))
-                if part.process == 0:
-                    for value, key in keys:
-                        outputs[value] = Resident(self, part.mesh, key)
-            return outputs
+            # Last of all: actors that wake up take cores, where there are few.
+            for actor, message in zip(self._handles, messages, strict=True):
+                refs.append(actor.step.remote(message))
+            return result
 
-    def _entry(self, part: ProcessPart, slot: Slot, given: Any) -> Any:
-        """What a slot is told of a leaf; away from its home, a resident leaf arrives by itself."""
-        if isinstance(given, Resident):
-            return given.key if slot.is_home else None
-        return self._cut(part, slot.value, given)
+    def _entries(self, part: ProcessPart, given: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        """For every slot what `Message.given` says of it."""
+        entries: list[Any] = []
+        for value, leaf, rows, is_home in part.slots:
+            found = given[leaf][rows]
+            if type(found) is not Resident:
+                entries.append(self._cut(part, value, found))
+            else:  # away from its home, it arrives by itself
+                entries.append(found.key if is_home else None)
+        return tuple(entries)
 
     def _cut(self, part: ProcessPart, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """What a process holds of an array that lies where a value does."""
@@ -346,6 +361,15 @@ class Actors:
             return sharding.pieces(leaf.numbers())
         return sharding.pieces(host_numbers(leaf))
 
+    def have(self, leaf: RayArray) -> bool:
+        """Whether an array is here for certain; what `given` says where not, it finds out."""
+        if self._lost or self._closed is not None:
+            return False
+        for resident in leaf.residents:  # noqa: SIM110 - as `RayArray.is_deleted`
+            if resident.owner is not self:
+                return False
+        return True
+
     def fetch(self, resident: Resident) -> np.ndarray:
         """See `Owner`."""
         with self._busy():
@@ -423,7 +447,7 @@ class Actors:
 
     def check(self, resident: Resident) -> None:
         """See `Owner`."""
-        if self._closed is None and not self._lost:  # of all leaves, in every call
+        if self._closed is None and not self._lost:
             return
         self._check_open()
         if self.is_lost(resident):

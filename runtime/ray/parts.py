@@ -55,8 +55,7 @@ PASSED_ON = 1 << 40
 """This bit of a tag says that a process of the receiving mesh passes it on."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A value of this mesh that takes a leaf, or rows of one, when a step begins.
 
     Args:

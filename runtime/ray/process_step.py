@@ -16,8 +16,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +39,7 @@ from autopar.runtime import stages
 from autopar.runtime.profile import Place, Times
 from autopar.runtime.ray.failures import Failure, Spot
 from autopar.runtime.ray.group import is_of_group
+from autopar.runtime.ray.messages import Message
 from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, ProcessPart, held_shape
 from autopar.runtime.ray.routes import Arrival, Box, Departure, Move
 from autopar.runtime.ray.store import KEYS, Missing, Store
@@ -61,28 +61,6 @@ from autopar.runtime.stages import Pace, StagePrograms, donated_numbers
 
 Action = Callable[[dict[Buffer, Any], int], None]
 """An instruction, as a function of buffers and the step's number."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """What an actor is told of one step.
-
-    Args:
-      step: its number.
-      given: for every slot: the key of an array in the store, the numbers of the leaf (or its
-        rows) that this process's devices hold (`tiles.cut`), or None: its home hands it on.
-      consumed: keys that the store gives up when the step begins.
-      forgotten: keys that nobody holds any more.
-      outputs: (value, key) of what goes to the store.
-      record: "together", or whose turn it is when: what is noted of the instructions' times.
-    """
-
-    step: int
-    given: tuple[Any, ...]
-    consumed: tuple[int, ...]
-    forgotten: tuple[int, ...]
-    outputs: tuple[tuple[int, int], ...]
-    record: Literal["together"] | Turns | None = None
 
 
 class ProcessStep:
@@ -161,7 +139,7 @@ class ProcessStep:
         self._at(None, "the end of the step")
         for tickets in (*self.tickets.values(), self.handed_on, self.passed_on):
             self._wait(tickets)
-        outputs = {value: buffers[Buffer(value, None)] for value, _ in message.outputs}
+        outputs = {value: buffers[Buffer(value, None)] for value in self.part.outputs}
         consumed = set(message.consumed)
         lasting = {
             slot.value
@@ -171,8 +149,8 @@ class ProcessStep:
         for value in lasting & outputs.keys():  # inputs that are returned as they are, and live on
             outputs[value] = copied(outputs[value])
         jax.block_until_ready(list(outputs.values()))
-        for value, key in message.outputs:
-            self.store.put(key, outputs[value])
+        for value, array in outputs.items():
+            self.store.put(step * KEYS + value, array)
         self.store.complete(step)
 
     def _run_recorded(self, message: Message, buffers: dict[Buffer, Any]) -> None:

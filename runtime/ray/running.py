@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.ray_array import Keeper, Place, RayArray
+from autopar.ray_array import Keeper, Place, RayArray, Resident
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.parts import ProcessPart
 
@@ -45,9 +45,13 @@ class Running:
           StageError: an earlier step failed.
         """
         actors, pipeline = self.actors, self.pipeline
-        given = [
-            actors.given(x, where) for x, where in zip(leaves, pipeline.in_shardings, strict=False)
-        ]
+        given: list[Sequence[Any]] = []
+        for leaf, where in zip(leaves, pipeline.in_shardings, strict=False):
+            # Nearly all leaves are what the last step returned; a call should not take long.
+            if type(leaf) is RayArray and leaf.sharding is where and actors.have(leaf):
+                given.append(leaf.residents)
+            else:
+                given.append(actors.given(leaf, where))
         consumed = [
             resident
             for position in donated
@@ -55,19 +59,28 @@ class Running:
             for resident in leaves[position].residents
             if resident.owner is actors
         ]
-        outputs = actors.step(given, consumed, record)
-        return [
-            RayArray(
-                [outputs[value] for value in values], shape, dtype, sharding, place, keeper, weak
-            )
-            for values, (shape, dtype, weak), sharding, place in zip(
-                pipeline.returned,
-                pipeline.types,
-                pipeline.out_shardings,
-                pipeline.result_places,
-                strict=True,
-            )
-        ]
+
+        def arrange(outputs: Mapping[int, Resident]) -> list[RayArray]:
+            return [
+                RayArray(
+                    tuple(map(outputs.__getitem__, values)),
+                    shape,
+                    dtype,
+                    sharding,
+                    place,
+                    keeper,
+                    weak,
+                )
+                for values, (shape, dtype, weak), sharding, place in zip(
+                    pipeline.returned,
+                    pipeline.types,
+                    pipeline.out_shardings,
+                    pipeline.result_places,
+                    strict=True,
+                )
+            ]
+
+        return actors.step(given, consumed, arrange, record)
 
     def place(self, leaf: Any, place: Place, weak: bool, keeper: Keeper) -> RayArray:
         """A leaf, copied to a place on the actors.
