@@ -66,9 +66,9 @@ class Options:
         "auto": the one with the shortest simulated step that fits.
       num_chunks: stages that each mesh holds (for "interleaved_1f1b"); "auto": one.
       remat: what a stage keeps from its forward pass for the backward pass of a microbatch: "none":
-        what the program keeps (`jax.checkpoint` is respected); "full": only what the stage
-        receives, and the forward pass is computed again; "auto": "full" for stages that do not fit
-        otherwise.
+        what the program keeps (`jax.checkpoint` is respected), but for what a few elementwise
+        operations bring back; "full": only what the stage receives, and the forward pass is
+        computed again; "auto": "full" for stages that do not fit otherwise.
 
     Raises:
       OptionError: a value is not one that the option can have.
