@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from ortools.graph.python import max_flow
 
 from autopar.passes.factors.primitives import names
@@ -37,12 +39,15 @@ _PRICES = {
         ),
         1,
     ),
-    **dict.fromkeys(names("div rem rsqrt sqrt"), 2 * 8),
+    **dict.fromkeys(names("div rsqrt sqrt"), 2 * 8),
     # Some 20 operations on a GPU; on a CPU core as long as moving ten bytes, as measured.
     **dict.fromkeys(
         names("cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"), 10 * 8
     ),
 }
+# A last bit of an operand decides about these. Two programs may round it differently (XLA contracts
+# a product and a sum to one operation or not), and then no element would equal the maximum.
+_STEPS = names("ceil eq floor ge gt is_finite le lt ne round sign")
 _SOURCE, _SINK = 0, 1
 
 
@@ -123,8 +128,21 @@ def _price(
     price = _PRICES.get(instruction.eqn.primitive.name)
     if price is None:
         return None
+    if _is_step(instruction.eqn):
+        return None
     elements = sum(size(v) // itemsize(v.atom.aval) for v in writes(instruction))
     return elements * price
+
+
+def _is_step(eqn: JaxprEqn) -> bool:
+    """Whether its result jumps where an operand of real numbers changes a little."""
+
+    def is_real(atom: Any) -> bool:
+        return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+    if eqn.primitive.name == "convert_element_type":
+        return is_real(eqn.invars[0]) and not is_real(eqn.outvars[0])
+    return eqn.primitive.name in _STEPS and any(map(is_real, eqn.invars))
 
 
 class _Cut:
@@ -143,7 +161,7 @@ class _Cut:
         self._arcs.append((tail, head, capacity))
 
     def sink_side(self, candidates: Iterable[Any]) -> list[Any]:
-        """Those whose nodes are behind the cheapest cut (behind the last, of several)."""
+        """Those whose nodes are behind the cheapest cut; of several, the one next to the source."""
         flow = max_flow.SimpleMaxFlow()
         flow.add_arc_with_capacity(_SOURCE, _SINK, 0)  # so that both exist
         infinite = 1 + sum(capacity or 0 for _, _, capacity in self._arcs)

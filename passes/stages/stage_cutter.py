@@ -446,7 +446,10 @@ class StageCutter:
     # -- the loop's body ---------------------------------------------------------------------------
 
     def tasks(self) -> tuple[dict[int, list[Instruction]], dict[Version, int]]:
-        """The instructions of each task, and for what they write, the task to take it from."""
+        """The instructions of each task, and for what they write, the task to take it from.
+
+        That is for tasks that do not make it themselves.
+        """
         by_task: dict[int, list[Instruction]] = defaultdict(list)
         for instruction in self.body:
             by_task[self.task_of[id(instruction)]].append(instruction)
@@ -475,7 +478,10 @@ class StageCutter:
                 *set().union(*read).difference(maker),
                 *set().union(*left[1:]),
             },
-            changing=set(inputs[num_consts : num_consts + num_carry]),
+            changing={
+                *inputs[num_consts : num_consts + num_carry],
+                *(v for v in self.loop.body.outputs[:num_carry] if not is_literal(v)),
+            },
         )
         by_task[first] = before_readers(again, by_task[first])
         return by_task, maker

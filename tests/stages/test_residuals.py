@@ -137,6 +137,31 @@ def test_what_has_changed_is_kept() -> None:
     assert forward[0] not in careful
 
 
+def test_what_a_last_bit_decides_is_kept() -> None:
+    """The derivative of a maximum asks which element equals it; F's own rounding must answer."""
+
+    def largest(x: Any, scale: Any, weights: Any) -> Any:
+        h = (x @ weights) * scale + scale
+        at = h == jnp.max(h, axis=-1, keepdims=True)
+        return at.astype(jnp.float32), (h > 0).astype(jnp.float32), h.astype(jnp.int32) * 2
+
+    wide = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    forward, (_, scale, weights) = instructions_of(largest, wide, wide, wide)
+    wanted = {v for x in forward for v in writes(x)}
+    found = computed_again(forward, wanted, size, {scale, weights}, ())
+    again = [x for x in found if isinstance(x, Compute)]
+    assert not {"eq", "gt"} & set(names(again))
+    casts = [x for x in again if x.eqn.primitive.name == "convert_element_type"]
+    assert [str(x.operands[0].atom.aval.dtype) for x in casts] == ["bool", "bool"]
+
+    def steps(rows: Any) -> Any:  # whole numbers have no last bit to lose
+        return (rows * 2 > 3).astype(jnp.float32)
+
+    forward, (rows,) = instructions_of(steps, jax.ShapeDtypeStruct((8,), jnp.int32))
+    found = computed_again(forward, {forward[-1].results[0]}, size, {rows}, ())
+    assert names(found) == ["mul", "gt", "convert_element_type"]
+
+
 def test_effects_and_equations_of_one_device_are_not_repeated() -> None:
     def noisy(x: Any) -> Any:
         y = x * 2
