@@ -125,6 +125,14 @@ def _cut(
                 arc(reader, joint + 1, infinite)
     if not tails:
         return np.zeros(0, int)
+    side = source_side(tails, heads, capacities, source, sink)
+    return side[side < len(numbers)]
+
+
+def source_side(
+    tails: Sequence[int], heads: Sequence[int], capacities: Sequence[int], source: int, sink: int
+) -> np.ndarray:
+    """The nodes before the cheapest cut of a network; of several, the cut next to the source."""
     flow = max_flow.SimpleMaxFlow()
     flow.add_arc_with_capacity(source, sink, 0)  # so that both exist
     flow.add_arcs_with_capacity(
@@ -132,5 +140,4 @@ def _cut(
     )
     status = flow.solve(source, sink)
     assert status == flow.OPTIMAL, status
-    side = np.array(flow.get_source_side_min_cut())
-    return side[side < len(numbers)]
+    return np.array(flow.get_source_side_min_cut())

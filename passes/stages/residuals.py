@@ -14,17 +14,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
-from ortools.graph.python import max_flow
 
 from autopar.passes.factors.primitives import names
 from autopar.passes.sharding.program import Compute, Instruction, Version
 from autopar.passes.sharding.scopes import itemsize
+from autopar.passes.stages.mincut import source_side
 from autopar.passes.stages.wiring import has_effect, reads, writes
 
-# Prices are for one element, in eighths of a byte that is moved: moving a byte takes as long as
-# some ten vector operations, on CPU cores and GPUs alike. What is kept is moved twice.
+# Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
+# takes some ten vector operations. What is kept is moved twice.
 _KEPT = 2 * 8
 _PRICES = {
     **dict.fromkeys(
@@ -40,7 +39,7 @@ _PRICES = {
         1,
     ),
     **dict.fromkeys(names("div rsqrt sqrt"), 2 * 8),
-    # Some 20 operations on a GPU; on a CPU core as long as moving ten bytes, as measured.
+    # On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
     **dict.fromkeys(
         names("cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"), 10 * 8
     ),
@@ -162,16 +161,8 @@ class _Cut:
 
     def sink_side(self, candidates: Iterable[Any]) -> list[Any]:
         """Those whose nodes are behind the cheapest cut; of several, the one next to the source."""
-        flow = max_flow.SimpleMaxFlow()
-        flow.add_arc_with_capacity(_SOURCE, _SINK, 0)  # so that both exist
         infinite = 1 + sum(capacity or 0 for _, _, capacity in self._arcs)
         tails, heads, capacities = zip(*self._arcs, strict=True)
-        flow.add_arcs_with_capacity(
-            np.array(tails, np.int32),
-            np.array(heads, np.int32),
-            np.array([infinite if c is None else c for c in capacities], np.int64),
-        )
-        status = flow.solve(_SOURCE, _SINK)
-        assert status == flow.OPTIMAL, status
-        before = set(flow.get_source_side_min_cut())
+        bounds = [infinite if c is None else c for c in capacities]
+        before = set(source_side(tails, heads, bounds, _SOURCE, _SINK).tolist())
         return [x for x in candidates if self.node(x) not in before]
