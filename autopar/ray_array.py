@@ -144,6 +144,24 @@ class Place(NamedTuple):
     leaf: int
 
 
+class ArrayKind(NamedTuple):
+    """What is known of an array before it is computed.
+
+    Args:
+      shape: of the whole array.
+      dtype: of its elements.
+      sharding: where its parts are.
+      place: the leaf of a step that it is, or is in the place of.
+      weak_type: whether JAX promotes it as it does a Python number.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: RaySharding
+    place: Place
+    weak_type: bool
+
+
 class Keeper(Protocol):
     """What made an array, and may make it again when its actors are lost."""
 
@@ -171,12 +189,8 @@ class RayArray:
 
     Args:
       residents: of each of its parts.
-      shape: of the whole array.
-      dtype: of its elements.
-      sharding: where its parts are.
-      place: the leaf of the step that it is, or is in the place of.
+      kind: its shape, dtype, sharding, place and weak type.
       keeper: what made it.
-      weak_type: whether JAX promotes it as it does a Python number.
 
     Attributes:
       number: in the log of its keeper; None: it has none.
@@ -186,41 +200,53 @@ class RayArray:
     __slots__ = (
         "__weakref__",
         "_numbers",
-        "dtype",
         "error",
         "keeper",
+        "kind",
         "number",
-        "place",
         "residents",
-        "shape",
-        "sharding",
-        "weak_type",
     )
 
-    def __init__(
-        self,
-        residents: Sequence[Resident],
-        shape: tuple[int, ...],
-        dtype: Any,
-        sharding: RaySharding,
-        place: Place,
-        keeper: Keeper,
-        weak_type: bool = False,
-    ):
-        self.residents = tuple(residents)
-        self.shape, self.dtype, self.weak_type = shape, dtype, weak_type
-        self.sharding, self.place, self.keeper = sharding, place, keeper
+    # A call makes one for every leaf: what all steps have in common of it is one object.
+    def __init__(self, residents: tuple[Resident, ...], kind: ArrayKind, keeper: Keeper):
+        self.residents, self.kind, self.keeper = residents, kind, keeper
         self.number: int | None = None
         self.error: StageError | None = None
         self._numbers: np.ndarray | None = None
 
     def rebind(self, other: RayArray) -> None:
         """Become another array, which has the same numbers on other actors."""
-        self.residents, self.sharding = other.residents, other.sharding
+        self.residents = other.residents
+        self.kind = self.kind._replace(sharding=other.sharding)
 
     def lose(self, error: StageError) -> None:
         """The array will not come, and this is why."""
         self.error = error
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return self.kind.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of its elements."""
+        return self.kind.dtype
+
+    @property
+    def sharding(self) -> RaySharding:
+        """Where its parts are."""
+        return self.kind.sharding
+
+    @property
+    def place(self) -> Place:
+        """The leaf of the step that it is, or is in the place of."""
+        return self.kind.place
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether JAX promotes it as it does a Python number."""
+        return self.kind.weak_type
 
     @property
     def is_lost(self) -> bool:

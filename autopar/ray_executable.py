@@ -44,11 +44,13 @@ class RayExecutable(Executable):
         replan: Callable[[int], Compiled],
     ):
         self._runtime, self._replan = runtime, replan
+        labels = traced.graph.inputs
+        self._twins = {i: x.twin for i, x in enumerate(labels) if x.donated and x.twin is not None}
         super().__init__(fn, traced, compiled, progress)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
-        self._pipeline = _on_actors(compiled, self._runtime, name, self._replan)
+        self._pipeline = _on_actors(compiled, self._twins, self._runtime, name, self._replan)
         return self._pipeline
 
     @property
@@ -259,17 +261,22 @@ class RayExecutable(Executable):
 
 
 def _on_actors(
-    compiled: Compiled, runtime: Ray, name: str, replan: Callable[[int], Compiled]
+    compiled: Compiled,
+    twins: Mapping[int, int],
+    runtime: Ray,
+    name: str,
+    replan: Callable[[int], Compiled],
 ) -> RayPipeline:
     """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
     from .runtime.ray.one_stage import one_stage
     from .runtime.ray.pipeline import RayPipeline
 
     def again(num_actors: int) -> RayPipeline:
-        return _on_actors(replan(num_actors), runtime, name, replan)
+        return _on_actors(replan(num_actors), twins, runtime, name, replan)
 
     return RayPipeline(
         compiled.pipeline or one_stage(compiled.program, compiled.graph),
+        twins,
         compiled.plan.cluster["devices_per_node"],
         runtime,
         name,

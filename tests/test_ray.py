@@ -20,7 +20,9 @@ import autopar
 from autopar.errors import DonatedBufferError, OptionError, TraceError
 from autopar.ray_array import RayArray
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray import actors
 from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.messages import Message, packed
 
 RAY = autopar.Ray(deadline=60)
 FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)
@@ -178,6 +180,58 @@ def test_a_consumed_state_is_gone(step: RayExecutable) -> None:
         np.asarray(leaf)
     with pytest.raises(DonatedBufferError, match="donated by an earlier call"):
         step(state, BATCH)
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """What actors are told from now on."""
+    found: list[Message] = []
+
+    def noted(message: Message) -> Any:
+        found.append(message)
+        return packed(message)
+
+    monkeypatch.setattr(actors, "packed", noted)
+    return found
+
+
+def test_of_a_state_that_goes_on_actors_are_told_its_step_alone(
+    step: RayExecutable, messages: list[Message]
+) -> None:
+    state = step.initialize(init, jax.random.key(0))
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+    assert_close((state, metrics), plain(3))
+    told, others = messages[:2], messages[2:]
+    assert all(message.carried is None for message in told)
+    assert [x.carried for x in others] == [x.step - 1 for x in others]
+    assert not any(isinstance(x, int) for message in others for x in message.given)
+    assert not any(message.consumed for message in others)
+
+
+def test_states_that_take_turns(step: RayExecutable, messages: list[Message]) -> None:
+    states = [init(jax.random.key(0)), step.initialize(init, jax.random.key(0))]
+    for _ in range(3):
+        states = [step(state, BATCH)[0] for state in states]
+    assert all(message.carried is None for message in messages)
+    state, metrics = step(states[0], BATCH)
+    state, metrics = step(state, BATCH)
+    assert messages[-1].carried == messages[-1].step - 1
+    assert_close((state, metrics), plain(5))
+    assert_close(step(states[1], BATCH), plain(4))
+
+
+def test_a_state_of_which_a_leaf_was_given_up_or_put_elsewhere(step: RayExecutable) -> None:
+    state, _ = step(init(jax.random.key(0)), BATCH)
+    state["kept"].delete()
+    with pytest.raises(DonatedBufferError, match="kept"):
+        step(state, BATCH)
+    state, metrics = step({**state, "kept": jnp.arange(3)}, BATCH)
+    assert_close((state, metrics), plain(2))
+    layers = state["params"]
+    turned = {**state, "params": layers[::-1]}
+    expected = jax.jit(train_step)(jax.device_get(turned), BATCH)
+    assert_close(step(turned, BATCH), expected)
 
 
 def test_one_array_in_two_places_of_the_state(step: RayExecutable) -> None:

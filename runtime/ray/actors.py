@@ -18,7 +18,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -63,6 +64,13 @@ GRACE_SECONDS = 10.0
 """How long actors may take to call a step off before they are ended."""
 _CLOCK_TRIES = 9
 """The quickest of so many questions for the time is taken."""
+
+
+class Outputs(NamedTuple):
+    """Values that a step gives, and the mesh of each."""
+
+    values: tuple[int, ...]
+    meshes: tuple[int, ...]
 
 
 class Actors:
@@ -129,18 +137,22 @@ class Actors:
 
     def step(
         self,
-        given: Sequence[Sequence[Any]],
+        given: Mapping[int, Sequence[Any]],
         consumed: Sequence[Resident],
-        arrange: Callable[[dict[int, Resident]], T],
+        outputs: Outputs,
+        arrange: Callable[[list[Resident]], T],
         record: Callable[[ProcessPart], Any] | None = None,
+        carried: int | None = None,
     ) -> T:
         """Tell all actors to run a step.
 
         Args:
-          given: for every leaf, what `given` returns.
+          given: by leaf, what `given` returns; nothing of leaves that are carried.
           consumed: residents that the step takes over.
-          arrange: makes of the residents of its results, by value, what is returned.
+          outputs: the values that it gives.
+          arrange: makes of their residents what is returned.
           record: what each actor shall note of its instructions' times.
+          carried: the number of the step of which all that can be carried is consumed.
 
         Raises:
           StageError: an earlier step failed.
@@ -150,28 +162,25 @@ class Actors:
                 self._wait(self._running[0][1])
             serial = self.serial + 1
             gone: list[list[int]] = [[] for _ in self._firsts]
-            for resident in consumed:
+            for resident in consumed if carried is None else ():
                 gone[resident.mesh].append(resident.key)
+            entries = [self._entries(part, given, carried) for part in self.parts]
             forgotten = self._drain()
             messages = [
                 packed(
                     Message(
                         step=serial,
-                        given=self._entries(part, given),
+                        given=own,
                         consumed=tuple(gone[part.mesh]),
                         forgotten=tuple(forgotten[part.mesh]),
+                        carried=carried,
                         record=None if record is None else record(part),
                     )
                 )
-                for part in self.parts
+                for part, own in zip(self.parts, entries, strict=True)
             ]
-            result = arrange(
-                {
-                    value: Resident(self, part.mesh, serial * KEYS + value)
-                    for part in self._firsts.values()
-                    for value in part.outputs
-                }
-            )
+            keys = map((serial * KEYS).__add__, outputs.values)
+            result = arrange(list(map(Resident, repeat(self), outputs.meshes, keys)))
             for resident in consumed:
                 if self._fetches:
                     self._fetches.pop((resident.mesh, resident.key), None)
@@ -180,14 +189,20 @@ class Actors:
             refs: list[Any] = []
             self._running.append((serial, refs))
             # Last of all: actors that wake up take cores, where there are few.
-            for actor, message in zip(self._handles, messages, strict=True):
-                refs.append(actor.step.remote(message))
+            try:
+                for actor, message in zip(self._handles, messages, strict=True):
+                    refs.append(actor.step.remote(message))
+            except Exception as error:  # else those that have it would wait for the others
+                self._interrupted(error)
+                raise
             return result
 
-    def _entries(self, part: ProcessPart, given: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """For every slot what `Message.given` says of it."""
+    def _entries(
+        self, part: ProcessPart, given: Mapping[int, Sequence[Any]], carried: int | None
+    ) -> tuple[Any, ...]:
+        """What `Message.given` says of its slots."""
         entries: list[Any] = []
-        for value, leaf, rows, is_home in part.slots:
+        for value, leaf, rows, is_home, _ in part.slots if carried is None else part.fresh_slots:
             found = given[leaf][rows]
             if type(found) is not Resident:
                 entries.append(self._cut(part, value, found))
@@ -360,15 +375,6 @@ class Actors:
                 return leaf.residents
             return sharding.pieces(leaf.numbers())
         return sharding.pieces(host_numbers(leaf))
-
-    def have(self, leaf: RayArray) -> bool:
-        """Whether an array is here for certain; what `given` says where not, it finds out."""
-        if self._lost or self._closed is not None:
-            return False
-        for resident in leaf.residents:  # noqa: SIM110 - as `RayArray.is_deleted`
-            if resident.owner is not self:
-                return False
-        return True
 
     def fetch(self, resident: Resident) -> np.ndarray:
         """See `Owner`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autopar.runtime.ray.parts import ProcessPart
+from autopar.runtime.ray.store import KEYS
 from autopar.runtime.ray.timing import Turns
 
 LARGE = 1 << 20
@@ -18,10 +20,13 @@ class Message:
 
     Args:
       step: its number.
-      given: for every slot: the key of an array in the store, the numbers of the leaf (or its
-        rows) that this process's devices hold (`tiles.cut`), or None: its home hands it on.
+      given: for every slot (but those that are carried): the key of an array in the store, the
+        numbers of the leaf (or its rows) that this process's devices hold (`tiles.cut`), or None:
+        its home hands it on.
       consumed: keys that the store gives up when the step begins.
       forgotten: keys that nobody holds any more.
+      carried: the number of the step whose results take the slots that are carried
+        (`Slot.carried`) and are consumed; of them nothing more is said. None: of no step.
       record: "together", or whose turn it is when: what is noted of the instructions' times.
     """
 
@@ -29,7 +34,25 @@ class Message:
     given: tuple[Any, ...]
     consumed: tuple[int, ...]
     forgotten: tuple[int, ...]
+    carried: int | None = None
     record: Literal["together"] | Turns | None = None
+
+
+def spelled_out(message: Message, part: ProcessPart) -> Message:
+    """The message with all slots."""
+    if message.carried is None:
+        return message
+    first, given = message.carried * KEYS, iter(message.given)
+    entries: list[Any] = []
+    for slot in part.slots:
+        if slot.carried is None:
+            entries.append(next(given))
+        else:
+            entries.append(first + slot.carried if slot.is_home else None)
+    taken = [first + value for value in part.carried]
+    return replace(
+        message, given=tuple(entries), consumed=(*message.consumed, *taken), carried=None
+    )
 
 
 def packed(message: Message) -> Message | bytes:

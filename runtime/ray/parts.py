@@ -12,9 +12,10 @@ steps, and its home hands it on when a step begins.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,12 +64,15 @@ class Slot(NamedTuple):
       leaf: the number of the leaf.
       part: which rows of the leaf, 0 if it is whole.
       is_home: whether the leaf lives here between steps.
+      carried: the value of a step's result that the next step takes as this one, from wherever its
+        home is; None: the leaf is not carried from step to step.
     """
 
     value: int
     leaf: int
     part: int
     is_home: bool
+    carried: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ class ProcessPart:
       program: that of the plan; only this mesh's instructions are there.
       ways: for each `Send` and `Recv` of this mesh, by tag, the way of every buffer.
       slots: what takes the leaves.
+      carried: those of `outputs` that the next step takes over, where the caller gives it all that
+        this one returned for it.
       hand_on: by receiving mesh, what this mesh hands on.
       handed: by sending mesh, what others hand on to this mesh.
       copies: (leaf, part, home value, value) of what another stage of this mesh takes from it.
@@ -118,6 +124,7 @@ class ProcessPart:
     program: PipelineProgram
     ways: dict[int, tuple[Departure | Arrival, ...]]
     slots: tuple[Slot, ...]
+    carried: tuple[int, ...]
     hand_on: dict[int, tuple[HandOn, ...]]
     handed: dict[int, tuple[HandOn, ...]]
     copies: tuple[tuple[int, int, int, int], ...]
@@ -128,6 +135,11 @@ class ProcessPart:
     def instructions(self) -> tuple[Instruction, ...]:
         """The list of this mesh."""
         return self.program.meshes[self.mesh]
+
+    @functools.cached_property
+    def fresh_slots(self) -> tuple[Slot, ...]:
+        """Those of leaves that are not carried from step to step."""
+        return tuple(slot for slot in self.slots if slot.carried is None)
 
     @property
     def actor(self) -> int:
@@ -222,7 +234,10 @@ def _devices(count: int, process: int, num_processes: int) -> range:
 
 
 def take_apart(
-    runnable: Runnable, num_leaves: int, counts: Sequence[int]
+    runnable: Runnable,
+    num_leaves: int,
+    counts: Sequence[int],
+    carried: Mapping[int, int] | None = None,
 ) -> tuple[ProcessPart, ...]:
     """The part of every process, by actor.
 
@@ -230,12 +245,16 @@ def take_apart(
       runnable: the plan.
       num_leaves: of the step's arguments; the leaves behind them are constants, without slots.
       counts: how many processes each mesh has.
+      carried: by leaf, the number of the result that the next step takes over in its place.
     """
     pieces, program = runnable.pieces, runnable.program
     schedule = program.schedule
     processes = processes_of(counts)
     routes = _Routes(pieces, program, counts)
-    slots, hand_on, copies = _slots(runnable, num_leaves, routes)
+    values = result_values(runnable)
+    followers = {leaf: values[result] for leaf, result in (carried or {}).items()}
+    taken = set(itertools.chain.from_iterable(followers.values()))
+    slots, hand_on, copies = _slots(runnable, num_leaves, routes, followers)
     wanted = {rows.number for group in runnable.results for rows in group}
     outputs = tuple(dict.fromkeys(pieces.outputs[number] for number in sorted(wanted)))
     parts = []
@@ -273,6 +292,7 @@ def take_apart(
                     if isinstance(x, (Send, Recv))
                 },
                 slots=tuple(slots[mesh]),
+                carried=tuple(n for n in outputs if n in numbers and n in taken),
                 hand_on={
                     to: tuple(
                         HandOn(x.leaf, x.part, x.home, routes.departure(x.crossing, process))
@@ -430,7 +450,10 @@ class _Routes:
 
 
 def _slots(
-    runnable: Runnable, num_leaves: int, routes: _Routes
+    runnable: Runnable,
+    num_leaves: int,
+    routes: _Routes,
+    followers: Mapping[int, Sequence[int]],
 ) -> tuple[
     list[list[Slot]],
     dict[tuple[int, int], list[_Handed]],
@@ -446,10 +469,11 @@ def _slots(
         for part, rows in enumerate(group):
             home, *others = pieces.inputs[rows.number]
             here = program.mesh_of(home)
-            slots[here].append(Slot(home, leaf, part, True))
+            carried = followers[leaf][part] if leaf in followers else None
+            slots[here].append(Slot(home, leaf, part, True, carried))
             for value in others:
                 there = program.mesh_of(value)
-                slots[there].append(Slot(value, leaf, part, False))
+                slots[there].append(Slot(value, leaf, part, False, carried))
                 if there == here:
                     copies[here].append((leaf, part, home, value))
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 from autopar.passes.stages.candidate import Runnable
 from autopar.passes.stages.result import LeafRows
 from autopar.plans import Plan
-from autopar.ray_array import MeshSharding, Place, RaySharding
+from autopar.ray_array import ArrayKind, MeshSharding, Place, RaySharding
 from autopar.ray_options import Ray
 from autopar.runtime.ray.parts import (
     ends_of,
@@ -30,6 +31,7 @@ class RayPipeline:
 
     Args:
       runnable: what the meshes run.
+      twins: by donated leaf, the number of the result that the next call takes in its place.
       devices_per_node: of the cluster: a mesh has an actor for each node.
       options: the cluster and the deadline.
       name: of the step.
@@ -39,14 +41,14 @@ class RayPipeline:
     Attributes:
       num_processes: how many actors each mesh has.
       homes: for every leaf of the arguments and constants, the value of each of its parts.
-      returned: the same for every leaf of the result.
-      types: shape, dtype and weak type of every leaf of the result.
-      result_places: the place of every leaf of the result.
+      results: for every leaf of the result, the value of each of its parts, and its kind.
+      carried: those of `twins` that lie where the leaf does; none, if one is no array of its own.
     """
 
     def __init__(
         self,
         runnable: Runnable,
+        twins: Mapping[int, int],
         devices_per_node: int,
         options: Ray,
         name: str,
@@ -56,7 +58,7 @@ class RayPipeline:
         self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
         self._replan = replan
         self.num_processes = num_processes(runnable, devices_per_node)
-        self.homes, self.returned = home_values(runnable), result_values(runnable)
+        self.homes, returned = home_values(runnable), result_values(runnable)
         known: dict[Parts, Parts] = {}
         self.in_shardings = tuple(
             self._sharding(group, values, known)
@@ -64,25 +66,40 @@ class RayPipeline:
         )
         self.out_shardings = tuple(
             self._sharding(group, values, known)
-            for group, values in zip(runnable.results, self.returned, strict=True)
+            for group, values in zip(runnable.results, returned, strict=True)
         )
-        self.result_places = tuple(Place("result", number) for number in range(len(self.returned)))
         versions = runnable.pieces.versions
-        self._taken = tuple(
-            _type_of(group, values, versions)
-            for group, values in zip(runnable.leaves, self.homes, strict=True)
+        self._kinds = tuple(
+            _kind_of(group, versions[values[0]].atom.aval, sharding, Place("argument", number))
+            for number, (group, values, sharding) in enumerate(
+                zip(runnable.leaves, self.homes, self.in_shardings, strict=True)
+            )
         )
-        self.types = tuple(
-            _type_of(group, values, versions)
-            for group, values in zip(runnable.results, self.returned, strict=True)
+        self.results = tuple(
+            (values, _kind_of(group, versions[values[0]].atom.aval, sharding, Place("result", n)))
+            for n, (group, values, sharding) in enumerate(
+                zip(runnable.results, returned, self.out_shardings, strict=True)
+            )
         )
+        self.carried = self._carried(twins)
 
-    def at(self, place: Place) -> tuple[RaySharding, tuple[int, ...], tuple[int, ...], Any]:
-        """What lies in a place: its sharding, the values of its parts, its shape and dtype."""
-        index = place.leaf
+    def _carried(self, twins: Mapping[int, int]) -> dict[int, int]:
+        found = {
+            leaf: result
+            for leaf, result in twins.items()
+            if self.in_shardings[leaf] == self.out_shardings[result]
+        }
+        count = Counter(value for values, _ in self.results for value in values)
+        is_own = all(count[value] == 1 for x in found.values() for value in self.results[x][0])
+        return found if is_own else {}
+
+    def at(self, place: Place, weak: bool) -> tuple[tuple[int, ...], ArrayKind]:
+        """What lies in a place: the values of its parts, and its kind but for the weak type."""
         if place.kind == "argument":
-            return self.in_shardings[index], self.homes[index], *self._taken[index][:2]
-        return self.out_shardings[index], self.returned[index], *self.types[index][:2]
+            values, kind = self.homes[place.leaf], self._kinds[place.leaf]
+        else:
+            values, kind = self.results[place.leaf]
+        return values, kind._replace(weak_type=weak)
 
     def _sharding(
         self, group: Sequence[LeafRows], values: Sequence[int], known: dict[Parts, Parts]
@@ -124,13 +141,13 @@ class RayPipeline:
         return RayStep(self, donated, kept, shapes, constants, self._replan)
 
 
-def _type_of(
-    group: Sequence[LeafRows], values: Sequence[int], versions: Mapping[int, Any]
-) -> tuple[tuple[int, ...], Any, bool]:
-    """Shape, dtype and weak type of a result."""
-    aval = versions[values[0]].atom.aval
+def _kind_of(
+    group: Sequence[LeafRows], aval: Any, sharding: RaySharding, place: Place
+) -> ArrayKind:
+    """The kind of an array; `aval` is that of its first part."""
     shape = list(aval.shape)
     ends = ends_of(group)
     if ends:
         shape[group[0].axis] = ends[-1]
-    return tuple(shape), aval.dtype, bool(getattr(aval, "weak_type", False))
+    weak = bool(getattr(aval, "weak_type", False))
+    return ArrayKind(tuple(shape), aval.dtype, sharding, place, weak)

@@ -39,7 +39,7 @@ from autopar.runtime import stages
 from autopar.runtime.profile import Place, Times
 from autopar.runtime.ray.failures import Failure, Spot
 from autopar.runtime.ray.group import is_of_group
-from autopar.runtime.ray.messages import Message
+from autopar.runtime.ray.messages import Message, spelled_out
 from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, ProcessPart, held_shape
 from autopar.runtime.ray.routes import Arrival, Box, Departure, Move
 from autopar.runtime.ray.store import KEYS, Missing, Store
@@ -107,7 +107,7 @@ class ProcessStep:
     def run(self, message: Message) -> Failure | None:
         """One step; what went wrong, if anything did."""
         try:
-            self._run(message)
+            self._run(spelled_out(message, self.part))
         except TransportError as error:
             kinds = {"late": "late", "lost": "lost", "aborted": "aborted", "failed": "error"}
             kind: Any = kinds[error.reason]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from autopar.ray_array import Keeper, Place, RayArray, Resident
-from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.actors import Actors, Outputs
 from autopar.runtime.ray.parts import ProcessPart
+from autopar.runtime.ray.store import KEYS
 
 if TYPE_CHECKING:
     from autopar.runtime.ray.pipeline import RayPipeline
 
 
-@dataclass(frozen=True)
+_IS_DELETED = operator.attrgetter("is_deleted")
+
+
 class Running:
     """What runs a step.
 
@@ -23,8 +27,16 @@ class Running:
       actors: its processes.
     """
 
-    pipeline: RayPipeline
-    actors: Actors
+    def __init__(self, pipeline: RayPipeline, actors: Actors) -> None:
+        self.pipeline, self.actors = pipeline, actors
+        mesh_of = pipeline.runnable.program.mesh_of
+        numbers = dict.fromkeys(value for values, _ in pipeline.results for value in values)
+        self._outputs = Outputs(tuple(numbers), tuple(map(mesh_of, numbers)))
+        place = {value: place for place, value in enumerate(numbers)}
+        self._places = [tuple(place[value] for value in values) for values, _ in pipeline.results]
+        self._kinds = [kind for _, kind in pipeline.results]
+        # Whether every result is one array of its own.
+        self._is_plain = self._places == [(place,) for place in range(len(numbers))]
 
     def step(
         self,
@@ -44,14 +56,8 @@ class Running:
         Raises:
           StageError: an earlier step failed.
         """
-        actors, pipeline = self.actors, self.pipeline
-        given: list[Sequence[Any]] = []
-        for leaf, where in zip(leaves, pipeline.in_shardings, strict=False):
-            # Nearly all leaves are what the last step returned; a call should not take long.
-            if type(leaf) is RayArray and leaf.sharding is where and actors.have(leaf):
-                given.append(leaf.residents)
-            else:
-                given.append(actors.given(leaf, where))
+        actors, shardings = self.actors, self.pipeline.in_shardings
+        given = {i: actors.given(leaf, shardings[i]) for i, leaf in enumerate(leaves)}
         consumed = [
             resident
             for position in donated
@@ -59,28 +65,41 @@ class Running:
             for resident in leaves[position].residents
             if resident.owner is actors
         ]
+        return actors.step(given, consumed, self._outputs, self._arranged(keeper), record)
 
-        def arrange(outputs: Mapping[int, Resident]) -> list[RayArray]:
-            return [
-                RayArray(
-                    tuple(map(outputs.__getitem__, values)),
-                    shape,
-                    dtype,
-                    sharding,
-                    place,
-                    keeper,
-                    weak,
-                )
-                for values, (shape, dtype, weak), sharding, place in zip(
-                    pipeline.returned,
-                    pipeline.types,
-                    pipeline.out_shardings,
-                    pipeline.result_places,
-                    strict=True,
-                )
-            ]
+    def carry(
+        self, carried: Sequence[RayArray], fresh: Mapping[int, Any], keeper: Keeper
+    ) -> list[RayArray] | None:
+        """One step that takes over what an earlier one returned for it; the usual step, and quick.
 
-        return actors.step(given, consumed, arrange, record)
+        Args:
+          carried: for every leaf of `RayPipeline.carried`, what one step returned in its place.
+          fresh: the other leaves, by number.
+          keeper: of the results.
+
+        Returns:
+          The results; None: one of `carried` is gone, and `step` says how.
+
+        Raises:
+          StageError: an earlier step failed.
+        """
+        actors, shardings = self.actors, self.pipeline.in_shardings
+        residents = [resident for array in carried for resident in array.residents]
+        serial = residents[0].key // KEYS
+        if actors.is_closed or actors.called_off(serial) or any(map(_IS_DELETED, residents)):
+            return None
+        given = {i: actors.given(leaf, shardings[i]) for i, leaf in fresh.items()}
+        arranged = self._arranged(keeper)
+        return actors.step(given, residents, self._outputs, arranged, carried=serial)
+
+    def _arranged(self, keeper: Keeper) -> Callable[[list[Resident]], list[RayArray]]:
+        def arrange(residents: list[Resident]) -> list[RayArray]:
+            parts: Iterable[tuple[Resident, ...]] = zip(residents)
+            if not self._is_plain:
+                parts = (tuple(residents[i] for i in places) for places in self._places)
+            return list(map(RayArray, parts, self._kinds, repeat(keeper)))
+
+        return arrange
 
     def place(self, leaf: Any, place: Place, weak: bool, keeper: Keeper) -> RayArray:
         """A leaf, copied to a place on the actors.
@@ -91,9 +110,9 @@ class Running:
           weak: whether JAX promotes it as it does a Python number.
           keeper: of the result.
         """
-        sharding, values, shape, dtype = self.pipeline.at(place)
-        residents = self.actors.place(leaf, sharding, values)
-        return RayArray(residents, shape, dtype, sharding, place, keeper, weak)
+        values, kind = self.pipeline.at(place, weak)
+        residents = self.actors.place(leaf, kind.sharding, values)
+        return RayArray(tuple(residents), kind, keeper)
 
     def make(
         self, function: bytes, places: Sequence[Place], weak: Sequence[bool], keeper: Keeper
@@ -109,11 +128,9 @@ class Running:
         Raises:
           StageError: it fails.
         """
-        homes = [self.pipeline.at(place) for place in places]
-        made = self.actors.make(function, [(sharding, values) for sharding, values, *_ in homes])
+        homes = [self.pipeline.at(*pair) for pair in zip(places, weak, strict=True)]
+        made = self.actors.make(function, [(kind.sharding, values) for values, kind in homes])
         return [
-            RayArray(residents, shape, dtype, sharding, place, keeper, is_weak)
-            for residents, place, (sharding, _, shape, dtype), is_weak in zip(
-                made, places, homes, weak, strict=True
-            )
+            RayArray(tuple(residents), kind, keeper)
+            for residents, (_, kind) in zip(made, homes, strict=True)
         ]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import ray
 
+from autopar.buffers import Returned
 from autopar.errors import AutoparError, CheckpointError, LostActorError
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.checkpoint_files import LostItem
@@ -92,7 +93,6 @@ class RayStep:
         options = pipeline.options
         self._options, self._name = options, pipeline.name
         self._shapes, self._constants = shapes, constants
-        self._fitting: list[Place | None] = [None] * len(shapes)
         self._replan = replan
         self.order(donated, kept)
         self._prepare(pipeline)
@@ -125,11 +125,15 @@ class RayStep:
     def order(self, donated: Sequence[int], kept: Sequence[int]) -> None:
         """Say in which order calls give leaves."""
         self._order, self._num_donated = [*donated, *kept], len(donated)
+        self._returned = Returned(0 if donated else None)
 
     def _prepare(self, pipeline: RayPipeline) -> None:
         """What the actors of a plan are to be sent."""
         self._pipeline, count = pipeline, len(self._shapes)
-        self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes)
+        # What is in a log may be made again elsewhere, one array here and one there.
+        carried = {} if self._options.max_restarts else pipeline.carried
+        self._carries = bool(carried) and [*carried] == self._order[: self._num_donated]
+        self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes, carried)
         self._blobs = starting.contents(
             pipeline.runnable,
             self._parts,
@@ -167,17 +171,37 @@ class RayStep:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
         del constants  # the actors have them
-        leaves = self._ordered(donated, kept)
-        taken = tuple(self._order[: self._num_donated])
-        results = self.attempt(lambda: self._step(leaves, taken))
-        if self._snapshots is not None:
-            with self._lock, contextlib.suppress(LostActorError):  # whoever looks next is told
-                self._snapshots.stepped(self.actors)
+        with self._lock:
+            if self._carries and self._returned.are([*donated]):
+                results = self._carry(donated, kept)
+                if results is not None:
+                    return results
+            leaves = self._ordered(donated, kept)
+            taken = tuple(self._order[: self._num_donated])
+            results = self.attempt(lambda: self._step(leaves, taken))
+            if self._snapshots is not None:
+                with contextlib.suppress(LostActorError):  # whoever looks next is told
+                    self._snapshots.stepped(self.actors)
+            self._remember(results)
         kept_arrays = {id(leaf) for leaf in kept}
         for leaf in donated:
             if isinstance(leaf, (RayArray, SplitArray, jax.Array)) and id(leaf) not in kept_arrays:
                 leaf.delete()
         return results
+
+    def _carry(self, donated: Sequence[RayArray], kept: Sequence[Any]) -> list[RayArray] | None:
+        """The usual step: all that is donated is what the last one returned for this."""
+        fresh = dict(zip(self._order[self._num_donated :], kept, strict=True))
+        for number, leaf in fresh.items():
+            self._check(number, leaf)
+        results = self._running.carry(donated, fresh, self)
+        if results is not None:
+            self._remember(results)
+        return results
+
+    def _remember(self, results: Sequence[RayArray]) -> None:
+        if self._carries:
+            self._returned.remember([results[number] for number in self._pipeline.carried.values()])
 
     def _step(self, leaves: Sequence[Any], taken: tuple[int, ...]) -> list[RayArray]:
         log = self._lineage
@@ -202,13 +226,7 @@ class RayStep:
         for number, leaf in zip(self._order, (*donated, *kept), strict=True):
             leaves[number] = leaf
         for number, leaf in enumerate(leaves):
-            if type(leaf) is RayArray and leaf.keeper is self:
-                if leaf.place is self._fitting[number]:
-                    continue  # it comes from where one came from that fitted
-                self._check(number, leaf)
-                self._fitting[number] = leaf.place
-            else:
-                self._check(number, leaf)
+            self._check(number, leaf)
         return leaves
 
     def _check(self, number: int, leaf: Any) -> None:
