@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
+from autopar.passes import products
 from autopar.passes.factors.primitives import (
     SCATTERS,
     dtype_of,
@@ -174,6 +175,8 @@ _DEPENDS_ON_PARTITIONABLE = ("random_bits", "random_split", "random_fold_in", "r
 def _bind_params(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     bound = eqn.primitive.get_bind_params(params)  # older releases return functions apart
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    if eqn.primitive.name == "dot_general":
+        return [products.multiply(eqn.primitive.bind, operands, params)]
     results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
