@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -180,15 +181,23 @@ class PipelineStep:
         _check(donated, self.donated_types)
         _check(kept, self.kept_types)
         buffers = dict(self.constants)
-        for leaves, targets in ((donated, self.donated), (kept, self.kept)):
-            for leaf, target in zip(leaves, targets, strict=True):
-                if target.split is not None:
-                    parts = put_parts(leaf, target.split)
-                else:
-                    parts = [leaf.__jax_array__() if isinstance(leaf, SplitArray) else leaf]
-                for part, places in zip(parts, target.places, strict=True):
-                    for name, sharding in places:
-                        buffers[name] = jax.device_put(part, sharding)
+        # What the last step returned is there already: most leaves of most calls. What may outlive
+        # the step gets an array object of its own.
+        given = [
+            *zip(donated, self.donated, [not is_passed for is_passed in self.passed], strict=True),
+            *zip(kept, self.kept, repeat(False)),
+        ]
+        for leaf, target, is_given_up in given:
+            if target.split is not None:
+                parts = put_parts(leaf, target.split)
+            else:
+                parts = [leaf.__jax_array__() if isinstance(leaf, SplitArray) else leaf]
+            for part, places in zip(parts, target.places, strict=True):
+                for name, sharding in places:
+                    is_there = isinstance(part, jax.Array) and part.sharding == sharding
+                    buffers[name] = (
+                        part if is_given_up and is_there else jax.device_put(part, sharding)
+                    )
         return buffers
 
     # -- what was compiled -----------------------------------------------------------------------

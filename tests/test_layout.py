@@ -34,8 +34,8 @@ GROUND = {
 }
 """The modules of `autopar/` that are plain data; the others stand on everything else."""
 
-ARRAYS = {"operators", "ray_array", "split_array"}
-"""Kinds of arrays, which stand on JAX and on plain data."""
+ARRAYS = {"buffers", "operators", "ray_array", "split_array"}
+"""Kinds of arrays and their memory, which stand on JAX and on plain data."""
 
 PUBLIC = {
     "parallelize",
