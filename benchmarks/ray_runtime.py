@@ -22,7 +22,8 @@ this process. Both run in turns, so that they meet the same machine.
   gives from what each instruction took alone; and the speed-up, measured and simulated, over the
   same program on one actor with one core (where it is one program of XLA) and over the pieces of
   the stages one after the other; `share` is the first measured one over the last simulated one,
-  so it also counts what cutting a program into pieces costs;
+  so it also counts what cutting a program into pieces costs. All are medians over rounds (half as
+  many as `--repeats`) of one step each; the quartiles of `share` say how much they differ;
 - bandwidth: GB/s of the transport between two ends in this process, and of a bare socket that
   copies the same bytes.
 
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--devices", type=int, default=1, help="of each stage")
+    parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kills", type=int, default=0, help="actors to kill")
     parser.add_argument("--throughput", action="store_true", help="one core for each actor")
@@ -88,7 +90,7 @@ def asked_for(options: argparse.Namespace) -> dict[str, Any]:
         "cluster": autopar.Cluster.preset("cpu", devices_per_node=options.stages * options.devices),
         "stages": options.stages,
         "microbatches": options.microbatches,
-        "schedule": "1f1b",
+        "schedule": options.schedule,
     }
 
 
@@ -190,7 +192,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
             cluster=autopar.Cluster.preset("cpu", devices_per_node=stages),
             stages=stages,
             microbatches=options.microbatches,
-            schedule="1f1b" if stages > 1 else "auto",
+            schedule=options.schedule if stages > 1 else "auto",
             runtime="ray",
         )
         assert isinstance(step, RayExecutable)
@@ -212,7 +214,9 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
     for step in steps.values():
         step.shutdown()
     ray.shutdown()
-    return {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+    found = {key: statistics.median(x[key] for x in rounds) for key in rounds[0]}
+    low, high = np.percentile([x["share"] for x in rounds], [25, 75])
+    return {**found, "share_quartile_1": float(low), "share_quartile_3": float(high)}
 
 
 def compared(one: float, all_: float, profile: Profile) -> dict[str, float]:

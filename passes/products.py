@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 
 Dims = Sequence[int]
@@ -112,12 +113,21 @@ def multiply(bind: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
       params: of the equation.
     """
     left, right = operands
+    if _is_packed(left.dtype) or _is_packed(right.dtype):
+        return bind(left, right, **params)
     found = as_matrices(left.shape, right.shape, params["dimension_numbers"])
     if found is None:
         return bind(left, right, **params)
     left_shape, right_shape, numbers, shape = found
     matrices = lax.reshape(left, left_shape), lax.reshape(right, right_shape)
     return lax.reshape(bind(*matrices, **{**params, "dimension_numbers": numbers}), shape)
+
+
+def _is_packed(dtype: Any) -> bool:
+    """Whether several elements are in a byte; XLA's products of such matrices are incomplete."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).bits < 8)
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8)
 
 
 def _are_side_by_side(dims: Dims) -> bool:

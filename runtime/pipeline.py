@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import jax
@@ -108,6 +107,9 @@ class PipelineStep:
             for number in group:
                 placed = jax.device_put(value, places[number].sharding)
                 self.constants[Buffer(number, None)] = placed
+        # What the caller or this step goes on using; as results they are copies.
+        of_kept = (Buffer(number, None) for leaf in kept for number in groups[leaf])
+        self.lasting = (*of_kept, *self.constants)
 
     def _target(self, leaf: int) -> _Target:
         pipeline = self.pipeline
@@ -158,6 +160,7 @@ class PipelineStep:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
         buffers = self.place(donated, kept)
+        lasting = {id(buffers[name]) for name in self.lasting}
         sent: dict[int, Any] = {}
         for action in self.actions:
             action(buffers, sent)
@@ -165,6 +168,9 @@ class PipelineStep:
             if not is_passed and isinstance(leaf, jax.Array | SplitArray) and not leaf.is_deleted():
                 leaf.delete()
         outputs = [buffers[Buffer(number, None)] for number in self.pipeline.pieces.outputs]
+        for number, output in enumerate(outputs):
+            if id(output) in lasting:  # the next step may take the result over
+                outputs[number] = jax.device_put(output, output.sharding, may_alias=False)
         return [
             outputs[group[0].number]
             if group[0].stop is None
@@ -181,23 +187,17 @@ class PipelineStep:
         _check(donated, self.donated_types)
         _check(kept, self.kept_types)
         buffers = dict(self.constants)
-        # What the last step returned is there already: most leaves of most calls. What may outlive
-        # the step gets an array object of its own.
-        given = [
-            *zip(donated, self.donated, [not is_passed for is_passed in self.passed], strict=True),
-            *zip(kept, self.kept, repeat(False)),
-        ]
-        for leaf, target, is_given_up in given:
+        leaves = zip((*donated, *kept), (*self.donated, *self.kept), strict=True)
+        for leaf, target in leaves:
             if target.split is not None:
                 parts = put_parts(leaf, target.split)
             else:
                 parts = [leaf.__jax_array__() if isinstance(leaf, SplitArray) else leaf]
             for part, places in zip(parts, target.places, strict=True):
                 for name, sharding in places:
+                    # What the last step returned is there already: most leaves of most calls.
                     is_there = isinstance(part, jax.Array) and part.sharding == sharding
-                    buffers[name] = (
-                        part if is_given_up and is_there else jax.device_put(part, sharding)
-                    )
+                    buffers[name] = part if is_there else jax.device_put(part, sharding)
         return buffers
 
     # -- what was compiled -----------------------------------------------------------------------

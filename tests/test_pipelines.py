@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -362,6 +363,33 @@ def test_results_that_are_one_value() -> None:
         seen.append(metrics)
         wanted.append(plain_metrics)
     assert_close(jax.device_get((state, seen)), jax.device_get((plain, wanted)))
+
+
+def test_what_the_state_takes_up_is_copied() -> None:
+    """The next step takes over the state, but not the caller's batch, and no constant."""
+    scale = np.arange(16, dtype=np.float32)
+
+    def step(state: Any, batch: Any) -> Any:
+        new, metrics = train_step(state, batch)
+        return {**new, "scale": jnp.asarray(scale), "last": batch["x"]}, metrics["loss"]
+
+    def start() -> Any:
+        made = init(jax.random.key(0))
+        return {**made, "scale": jnp.zeros(16), "last": jnp.zeros(BATCH["x"].shape)}
+
+    parallel = autopar.compile(step, start(), BATCH, stages=2, microbatches=4)
+    own = jax.device_put(BATCH, parallel.in_shardings[1])
+    state, plain = start(), start()
+    for number in range(3):
+        batch = (
+            own
+            if number == 0
+            else jax.tree.map(functools.partial(np.add, np.float32(number)), BATCH)
+        )
+        state, loss = parallel(state, batch)
+        plain, plain_loss = jax.jit(step)(plain, jax.device_get(batch))
+    assert_close(jax.device_get((state, loss)), jax.device_get((plain, plain_loss)))
+    jax.tree.map(np.testing.assert_array_equal, own, BATCH)
 
 
 def test_activations_of_all_layers_are_returned() -> None:

@@ -1,4 +1,4 @@
-"""Products of arrays as products of matrices: the same numbers, and nothing is transposed."""
+"""Products of arrays as products of matrices: the same sums, and nothing is transposed."""
 
 from __future__ import annotations
 
@@ -100,6 +100,18 @@ def test_the_dimensions_of_the_matrices() -> None:
         (((2,), (2,)), ((0,), (0,))),
         (7, 4, 5),
     )
+
+
+def test_elements_that_share_a_byte_stay_as_they_are() -> None:
+    """XLA (0.10.2 on CPUs) does not compile their products as matrices."""
+    left, right = jnp.ones((2, 3, 4), jnp.int4), jnp.ones((5, 3, 4), jnp.int4)
+    params = {
+        "dimension_numbers": (((1, 2), (1, 2)), ((), ())),
+        "preferred_element_type": jnp.int32,
+    }
+    assert as_matrices(left.shape, right.shape, params["dimension_numbers"]) is not None
+    found = jax.jit(lambda x, y: multiply(lax.dot_general, (x, y), params))(left, right)
+    np.testing.assert_array_equal(found, np.full((2, 5), 12))
 
 
 @pytest.mark.parametrize(

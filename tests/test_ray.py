@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,14 +16,13 @@ from ray_runtime.clusters import cluster
 from ray_runtime.equality import check_program
 from ray_runtime.profiles import check_profile
 from ray_runtime.small_step import layers_step
+from ray_runtime.told import noted_messages
 
 import autopar
 from autopar.errors import DonatedBufferError, OptionError, TraceError
 from autopar.ray_array import RayArray
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray import actors
 from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.messages import Message, packed
 
 RAY = autopar.Ray(deadline=60)
 FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)
@@ -182,22 +182,10 @@ def test_a_consumed_state_is_gone(step: RayExecutable) -> None:
         step(state, BATCH)
 
 
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
-    """What actors are told from now on."""
-    found: list[Message] = []
-
-    def noted(message: Message) -> Any:
-        found.append(message)
-        return packed(message)
-
-    monkeypatch.setattr(actors, "packed", noted)
-    return found
-
-
 def test_of_a_state_that_goes_on_actors_are_told_its_step_alone(
-    step: RayExecutable, messages: list[Message]
+    step: RayExecutable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    messages = noted_messages(monkeypatch)
     state = step.initialize(init, jax.random.key(0))
     for _ in range(3):
         state, metrics = step(state, BATCH)
@@ -209,16 +197,18 @@ def test_of_a_state_that_goes_on_actors_are_told_its_step_alone(
     assert not any(message.consumed for message in others)
 
 
-def test_states_that_take_turns(step: RayExecutable, messages: list[Message]) -> None:
+def test_states_that_take_turns(step: RayExecutable, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = noted_messages(monkeypatch)
     states = [init(jax.random.key(0)), step.initialize(init, jax.random.key(0))]
     for _ in range(3):
         states = [step(state, BATCH)[0] for state in states]
-    assert all(message.carried is None for message in messages)
-    state, metrics = step(states[0], BATCH)
-    state, metrics = step(state, BATCH)
-    assert messages[-1].carried == messages[-1].step - 1
-    assert_close((state, metrics), plain(5))
-    assert_close(step(states[1], BATCH), plain(4))
+    assert [x.carried for x in messages] == 4 * [None] + [x.step - 2 for x in messages[4:]]
+    mixed = {**states[0], "params": states[1]["params"]}
+    state, metrics = step(mixed, BATCH)
+    assert messages[-1].carried is None
+    assert_close((state, metrics), plain(4))
+    with pytest.raises(DonatedBufferError):
+        step(states[1], BATCH)
 
 
 def test_a_state_of_which_a_leaf_was_given_up_or_put_elsewhere(step: RayExecutable) -> None:
@@ -232,6 +222,19 @@ def test_a_state_of_which_a_leaf_was_given_up_or_put_elsewhere(step: RayExecutab
     turned = {**state, "params": layers[::-1]}
     expected = jax.jit(train_step)(jax.device_get(turned), BATCH)
     assert_close(step(turned, BATCH), expected)
+
+
+def test_a_state_that_is_dropped_is_forgotten(step: RayExecutable) -> None:
+    """Its first leaf is not its largest, and nothing waits for the garbage collector."""
+    state = step.initialize(init, jax.random.key(0))
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+    step.finish()
+    arrays = list(map(weakref.ref, jax.tree.leaves((state, metrics))))
+    before = len(step._compiled.actors._forgotten)
+    del state, metrics
+    assert not any(array() is not None for array in arrays)
+    assert len(step._compiled.actors._forgotten) == before + len(arrays)
 
 
 def test_one_array_in_two_places_of_the_state(step: RayExecutable) -> None:

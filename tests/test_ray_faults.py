@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ray
 from ray_runtime.clusters import cluster, is_running, wait_until_gone
 from ray_runtime.small_step import BATCH, check_one_step, init, on_actors, train_step
 
@@ -82,6 +83,61 @@ def test_a_result_of_a_failed_step_says_so(step: RayExecutable) -> None:
     with pytest.raises(StageError, match="is lost"):
         float(loss)
     check_one_step(step)
+
+
+def num_arrays(step: RayExecutable) -> list[int]:
+    """How many each actor keeps."""
+    step.finish()
+    handles = step._compiled.actors._handles
+    count = [x.__ray_call__.remote(lambda self: len(self._step.store._arrays)) for x in handles]
+    return list(ray.get(count, timeout=60))
+
+
+def test_failed_steps_leave_no_arrays_behind(
+    step: RayExecutable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step took over is gone, also of steps behind it, and of one that was half sent."""
+    state, loss = step(step.initialize(init), BATCH)
+    state, loss = step(state, BATCH)
+    expected = num_arrays(step)
+    for _ in range(2):
+        state = init()
+        state[0]["scale"] = jnp.full(8, -9.0)
+        others = [step.initialize(init) for _ in range(2)]
+        with pytest.raises(StageError):
+            state, loss = step(state, BATCH)
+            others = [step(other, BATCH)[0] for other in others]
+            step.finish()
+        del state, others
+        state, loss = step(step.initialize(init), BATCH)
+        state, loss = step(state, BATCH)
+        assert num_arrays(step) == expected
+    step.finish()
+    actors = step._compiled.actors
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no way there"):
+        first, last = actors._handles
+        patch.setattr(actors, "_handles", [first, Unreachable(last)])
+        step(state, BATCH)
+    del state
+    state, loss = step(step.initialize(init), BATCH)
+    state, loss = step(state, BATCH)
+    assert num_arrays(step) == expected
+    assert np.isfinite(float(loss))
+    check_one_step(step)
+
+
+class Unreachable:
+    """An actor that cannot be told of steps."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.step = self
+
+    def remote(self, *_: Any) -> Any:
+        raise OSError("no way there")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor, name)
 
 
 def test_an_interruption(step: RayExecutable, interruptible: None) -> None:

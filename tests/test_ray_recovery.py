@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray_runtime.clusters import cluster, wait_until_gone
 from ray_runtime.small_step import BATCH, check_one_step, init, on_actors
+from ray_runtime.told import noted_messages
 from ray_runtime.training import assert_same, batch, train
 
 import autopar
@@ -117,6 +118,33 @@ def test_a_killed_actor(
     assert recovery.num_steps <= 4 * EVERY
     assert compiled_by(step) == compiled  # new actors take it from the cache
     wait_until_gone(pids)
+
+
+def test_what_was_made_again_is_told_by_its_keys(
+    step: RayExecutable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no longer what one step returned; what the next steps return is."""
+    messages = noted_messages(monkeypatch)
+
+    def losses(killing: bool) -> list[float]:
+        state, found = step.initialize(init), []
+        for number in range(8):
+            if killing and number == 3:
+                step.finish()
+                kill(step.actor_pids[0])
+            state, loss = step(state, BATCH)
+            found.append(loss)
+        return [float(loss) for loss in found]
+
+    expected, count = losses(killing=False), len(step.recoveries)
+    assert [x.carried is None for x in messages[::2]] == [True] + 7 * [False]
+    messages.clear()
+    assert losses(killing=True) == expected
+    assert len(step.recoveries) == count + 1
+    told = messages[::2]
+    again = [x for x in told[1:] if x.carried is None]
+    assert again  # on the new actors
+    assert [x.carried for x in told[-2:]] == [x.step - 1 for x in told[-2:]]
 
 
 def test_an_actor_that_stops_answering(

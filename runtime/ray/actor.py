@@ -162,6 +162,7 @@ class StageActor:
 
         message = unpacked(message)
         if self._broken_from is not None:
+            self._step.skip(message)
             return Failure("aborted", self._step.spot(), message.step)
         failure: Failure | None = self._step.run(message)
         if failure is not None:

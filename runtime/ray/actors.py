@@ -12,6 +12,7 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 import time
@@ -166,19 +167,23 @@ class Actors:
                 gone[resident.mesh].append(resident.key)
             entries = [self._entries(part, given, carried) for part in self.parts]
             forgotten = self._drain()
-            messages = [
-                packed(
-                    Message(
-                        step=serial,
-                        given=own,
-                        consumed=tuple(gone[part.mesh]),
-                        forgotten=tuple(forgotten[part.mesh]),
-                        carried=carried,
-                        record=None if record is None else record(part),
+            try:
+                messages = [
+                    packed(
+                        Message(
+                            step=serial,
+                            given=own,
+                            consumed=tuple(gone[part.mesh]),
+                            forgotten=tuple(forgotten[part.mesh]),
+                            carried=carried,
+                            record=None if record is None else record(part),
+                        )
                     )
-                )
-                for part, own in zip(self.parts, entries, strict=True)
-            ]
+                    for part, own in zip(self.parts, entries, strict=True)
+                ]
+            except BaseException:
+                self._forget_later(forgotten)
+                raise
             keys = map((serial * KEYS).__add__, outputs.values)
             result = arrange(list(map(Resident, repeat(self), outputs.meshes, keys)))
             for resident in consumed:
@@ -194,6 +199,8 @@ class Actors:
                     refs.append(actor.step.remote(message))
             except Exception as error:  # else those that have it would wait for the others
                 self._interrupted(error)
+                self._forget_later(forgotten)
+                self._forgotten.extend((x.mesh, x.key) for x in consumed)
                 raise
             return result
 
@@ -310,7 +317,7 @@ class Actors:
         self._running.clear()
         lost = (first * KEYS, (self.serial + 1) * KEYS)
         self._lost.append(lost)
-        self._error = error
+        self._error = copy.copy(error)  # the traceback of the other keeps alive what callers hold
         for actor in self._handles:
             actor.reset.remote(self.serial + 1, lost)
 
@@ -367,6 +374,7 @@ class Actors:
           StageError: it was lost in a failure.
         """
         if isinstance(leaf, RayArray):
+            leaf.check()
             own = True
             for resident in leaf.residents:
                 resident.owner.check(resident)
@@ -444,6 +452,11 @@ class Actors:
             self._fetches.pop((mesh, key), None)
             forgotten[mesh].append(key)
         return forgotten
+
+    def _forget_later(self, forgotten: Sequence[Sequence[int]]) -> None:
+        """Undo `_drain`."""
+        for mesh, keys in enumerate(forgotten):
+            self._forgotten.extend((mesh, key) for key in keys)
 
     def is_lost(self, resident: Resident) -> bool:
         """See `Owner`."""

@@ -119,7 +119,7 @@ class RayPipeline:
                     spec(pieces.versions[value], sharded),
                 )
             )
-        # Equal parts are one object: every call compares the shardings of all its leaves. The
+        # Equal parts are one object: calls compare the shardings of leaves. The
         # shardings themselves are not: each is known as that of its leaf.
         same = known.setdefault(tuple(parts), tuple(parts))
         return RaySharding(same, group[0].axis, ends_of(group))

@@ -106,8 +106,20 @@ class ProcessStep:
 
     def run(self, message: Message) -> Failure | None:
         """One step; what went wrong, if anything did."""
+        message = spelled_out(message, self.part)
+        failure = self._outcome(message)
+        if failure is not None:
+            self.skip(message)
+        return failure
+
+    def skip(self, message: Message) -> None:
+        """What is left of a step that fails, or is not run: what it takes over is gone."""
+        message = spelled_out(message, self.part)
+        self.store.drop((*message.forgotten, *message.consumed))
+
+    def _outcome(self, message: Message) -> Failure | None:
         try:
-            self._run(spelled_out(message, self.part))
+            self._run(message)
         except TransportError as error:
             kinds = {"late": "late", "lost": "lost", "aborted": "aborted", "failed": "error"}
             kind: Any = kinds[error.reason]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.ray_array import Keeper, Place, RayArray, Resident
 from autopar.runtime.ray.actors import Actors, Outputs
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from autopar.runtime.ray.pipeline import RayPipeline
 
 
-_IS_DELETED = operator.attrgetter("is_deleted")
+_IS_DELETED, _KEY, _OWNER = map(operator.attrgetter, ("is_deleted", "key", "owner"))
+
+
+class Carried(NamedTuple):
+    """All that a step returned for the next one to take over: its number, and the arrays."""
+
+    serial: int
+    residents: list[Resident]
 
 
 class Running:
@@ -35,6 +42,9 @@ class Running:
         place = {value: place for place, value in enumerate(numbers)}
         self._places = [tuple(place[value] for value in values) for values, _ in pipeline.results]
         self._kinds = [kind for _, kind in pipeline.results]
+        self._carried = tuple(
+            value for result in pipeline.carried.values() for value in pipeline.results[result][0]
+        )
         # Whether every result is one array of its own.
         self._is_plain = self._places == [(place,) for place in range(len(numbers))]
 
@@ -67,30 +77,47 @@ class Running:
         ]
         return actors.step(given, consumed, self._outputs, self._arranged(keeper), record)
 
-    def carry(
-        self, carried: Sequence[RayArray], fresh: Mapping[int, Any], keeper: Keeper
-    ) -> list[RayArray] | None:
+    def carried(self, arrays: Sequence[Any]) -> Carried | None:
+        """What all these arrays are, if one step returned them for the next one to take over.
+
+        Args:
+          arrays: for every leaf of `RayPipeline.carried`.
+
+        Returns:
+          None: they are something else, or one of them is gone.
+        """
+        actors = self.actors
+        if set(map(type, arrays)) != {RayArray} or actors.is_closed:
+            return None
+        residents = [resident for array in arrays for resident in array.residents]
+        serial = residents[0].key // KEYS
+        keys = map((serial * KEYS).__add__, self._carried)
+        if (
+            list(map(_KEY, residents)) != list(keys)
+            or set(map(_OWNER, residents)) != {actors}
+            or any(map(_IS_DELETED, residents))
+            or actors.called_off(serial)
+        ):
+            return None
+        return Carried(serial, residents)
+
+    def carry(self, carried: Carried, fresh: Mapping[int, Any], keeper: Keeper) -> list[RayArray]:
         """One step that takes over what an earlier one returned for it; the usual step, and quick.
 
         Args:
-          carried: for every leaf of `RayPipeline.carried`, what one step returned in its place.
+          carried: what it takes over.
           fresh: the other leaves, by number.
           keeper: of the results.
-
-        Returns:
-          The results; None: one of `carried` is gone, and `step` says how.
 
         Raises:
           StageError: an earlier step failed.
         """
         actors, shardings = self.actors, self.pipeline.in_shardings
-        residents = [resident for array in carried for resident in array.residents]
-        serial = residents[0].key // KEYS
-        if actors.is_closed or actors.called_off(serial) or any(map(_IS_DELETED, residents)):
-            return None
         given = {i: actors.given(leaf, shardings[i]) for i, leaf in fresh.items()}
         arranged = self._arranged(keeper)
-        return actors.step(given, residents, self._outputs, arranged, carried=serial)
+        return actors.step(
+            given, carried.residents, self._outputs, arranged, carried=carried.serial
+        )
 
     def _arranged(self, keeper: Keeper) -> Callable[[list[Resident]], list[RayArray]]:
         def arrange(residents: list[Resident]) -> list[RayArray]:

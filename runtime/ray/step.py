@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import ray
 
-from autopar.buffers import Returned
 from autopar.errors import AutoparError, CheckpointError, LostActorError
 from autopar.ray_array import Place, RayArray
 from autopar.runtime.checkpoint_files import LostItem
@@ -125,15 +124,11 @@ class RayStep:
     def order(self, donated: Sequence[int], kept: Sequence[int]) -> None:
         """Say in which order calls give leaves."""
         self._order, self._num_donated = [*donated, *kept], len(donated)
-        self._returned = Returned(0 if donated else None)
 
     def _prepare(self, pipeline: RayPipeline) -> None:
         """What the actors of a plan are to be sent."""
         self._pipeline, count = pipeline, len(self._shapes)
-        # What is in a log may be made again elsewhere, one array here and one there.
-        carried = {} if self._options.max_restarts else pipeline.carried
-        self._carries = bool(carried) and [*carried] == self._order[: self._num_donated]
-        self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes, carried)
+        self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes, pipeline.carried)
         self._blobs = starting.contents(
             pipeline.runnable,
             self._parts,
@@ -172,44 +167,35 @@ class RayStep:
         """
         del constants  # the actors have them
         with self._lock:
-            if self._carries and self._returned.are([*donated]):
-                results = self._carry(donated, kept)
-                if results is not None:
-                    return results
-            leaves = self._ordered(donated, kept)
-            taken = tuple(self._order[: self._num_donated])
-            results = self.attempt(lambda: self._step(leaves, taken))
+            results = self.attempt(lambda: self._step(donated, kept))
             if self._snapshots is not None:
                 with contextlib.suppress(LostActorError):  # whoever looks next is told
                     self._snapshots.stepped(self.actors)
-            self._remember(results)
-        kept_arrays = {id(leaf) for leaf in kept}
-        for leaf in donated:
-            if isinstance(leaf, (RayArray, SplitArray, jax.Array)) and id(leaf) not in kept_arrays:
-                leaf.delete()
         return results
 
-    def _carry(self, donated: Sequence[RayArray], kept: Sequence[Any]) -> list[RayArray] | None:
-        """The usual step: all that is donated is what the last one returned for this."""
+    def _step(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[RayArray]:
+        taken = tuple(self._order[: self._num_donated])
+        carried = None
+        if taken == tuple(self.pipeline.carried):
+            carried = self._running.carried(donated)
         fresh = dict(zip(self._order[self._num_donated :], kept, strict=True))
-        for number, leaf in fresh.items():
-            self._check(number, leaf)
-        results = self._running.carry(donated, fresh, self)
-        if results is not None:
-            self._remember(results)
-        return results
-
-    def _remember(self, results: Sequence[RayArray]) -> None:
-        if self._carries:
-            self._returned.remember([results[number] for number in self._pipeline.carried.values()])
-
-    def _step(self, leaves: Sequence[Any], taken: tuple[int, ...]) -> list[RayArray]:
+        leaves = self._ordered(donated, kept)
+        for number in range(len(leaves)) if carried is None else fresh:
+            self._check(number, leaves[number])
         log = self._lineage
-        if log is None:
-            return self._running.step(leaves, taken, self)
-        given = tuple(log.given(leaf, self) for leaf in leaves)
-        results = self._running.step(leaves, taken, self)
-        log.write(StepEntry(given, taken, log.name(results), self.actors.serial))
+        given = () if log is None else tuple(log.given(leaf, self) for leaf in leaves)
+        if carried is None:
+            results = self._running.step(leaves, taken, self)
+        else:
+            results = self._running.carry(carried, fresh, self)
+        if log is not None:
+            log.write(StepEntry(given, taken, log.name(results), self.actors.serial))
+        if carried is None:  # else the actors have taken over all of them
+            kept_arrays = {id(leaf) for leaf in kept}
+            for leaf in donated:
+                is_array = isinstance(leaf, (RayArray, SplitArray, jax.Array))
+                if is_array and id(leaf) not in kept_arrays:
+                    leaf.delete()
         return results
 
     def profile(self, donated: Sequence[Any], kept: Sequence[Any]) -> Measured:
@@ -219,14 +205,14 @@ class RayStep:
           StageError: a step fails.
         """
         leaves = self._ordered(donated, kept)
+        for number, leaf in enumerate(leaves):
+            self._check(number, leaf)
         return self.attempt(lambda: profiled(self._running, leaves, self))
 
     def _ordered(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves: list[Any] = [None] * len(self._order)
         for number, leaf in zip(self._order, (*donated, *kept), strict=True):
             leaves[number] = leaf
-        for number, leaf in enumerate(leaves):
-            self._check(number, leaf)
         return leaves
 
     def _check(self, number: int, leaf: Any) -> None:

@@ -1,0 +1,22 @@
+"""What actors are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar.runtime.ray import actors
+from autopar.runtime.ray.messages import Message, packed
+
+
+def noted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """What actors are told from now on."""
+    found: list[Message] = []
+
+    def noted(message: Message) -> Any:
+        found.append(message)
+        return packed(message)
+
+    monkeypatch.setattr(actors, "packed", noted)
+    return found
