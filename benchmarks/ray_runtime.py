@@ -20,7 +20,8 @@ this process. Both run in turns, so that they meet the same machine.
   `max_restarts` and a snapshot every 10 steps;
 - throughput (`--throughput`): each actor on one core of its own, beside the step that the simulator
   gives from what each instruction took alone; and the speed-up, measured and simulated, over the
-  same program on one actor with one core (where it is one program of XLA) and over the pieces of
+  same program on one actor with one core (where it is one program of XLA; the mean over the cores,
+  since those of a shared machine are not equally quick) and over the pieces of
   the stages one after the other; `share` is the first measured one over the last simulated one,
   so it also counts what cutting a program into pieces costs. All are medians over rounds (half as
   many as `--repeats`) of one step each; the quartiles of `share` say how much they differ;
@@ -198,25 +199,34 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
         assert isinstance(step, RayExecutable)
         steps[name] = step
         for pid, core in zip(step.actor_pids, cores, strict=False):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                os.sched_setaffinity(int(thread), {core})
+            pin(pid, core)
     states = {name: step.initialize(model.make) for name, step in steps.items()}
     for name, step in steps.items():  # the first calls are slower
         for _ in range(2):
             states[name], *_ = call(step, states[name], model.batch)
     rounds = []
     for _ in range(max(options.repeats // 2, 1)):
-        seconds = {}
-        for name, step in steps.items():
-            states[name], seconds[name], *_ = call(step, states[name], model.batch)
+        alone = []
+        for core in cores:
+            pin(steps["one"].actor_pids[0], core)
+            states["one"], seconds, *_ = call(steps["one"], states["one"], model.batch)
+            alone.append(seconds)
+        states["all"], seconds, *_ = call(steps["all"], states["all"], model.batch)
         profile = steps["all"].profile(states["all"], model.batch)
-        rounds.append(compared(seconds["one"], seconds["all"], profile))
+        found = compared(statistics.mean(alone), seconds, profile)
+        rounds.append({**found, "slowest_over_quickest_core": max(alone) / min(alone)})
     for step in steps.values():
         step.shutdown()
     ray.shutdown()
-    found = {key: statistics.median(x[key] for x in rounds) for key in rounds[0]}
+    medians = {key: statistics.median(x[key] for x in rounds) for key in rounds[0]}
     low, high = np.percentile([x["share"] for x in rounds], [25, 75])
-    return {**found, "share_quartile_1": float(low), "share_quartile_3": float(high)}
+    return {**medians, "share_quartile_1": float(low), "share_quartile_3": float(high)}
+
+
+def pin(pid: int, core: int) -> None:
+    """Let all threads of a process run on one core."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {core})
 
 
 def compared(one: float, all_: float, profile: Profile) -> dict[str, float]:
