@@ -65,15 +65,12 @@ def test_equals_the_product_of_arrays(product: tuple[Any, Any, Any], dtype: str)
     np.testing.assert_array_equal(found, expected)  # small integers: exact in any order
 
 
-FLAT = (((1,), (0,)), ((), ()))
-
-
 @pytest.mark.parametrize(
     ("left", "right", "numbers"),
     [
         ((4, 8, 16), (16, 2, 8), (((2,), (0,)), ((), ()))),  # in XLA's order
         ((8, 16), (4, 16), (((1,), (1,)), ((), ()))),  # matrices
-        ((4, 16), (16, 3), FLAT),
+        ((4, 16), (16, 3), (((1,), (0,)), ((), ()))),
         ((4, 8, 16), (2, 16, 8), (((1, 2), (2, 1)), ((), ()))),  # in different orders
         ((4, 8, 4), (4, 4, 8), (((0, 2), (0, 1)), ((), ()))),  # not side by side
         ((8, 2, 16), (2, 16, 8), (((2,), (1,)), ((1,), (0,)))),  # the batch is not in front
