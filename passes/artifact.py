@@ -17,8 +17,8 @@ from autopar.options import Options
 from autopar.passes.candidates import Planned, Split, memory_limit_of, prepare
 from autopar.passes.costs import collective_seconds
 from autopar.passes.factors.flops import flops
-from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph, Output, inner_jaxprs
+from autopar.passes.primitives import CONTROL_FLOW
 from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives, short_source
 from autopar.passes.sharding.layout import Layout, describe

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from autopar.passes import jax_compat
+from autopar.passes import jax_compat, primitives
 
 Role = Literal["state", "batch", "constant", "other"]
 Atom = Any  # Var | Literal
@@ -89,24 +89,6 @@ def from_closed_jaxpr(
 
 # Inlining. A call's jaxpr may be cached and occur many times, so each inlining takes new variables.
 
-_CALLED_JAXPR: dict[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_vmap_call": "call",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-_REMAT = ("remat", "remat2", "checkpoint")
-# A user's sharding hints for a mesh of their own do not change the numbers: they are identities.
-_IDENTITIES = ("sharding_constraint", "mesh_cast", "reshard")
-
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` with every call inlined, recursively inside control flow.
@@ -131,18 +113,18 @@ def _inline_into(
         operands = [_read(env, v) for v in eqn.invars]
         info = eqn.source_info if outer is None else jax_compat.with_outer_source(eqn, outer)
         name = eqn.primitive.name
-        if name in _IDENTITIES:
+        if name in primitives.IDENTITIES:
             env[eqn.outvars[0]] = operands[0]
             continue
         called = jax_compat.expanded(eqn) if name == "call_hi_primitive" else None
-        if name in _CALLED_JAXPR and _CALLED_JAXPR[name] in eqn.params:
-            called = eqn.params[_CALLED_JAXPR[name]]
+        if name in primitives.BODY_PARAM and primitives.BODY_PARAM[name] in eqn.params:
+            called = eqn.params[primitives.BODY_PARAM[name]]
         if called is not None:
             inner, consts = (
                 (called.jaxpr, called.consts) if isinstance(called, ClosedJaxpr) else (called, ())
             )
             if (
-                name in _REMAT
+                name in primitives.REMATS
                 and eqn.params.get("differentiated")
                 and eqn.params.get("prevent_cse")
             ):
@@ -252,10 +234,6 @@ def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=kept[::-1])
 
 
-# A barrier is there so that what is behind it is computed again: two of them are never one.
-_NEVER_EQUAL = frozenset({"optimization_barrier", "copy", "copy_p"})
-
-
 def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
     """Of equations with equal primitives, params and operands and no effects, keep the first."""
     known: dict[Any, JaxprEqn] = {}
@@ -266,7 +244,7 @@ def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
         if any(new is not old for new, old in zip(operands, eqn.invars, strict=True)):
             eqn = eqn.replace(invars=operands)
         key = None
-        if not eqn.effects and eqn.primitive.name not in _NEVER_EQUAL:
+        if not eqn.effects and eqn.primitive.name not in primitives.DISTINCT:
             key = _equation_key(eqn)
         first = eqn if key is None else known.setdefault(key, eqn)
         if first is eqn:

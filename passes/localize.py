@@ -21,7 +21,6 @@ from jax.extend.random import threefry2x32_p
 
 from autopar.passes import products
 from autopar.passes.factors.primitives import (
-    SCATTERS,
     dtype_of,
     gather_picks,
     random_implementation,
@@ -31,6 +30,7 @@ from autopar.passes.factors.primitives import (
     whole_dims,
 )
 from autopar.passes.factors.rule import DimFactors, FactorRule
+from autopar.passes.primitives import DRAWS, SCATTERS
 
 
 class NotLocalError(Exception):
@@ -163,13 +163,10 @@ def bind_local(
 def bind_with(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
     """Evaluate an equation on other operands and with some params changed."""
     params = {**eqn.params, **changes} if changes else eqn.params
-    if eqn.primitive.name in _DEPENDS_ON_PARTITIONABLE:
+    if eqn.primitive.name in DRAWS:
         with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
             return _bind_params(eqn, operands, params)
     return _bind_params(eqn, operands, params)
-
-
-_DEPENDS_ON_PARTITIONABLE = ("random_bits", "random_split", "random_fold_in", "random_gamma")
 
 
 def _bind_params(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:

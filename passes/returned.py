@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.passes import jax_compat
 from autopar.passes.arguments import Argument, Request, Result
+from autopar.passes.primitives import SCALES, SCATTERS, UPDATES
 
 
 @dataclass(frozen=True)
@@ -108,20 +109,7 @@ def _match(
     return Match(twins, outputs, flows.strongest(twins))
 
 
-# fmt: off
-_UPDATES = frozenset({
-    "add", "add_any", "sub", "max", "min", "clamp", "select_n", "and", "or", "xor", "not",
-    "convert_element_type", "reduce_precision", "copy", "copy_p", "optimization_barrier",
-    "reshape", "squeeze", "transpose", "rev", "concatenate", "slice", "split", "pad",
-    "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add",
-})
-_SCALINGS = _UPDATES | {
-    "mul", "div", "rem", "neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "pow",
-    "integer_pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "round", "floor",
-    "ceil", "sin", "cos", "erf",
-}
-# fmt: on
-_FIRST_OPERAND = ("dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+_FIRST_OPERAND = frozenset({"dynamic_slice", "dynamic_update_slice"}) | SCATTERS.keys()
 
 
 @dataclass
@@ -136,7 +124,7 @@ class _Flows:
     def strongest(self, twins: Mapping[int, int]) -> int:
         """The strongest way in which one of the inputs flows to its twin."""
         best = NONE
-        for allowed, flow in ((_UPDATES, UPDATED), (_SCALINGS, SCALED)):
+        for allowed, flow in ((UPDATES, UPDATED), (SCALES, SCALED)):
             for index, output in twins.items():
                 atom = self.jaxpr.outvars[output]
                 if atom is self.jaxpr.invars[index]:

@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 from autopar.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.passes.arguments import Argument, Request, Result
 from autopar.passes.graph import Input, Output
+from autopar.passes.primitives import REARRANGES
 from autopar.passes.returned import UNCHANGED, Match, find_returned
 
 
@@ -105,12 +106,6 @@ def _warn_not_donated(argument: Argument, paths: Sequence[str], is_returned: boo
 # PRNG keys are never a batch, unless there is one for each example.
 
 _KEY_SHAPES = ((2,), (4,))
-# fmt: off
-_MOVES = frozenset({
-    "slice", "squeeze", "reshape", "dynamic_slice", "gather", "transpose", "broadcast_in_dim",
-    "concatenate", "split", "copy", "copy_p", "rev",
-})
-# fmt: on
 
 
 def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
@@ -141,7 +136,7 @@ def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
 
     for eqn in reversed(jaxpr.eqns):
         name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
-        if name == "random_wrap" or (name in _MOVES and any(v in keys for v in eqn.outvars)):
+        if name == "random_wrap" or (name in REARRANGES and any(v in keys for v in eqn.outvars)):
             mark(operands[0])
         elif name == "cond":
             for branch in params["branches"]:

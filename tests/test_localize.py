@@ -17,7 +17,6 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from autopar.passes.factors.populate import populate
-from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.localize import (
     Cut,
     NotLocalError,
@@ -28,6 +27,7 @@ from autopar.passes.localize import (
     rule_cuts,
     take,
 )
+from autopar.passes.primitives import CONTROL_FLOW
 
 EQUATIONS = equations.all_equations()
 

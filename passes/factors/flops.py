@@ -8,31 +8,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from autopar.passes.factors.primitives import (
-    CONTROL_FLOW,
-    CUMULATIVE,
-    MATRIX_FUNCTIONS,
-    REDUCTIONS,
-    SCATTERS,
-    WINDOW_REDUCTIONS,
-    names,
-    shape_of,
-)
+from autopar.passes import primitives
+from autopar.passes.factors.primitives import shape_of
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import inner_jaxprs
-
-# They move, copy or reinterpret elements and compute nothing.
-_MOVES = names(
-    """
-    bitcast_convert_type broadcast_in_dim concatenate copy copy_p device_put dynamic_slice
-    dynamic_update_slice gather iota name optimization_barrier pad random_clone random_unwrap
-    random_wrap reshape rev scatter slice split squeeze stack stop_gradient tie tile transpose
-    unstack
-    """
-)
-_PER_OPERAND_ELEMENT = (
-    frozenset({"argmax", "argmin", "reduce", "reduce_xor"}) | CUMULATIVE | frozenset(REDUCTIONS)
-)
 
 
 def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
@@ -48,31 +27,31 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
       rule: its factor rule.
     """
     name = eqn.primitive.name
-    if name in _MOVES:
+    if name in primitives.MOVES:
         return 0
     results = sum(_size(var) for var in eqn.outvars)
-    if name in ("dot_general", "ragged_dot_general"):
-        return 2 * math.prod(factor.size for factor in rule.factors)
     if name == "conv_general_dilated":
         kernel = shape_of(eqn.invars[1])
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * results * _size(eqn.invars[1]) // max(out_features, 1)
-    if name in _PER_OPERAND_ELEMENT:
+    if name in primitives.PRODUCTS:
+        return 2 * math.prod(factor.size for factor in rule.factors)
+    if name in primitives.REDUCTIONS or name in primitives.CUMULATIVE:
         return _size(eqn.invars[0])
-    if name in SCATTERS:
+    if name in primitives.SCATTERS:
         return _size(eqn.invars[2])
-    if name in WINDOW_REDUCTIONS or name.startswith("select_and_"):
+    if name in primitives.WINDOWS:
         window = math.prod(eqn.params["window_dimensions"])
         if name.startswith("select_and_scatter"):
             return window * _size(eqn.invars[0])
         return window * results
-    if name in ("sort", "top_k", "approx_top_k"):
+    if name in primitives.SORTS:
         length = max(shape_of(eqn.invars[0]), default=1)
         return _size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(length, 1))))
     if name == "fft":
         length = math.prod(eqn.params["fft_lengths"])
         return 5 * results * max(1, math.ceil(math.log2(max(length, 1))))
-    if name in MATRIX_FUNCTIONS:
+    if name in primitives.MATRIX_FUNCTIONS:
         # Each of n columns updates the whole matrix once.
         return _size(eqn.invars[-1]) * shape_of(eqn.invars[0])[-1]
     return results
@@ -87,7 +66,7 @@ def total_flops(jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name not in CONTROL_FLOW:
+        if name not in primitives.CONTROL_FLOW:
             total += flops(eqn, rules[eqn])
             continue
         bodies = [total_flops(body, rules) for body in inner_jaxprs(eqn)]

@@ -6,23 +6,10 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
-from autopar.passes.factors.primitives import SCATTERS, dtype_of, names
+from autopar.passes.factors.primitives import dtype_of
+from autopar.passes.primitives import LINEAR_ALL, LINEAR_EACH, LINEAR_FIRST, SCATTERS
 
 OperandSets = tuple[frozenset[int], ...]
-
-# Linear in their one operand.
-_UNARY = names(
-    """
-    broadcast_in_dim conj copy copy_p cumsum device_put imag name neg real reduce_sum
-    reduce_window_sum reshape rev slice split squeeze stop_gradient tile transpose unstack
-    """
-)
-# Jointly linear in all operands.
-_JOINT = names("add add_any sub concatenate stack complex pad")
-# Linear in each of the first two operands while the other is held fixed.
-_BILINEAR = frozenset({"mul", "dot_general", "conv_general_dilated"})
-# Linear in the first operand while the others (indices, a divisor, comparands) are held fixed.
-_FIRST = names("div dynamic_slice gather select_and_gather_add select_and_scatter_add")
 
 
 def linear_operands(eqn: JaxprEqn) -> OperandSets:
@@ -37,13 +24,11 @@ def linear_operands(eqn: JaxprEqn) -> OperandSets:
     (frozenset({0}), frozenset({1}))
     """
     name = eqn.primitive.name
-    if name in _JOINT or name == "optimization_barrier":
+    if name in LINEAR_ALL:
         return _one_set(range(len(eqn.invars)))
-    if name in _BILINEAR:
+    if name in LINEAR_EACH:
         return frozenset({0}), frozenset({1})
-    if name in _UNARY:
-        return _one_set((0,))
-    if name in _FIRST:
+    if name in LINEAR_FIRST:
         rounds = name == "div" and jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.integer)
         return () if rounds or (name == "gather" and _fills(eqn)) else _one_set((0,))
     if name == "convert_element_type":
@@ -52,12 +37,10 @@ def linear_operands(eqn: JaxprEqn) -> OperandSets:
         return _one_set(range(1, len(eqn.invars)))
     if name == "dynamic_update_slice":
         return _one_set((0, 1))
-    if name in SCATTERS and SCATTERS[name] == "sum":
+    if SCATTERS.get(name) == "sum":
         return _one_set((0, 2))
     if name == "triangular_solve":
         return _one_set((1,))
-    if name == "fft":
-        return _one_set((0,))
     return ()
 
 

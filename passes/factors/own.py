@@ -14,9 +14,6 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.factors.primitives import (
-    CUMULATIVE,
-    MATRIX_FUNCTIONS,
-    SCATTERS,
     dtype_of,
     gather_picks,
     gather_windows,
@@ -27,6 +24,7 @@ from autopar.passes.factors.primitives import (
     shape_of,
 )
 from autopar.passes.factors.rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
+from autopar.passes.primitives import COMBINES, CUMULATIVE, MATRIX_FUNCTIONS, SCATTERS
 
 Own = Callable[[JaxprEqn, frozenset[int]], FactorRule]
 OWN: dict[str, Own] = {}
@@ -331,16 +329,6 @@ def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     return loops.rule([dims] * half + [[]] * half, [kept] * half)
 
 
-_MONOID_OF_PRIMITIVE: dict[str, Kind] = {
-    "add": "sum",
-    "max": "max",
-    "min": "min",
-    "mul": "prod",
-    "and": "and",
-    "or": "or",
-}
-
-
 def _body_monoid(jaxpr: Any) -> Kind:
     """What the body of a reduction combines its two arguments with, if it is that alone."""
     if len(jaxpr.eqns) != 1:
@@ -349,4 +337,4 @@ def _body_monoid(jaxpr: Any) -> Kind:
     combines = set(map(id, eqn.invars)) == set(map(id, jaxpr.invars))
     if not combines or jaxpr.outvars[0] is not eqn.outvars[0]:
         return "replicated"
-    return _MONOID_OF_PRIMITIVE.get(eqn.primitive.name, "replicated")
+    return COMBINES.get(eqn.primitive.name, "replicated")

@@ -12,16 +12,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopar.errors import UnknownPrimitiveWarning
 from autopar.passes import jax_compat
 from autopar.passes.factors.own import OWN, elementwise, replicated
-from autopar.passes.factors.primitives import (
-    CONTROL_FLOW,
-    ELEMENTWISE,
-    SCATTERS,
-    is_known,
-    whole_dims,
-)
+from autopar.passes.factors.primitives import is_known, whole_dims
 from autopar.passes.factors.rule import Factor, FactorRule, ValueFactors
 from autopar.passes.factors.shardy import lower_rules
 from autopar.passes.graph import user_source
+from autopar.passes.primitives import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
 
 
 class Rules(Mapping[JaxprEqn, FactorRule]):
@@ -91,8 +86,8 @@ def _equations(
                 zero = (v for v, atom in given if _is_zero(atom, known))
                 yield from _equations(inner, frozenset(zero))
             continue
-        if name in _KEEPS_ZERO and _is_zero(eqn.invars[0], known):
-            known.add(eqn.outvars[0])
+        if name in KEEPS_ZERO and all(_is_zero(atom, known) for atom in eqn.invars):
+            known.update(eqn.outvars)
         positions = _ZERO_MATTERS.get(name, ())
         yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], known))
 
@@ -118,9 +113,6 @@ def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, list[tuple[Var, Any]]]]:
 
 # A scatter adds to its first operand, a reduction to its initial value.
 _ZERO_MATTERS: dict[str, tuple[int, ...]] = {**dict.fromkeys(SCATTERS, (0,)), "reduce": (1,)}
-_KEEPS_ZERO = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose"}
-)
 
 
 def _is_zero(atom: Any, zeros: set[Var]) -> bool:

@@ -1,4 +1,4 @@
-"""What we know of JAX's primitives: which are elementwise, and which dimensions must stay whole.
+"""Which dimensions of an equation's operands and results must stay whole.
 
 `whole_dims` is read by `bind_local`, which refuses to cut such a dimension, and by `populate`,
 which therefore never offers it: it is the one place where the two agree.
@@ -14,71 +14,18 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
-from autopar.passes.factors.rule import Kind
+from autopar.passes.primitives import (
+    CUMULATIVE,
+    CUT_ANYWHERE,
+    DRAWS,
+    ELEMENTWISE,
+    MATRIX_FUNCTIONS,
+    SCATTERS,
+    WINDOWS,
+)
 
 Dims = tuple[int, ...]
 ValueDims = tuple[Dims, ...]  # one entry per operand or result
-
-
-def names(text: str) -> frozenset[str]:
-    """A set of words."""
-    return frozenset(text.split())
-
-
-# One result element from the operands' elements at the same place. Operands may be of rank 0, or
-# have dimensions of size 1 that are repeated.
-UNARY = names(
-    """
-    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj
-    convert_element_type copy copy_p cos cosh device_put digamma erf erf_inv erfc exp exp2 expm1
-    floor imag integer_pow is_finite lgamma log log1p logistic name neg not one_minus_square
-    population_count random_clone real reduce_precision round rsqrt sign sin sinh sqrt square
-    stop_gradient tan tanh
-    """
-)
-NARY = names(
-    """
-    add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt
-    lt_to max min mul mulhi ne nextafter or polygamma polynomial pow
-    regularized_incomplete_beta rem select_n
-    shift_left shift_right_arithmetic shift_right_logical sub threefry2x32 tie xor zeta
-    """
-)
-ELEMENTWISE = UNARY | NARY
-
-CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
-REDUCTIONS: dict[str, Kind] = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
-WINDOW_REDUCTIONS = frozenset(
-    {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"}
-)
-SCATTERS: dict[str, Kind | None] = {
-    "scatter": None,
-    "scatter-add": "sum",
-    "scatter-sub": "sum",
-    "scatter-mul": "prod",
-    "scatter-min": "min",
-    "scatter-max": "max",
-    "scatter_add": "sum",
-    "scatter_sub": "sum",
-    "scatter_mul": "prod",
-    "scatter_min": "min",
-    "scatter_max": "max",
-}
-# Functions of the trailing matrices, applied to each of a batch.
-MATRIX_FUNCTIONS = names(
-    """
-    cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu
-    lu_pivots_to_permutation qr schur svd triangular_solve tridiagonal tridiagonal_solve
-    """
-)
-CONTROL_FLOW = frozenset({"scan", "while", "cond"})
 
 
 def shape_of(var: Any) -> tuple[int, ...]:
@@ -116,17 +63,8 @@ def whole_dims(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 def is_known(name: str) -> bool:
     """Whether there is a way to evaluate the primitive on slices."""
-    return name in ELEMENTWISE or name in _FREE or name in _WHOLE
+    return name in ELEMENTWISE or name in CUT_ANYWHERE or name in _WHOLE
 
-
-# Primitives whose every dimension can be cut in some way (the rule says together with which).
-_FREE = names(
-    """
-    broadcast_in_dim concatenate conv_general_dilated dot_general iota optimization_barrier pad
-    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reshape slice split
-    squeeze tile transpose
-    """
-)
 
 _Whole = Callable[[JaxprEqn], tuple[ValueDims, ValueDims]]
 _WHOLE: dict[str, _Whole] = {}
@@ -140,7 +78,7 @@ def _whole(*names: str) -> Callable[[_Whole], _Whole]:
     return register
 
 
-@_whole("random_seed", "random_fold_in", "random_split", "random_bits", "random_gamma")
+@_whole("random_seed", *DRAWS)
 def _random(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     # Generators other than threefry may draw one stream for a whole batch of keys.
     name, key = eqn.primitive.name, eqn.invars[0].aval
@@ -352,7 +290,7 @@ def _convolution(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     return (numbers.lhs_spec[2:], numbers.rhs_spec[2:]), (numbers.out_spec[2:],)
 
 
-@_whole(*WINDOW_REDUCTIONS, "select_and_scatter_add", "select_and_gather_add", "select_and_scatter")
+@_whole(*WINDOWS)
 def _windowed(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     params = eqn.params
     rank = len(params["window_dimensions"])

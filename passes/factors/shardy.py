@@ -32,13 +32,8 @@ _MONOIDS: dict[str, Kind] = {
     "stablehlo.or": "or",
 }
 # Operations that map partial results to partial results: they move or copy elements, or cast them.
-_MOVES = frozenset(
-    {
-        "stablehlo.reshape",
-        "stablehlo.transpose",
-        "stablehlo.broadcast_in_dim",
-        "stablehlo.convert",
-    }
+_PASS_PARTIAL = frozenset(
+    f"stablehlo.{name}" for name in ("reshape", "transpose", "broadcast_in_dim", "convert")
 )
 
 
@@ -182,7 +177,7 @@ class _Composition:
             for dim, indices in zip(value, value_dims, strict=True):
                 _join(dim, tuple(loops[i] for i in indices))
         carried = [loop for value in operation.operands for loop in self.partial.get(value, ())]
-        if carried and name not in _MOVES:
+        if carried and name not in _PASS_PARTIAL:
             for loop in carried:
                 _block((loop,))
         if rule.reduced:

@@ -24,6 +24,7 @@ from autopar.passes.microbatch.equations import (
     guess_place,
 )
 from autopar.passes.microbatch.lattice import State
+from autopar.passes.primitives import ADDS
 
 if TYPE_CHECKING:
     from autopar.passes.microbatch.propagate import Forward
@@ -273,9 +274,7 @@ def _only_adds(body: Jaxpr, operand: int, result: int) -> bool:
         ]
         if not read:
             continue
-        adds = eqn.primitive.name in ("add", "add_any") or (
-            eqn.primitive.name == "sub" and read == [0]
-        )
+        adds = eqn.primitive.name in ADDS or (eqn.primitive.name == "sub" and read == [0])
         if not adds or len(read) != 1 or eqn.invars[read[0]] is not current:
             return False
         current = eqn.outvars[0]

@@ -19,6 +19,7 @@ from autopar.passes.factors.primitives import random_implementation
 from autopar.passes.factors.rule import MONOIDS, FactorRule
 from autopar.passes.microbatch import lattice
 from autopar.passes.microbatch.lattice import WHOLE, Form, Occurrences, Place, State
+from autopar.passes.primitives import COMBINES, CONTROL_FLOW
 
 Mode = Literal["whole", "cut", "linear", "each", "early", "late", "inner", "mapped"]
 
@@ -149,10 +150,6 @@ def _most_frequent(targets: Any) -> tuple[int, int] | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-# What an equation may do with partial results of a monoid that is not the sum.
-_HOMOMORPHIC = {"max": "max", "min": "min", "prod": "mul", "and": "and", "or": "or"}
-
-
 def _linear(
     eqn: JaxprEqn, states: Sequence[State], context: Context
 ) -> tuple[Decision, list[State]] | str:
@@ -166,7 +163,7 @@ def _linear(
     jointly: frozenset[int] | None = None
     if monoid == "sum":
         jointly = next((set_ for set_ in linear_operands(eqn) if positions <= set_), None)
-    elif eqn.primitive.name == _HOMOMORPHIC[monoid]:
+    elif COMBINES.get(eqn.primitive.name) == monoid:
         jointly = frozenset(range(len(states)))
     elif lattice.moves_elements(eqn):
         jointly = positions
@@ -252,7 +249,7 @@ def guess_place(shape: Sequence[int], context: Context) -> tuple[Place | None, b
 
 def is_control_flow(eqn: JaxprEqn) -> bool:
     """Whether an equation holds bodies, which are analysed in their turn."""
-    return eqn.primitive.name in ("scan", "while", "cond")
+    return eqn.primitive.name in CONTROL_FLOW
 
 
 def regenerate(

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
-from autopar.passes.factors.primitives import names
 from autopar.passes.factors.rule import DimFactors, FactorRule, ValueFactors
+from autopar.passes.primitives import KEEPS_ZERO, REARRANGES
 
 Kind = Literal["whole", "split", "partial", "late"]
 Place = tuple[int, int]  # (dimension, major)
@@ -177,16 +177,6 @@ class Occurrences:
         return found
 
 
-# Structure that moves elements and computes nothing: zeros stay zeros, and every monoid's partial
-# results stay partial results.
-
-_MOVES = names("broadcast_in_dim copy copy_p expand_dims reshape rev slice squeeze transpose")
-_KEEPS_ZERO = _MOVES | names(
-    """
-    add add_any concatenate convert_element_type cumsum dynamic_slice neg pad real reduce_precision
-    reduce_sum select_n sub
-    """
-)
 _NOT_DATA = {"select_n": lambda k: k == 0, "dynamic_slice": lambda k: k > 0}
 
 
@@ -196,7 +186,7 @@ def keeps_zero(eqn: JaxprEqn, states: Sequence[State]) -> bool:
     A product with a zero is not: the other factor may be infinite.
     """
     name = eqn.primitive.name
-    if name not in _KEEPS_ZERO:
+    if name not in KEEPS_ZERO:
         return False
     skip = _NOT_DATA.get(name)
     return all(state.zero for k, state in enumerate(states) if not (skip and skip(k)))
@@ -204,4 +194,4 @@ def keeps_zero(eqn: JaxprEqn, states: Sequence[State]) -> bool:
 
 def moves_elements(eqn: JaxprEqn) -> bool:
     """Whether the only operand's elements are moved or repeated, and nothing else."""
-    return eqn.primitive.name in _MOVES and len(eqn.invars) == 1
+    return eqn.primitive.name in REARRANGES and len(eqn.invars) == 1

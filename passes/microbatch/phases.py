@@ -12,7 +12,6 @@ from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from autopar.passes.factors.primitives import names
 from autopar.passes.graph import Atom
 from autopar.passes.microbatch.control_flow import Bodies
 from autopar.passes.microbatch.demand import (
@@ -30,6 +29,7 @@ from autopar.passes.microbatch.demand import (
 from autopar.passes.microbatch.equations import Context, Decision
 from autopar.passes.microbatch.lattice import WHOLE, Form, Place
 from autopar.passes.microbatch.propagate import Forward
+from autopar.passes.primitives import PULLED
 
 
 @dataclass(frozen=True)
@@ -251,13 +251,6 @@ def find_phases(forward: Forward, context: Context) -> Phases:
 # Where a linear equation on sums is evaluated: behind the loop, unless its result takes fewer bytes
 # in the loop's carry than its operands would.
 
-_CHEAP = names(
-    """
-    add add_any broadcast_in_dim concatenate convert_element_type div mul neg reduce_sum reshape
-    select_n sub transpose
-    """
-)
-
 
 def _pulled(forward: Forward) -> frozenset[int]:
     """The linear equations that are evaluated on partial sums in the loop.
@@ -286,7 +279,7 @@ def _pulled(forward: Forward) -> frozenset[int]:
             for atom in eqn.invars
             if not isinstance(atom, Literal) and forward.states[atom].kind == "partial"
         }
-        if len(eqn.outvars) != 1 or eqn.primitive.name not in _CHEAP:
+        if len(eqn.outvars) != 1 or eqn.primitive.name not in PULLED:
             cost.update((var, 0) for var in eqn.outvars)
             better.update((var, []) for var in eqn.outvars)
             continue

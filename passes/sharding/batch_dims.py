@@ -10,8 +10,8 @@ from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph
+from autopar.passes.primitives import CONTROL_FLOW
 from autopar.passes.sharding.strategies import outer_factor
 
 BatchDims = dict[Var, frozenset[int]]

@@ -14,11 +14,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes import jax_compat
 from autopar.passes.factors.linear import linear_operands
-from autopar.passes.factors.primitives import CONTROL_FLOW
 from autopar.passes.graph import Graph, user_source
+from autopar.passes.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.layout import Layout, replicated, without_partial
-from autopar.passes.sharding.memory import UNFUSED
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scopes import (
@@ -35,25 +34,6 @@ from autopar.passes.sharding.scopes import (
 )
 from autopar.passes.sharding.sums import accumulates, starts_of_sums
 
-# Equations that always open a group of their own: what they cost depends on what they cut.
-HEAVY = frozenset(
-    {
-        "dot_general",
-        "conv_general_dilated",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter_mul",
-        "scatter_min",
-        "scatter_max",
-        "sort",
-        "select_and_scatter_add",
-        "cumsum",
-        "dynamic_slice",
-        "dynamic_update_slice",
-    }
-)
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 MANY_OPTIONS = 16
 # A result this many times larger than what it is made from is recomputed, not moved.
@@ -295,7 +275,7 @@ class _Builder:
     def _is_flexible(
         self, eqn: JaxprEqn, shape: st.Shape, values: list[Value], sizes: list[int]
     ) -> bool:
-        if len(sizes) != 1 or eqn.primitive.name in HEAVY:
+        if len(sizes) != 1 or eqn.primitive.name in OPENS_GROUP:
             return False
         if any(f.kind not in ("pass", "replicated") for f in shape.rule.factors):
             return False
@@ -308,7 +288,7 @@ class _Builder:
         A state leaf's or an accumulator's group takes in what is joined with it; other joins of
         two groups open one, so that what comes from either may be moved.
         """
-        if eqn.primitive.name in HEAVY:
+        if eqn.primitive.name in OPENS_GROUP:
             return None
         rigid = [i for i, v in enumerate(values) if isinstance(v, Rigid)]
         if not rigid:
@@ -331,7 +311,7 @@ class _Builder:
     def opener(
         self, scope: Scope, eqn: JaxprEqn, shape: st.Shape, values: list[Value]
     ) -> tuple[Entry, list[Value]]:
-        options = self.options(eqn, shape, heavy=eqn.primitive.name in HEAVY)
+        options = self.options(eqn, shape, heavy=eqn.primitive.name in OPENS_GROUP)
         label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
         node = self.boundary(label, user_source(eqn), [o.results[0] for o in options], scope.times)
         self.built.nodes[node].choices = options

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
+from autopar.passes.primitives import ENDS_FUSION, UNFUSED
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.program import (
     Block,
@@ -30,24 +31,6 @@ from autopar.passes.sharding.scopes import aval_shape, itemsize
 
 # Instructions over which an elementwise value is taken to be fused into its reader.
 FUSION_REACH = 32
-UNFUSED = frozenset(
-    {
-        "dot_general",
-        "conv_general_dilated",
-        "sort",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "cumsum",
-        "concatenate",
-        "dynamic_update_slice",
-        "while",
-        "reduce_sum",
-        "reduce_max",
-        "select_and_scatter_add",
-        "optimization_barrier",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -168,7 +151,7 @@ def _is_fused(
         return False
     return all(
         isinstance(reader := instructions[t], Compute)
-        and reader.eqn.primitive.name not in UNFUSED - {"reduce_sum", "reduce_max"}
+        and reader.eqn.primitive.name not in UNFUSED - ENDS_FUSION
         for t in readers
         if t < len(instructions)
     ) and last < len(instructions)

@@ -11,12 +11,10 @@ from autopar.cluster import Cluster
 from autopar.passes.costs import alpha_beta, compute_seconds
 from autopar.passes.factors.flops import flops
 from autopar.passes.factors.rule import FactorRule
+from autopar.passes.primitives import PRODUCTS, UNFUSED
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.memory import UNFUSED
 from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-
-MATRIX_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 class Pricing:
@@ -77,5 +75,5 @@ class Pricing:
             moved,
             str(eqn.outvars[0].aval.dtype),
             self.cluster,
-            is_matmul=eqn.primitive.name in MATRIX_PRODUCTS,
+            is_matmul=eqn.primitive.name in PRODUCTS,
         )

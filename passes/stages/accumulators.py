@@ -13,13 +13,9 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.passes.factors.primitives import names
 from autopar.passes.graph import Atom
+from autopar.passes.primitives import ADDS, PASSED
 from autopar.passes.stages.anatomy import Anatomy, Carried
-
-_ADDITIONS = frozenset({"add", "add_any"})
-# Linear in their one operand, and not worth a stage of their own.
-_PASSED = names("convert_element_type copy neg reduce_sum reshape squeeze transpose")
 
 
 @dataclass(frozen=True)
@@ -109,11 +105,11 @@ def is_sum(eqns: list[JaxprEqn], carried: Carried) -> bool:
 
 
 def _passes(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _PASSED and len(eqn.invars) == 1
+    return eqn.primitive.name in PASSED and len(eqn.invars) == 1
 
 
 def _adds(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _ADDITIONS and all(
+    return eqn.primitive.name in ADDS and all(
         not isinstance(v, Literal) and v.aval.shape == eqn.outvars[0].aval.shape for v in eqn.invars
     )
 

@@ -21,17 +21,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.errors import OptionError
 from autopar.passes import jax_compat
 from autopar.passes.factors.flops import total_flops
-from autopar.passes.factors.primitives import CONTROL_FLOW, ELEMENTWISE, MATRIX_FUNCTIONS, names
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom, Graph, Input
+from autopar.passes.primitives import ELEMENTWISE, HEAVY, RESHAPES
 
-HEAVY = (
-    names("dot_general ragged_dot_general conv_general_dilated fft")
-    | MATRIX_FUNCTIONS
-    | CONTROL_FLOW
-)
 # Each result element from one element of every operand.
-_PLAIN = ELEMENTWISE | names("broadcast_in_dim reshape select_n squeeze transpose")
+_PLAIN = ELEMENTWISE | RESHAPES
 _TRANSPOSED = re.compile(r"(^|[/(])transpose\(")
 
 

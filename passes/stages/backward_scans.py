@@ -15,11 +15,11 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import graph as graphs
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import names
 from autopar.passes.graph import Atom, Graph
-from autopar.passes.stages.anatomy import HEAVY, Anatomy
+from autopar.passes.primitives import ADDS, CASTS, HEAVY
+from autopar.passes.stages.anatomy import Anatomy
 
-_SUMS = names("add add_any copy convert_element_type")
+_SUMS = ADDS | CASTS
 
 
 def split_backward_scans(parts: Anatomy) -> Graph:

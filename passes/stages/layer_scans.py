@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import ELEMENTWISE, names
 from autopar.passes.graph import Atom
+from autopar.passes.primitives import ELEMENTWISE
 from autopar.passes.stages.anatomy import Anatomy, bytes_of, holds, leaves_of
-
-_SAME_SHAPE = ELEMENTWISE | names("copy convert_element_type optimization_barrier select_n")
 
 
 class Origins:
@@ -64,7 +62,7 @@ class Origins:
                 atom = eqn.invars[place]
             elif name == "transpose":
                 atom, axis = eqn.invars[0], int(eqn.params["permutation"][axis])
-            elif name in _SAME_SHAPE:
+            elif name in ELEMENTWISE:
                 shape = eqn.outvars[place].aval.shape
                 large = [v for v in eqn.invars if v.aval.shape == shape]
                 if len({id(v) for v in large}) != 1:

@@ -22,7 +22,8 @@ from autopar.passes import graph as graphs
 from autopar.passes import jax_compat
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Graph, user_source
-from autopar.passes.stages.anatomy import HEAVY, Anatomy, bytes_of, dissect, flops_of
+from autopar.passes.primitives import HEAVY
+from autopar.passes.stages.anatomy import Anatomy, bytes_of, dissect, flops_of
 from autopar.passes.stages.layer_scans import find_layer_scans
 from autopar.passes.stages.result import Layer, Layers
 from autopar.passes.stages.twins import find_twins

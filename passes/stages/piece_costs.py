@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autopar.passes.factors.primitives import CONTROL_FLOW
+from autopar.passes.primitives import CONTROL_FLOW
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.program import Block, Branch, Compute, Loop, Reshard

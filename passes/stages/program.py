@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import names
 from autopar.passes.graph import Atom
+from autopar.passes.primitives import COMBINES
 from autopar.passes.stages.accumulators import Terms, absorbed_by
 from autopar.passes.stages.anatomy import Anatomy, holds, is_small
 from autopar.passes.stages.placement import Placement
@@ -186,12 +186,6 @@ def _sum_of(adding: JaxprEqn, atoms: Sequence[Atom], result: Var) -> list[JaxprE
     return eqns
 
 
-# Scalar sums over all stages, such as a global norm; likewise other operations that may be done in
-# any order, such as whether all gradients are finite.
-
-_MONOIDS = names("add add_any and max min mul or")
-
-
 def _located(
     parts: Anatomy, body: Sequence[Placed], carries: Sequence[Carry], outside: Sequence[Placed]
 ) -> dict[Var, frozenset[int]]:
@@ -221,7 +215,8 @@ def split_scalar_sums(
 ) -> list[Placed]:
     """Replace copied sums (or the like) of scalars from several stages by one partial per stage.
 
-    Each stage adds up its own scalars and sends one; the sum of those is copied.
+    Each stage adds up its own scalars and sends one; the sum of those is copied. It is mostly a
+    global norm, or whether all gradients are finite.
     """
     uses = Counter(v for item in behind for v in item.eqn.invars if not isinstance(v, Literal))
     made_by = {var: place for place, item in enumerate(behind) for var in item.eqn.outvars}
@@ -232,7 +227,7 @@ def split_scalar_sums(
         eqn = behind[place].eqn
         return (
             behind[place].stage is None
-            and eqn.primitive.name in _MONOIDS
+            and eqn.primitive.name in COMBINES
             and is_small(eqn.outvars[0].aval)
             and all(v.aval.shape == eqn.outvars[0].aval.shape for v in eqn.invars)
         )

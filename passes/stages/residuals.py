@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from autopar.passes.factors.primitives import names
+from autopar.passes.primitives import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
 from autopar.passes.sharding.program import Compute, Instruction, Version
 from autopar.passes.sharding.scopes import itemsize
 from autopar.passes.stages.mincut import source_side
@@ -25,28 +25,12 @@ from autopar.passes.stages.wiring import has_effect, reads, writes
 # Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
 # takes some ten vector operations. What is kept is moved twice.
 _KEPT = 2 * 8
+# On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
 _PRICES = {
-    **dict.fromkeys(
-        names(
-            """
-            abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy copy_p eq
-            expand_dims floor ge gt imag integer_pow iota is_finite le lt max min mul name ne neg
-            not one_minus_square or real reduce_precision reshape round select_n shift_left
-            shift_right_arithmetic shift_right_logical sign slice square squeeze stop_gradient sub
-            xor
-            """
-        ),
-        1,
-    ),
-    **dict.fromkeys(names("div rsqrt sqrt"), 2 * 8),
-    # On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
-    **dict.fromkeys(
-        names("cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"), 10 * 8
-    ),
+    **dict.fromkeys(CHEAP, 1),
+    **dict.fromkeys(ROOTS, 2 * 8),
+    **dict.fromkeys(TRANSCENDENTAL, 10 * 8),
 }
-# A last bit of an operand decides about these. Two programs may round it differently (XLA contracts
-# a product and a sum to one operation or not), and then no element would equal the maximum.
-_STEPS = names("ceil eq floor ge gt is_finite le lt ne round sign")
 _SOURCE, _SINK = 0, 1
 
 
@@ -134,14 +118,18 @@ def _price(
 
 
 def _is_step(eqn: JaxprEqn) -> bool:
-    """Whether its result jumps where an operand of real numbers changes a little."""
+    """Whether its result jumps where an operand of real numbers changes a little.
+
+    A last bit of an operand decides there. Two programs may round it differently (XLA contracts a
+    product and a sum to one operation or not), and then no element would equal the maximum.
+    """
 
     def is_real(atom: Any) -> bool:
         return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
     if eqn.primitive.name == "convert_element_type":
         return is_real(eqn.invars[0]) and not is_real(eqn.outvars[0])
-    return eqn.primitive.name in _STEPS and any(map(is_real, eqn.invars))
+    return eqn.primitive.name in STEPS and any(map(is_real, eqn.invars))
 
 
 class _Cut:

@@ -9,9 +9,10 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import names, shape_of
+from autopar.passes.factors.primitives import shape_of
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom
+from autopar.passes.primitives import MONOID_REDUCTIONS, POSITIONAL, PRODUCTS
 
 Sizes = tuple[int, ...]
 
@@ -97,20 +98,13 @@ def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]
 
 # Of a part of the operands, these compute a part of the sum (maximum, ...) with the same params. A
 # gather does not, though its rule says "sum": its indices count from the whole operand's start.
-_REDUCTIONS = names(
-    "dot_general conv_general_dilated reduce_and reduce_max reduce_min reduce_or reduce_prod"
-    " reduce_sum"
-)
-# Their params hold shapes or positions that are not rewritten here, or results depend on the place.
-_WHOLE = frozenset(
-    {"tile", "iota", "pad", "random_bits", "random_split", "random_fold_in", "random_gamma"}
-)
+_REDUCTIONS = PRODUCTS | MONOID_REDUCTIONS.keys()
 
 
 def changed_params(eqn: JaxprEqn, cut: Cut, place: int) -> dict[str, Any] | None:
     """The params that one run needs otherwise, or None where they cannot be told."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _WHOLE or name.startswith("scatter"):
+    if name in POSITIONAL:
         return None
     size = cut.sizes[place]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import Literal, Var
 
-from autopar.passes.stages.anatomy import HEAVY
+from autopar.passes.primitives import HEAVY
 from autopar.passes.stages.demand import Needs
 from autopar.passes.stages.program import Program
 from autopar.passes.stages.result import Task

@@ -14,7 +14,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
 from autopar.passes.graph import Atom
-from autopar.passes.stages.anatomy import HEAVY, Anatomy
+from autopar.passes.primitives import HEAVY
+from autopar.passes.stages.anatomy import Anatomy
 
 _WRAPPER = re.compile(r"(transpose|jvp|vmap|checkpoint|rematted_computation|remat)\(?|\)")
 

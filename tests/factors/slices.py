@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from autopar.passes.factors.primitives import SCATTERS
 from autopar.passes.factors.rule import FactorRule, check_rule
 from autopar.passes.graph import flatten
 from autopar.passes.localize import Cut, Cuts, bind_local, rule_cuts
+from autopar.passes.primitives import SCATTERS
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
