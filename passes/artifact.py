@@ -17,6 +17,7 @@ from autopar.options import Options
 from autopar.passes.candidates import Planned, Split, memory_limit_of, prepare
 from autopar.passes.costs import collective_seconds
 from autopar.passes.factors.flops import flops
+from autopar.passes.factors.rule import Rules
 from autopar.passes.graph import Graph, Output, inner_jaxprs
 from autopar.passes.primitives import CONTROL_FLOW
 from autopar.passes.sharding.build import Built
@@ -211,7 +212,7 @@ def _reason(chosen: Planned, options: Options, cluster: Cluster) -> str:
     return f"the fewest with which a step fits {format_bytes(limit)} per device"
 
 
-def total_flops(jaxpr: Any, rules: Any, times: int = 1) -> int:
+def total_flops(jaxpr: Any, rules: Rules, times: int = 1) -> int:
     """Operations of a whole step over all devices; loops count their trips, branches both sides."""
     total = 0
     for eqn in jaxpr.eqns:

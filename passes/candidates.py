@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.cluster import Cluster, axis_names
 from autopar.options import Options
 from autopar.passes.costs import PICOSECONDS
+from autopar.passes.factors.rule import Rules
 from autopar.passes.graph import Graph
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import Built, build
@@ -30,7 +30,7 @@ class Split:
     """A graph with its batch split in time, its rules, and how each output is put together."""
 
     graph: Graph
-    rules: Any
+    rules: Rules
     certificate: tuple[OutputCertificate, ...]
 
 

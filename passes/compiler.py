@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.cluster import Cluster, axis_names
 from autopar.errors import (
@@ -37,10 +36,10 @@ from autopar.passes import microbatch
 from autopar.passes.artifact import follow_plan, make_plan
 from autopar.passes.candidates import Planned, Split, memory_limit_of, plan_mesh
 from autopar.passes.factors.populate import populate
-from autopar.passes.graph import Graph, fingerprint
+from autopar.passes.factors.rule import Rules
+from autopar.passes.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.sharding.program import Program
 from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch, check_pins
-from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.stages.artifact import (
     follow_pipeline,
     list_candidates,
@@ -154,7 +153,7 @@ def compile_graph(
 
 def _compile_pipeline(
     graph: Graph,
-    rules: Any,
+    rules: Rules,
     options: Options,
     cluster: Cluster,
     program_hash: str,
@@ -189,7 +188,7 @@ def _pipelined(
 
 def _automatic_pipelines(
     graph: Graph,
-    rules: Any,
+    rules: Rules,
     options: Options,
     cluster: Cluster,
     report: Report,
@@ -198,7 +197,7 @@ def _automatic_pipelines(
 
     With the microbatches that are asked, else with about four for each node (at least eight).
     """
-    sizes = _batch_sizes(graph)
+    sizes = batch_sizes(graph)
     if options.microbatches == 1 or options.logical_mesh is not None or not sizes:
         return []
     count = int(options.microbatches) if options.microbatches != "auto" else 1
@@ -224,7 +223,7 @@ def _pipeline_counts(graph: Graph, options: Options, meshes: int) -> Iterator[in
     Raises:
       OptionError: a pipeline cannot have that number.
     """
-    sizes = _batch_sizes(graph)
+    sizes = batch_sizes(graph)
     if options.microbatches != "auto":
         if int(options.microbatches) < 2:
             raise OptionError(
@@ -268,20 +267,12 @@ def _pipeline_out_of_memory(candidates: Sequence[Pipelined], options: Options) -
     )
 
 
-def _batch_sizes(graph: Graph) -> set[int]:
-    return {
-        aval_shape(var)[label.batch_axis]
-        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        if label.batch_axis is not None
-    }
-
-
 def _microbatch_counts(graph: Graph, options: Options) -> Iterator[int]:
     """The number that the user wants; else as few as fit: 1, 2, 4, ... while the batch divides."""
     if options.microbatches != "auto":
         yield int(options.microbatches)
         return
-    sizes = _batch_sizes(graph)
+    sizes = batch_sizes(graph)
     count = 1
     while count == 1 or all(size % count == 0 for size in sizes):
         yield count
@@ -290,7 +281,7 @@ def _microbatch_counts(graph: Graph, options: Options) -> Iterator[int]:
         count *= 2
 
 
-def _split(graph: Graph, rules: Any, options: Options, count: int, report: Report) -> Split:
+def _split(graph: Graph, rules: Rules, options: Options, count: int, report: Report) -> Split:
     if count == 1:
         whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
         return Split(graph, rules, whole)

@@ -349,3 +349,12 @@ def _param_text(value: Any) -> str:
 def with_jaxpr(graph: Graph, jaxpr: Jaxpr) -> Graph:
     """The same labels on another program."""
     return replace(graph, jaxpr=jaxpr)
+
+
+def batch_sizes(graph: Graph) -> set[int]:
+    """How many rows the inputs that hold a batch have."""
+    return {
+        var.aval.shape[label.batch_axis]
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.batch_axis is not None
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -91,6 +91,14 @@ def replace_jaxpr(jaxpr: Jaxpr, **changes: Any) -> Jaxpr:
     if "constvars" in changes or "invars" in changes or "outvars" in changes:
         changes.setdefault("debug_info", jaxpr.debug_info.with_unknown_names())
     return jaxpr.replace(**changes)
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], **changes: Any) -> list[Any]:
+    """The results of an equation's primitive on these operands, with some params changed."""
+    bound = eqn.primitive.get_bind_params({**eqn.params, **changes})
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # older releases
+    results = eqn.primitive.bind(*functions, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def optimization_barrier_primitive() -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
-from autopar.passes import products
+from autopar.passes import jax_compat, products
 from autopar.passes.factors.primitives import (
     dtype_of,
     gather_picks,
@@ -162,20 +162,12 @@ def bind_local(
 
 def bind_with(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
     """Evaluate an equation on other operands and with some params changed."""
-    params = {**eqn.params, **changes} if changes else eqn.params
+    if eqn.primitive.name == "dot_general":
+        return [products.multiply(eqn.primitive.bind, operands, {**eqn.params, **changes})]
     if eqn.primitive.name in DRAWS:
         with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
-            return _bind_params(eqn, operands, params)
-    return _bind_params(eqn, operands, params)
-
-
-def _bind_params(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    bound = eqn.primitive.get_bind_params(params)  # older releases return functions apart
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    if eqn.primitive.name == "dot_general":
-        return [products.multiply(eqn.primitive.bind, operands, params)]
-    results = eqn.primitive.bind(*functions, *operands, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
+            return jax_compat.bind(eqn, operands, **changes)
+    return jax_compat.bind(eqn, operands, **changes)
 
 
 # Params that hold shapes. Each function takes bind_local's arguments and returns its results.

@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.passes.arguments import Argument, Request, Result
+from autopar.passes.factors.primitives import is_key as is_typed_key
 from autopar.passes.graph import Input, Output
 from autopar.passes.primitives import REARRANGES
 from autopar.passes.returned import UNCHANGED, Match, find_returned
@@ -116,7 +117,7 @@ def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
     for argument in arguments:
         for index, _, leaf in argument.arrays():
             var = jaxpr.invars[index]
-            if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if is_typed_key(leaf):
                 is_key = not leaf.shape
             else:
                 is_raw = leaf.dtype == np.uint32 and leaf.shape in _KEY_SHAPES

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
+from autopar.passes.factors.primitives import is_key
 from autopar.passes.jax_compat import scan_counts, source_context
 from autopar.passes.localize import Cut, bind_local
 from autopar.passes.sharding.layout import Layout, num_parts
@@ -181,7 +182,7 @@ class _Device:
             def run(*values: Any) -> list[Any]:
                 results = self.block(block, values)
                 return [
-                    lax.convert_element_type(r, a.dtype) if not _is_key(r) else r
+                    lax.convert_element_type(r, a.dtype) if not is_key(r) else r
                     for r, a in zip(results, avals, strict=True)
                 ]
 
@@ -194,7 +195,7 @@ class _Device:
     # -- resharding --------------------------------------------------------------------------
 
     def step(self, step: Step, value: Any) -> Any:
-        if _is_key(value):  # collectives carry the numbers that a typed key wraps
+        if is_key(value):  # collectives carry the numbers that a typed key wraps
             data = self.step(step, jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         value = jnp.asarray(value)
@@ -223,15 +224,11 @@ class _Device:
 def _like(value: Any, reference: Any) -> Any:
     """A carry must keep its dtype and weak type through the loop."""
     value = jnp.asarray(value)
-    if _is_key(value) or (
+    if is_key(value) or (
         value.dtype == reference.dtype and value.weak_type == getattr(reference, "weak_type", False)
     ):
         return value
     return lax.convert_element_type(value, reference.dtype)
-
-
-def _is_key(value: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(jnp.asarray(value).dtype, jax.dtypes.extended))
 
 
 def _all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:

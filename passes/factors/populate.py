@@ -13,13 +13,13 @@ from autopar.errors import UnknownPrimitiveWarning
 from autopar.passes import jax_compat
 from autopar.passes.factors.own import OWN, elementwise, replicated
 from autopar.passes.factors.primitives import is_known, whole_dims
-from autopar.passes.factors.rule import Factor, FactorRule, ValueFactors
+from autopar.passes.factors.rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.factors.shardy import lower_rules
 from autopar.passes.graph import user_source
 from autopar.passes.primitives import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
 
 
-class Rules(Mapping[JaxprEqn, FactorRule]):
+class _EquationRules(Mapping[JaxprEqn, FactorRule]):
     """The factor rule of every equation that is not control flow, keyed by the equation itself."""
 
     def __init__(self, rules: Sequence[tuple[JaxprEqn, FactorRule]]):
@@ -68,7 +68,7 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
         if _CACHE[key] is None and name not in warned:
             warned.add(name)
             _warn(eqn)
-    return Rules([(eqn, _CACHE[key] or _normal(replicated(eqn))) for eqn, key in pairs])
+    return _EquationRules([(eqn, _CACHE[key] or _normal(replicated(eqn))) for eqn, key in pairs])
 
 
 _CACHE: dict[Any, FactorRule | None] = {}  # None: there is no rule

@@ -7,8 +7,11 @@ A dimension that merges several loops lists them from the outermost: `([i,j])->(
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from jax.extend.core import JaxprEqn
 
 Kind = Literal["pass", "sum", "max", "min", "prod", "and", "or", "replicated"]
 MONOIDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
@@ -72,3 +75,6 @@ def check_rule(
             for factor in dim:
                 product *= rule.factors[factor].size
             assert product == size, (str(rule), dims, shape)
+
+
+Rules = Mapping[JaxprEqn, FactorRule]  # of every equation that is not control flow

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.factors.flops import flops
-from autopar.passes.factors.rule import FactorRule
+from autopar.passes.factors.rule import Rules
 from autopar.passes.graph import Graph, inner_jaxprs, user_source, walk
 from autopar.passes.microbatch.demand import Step
 from autopar.passes.microbatch.equations import MEETS, is_control_flow
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.propagate import Forward
-
-Rules = Mapping[JaxprEqn, FactorRule]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from autopar.passes import jax_compat
 from autopar.passes.graph import Atom, used_vars
@@ -118,14 +118,6 @@ def run(steps: Sequence[Step], env: Env) -> None:
                 env.write(var, form, result)
 
 
-def bind(eqn: JaxprEqn, operands: Sequence[Any], **changes: Any) -> list[Any]:
-    """The equation's primitive on these operands."""
-    bound = eqn.primitive.get_bind_params({**eqn.params, **changes})
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # older releases
-    results = eqn.primitive.bind(*functions, *operands, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def _evaluate(step: Step, operands: list[Any], env: Env) -> list[Any]:
     eqn = step.eqn
     if step.bodies:
@@ -133,13 +125,13 @@ def _evaluate(step: Step, operands: list[Any], env: Env) -> list[Any]:
     if is_barrier(eqn):
         kept = [k for k, form in enumerate(step.operand_forms) if form != ABSENT]
         results: list[Any] = [None] * len(operands)
-        for k, result in zip(kept, bind(eqn, [operands[k] for k in kept]), strict=True):
+        for k, result in zip(kept, jax_compat.bind(eqn, [operands[k] for k in kept]), strict=True):
             results[k] = result
         return results
     if not any(isinstance(form, tuple) for form in (*step.operand_forms, *step.result_forms)):
-        return bind(eqn, operands)
+        return jax_compat.bind(eqn, operands)
     if eqn.primitive.name == "scan":  # over the batch: each microbatch scans its own rows
-        return bind(eqn, operands, length=eqn.params["length"] // env.parts)
+        return jax_compat.bind(eqn, operands, length=eqn.params["length"] // env.parts)
     return bind_local(
         eqn,
         operands,
@@ -278,7 +270,7 @@ def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
         "body_nconsts": len(body_consts),
     }
     carry = _kept(operands[second:], forms[second:])
-    results = bind(step.eqn, [*condition_consts, *body_consts, *carry], **changes)
+    results = jax_compat.bind(step.eqn, [*condition_consts, *body_consts, *carry], **changes)
     return _spread(results, step.result_forms)
 
 
@@ -286,7 +278,7 @@ def _cond(step: Step, operands: list[Any], env: Env) -> list[Any]:
     pairs = list(zip(step.bodies, step.eqn.params["branches"], strict=True))
     branches, leading = _bodies(pairs, env)
     passed = [operands[0], *leading, *_kept(operands[1:], step.operand_forms[1:])]
-    return _spread(bind(step.eqn, passed, branches=tuple(branches)), step.result_forms)
+    return _spread(jax_compat.bind(step.eqn, passed, branches=tuple(branches)), step.result_forms)
 
 
 _CONTROL_FLOW = {"scan": _scan, "while": _while, "cond": _cond}

@@ -10,6 +10,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
 from autopar.passes import jax_compat
+from autopar.passes.factors.rule import Rules
 from autopar.passes.graph import Graph
 from autopar.passes.primitives import CONTROL_FLOW
 from autopar.passes.sharding.strategies import outer_factor
@@ -18,7 +19,7 @@ BatchDims = dict[Var, frozenset[int]]
 NONE: frozenset[int] = frozenset()
 
 
-def batch_dims(graph: Graph, rules: Any) -> BatchDims:
+def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
     """A variable's dimensions whose outermost loop is the batch; a variable without may be missing.
 
     Variables of inner bodies are included.
@@ -30,7 +31,7 @@ def batch_dims(graph: Graph, rules: Any) -> BatchDims:
     return found
 
 
-def _walk(jaxpr: Jaxpr, rules: Any, found: BatchDims) -> None:
+def _walk(jaxpr: Jaxpr, rules: Rules, found: BatchDims) -> None:
     def read(atom: Any) -> frozenset[int]:
         return NONE if isinstance(atom, jex_core.Literal) else found.get(atom, NONE)
 
@@ -59,7 +60,7 @@ def _walk(jaxpr: Jaxpr, rules: Any, found: BatchDims) -> None:
                     )
 
 
-def _scan(eqn: Any, rules: Any, found: BatchDims, read: Any) -> None:
+def _scan(eqn: Any, rules: Rules, found: BatchDims, read: Any) -> None:
     body: Jaxpr = eqn.params["jaxpr"].jaxpr
     num_consts, num_carry = jax_compat.scan_counts(eqn.params)
     for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):

@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes import jax_compat
 from autopar.passes.factors.linear import linear_operands
+from autopar.passes.factors.rule import Rules
 from autopar.passes.graph import Graph, user_source
 from autopar.passes.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.sharding import strategies as st
@@ -55,7 +56,7 @@ class Built:
 
 def build(
     graph: Graph,
-    rules: Any,
+    rules: Rules,
     mesh: tuple[int, ...],
     pricing: Pricing,
     restriction: Restriction,
@@ -70,7 +71,7 @@ class _Builder:
     def __init__(
         self,
         graph: Graph,
-        rules: Any,
+        rules: Rules,
         mesh: tuple[int, ...],
         pricing: Pricing,
         restriction: Restriction,
@@ -100,9 +101,10 @@ class _Builder:
             if label.role == "state":
                 self._state_nodes.add(node)
             small = label.role != "batch" and math.prod(aval_shape(var)) <= 1
-            env[var] = Small() if small else self.rigid(node, layouts, var, label.path)
-            if not small and not label.donated:
-                held.append(env[var])
+            rigid = None if small else self.rigid(node, layouts, var, label.path)
+            env[var] = rigid or Small()
+            if rigid is not None and not label.donated:
+                held.append(rigid)
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
         self.walk(built.scope, env)
@@ -290,21 +292,21 @@ class _Builder:
         """
         if eqn.primitive.name in OPENS_GROUP:
             return None
-        rigid = [i for i, v in enumerate(values) if isinstance(v, Rigid)]
+        rigid = {i: v for i, v in enumerate(values) if isinstance(v, Rigid)}
         if not rigid:
             return None
-        largest = max(math.prod(values[i].shape) for i in rigid)
-        big = [i for i in rigid if FREE_EXPANSION * math.prod(values[i].shape) > largest]
-        anchored = [i for i in big if values[i].node in self._state_nodes]
+        largest = max(math.prod(v.shape) for v in rigid.values())
+        big = {i: v.node for i, v in rigid.items() if FREE_EXPANSION * math.prod(v.shape) > largest}
+        anchored = [i for i, node in big.items() if node in self._state_nodes]
         if anchored:
             return anchored[0]
-        groups = {values[i].node for i in big}
-        return big[0] if len(groups) == 1 else None
+        return next(iter(big)) if len(set(big.values())) == 1 else None
 
     def follower(
         self, scope: Scope, eqn: JaxprEqn, shape: st.Shape, values: list[Value], lead: int
     ) -> tuple[Entry, list[Value]]:
         value = values[lead]
+        assert isinstance(value, Rigid)
         found = tuple(self.follow(shape, lead, layout) for layout in value.layouts)
         return self._grouped(scope, eqn, shape, values, value.node, found)
 
@@ -391,8 +393,8 @@ class _Builder:
             if what == "carry":
                 self._state_nodes.add(node)
             self.link(value, [lift(x) for x in layouts], node, scope.times)
-            env[var] = self.rigid(node, layouts, var, "")
-            entered.append(env[var])
+            entered.append(self.rigid(node, layouts, var, ""))
+            env[var] = entered[-1]
             boundaries.append(node)
 
         start = self.built.time
@@ -467,7 +469,7 @@ class _Builder:
                 boundaries.append(None)
                 results.append(Small())
                 continue
-            source = next((o[position] for o in outs if isinstance(o[position], Rigid)), None)
+            source = next((v for o in outs if isinstance(v := o[position], Rigid)), None)
             layouts = self.restriction.boundary_layouts(var, source, self.mesh, False)
             node = self.boundary(f"{label} result", user_source(eqn), layouts, scope.times)
             if source is not None and source.node in self._state_nodes:

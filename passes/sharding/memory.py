@@ -26,6 +26,8 @@ from autopar.passes.sharding.program import (
     Program,
     Reshard,
     Version,
+    is_literal,
+    reads,
 )
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 
@@ -55,19 +57,8 @@ def peak(program: Program, names: dict[Any, str], donated: Sequence[bool]) -> Pe
     return _block_peak(program.block, program.mesh, names, set(kept))
 
 
-def _reads(instruction: Instruction) -> list[Version]:
-    if isinstance(instruction, Reshard):
-        return _variables((instruction.source,))
-    if isinstance(instruction, Branch):
-        return _variables((instruction.index, *instruction.operands))
-    return _variables(instruction.operands)
-
-
-def _variables(versions: Sequence[Version]) -> list[Version]:
-    return [v for v in versions if not isinstance(v.atom, jex_core.Literal)]
-
-
-def _writes(instruction: Instruction) -> tuple[Version, ...]:
+def _made(instruction: Instruction) -> tuple[Version, ...]:
+    """All results: one that nothing reads takes memory as well."""
     return (instruction.target,) if isinstance(instruction, Reshard) else instruction.results
 
 
@@ -79,10 +70,10 @@ def _block_peak(
     last: dict[Version, int] = {}
     readers: dict[Version, list[int]] = defaultdict(list)
     for time, instruction in enumerate(instructions):
-        for version in _reads(instruction):
+        for version in reads(instruction):
             last[version] = time
             readers[version].append(time)
-    for version in (*_variables(block.outputs), *kept):
+    for version in (*(v for v in block.outputs if not is_literal(v)), *kept):
         last[version] = end
     free_at: dict[int, list[Version]] = defaultdict(list)
     for version, time in last.items():
@@ -92,7 +83,7 @@ def _block_peak(
     best, best_alive = total, dict(alive)
     for time, instruction in enumerate(instructions):
         inner = _inner_peak(instruction, mesh, names)
-        for version in _writes(instruction):
+        for version in _made(instruction):
             if version not in last or version in alive:
                 continue
             if _is_fused(instruction, version, time, readers[version], last[version], instructions):

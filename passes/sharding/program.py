@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import DropVar, JaxprEqn, Literal
 
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.reshard import Step
@@ -129,3 +129,26 @@ def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> It
                 yield f"{indent}  branch {number}"
                 yield from _lines(inner, axes, name, indent + "    ")
     yield f"{indent}out {show(block.outputs)}"
+
+
+def reads(instruction: Instruction) -> tuple[Version, ...]:
+    """The variables that an instruction reads; literals are not hashable, and come from nowhere."""
+    if isinstance(instruction, Reshard):
+        found: tuple[Version, ...] = (instruction.source,)
+    elif isinstance(instruction, Branch):
+        found = (instruction.index, *instruction.operands)
+    else:
+        found = instruction.operands
+    return tuple(v for v in found if not is_literal(v))
+
+
+def writes(instruction: Instruction) -> tuple[Version, ...]:
+    """The variables that an instruction makes."""
+    if isinstance(instruction, Reshard):
+        return (instruction.target,)
+    return tuple(v for v in instruction.results if not isinstance(v.atom, DropVar))
+
+
+def is_literal(version: Version) -> bool:
+    """Whether it is a constant, which nothing has to make."""
+    return isinstance(version.atom, Literal)

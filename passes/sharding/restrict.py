@@ -23,6 +23,7 @@ import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.errors import BatchArgumentError, PinError
+from autopar.passes.factors.primitives import is_key
 from autopar.passes.graph import Graph
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
@@ -180,11 +181,6 @@ def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) ->
                 why=f"method={method!r} gives every device an equal share of every microbatch.",
                 hint=f"use a multiple of {count * mesh[0]} examples, or method='shard'.",
             )
-
-
-def is_key(aval: Any) -> bool:
-    """Whether a value is an array of typed PRNG keys, which collectives cannot carry."""
-    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended))
 
 
 def largest_dim_cut(shape: Sequence[int], mesh: tuple[int, ...]) -> Layout:

@@ -85,7 +85,7 @@ class Small:
     """A scalar, or a handful of numbers."""
 
 
-Value = Any  # Rigid | Flexible | Small
+Value = Rigid | Flexible | Small
 
 
 @dataclass

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.errors import OptionError
 from autopar.passes import jax_compat
 from autopar.passes.factors.flops import total_flops
+from autopar.passes.factors.primitives import is_key
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom, Graph, Input
 from autopar.passes.primitives import ELEMENTWISE, HEAVY, RESHAPES
@@ -206,7 +206,7 @@ def _combining(body: Jaxpr, readers: Mapping[Var, list[int]], carry: Var) -> tup
 
 def is_small(aval: Any) -> bool:
     """A scalar or a random key: copied and sent without a thought."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         return bool(aval.size <= 1)
     return bool(aval.size <= (4 if aval.dtype == "uint32" else 1))
 
@@ -282,7 +282,7 @@ def _backward(body: Jaxpr, free: frozenset[Var], carries: set[Var]) -> frozenset
 def bytes_of(var: Any) -> int:
     """Bytes of a value; a random key counts as its four words."""
     aval = var.aval
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         return 16 * math.prod(aval.shape)
     return int(math.prod(aval.shape) * aval.dtype.itemsize)
 

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from autopar.passes.pipeline.instructions import Transfer
 from autopar.passes.sharding.memory import version_bytes
-from autopar.passes.sharding.program import Program, Version
+from autopar.passes.sharding.program import Program, Version, reads, writes
 from autopar.passes.stages.pieces import Numbers, Pieces
 from autopar.passes.stages.result import Link, StageGraph, Stages
 from autopar.passes.stages.stage_cutter import BEFORE, FIRST, Levels, StageCutter
-from autopar.passes.stages.wiring import reads, writes
 
 
 def cut(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autopar.passes.factors.rule import Rules
 from autopar.passes.primitives import CONTROL_FLOW
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.pricing import Pricing
@@ -15,7 +16,7 @@ from autopar.passes.sharding.scopes import aval_shape, itemsize
 class PieceCosts:
     """Seconds of blocks on one mesh. `rules` are the factor rules of the stage's equations."""
 
-    def __init__(self, pricing: Pricing, rules: Any):
+    def __init__(self, pricing: Pricing, rules: Rules):
         self.pricing, self.rules = pricing, rules
 
     def seconds(self, block: Block) -> float:

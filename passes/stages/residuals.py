@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.primitives import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
-from autopar.passes.sharding.program import Compute, Instruction, Version
+from autopar.passes.sharding.program import Compute, Instruction, Version, reads, writes
 from autopar.passes.sharding.scopes import itemsize
 from autopar.passes.stages.mincut import source_side
-from autopar.passes.stages.wiring import has_effect, reads, writes
+from autopar.passes.stages.wiring import has_effect
 
 # Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
 # takes some ten vector operations. What is kept is moved twice.

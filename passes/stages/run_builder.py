@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.factors.primitives import shape_of
+from autopar.passes.factors.primitives import is_key, shape_of
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom
 from autopar.passes.localize import bind_with
@@ -87,7 +87,7 @@ class RunBuilder:
     def want(self, value: Atom, axis: int, sizes: Sizes) -> None:
         """Ask for the leaf that a value is made from in runs of these sizes."""
         found = self.origins.of(value, axis)
-        if found is not None and not is_key(value):
+        if found is not None and not is_key(value.aval):
             leaf, dim = found
             self.wanted.setdefault(leaf, (dim, sizes))
 
@@ -257,11 +257,6 @@ def bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Any:
 def ends(sizes: Sizes) -> list[tuple[int, int]]:
     """Where each run begins and ends."""
     return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-
-
-def is_key(atom: Atom) -> bool:
-    """PRNG keys stay in one piece: they are small, and NumPy cannot put parts of them together."""
-    return bool(jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.extended))
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

@@ -26,7 +26,7 @@ class Runs:
     atoms: tuple[Atom, ...]
 
 
-Value = Any  # Atom | Runs
+Value = Atom | Runs
 
 
 def scaled(sizes: Sizes, inner: int) -> Sizes:

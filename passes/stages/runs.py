@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.passes import jax_compat
+from autopar.passes.factors.primitives import is_key
 from autopar.passes.factors.rule import FactorRule
 from autopar.passes.graph import Atom, Graph
 from autopar.passes.stages.anatomy import Anatomy, holds
 from autopar.passes.stages.layer_scans import Origins
 from autopar.passes.stages.result import LeafRows
-from autopar.passes.stages.run_builder import RunBuilder, ends, is_key
+from autopar.passes.stages.run_builder import RunBuilder, ends
 from autopar.passes.stages.run_rules import (
     Runs,
     Sizes,
@@ -141,7 +142,7 @@ class _Cutter(RunBuilder):
     def may_split(self, leaf: int) -> bool:
         graph = self.parts.graph
         var = graph.jaxpr.invars[leaf]
-        return holds(graph.inputs[leaf], var.aval) and not is_key(var)
+        return holds(graph.inputs[leaf], var.aval) and not is_key(var.aval)
 
     def result(self) -> CutProgram:
         graph = self.parts.graph

@@ -25,6 +25,9 @@ from autopar.passes.sharding.program import (
     Program,
     Reshard,
     Version,
+    is_literal,
+    reads,
+    writes,
 )
 from autopar.passes.sharding.reshard import reshard_steps
 from autopar.passes.sharding.scopes import aval_shape
@@ -34,13 +37,10 @@ from autopar.passes.stages.result import Link, StageGraph, Task
 from autopar.passes.stages.wiring import (
     entered,
     has_effect,
-    is_literal,
     needed,
     ordered,
-    reads,
     unstacked,
     without_effects,
-    writes,
 )
 
 TASKS: tuple[Task, ...] = ("F", "B", "W")

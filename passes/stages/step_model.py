@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from autopar.cluster import Cluster
 from autopar.passes.candidates import Planned, Split
+from autopar.passes.graph import batch_sizes
 from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.program import Block, Branch, Loop, Reshard
@@ -77,17 +78,8 @@ def step_model(
         inputs=program.inputs,
         outputs=program.outputs,
         donated=program.donated,
-        batch_rows=_batch_rows(split),
+        batch_rows=tuple(sorted(batch_sizes(split.graph))),
     )
-
-
-def _batch_rows(split: Split) -> tuple[int, ...]:
-    sizes = {
-        aval_shape(var)[label.batch_axis]
-        for var, label in zip(split.graph.jaxpr.invars, split.graph.inputs, strict=True)
-        if label.batch_axis is not None
-    }
-    return tuple(sorted(sizes))
 
 
 def _moving(block: Block, pricing: Pricing) -> _Moving:

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jax.extend import core as jex_core
-from jax.extend.core import DropVar
-
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.program import Branch, Instruction, Reshard, Version
+from autopar.passes.sharding.program import (
+    Instruction,
+    Reshard,
+    Version,
+    is_literal,
+    reads,
+    writes,
+)
 from autopar.passes.sharding.reshard import reshard_steps
-
-
-def reads(instruction: Instruction) -> tuple[Version, ...]:
-    """The variables that an instruction reads; literals are not hashable, and come from nowhere."""
-    if isinstance(instruction, Reshard):
-        found: tuple[Version, ...] = (instruction.source,)
-    elif isinstance(instruction, Branch):
-        found = (instruction.index, *instruction.operands)
-    else:
-        found = instruction.operands
-    return tuple(v for v in found if not is_literal(v))
-
-
-def writes(instruction: Instruction) -> tuple[Version, ...]:
-    """The variables that an instruction makes."""
-    if isinstance(instruction, Reshard):
-        return (instruction.target,)
-    return tuple(v for v in instruction.results if not isinstance(v.atom, DropVar))
-
-
-def is_literal(version: Version) -> bool:
-    """Whether it is a constant, which nothing has to make."""
-    return isinstance(version.atom, jex_core.Literal)
 
 
 def has_effect(instruction: Instruction) -> bool:

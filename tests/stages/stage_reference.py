@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes import jax_compat
-from autopar.passes.microbatch.execute import bind
+from autopar.passes.jax_compat import bind
 from autopar.passes.stages import StageGraph, Stages
 
 

@@ -11,9 +11,8 @@ import pytest
 
 import autopar
 from autopar.passes.sharding.layout import replicated
-from autopar.passes.sharding.program import Compute, Instruction, Version
+from autopar.passes.sharding.program import Compute, Instruction, Version, reads, writes
 from autopar.passes.stages.residuals import before_readers, computed_again
-from autopar.passes.stages.wiring import reads, writes
 
 KEPT = 16  # eighths of a byte: written once, and read once
 PRICES = {
