@@ -16,29 +16,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import _lazy
+from .base import lazy as _lazy
 
 if TYPE_CHECKING:
     from . import errors
-    from ._version import __version__
     from .api import compile, parallelize, plan
+    from .base.cluster import Cluster
+    from .base.errors import AutoparError
+    from .base.ray_options import Ray
+    from .base.version import __version__
     from .checkpoints import Checkpoints
-    from .cluster import Cluster
-    from .errors import AutoparError
     from .executable import Executable
-    from .plans import Plan
-    from .ray_options import Ray
+    from .plans.plan import Plan
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
         {
-            "AutoparError": ".errors",
+            "AutoparError": ".base.errors",
             "Checkpoints": ".checkpoints",
-            "Cluster": ".cluster",
+            "Cluster": ".base.cluster",
             "Executable": ".executable",
-            "Plan": ".plans",
-            "Ray": ".ray_options",
-            "__version__": "._version",
+            "Plan": ".plans.plan",
+            "Ray": ".base.ray_options",
+            "__version__": ".base.version",
             "compile": ".api",
             "errors": ".errors",
             "parallelize": ".api",

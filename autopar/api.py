@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
-from .cluster import Cluster
-from .errors import (
+from autopar.base.cluster import Cluster
+from autopar.base.errors import (
     AutoparError,
     AutoparWarning,
     ClusterError,
@@ -24,20 +24,20 @@ from .errors import (
     OptionError,
     did_you_mean,
 )
-from .executable import Executable, SignatureMismatch
-from .options import Options
-from .passes import jax_compat
-from .passes.compiler import Compiled, compile_graph
-from .passes.logical import no_mesh
-from .passes.signature import Convention, Signature, signature_of
-from .passes.stages.candidate import submesh
-from .passes.trace import Traced, trace
-from .plans import Plan
-from .progress import Progress
-from .ray_options import Ray
+from autopar.base.options import Options
+from autopar.base.progress import Progress
+from autopar.base.ray_options import Ray
+from autopar.executable import Executable, SignatureMismatch
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.logical import no_mesh
+from autopar.passes.planner.compiler import Compiled, compile_graph
+from autopar.passes.planner.pipeline_candidates import submesh
+from autopar.passes.trace.signature import Convention, Signature, signature_of
+from autopar.passes.trace.trace import Traced, trace
+from autopar.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from .profile import Profile
+    from autopar.profile import Profile
 
 PlanOrPath = Plan | str | os.PathLike[str]
 
@@ -429,7 +429,7 @@ def _build(
         traced = _trace(fn, args, kwargs, request, progress)
         compiled = _plan(traced, request, cluster, made, progress)
         if isinstance(runtime, Ray):
-            from .ray_executable import RayExecutable
+            from autopar.ray_executable import RayExecutable
 
             def replan(num_actors: int) -> Compiled:
                 with Progress(f"planning {_name_of(fn)} again", request.progress) as progress:
@@ -460,7 +460,7 @@ def _plan_again(
     Raises:
       AutoparError: no plan fits these processes and what the user asked for.
     """
-    from .runtime.ray.parts import num_processes
+    from autopar.runtime.ray.parts import num_processes
 
     if compiled.pipeline is None:
         before = cluster.num_nodes

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
-from .errors import AutoparError, CheckpointError
-from .ray_array import Keeper, RayArray, key_implementation
-from .runtime.checkpoint_files import (
+from autopar.arrays.ray_array import Keeper, RayArray, key_implementation
+from autopar.arrays.split_array import SplitArray, put
+from autopar.base.errors import AutoparError, CheckpointError
+from autopar.runtime.checkpoint_files import (
     LostItem,
     StoredLeaf,
     StoredPiece,
@@ -31,8 +32,7 @@ from .runtime.checkpoint_files import (
     steps_in,
     write_item,
 )
-from .runtime.ray.tiles import host_numbers, is_key, plain
-from .split_array import SplitArray, put
+from autopar.runtime.ray.tiles import host_numbers, is_key, plain
 
 logger = logging.getLogger("autopar")
 

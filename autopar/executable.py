@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from .buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
-from .errors import DonatedBufferError, TraceError
-from .initialize import initialize
-from .mismatch import differences
-from .passes import jax_compat
-from .passes.arguments import Argument
-from .passes.compiler import Compiled
-from .passes.graph import Input
-from .passes.signature import Key, Signature, signature_of
-from .passes.trace import Traced
-from .plans import Plan
-from .progress import Progress
-from .runtime import distributed, local
-from .runtime.pipeline import PipelineStep
-from .split_array import SplitArray, SplitSharding
+from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
+from autopar.arrays.split_array import SplitArray, SplitSharding
+from autopar.base.errors import DonatedBufferError, TraceError
+from autopar.base.progress import Progress
+from autopar.initialize import initialize
+from autopar.mismatch import differences
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Input
+from autopar.passes.planner.compiler import Compiled
+from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.signature import Key, Signature, signature_of
+from autopar.passes.trace.trace import Traced
+from autopar.plans.plan import Plan
+from autopar.runtime import distributed, local
+from autopar.runtime.local_pipeline import PipelineStep
 
 if TYPE_CHECKING:
-    from .profile import Profile
+    from autopar.profile import Profile
 
 _notebook_was_told = False
 
@@ -415,7 +415,7 @@ class Executable:
           TraceError: the arguments are not like those that the step was compiled for.
           DonatedBufferError: a leaf was consumed by an earlier call.
         """
-        from .profile import profile_pipeline, profile_single
+        from autopar.profile import profile_pipeline, profile_single
 
         donated, kept = self._profiled_leaves(args, kwargs)
         inputs = self._traced.graph.inputs

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from .errors import TraceError
-from .mismatch import leaf_differences, suffixes
-from .passes.arguments import Argument
-from .passes.logical import logical_shapes
-from .passes.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
-from .passes.trace import Traced
-from .split_array import SplitArray, SplitSharding
+from autopar.arrays.split_array import SplitArray, SplitSharding
+from autopar.base.errors import TraceError
+from autopar.mismatch import leaf_differences, suffixes
+from autopar.passes.graph.logical import logical_shapes
+from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
+from autopar.passes.trace.trace import Traced
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .passes.arguments import Argument
-from .passes.signature import arguments_of
-from .passes.trace import Traced
+from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.signature import arguments_of
+from autopar.passes.trace.trace import Traced
 
 
 def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

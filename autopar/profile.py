@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .passes.pipeline.instructions import (
+from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
     Instruction,
@@ -24,12 +24,12 @@ from .passes.pipeline.instructions import (
     Run,
     Send,
 )
-from .passes.pipeline.simulate import simulate
-from .passes.pipeline.single import single_program
-from .passes.pipeline.timeline import Event, Timeline, difference
-from .plans import Plan
-from .runtime.pipeline import PipelineStep
-from .runtime.profile import Times, alone, events, in_line, together
+from autopar.passes.pipeline.simulate import simulate
+from autopar.passes.pipeline.single import single_program
+from autopar.passes.pipeline.timeline import Event, Timeline, difference
+from autopar.plans.plan import Plan
+from autopar.runtime.event_times import Times, alone, events, in_line, together
+from autopar.runtime.local_pipeline import PipelineStep
 
 Leaves = tuple[list[Any], list[Any]]
 """The leaves to donate, in memory of their own, and the others."""

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .executable import Executable
-from .initialize import initialize
-from .passes.compiler import Compiled
-from .passes.trace import Traced
-from .plans import Plan
-from .progress import Progress
-from .ray_array import Place, RayArray, RaySharding
-from .ray_options import Ray
+from autopar.arrays.ray_array import Place, RayArray, RaySharding
+from autopar.base.progress import Progress
+from autopar.base.ray_options import Ray
+from autopar.executable import Executable
+from autopar.initialize import initialize
+from autopar.passes.planner.compiler import Compiled
+from autopar.passes.trace.trace import Traced
+from autopar.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from .profile import Profile
-    from .runtime.ray.pipeline import RayPipeline
-    from .runtime.ray.step import Recovery
+    from autopar.profile import Profile
+    from autopar.runtime.ray.pipeline import RayPipeline
+    from autopar.runtime.ray.step import Recovery
 
 
 class RayExecutable(Executable):
@@ -208,7 +208,7 @@ class RayExecutable(Executable):
           DonatedBufferError: a leaf was consumed by an earlier call.
           StageError: the step fails.
         """
-        from .profile import profile_of
+        from autopar.profile import profile_of
 
         self._follow()
         found = self._compiled.profile(*self._profiled_leaves(args, kwargs))
@@ -268,8 +268,8 @@ def _on_actors(
     replan: Callable[[int], Compiled],
 ) -> RayPipeline:
     """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
-    from .runtime.ray.one_stage import one_stage
-    from .runtime.ray.pipeline import RayPipeline
+    from autopar.runtime.ray.one_stage import one_stage
+    from autopar.runtime.ray.pipeline import RayPipeline
 
     def again(num_actors: int) -> RayPipeline:
         return _on_actors(replan(num_actors), twins, runtime, name, replan)

@@ -16,15 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.inter_op import (
-    Lattice,
-    StageKind,
-    StagePath,
-    StageProblem,
-    best_path,
-    downsets,
-    inclusion_lattice,
-)
+from autopar.passes.planner.lattice import Lattice, downsets, inclusion_lattice
+from autopar.passes.planner.stage_problem import StageKind, StagePath, StageProblem
+from autopar.passes.planner.stage_search import best_path
 
 Floats = NDArray[np.float64]
 MOST_CUTS = 4_000

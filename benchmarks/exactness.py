@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar.errors import InexactMicrobatchError
+from autopar.base.errors import InexactMicrobatchError
 
 
 def measure(program: Any, method: str, microbatches: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar.units import format_bytes
+from autopar.base.units import format_bytes
 
 Built = tuple[Callable[..., Any], Any, Any]
 """A train step, and the shapes of its state and its batch."""

@@ -17,14 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.inter_op import (
-    Lattice,
-    StageKind,
-    StagePath,
-    StageProblem,
-    best_path,
-    least_bottlenecks,
-)
+from autopar.passes.planner.lattice import Lattice
+from autopar.passes.planner.stage_problem import StageKind, StagePath, StageProblem
+from autopar.passes.planner.stage_search import best_path, least_bottlenecks
 
 Floats = NDArray[np.float64]
 

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.units import format_bytes
+from autopar.base.units import format_bytes
 
 OPTIMIZER = optax.adam(1e-3)
 PLANS: dict[str, dict[str, Any]] = {

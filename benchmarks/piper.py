@@ -18,14 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.inter_op import (
-    Lattice,
-    StageKind,
-    StageProblem,
-    best_path,
-    downsets,
-    inclusion_lattice,
-)
+from autopar.passes.planner.lattice import Lattice, downsets, inclusion_lattice
+from autopar.passes.planner.stage_problem import StageKind, StageProblem
+from autopar.passes.planner.stage_search import best_path
 
 Floats = NDArray[np.float64]
 VARIANT = ("timePerSample", "memoryUsageA", "memoryUsageB")

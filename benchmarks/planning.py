@@ -69,17 +69,17 @@ def _examples() -> Any:
 
 def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, Any]:
     """CPU seconds of every pass on one depth."""
-    from autopar.cluster import Cluster, axis_names
+    from autopar.base.cluster import Cluster, axis_names
     from autopar.passes import microbatch
-    from autopar.passes.factors.populate import populate
+    from autopar.passes.primitives.populate import populate
     from autopar.passes.sharding.batch_dims import batch_dims
     from autopar.passes.sharding.build import build
+    from autopar.passes.sharding.integer_program import to_problem
     from autopar.passes.sharding.lower import lower
     from autopar.passes.sharding.pricing import Pricing
-    from autopar.passes.sharding.problem import to_problem
     from autopar.passes.sharding.restrict import restriction
     from autopar.passes.solver import solve
-    from autopar.passes.trace import trace
+    from autopar.passes.trace.trace import trace
 
     step, state, batch = gpt_step(layers)
     cluster = Cluster.preset("dgx-h100")

@@ -142,7 +142,7 @@ def report_programs(options: argparse.Namespace) -> None:
     from programs import PROGRAMS
 
     import autopar
-    from autopar.errors import MemoryLimitError
+    from autopar.base.errors import MemoryLimitError
 
     cluster = autopar.Cluster.preset(options.cluster, devices_per_node=8)
     gaps = []

@@ -17,20 +17,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar import _lazy
+from autopar.base import lazy as _lazy
 
 if TYPE_CHECKING:
-    from .compiler import compile_graph
-    from .graph import Graph
+    from .graph.graph import Graph
+    from .planner.compiler import compile_graph
     from .solver import Problem, Solution, solve
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
         {
-            "Graph": ".graph",
+            "Graph": ".graph.graph",
             "Problem": ".solver",
             "Solution": ".solver",
-            "compile_graph": ".compiler",
+            "compile_graph": ".planner.compiler",
             "solve": ".solver",
         },
     )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.errors import CheckpointError
+from autopar.base.errors import CheckpointError
 
 MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 2
 _STEP = re.compile(r"step_(\d+)")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from autopar.split_array import SplitArray, SplitSharding, put
+from autopar.arrays.split_array import SplitArray, SplitSharding, put
 
 AXIS = "devices"
 

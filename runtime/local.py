@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autopar.errors import DeviceError
-from autopar.passes.compiler import Compiled
-from autopar.passes.logical import no_mesh
+from autopar.base.errors import DeviceError
+from autopar.passes.graph.logical import no_mesh
+from autopar.passes.planner.compiler import Compiled
+from autopar.runtime.local_pipeline import LocalPipeline
 from autopar.runtime.pace import Paced, paced
-from autopar.runtime.pipeline import LocalPipeline
 from autopar.runtime.spmd import block_function, partition_spec, typed
 
 

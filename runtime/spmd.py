@@ -15,19 +15,12 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
-from autopar.passes.factors.primitives import is_key
-from autopar.passes.jax_compat import scan_counts, source_context
-from autopar.passes.localize import Cut, bind_local
+from autopar.passes.graph.jax_compat import scan_counts, source_context
+from autopar.passes.primitives.localize import Cut, bind_local
+from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.program import (
-    Block,
-    Branch,
-    Compute,
-    Loop,
-    Reshard,
-    Version,
-)
 from autopar.passes.sharding.reshard import Step
+from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Reshard, Version
 
 Env = dict[Version, Any]
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import AutoparError, AutoparWarning, OptionError
-from autopar.passes.compiler import compile_graph
-from autopar.progress import Progress
+from autopar.base.errors import AutoparError, AutoparWarning, OptionError
+from autopar.base.progress import Progress
+from autopar.passes.planner.compiler import compile_graph
 
 DATA = functools.partial(autopar.parallelize, method="data", microbatches=1)
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import MemoryLimitError
+from autopar.base.errors import MemoryLimitError
 
 DEPTH, WIDTH, ROWS = 4, 512, 64
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)

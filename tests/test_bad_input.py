@@ -12,7 +12,7 @@ import pytest
 from jax import P
 
 import autopar
-from autopar.errors import (
+from autopar.base.errors import (
     AutoparError,
     BatchArgumentError,
     DeviceError,

@@ -15,8 +15,8 @@ from ray_runtime.small_step import layers_step
 
 import autopar
 from autopar import checkpoints as module
-from autopar.errors import CheckpointError
-from autopar.split_array import SplitArray
+from autopar.arrays.split_array import SplitArray
+from autopar.base.errors import CheckpointError
 
 STATE = {
     "matrix": jnp.arange(6.0).reshape(2, 3),

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import cluster as cluster_module
-from autopar.cluster import Cluster, Device, Link, axis_names
-from autopar.errors import AutoparWarning, DeviceError, OptionError
+from autopar.base import cluster as cluster_module
+from autopar.base.cluster import Cluster, Device, Link, axis_names
+from autopar.base.errors import AutoparWarning, DeviceError, OptionError
 
 
 def test_docstrings() -> None:
@@ -27,7 +27,7 @@ def test_docstrings() -> None:
 
 
 def hardware() -> dict[str, Any]:
-    return tomllib.loads(resources.files("autopar").joinpath("data/hardware.toml").read_text())
+    return tomllib.loads(resources.files("autopar").joinpath("base/data/hardware.toml").read_text())
 
 
 def test_every_number_of_the_table_names_its_source() -> None:
@@ -280,5 +280,5 @@ def test_the_ground_imports_neither_jax_nor_what_draws() -> None:
     code = f"import sys; from autopar import {modules}; print(*sorted(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(run.stdout.split())
-    assert "autopar.plans" in loaded
+    assert "autopar.plans.plan" in loaded
     assert not loaded & {"jax", "jaxlib", "flax", "ray", "ortools", "matplotlib", "rich"}

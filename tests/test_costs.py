@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Device, Link
-from autopar.passes import costs
+from autopar.base import costs
+from autopar.base.cluster import Cluster, Device, Link
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 

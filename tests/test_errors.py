@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from autopar import errors
-from autopar.errors import AutoparError, MemoryLimitError
+from autopar.base import errors
+from autopar.base.errors import AutoparError, MemoryLimitError
 
 
 def all_errors(kind: type[AutoparError] = AutoparError) -> list[type[AutoparError]]:

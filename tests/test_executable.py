@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import autopar
 from autopar import executable as module
-from autopar.errors import DonatedBufferError, TraceError
+from autopar.base.errors import DonatedBufferError, TraceError
 
 OPTIMIZER = optax.adam(1e-2)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.extend import core as jex_core
 
-from autopar.passes.graph import (
+from autopar.passes.graph.graph import (
     Graph,
     Input,
     Output,

@@ -50,7 +50,7 @@ PUBLIC = {
     "errors",
 }
 
-REEXPORTED = {"autopar.__version__": "autopar._version"}
+REEXPORTED = {"autopar.__version__": "autopar.base.version"}
 """The one name that every floor may take from the package's face."""
 
 
@@ -131,12 +131,12 @@ def in_package(module: str, package: str) -> bool:
 
 def test_every_folder_is_seen() -> None:
     sources = modules()
-    assert sources["autopar.errors"] == "autopar/errors.py"
-    assert sources["autopar.passes.graph"] == "passes/graph.py"
+    assert sources["autopar.base.errors"] == "autopar/errors.py"
+    assert sources["autopar.passes.graph.graph"] == "passes/graph.py"
     assert sources["autopar.runtime"] == "runtime/__init__.py"
     seen = {(found.source, found.module) for found in imports()}
-    assert ("autopar/errors.py", "autopar.units") in seen
-    assert ("passes/graph.py", "autopar.passes.jax_compat") in seen
+    assert ("autopar/errors.py", "autopar.base.units") in seen
+    assert ("passes/graph.py", "autopar.passes.graph.jax_compat") in seen
 
 
 def test_the_links_are_relative() -> None:
@@ -222,12 +222,18 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_no_module_hides_a_public_name() -> None:
-    assert set(modules()) & {f"autopar.{name}" for name in PUBLIC} == {"autopar.errors"}
+    assert set(modules()) & {f"autopar.{name}" for name in PUBLIC} == {"autopar.base.errors"}
 
 
 @pytest.mark.parametrize(
     "module",
-    ["autopar", "autopar.cluster", "autopar.errors", "autopar.plans", "autopar.passes.solver"],
+    [
+        "autopar",
+        "autopar.base.cluster",
+        "autopar.base.errors",
+        "autopar.plans.plan",
+        "autopar.passes.solver",
+    ],
 )
 def test_light_modules_do_not_load_jax(module: str) -> None:
     loaded = imported_by(module)
@@ -236,7 +242,7 @@ def test_light_modules_do_not_load_jax(module: str) -> None:
 
 
 def test_the_face_loads_nothing_that_is_not_used() -> None:
-    heavy = {"numpy", "ortools", "rich", "autopar.api", "autopar.plans", "autopar.passes"}
+    heavy = {"numpy", "ortools", "rich", "autopar.api", "autopar.plans.plan", "autopar.passes"}
     assert imported_by("autopar") & heavy == set()
 
 

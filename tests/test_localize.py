@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from autopar.passes.factors.populate import populate
-from autopar.passes.localize import (
+from autopar.passes.primitives.localize import (
     Cut,
     NotLocalError,
     _counters,
@@ -27,7 +26,8 @@ from autopar.passes.localize import (
     rule_cuts,
     take,
 )
-from autopar.passes.primitives import CONTROL_FLOW
+from autopar.passes.primitives.populate import populate
+from autopar.passes.primitives.table import CONTROL_FLOW
 
 EQUATIONS = equations.all_equations()
 

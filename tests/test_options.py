@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import options, units
-from autopar.errors import OptionError, PinError
-from autopar.options import Options
+from autopar.base import options, units
+from autopar.base.errors import OptionError, PinError
+from autopar.base.options import Options
 
 
 def test_docstrings() -> None:

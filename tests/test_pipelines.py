@@ -16,7 +16,7 @@ import pytest
 from programs import ONE_LAYER, PROGRAMS, Program, compare, is_variant
 
 import autopar
-from autopar.errors import InexactMicrobatchError, MemoryLimitError, OptionError, ScheduleError
+from autopar.base.errors import InexactMicrobatchError, MemoryLimitError, OptionError, ScheduleError
 
 STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
-from autopar.errors import PlanMismatchError
-from autopar.options import Options
-from autopar.plans import (
+from autopar.base.cluster import Cluster
+from autopar.base.errors import PlanMismatchError
+from autopar.base.options import Options
+from autopar.base.records import dump_json
+from autopar.plans.plan import (
     Candidate,
     Collective,
     Estimates,
@@ -25,7 +26,6 @@ from autopar.plans import (
     TensorPlan,
     check,
 )
-from autopar.records import dump_json
 
 
 def small_plan() -> Plan:

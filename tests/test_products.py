@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from autopar.passes.products import as_matrices, multiply
+from autopar.passes.primitives.products import as_matrices, multiply
 
 
 @st.composite

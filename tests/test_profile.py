@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.errors import DonatedBufferError, TraceError
+from autopar.base.cluster import Cluster
+from autopar.base.errors import DonatedBufferError, TraceError
 from autopar.passes.pipeline.instructions import Accumulate, Buffer, Recv, Reshard, Run
 from autopar.passes.pipeline.simulate import simulate, simulate_schedule
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules import make_schedule
 from autopar.profile import Profile
-from autopar.runtime.pipeline import PipelineStep
-from autopar.runtime.profile import Times, alone, events, in_line, together
+from autopar.runtime.event_times import Times, alone, events, in_line, together
+from autopar.runtime.local_pipeline import PipelineStep
 
 WIDTH, ROWS = 512, 1024
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PROGRAMS, Case, Program, Tolerance, compare, data
 
 import autopar
-from autopar.errors import InexactMicrobatchError
+from autopar.base.errors import InexactMicrobatchError
 
 METHODS = ("data", "zero1", "zero2", "zero3", "shard", "auto")
 MICROBATCHES = (1, 4)

@@ -19,8 +19,8 @@ from ray_runtime.small_step import layers_step
 from ray_runtime.told import noted_messages
 
 import autopar
-from autopar.errors import DonatedBufferError, OptionError, TraceError
-from autopar.ray_array import RayArray
+from autopar.arrays.ray_array import RayArray
+from autopar.base.errors import DonatedBufferError, OptionError, TraceError
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.actors import Actors
 

@@ -21,8 +21,8 @@ from ray_runtime.clusters import cluster, is_running, wait_until_gone
 from ray_runtime.small_step import BATCH, check_one_step, init, on_actors, train_step
 
 import autopar
-from autopar.errors import ClusterError, LostActorError, StageError, TraceError
-from autopar.ray_array import RayArray
+from autopar.arrays.ray_array import RayArray
+from autopar.base.errors import ClusterError, LostActorError, StageError, TraceError
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray import starting
 

@@ -20,7 +20,7 @@ from ray_runtime.small_step import BATCH, init, layers_step, train_step
 from ray_runtime.training import assert_same, train
 
 import autopar
-from autopar.errors import LostActorError, StageError
+from autopar.base.errors import LostActorError, StageError
 from autopar.ray_executable import RayExecutable
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself

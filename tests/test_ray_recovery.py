@@ -24,8 +24,8 @@ from ray_runtime.told import noted_messages
 from ray_runtime.training import assert_same, batch, train
 
 import autopar
-from autopar.errors import LostActorError, StageError
-from autopar.ray_array import RayArray
+from autopar.arrays.ray_array import RayArray
+from autopar.base.errors import LostActorError, StageError
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.lineage import Lineage
 

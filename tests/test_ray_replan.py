@@ -17,7 +17,7 @@ from ray_runtime.small_step import BATCH, check_one_step, init, train_step
 from ray_runtime.training import batch, train
 
 import autopar
-from autopar.errors import ClusterError, OptionError
+from autopar.base.errors import ClusterError, OptionError
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.cluster import _loopback
 

@@ -18,12 +18,13 @@ from matplotlib.text import Text
 from rich.console import Console
 
 import autopar
-from autopar.cluster import Cluster, axis_names
-from autopar.options import Options
-from autopar.passes import costs
+from autopar.base import costs
+from autopar.base.cluster import Cluster, axis_names
+from autopar.base.options import Options
+from autopar.base.units import format_bytes
 from autopar.passes.pipeline.simulate import simulate_schedule
 from autopar.passes.schedules import make_schedule
-from autopar.plans import (
+from autopar.plans.plan import (
     Candidate,
     Collective,
     Estimates,
@@ -35,7 +36,6 @@ from autopar.plans import (
     check,
 )
 from autopar.report import plot_plan, plot_timeline, print_plan, save_plot, save_timeline
-from autopar.units import format_bytes
 
 
 def transformer_plan(

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.errors import OptionError, PlanMismatchError, ScheduleError
+from autopar.base.cluster import Cluster
+from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.passes.pipeline.instructions import Run
 from autopar.passes.pipeline.simulate import simulate_schedule
 from autopar.passes.pipeline.timeline import Event, Timeline
 from autopar.passes.schedules import make_schedule
-from autopar.plans import Plan
+from autopar.plans.plan import Plan
 
 WIDTH, ROWS = 256, 64
 

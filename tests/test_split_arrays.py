@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.errors import DonatedBufferError
-from autopar.split_array import SplitArray, SplitSharding, put
+from autopar.arrays.split_array import SplitArray, SplitSharding, put
+from autopar.base.errors import DonatedBufferError
 
 DEPTH, WIDTH, ROWS = 6, 8, 16
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)

@@ -6,10 +6,10 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import stage_summaries
-from autopar.plans import Collective, StagePlan, StageTransfer, TensorPlan
-from autopar.stage_summaries import group_stage_collectives, group_transfers
-from autopar.summaries import fold_tensors
+from autopar.plans import stage_summaries
+from autopar.plans.plan import Collective, StagePlan, StageTransfer, TensorPlan
+from autopar.plans.stage_summaries import group_stage_collectives, group_transfers
+from autopar.plans.summaries import fold_tensors
 
 
 def transfer(source: int, target: int, what: str, times: int = 1) -> StageTransfer:

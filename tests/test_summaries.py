@@ -7,9 +7,9 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import summaries
-from autopar.plans import Collective, TensorPlan
-from autopar.summaries import fold_paths, fold_tensors, group_collectives, short_path
+from autopar.plans import summaries
+from autopar.plans.plan import Collective, TensorPlan
+from autopar.plans.summaries import fold_paths, fold_tensors, group_collectives, short_path
 
 
 def tensor(path: str, *shape: int, role: str = "state") -> TensorPlan:

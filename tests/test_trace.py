@@ -17,10 +17,10 @@ from jax.extend import core as jex_core
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
 
-from autopar.errors import BatchArgumentError, DonationWarning, OptionError, TraceError
-from autopar.passes import graph
-from autopar.passes.signature import Convention, signature_of
-from autopar.passes.trace import Traced, trace
+from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError, TraceError
+from autopar.passes.graph import graph
+from autopar.passes.trace.signature import Convention, signature_of
+from autopar.passes.trace.trace import Traced, trace
 
 W = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import _lazy
+from autopar.base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .gantt import plot_timeline, save_timeline
-    from .plots import plot_plan, save_plot
-    from .text import plan_tables, print_plan
+    from .plan_plots import plot_plan, save_plot
+    from .plan_tables import plan_tables, print_plan
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
         {
-            "plan_tables": ".text",
-            "plot_plan": ".plots",
+            "plan_tables": ".plan_tables",
+            "plot_plan": ".plan_plots",
             "plot_timeline": ".gantt",
-            "print_plan": ".text",
-            "save_plot": ".plots",
+            "print_plan": ".plan_tables",
+            "save_plot": ".plan_plots",
             "save_timeline": ".gantt",
         },
     )

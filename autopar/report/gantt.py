@@ -6,16 +6,16 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..stage_summaries import format_stages
-from ..units import format_bytes, format_seconds
-from .palette import INK, MESHES, QUIET, WAITING
-from .tasks import TASKS, Span, task_spans
+from autopar.base.units import format_bytes, format_seconds
+from autopar.plans.stage_summaries import format_stages
+from autopar.report.palette import INK, MESHES, QUIET, WAITING
+from autopar.report.task_spans import TASKS, Span, task_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ..passes.pipeline.timeline import Timeline
+    from autopar.passes.pipeline.timeline import Timeline
 
 WIDTH, LEFT, RIGHT = 16.0, 1.0, 0.85  # of a figure and its margins, in inches
 _MEMORY_HEIGHT = 1.3

@@ -5,17 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..plan_text import describe_pipeline
-from ..plans import Plan, StagePlan
-from ..stage_summaries import TransferGroup, group_transfers
-from ..summaries import describe_cluster, format_microbatches, group_collectives, short_path
-from ..units import format_bytes, format_seconds
-from .bars import MAX_BARS, draw_bars, draw_candidates, draw_communication, footnote, heading
-from .gantt import LEFT, RIGHT, WIDTH, draw_memory, draw_timeline, rows_height, step_caption
-from .palette import INK, MINE, QUIET
-from .stage_cards import cards_height, draw_cards
-from .stage_tables import simulated
-from .tiles import draw_tiles, tiles_height
+from autopar.base.units import format_bytes, format_seconds
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.plan_text import describe_pipeline
+from autopar.plans.stage_summaries import TransferGroup, group_transfers
+from autopar.plans.summaries import (
+    describe_cluster,
+    format_microbatches,
+    group_collectives,
+    short_path,
+)
+from autopar.report.bars import (
+    MAX_BARS,
+    draw_bars,
+    draw_candidates,
+    draw_communication,
+    footnote,
+    heading,
+)
+from autopar.report.gantt import (
+    LEFT,
+    RIGHT,
+    WIDTH,
+    draw_memory,
+    draw_timeline,
+    rows_height,
+    step_caption,
+)
+from autopar.report.palette import INK, MINE, QUIET
+from autopar.report.stage_cards import cards_height, draw_cards
+from autopar.report.stage_tables import simulated
+from autopar.report.tiles import draw_tiles, tiles_height
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

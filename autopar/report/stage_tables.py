@@ -11,14 +11,14 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import AutoparError
-from ..plans import PipelinePlan, Plan
-from ..stage_summaries import format_layers, group_transfers, stage_contents
-from ..units import format_bytes, format_seconds
-from .tasks import TASKS, task_spans
+from autopar.base.errors import AutoparError
+from autopar.base.units import format_bytes, format_seconds
+from autopar.plans.plan import PipelinePlan, Plan
+from autopar.plans.stage_summaries import format_layers, group_transfers, stage_contents
+from autopar.report.task_spans import TASKS, task_spans
 
 if TYPE_CHECKING:
-    from ..passes.pipeline.timeline import Timeline
+    from autopar.passes.pipeline.timeline import Timeline
 
 _MAX_NAMES = 3
 

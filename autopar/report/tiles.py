@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..plans import Plan
-from ..summaries import TensorGroup, fold_tensors, input_categories, relative_path
-from .palette import AXIS_COLORS, INK, MINE, OTHERS, QUIET, WHOLE
+from autopar.plans.plan import Plan
+from autopar.plans.summaries import TensorGroup, fold_tensors, input_categories, relative_path
+from autopar.report.palette import AXIS_COLORS, INK, MINE, OTHERS, QUIET, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.errors import InexactMicrobatchError
-from autopar.passes.factors.rule import FactorRule
-from autopar.passes.graph import Graph, user_source, walk
-from autopar.passes.microbatch.costs import Costs, Culprit, measure
-from autopar.passes.microbatch.demand import ABSENT
+from autopar.base.errors import InexactMicrobatchError
+from autopar.passes.graph.graph import Graph, user_source, walk
+from autopar.passes.microbatch.batch_states import State
 from autopar.passes.microbatch.equations import Context, is_control_flow
-from autopar.passes.microbatch.lattice import State
+from autopar.passes.microbatch.liveness import ABSENT
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
-from autopar.plans import OutputCertificate
+from autopar.passes.microbatch.whole_batch import Costs, Culprit, measure
+from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.plans.plan import OutputCertificate
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from autopar.passes import jax_compat
-from autopar.passes.graph import inner_jaxprs
-from autopar.passes.microbatch import lattice
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.microbatch import batch_states as lattice
+from autopar.passes.microbatch.batch_states import State
 from autopar.passes.microbatch.equations import (
     ALL_WHOLE,
     MEETS,
@@ -23,8 +24,7 @@ from autopar.passes.microbatch.equations import (
     Decision,
     guess_place,
 )
-from autopar.passes.microbatch.lattice import State
-from autopar.passes.primitives import ADDS
+from autopar.passes.primitives.table import ADDS
 
 if TYPE_CHECKING:
     from autopar.passes.microbatch.propagate import Forward

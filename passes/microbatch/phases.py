@@ -12,9 +12,11 @@ from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import Atom
+from autopar.passes.graph.graph import Atom
+from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.control_flow import Bodies
-from autopar.passes.microbatch.demand import (
+from autopar.passes.microbatch.equations import Context, Decision
+from autopar.passes.microbatch.liveness import (
     ABSENT,
     Demand,
     Step,
@@ -26,10 +28,8 @@ from autopar.passes.microbatch.demand import (
     regenerated,
     whole_step,
 )
-from autopar.passes.microbatch.equations import Context, Decision
-from autopar.passes.microbatch.lattice import WHOLE, Form, Place
 from autopar.passes.microbatch.propagate import Forward
-from autopar.passes.primitives import PULLED
+from autopar.passes.primitives.table import PULLED
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
-from autopar.passes.graph import Atom, Graph
-from autopar.passes.microbatch import control_flow, equations, lattice
+from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.microbatch import batch_states as lattice
+from autopar.passes.microbatch import control_flow, equations
+from autopar.passes.microbatch.batch_states import State
 from autopar.passes.microbatch.equations import Context, Decision
-from autopar.passes.microbatch.lattice import State
 
 
 @dataclass(frozen=True)

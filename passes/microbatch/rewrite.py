@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.passes import graph as graphs
-from autopar.passes import jax_compat
-from autopar.passes.graph import Atom, Graph
-from autopar.passes.microbatch.demand import ABSENT, Step
-from autopar.passes.microbatch.execute import Env, combine, identity, local_struct, run
-from autopar.passes.microbatch.lattice import WHOLE, Place
+from autopar.passes.graph import graph as graphs
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.microbatch.batch_states import WHOLE, Place
+from autopar.passes.microbatch.liveness import ABSENT, Step
 from autopar.passes.microbatch.phases import Phases
+from autopar.passes.microbatch.run_steps import Env, combine, identity, local_struct, run
 
 
 def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Graph:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar import _lazy
+from autopar.base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .instructions import (

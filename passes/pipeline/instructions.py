@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
+from autopar.base.units import format_bytes
 from autopar.passes.schedules.schedule import Schedule
-from autopar.units import format_bytes
 
 PieceKind = Literal["prologue", "F", "B", "W", "epilogue"]
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.passes.pipeline.instructions import (
-    Accumulate,
-    Buffer,
-    PipelineProgram,
-    Reshard,
-    Run,
-)
+from autopar.passes.pipeline.instructions import Accumulate, Buffer, PipelineProgram, Reshard, Run
 
 
 def lasting_writes(program: PipelineProgram) -> dict[tuple[int, int], list[Buffer]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Instruction, Names, Recv, Run, Send
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
+from autopar.base.units import format_bytes, format_seconds
+from autopar.passes.pipeline.buffer_memory import input_bytes, live_bytes
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
-from autopar.passes.pipeline.memory import input_bytes, live_bytes
-from autopar.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, order=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from autopar.cluster import Cluster, Link
-from autopar.errors import OptionError, PlanMismatchError, ScheduleError
-from autopar.passes.costs import alpha_beta
+from autopar.base.cluster import Cluster, Link
+from autopar.base.costs import alpha_beta
+from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
+from autopar.base.step_model import ModelPiece, StepModel
+from autopar.passes.pipeline.buffer_memory import peak_bytes
 from autopar.passes.pipeline.emit import emit
 from autopar.passes.pipeline.instructions import Piece, PieceKind, Run, Send, Transfer, Value
-from autopar.passes.pipeline.memory import peak_bytes
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.single import single_program
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.named import SCHEDULES
 from autopar.passes.schedules.schedule import Schedule
-from autopar.plans import PipelinePlan, Plan
-from autopar.step_model import ModelPiece, StepModel
+from autopar.plans.plan import PipelinePlan, Plan
 
 _LOOP = ("F", "B", "W")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
+from autopar.base.units import format_bytes
 from autopar.passes.schedules.schedule import Schedule, Task
-from autopar.units import format_bytes
 
 _SHOWN = 6  # tasks that a message lists before it says how many more there are
 

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.schedules.checker import check
 from autopar.passes.schedules.named import CHUNKED, SCHEDULES
 from autopar.passes.schedules.schedule import Schedule, Task, TaskKind

@@ -9,10 +9,10 @@ import jax
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
-from autopar.passes import jax_compat
-from autopar.passes.factors.rule import Rules
-from autopar.passes.graph import Graph
-from autopar.passes.primitives import CONTROL_FLOW
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Graph
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.table import CONTROL_FLOW
 from autopar.passes.sharding.strategies import outer_factor
 
 BatchDims = dict[Var, frozenset[int]]

@@ -12,14 +12,16 @@ from typing import Any
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, Var
 
-from autopar.errors import AutoparError
-from autopar.passes import jax_compat
-from autopar.passes.graph import Graph, user_source
+from autopar.base.errors import AutoparError
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Graph, user_source
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.build import Built, stacked
 from autopar.passes.sharding.layout import Layout, replicated, without_partial
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.program import (
+from autopar.passes.sharding.reshard import reshard_steps
+from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
+from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
     Compute,
@@ -29,8 +31,6 @@ from autopar.passes.sharding.program import (
     Reshard,
     Version,
 )
-from autopar.passes.sharding.reshard import reshard_steps
-from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
 
 
 def lower(

@@ -22,14 +22,14 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.errors import BatchArgumentError, PinError
-from autopar.passes.factors.primitives import is_key
-from autopar.passes.graph import Graph
+from autopar.base.errors import BatchArgumentError, PinError
+from autopar.base.units import without_rows
+from autopar.passes.graph.graph import Graph
+from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.strategies import Shape, outer_factor
-from autopar.units import without_rows
 
 ONE_AXIS_METHODS = ("data", "zero1", "zero2", "zero3")
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.passes.factors.rule import FactorRule, ValueFactors
+from autopar.passes.primitives.factor_rule import FactorRule, ValueFactors
 from autopar.passes.sharding.layout import Layout, num_parts
 
 REPLICATE = -1

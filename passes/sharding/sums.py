@@ -6,8 +6,8 @@ import math
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes import jax_compat
-from autopar.passes.factors.linear import linear_operands
+from autopar.passes.graph import jax_compat
+from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding.scopes import aval_shape
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 Integers = NDArray[np.int64]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 
 @dataclass(frozen=True)

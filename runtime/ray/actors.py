@@ -26,9 +26,9 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from autopar.errors import LostActorError, StageError
-from autopar.ray_array import RayArray, RaySharding, Resident
-from autopar.ray_options import Ray
+from autopar.arrays.ray_array import RayArray, RaySharding, Resident
+from autopar.base.errors import LostActorError, StageError
+from autopar.base.ray_options import Ray
 from autopar.runtime.ray import starting
 from autopar.runtime.ray.calls import (
     POLL_SECONDS,

@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from autopar.errors import ClusterError
+from autopar.base.errors import ClusterError
 
 
 class NoRoom(ClusterError):

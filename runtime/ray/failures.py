@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from autopar.errors import LostActorError, StageError
+from autopar.base.errors import LostActorError, StageError
 from autopar.passes.pipeline.instructions import Recv, Run, Send
 from autopar.runtime.ray.parts import ProcessPart
 

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import LostActorError, StageError
-from autopar.ray_array import Keeper, Place, RayArray
+from autopar.arrays.ray_array import Keeper, Place, RayArray
+from autopar.base.errors import LostActorError, StageError
 from autopar.runtime.ray.running import Running
 from autopar.runtime.ray.saving import Saving
 from autopar.runtime.ray.tiles import host_numbers

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.passes.graph import Graph
+from autopar.passes.graph.graph import Graph
+from autopar.passes.pieces.pieces import Numbers, Pieces, Port, StagePiece
 from autopar.passes.pipeline.emit import emit
+from autopar.passes.planner.pipeline_candidates import Runnable
 from autopar.passes.schedules.schedule import Schedule
-from autopar.passes.sharding.program import Program
-from autopar.passes.stages.candidate import Runnable
-from autopar.passes.stages.pieces import Numbers, Pieces, Port, StagePiece
-from autopar.passes.stages.result import LeafRows
+from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.slicing.stage_graphs import LeafRows
 
 
 def one_stage(program: Program, graph: Graph) -> Runnable:

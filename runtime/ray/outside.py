@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.errors import CheckpointError
+from autopar.base.errors import CheckpointError
 from autopar.runtime.checkpoint_files import write_item
 
 

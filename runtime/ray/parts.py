@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
@@ -32,11 +33,10 @@ from autopar.passes.pipeline.instructions import (
     Run,
     Send,
 )
+from autopar.passes.planner.pipeline_candidates import Runnable
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.program import Block, Program, Version
-from autopar.passes.stages.candidate import Runnable
-from autopar.passes.stages.pieces import Pieces
-from autopar.passes.stages.result import LeafRows
+from autopar.passes.sharding.spmd_program import Block, Program, Version
+from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime.ray.routes import (
     Arrival,
     Box,
@@ -48,7 +48,7 @@ from autopar.runtime.ray.routes import (
     route,
 )
 from autopar.runtime.ray.tiles import plain
-from autopar.runtime.stages import spec_of
+from autopar.runtime.stage_programs import spec_of
 
 FIRST_OWN_TAG = 1 << 32
 """Tags from here on are not a program's: leaves that their homes hand on."""

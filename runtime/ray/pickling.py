@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from ray import cloudpickle
 
-from autopar.errors import TraceError
-from autopar.passes import jax_compat
+from autopar.base.errors import TraceError
+from autopar.passes.graph import jax_compat
 
 
 def dumps(value: Any, what: str) -> bytes:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from autopar.passes.stages.candidate import Runnable
-from autopar.passes.stages.result import LeafRows
-from autopar.plans import Plan
-from autopar.ray_array import ArrayKind, MeshSharding, Place, RaySharding
-from autopar.ray_options import Ray
+from autopar.arrays.ray_array import ArrayKind, MeshSharding, Place, RaySharding
+from autopar.base.ray_options import Ray
+from autopar.passes.planner.pipeline_candidates import Runnable
+from autopar.passes.slicing.stage_graphs import LeafRows
+from autopar.plans.plan import Plan
 from autopar.runtime.ray.parts import (
     ends_of,
     home_values,

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar.errors import DeviceError
-from autopar.passes.logical import no_mesh
+from autopar.base.errors import DeviceError
+from autopar.passes.graph.logical import no_mesh
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
@@ -35,8 +35,8 @@ from autopar.passes.pipeline.instructions import (
     buffer_names,
 )
 from autopar.passes.pipeline.lasting import lasting_writes
-from autopar.runtime import stages
-from autopar.runtime.profile import Place, Times
+from autopar.runtime import stage_programs as stages
+from autopar.runtime.event_times import Place, Times
 from autopar.runtime.ray.failures import Failure, Spot
 from autopar.runtime.ray.group import is_of_group
 from autopar.runtime.ray.messages import Message, spelled_out
@@ -57,7 +57,7 @@ from autopar.runtime.ray.tiles import (
 )
 from autopar.runtime.ray.timing import Alone, Together, Turns
 from autopar.runtime.ray.transport import Sockets, Ticket, TransportError
-from autopar.runtime.stages import Pace, StagePrograms, donated_numbers
+from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
 
 Action = Callable[[dict[Buffer, Any], int], None]
 """An instruction, as a function of buffers and the step's number."""

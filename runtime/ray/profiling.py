@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from autopar.arrays.ray_array import Keeper
 from autopar.passes.pipeline.instructions import PipelineProgram
-from autopar.ray_array import Keeper
-from autopar.runtime.profile import Place, Times
+from autopar.runtime.event_times import Place, Times
 from autopar.runtime.ray.running import Running
 from autopar.runtime.ray.timing import turns
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autopar.ray_array import Keeper, Place, RayArray, Resident
+from autopar.arrays.ray_array import Keeper, Place, RayArray, Resident
 from autopar.runtime.ray.actors import Actors, Outputs
 from autopar.runtime.ray.parts import ProcessPart
 from autopar.runtime.ray.store import KEYS

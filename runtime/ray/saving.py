@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from autopar.errors import CheckpointError
-from autopar.ray_array import RayArray
+from autopar.arrays.ray_array import RayArray
+from autopar.base.errors import CheckpointError
 from autopar.runtime.checkpoint_files import LostItem, StoredPiece
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.store import Missing

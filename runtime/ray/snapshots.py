@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from ray.exceptions import RayError
 
-from autopar.ray_array import Place, RayArray
+from autopar.arrays.ray_array import Place, RayArray
 from autopar.runtime.ray.actors import Actors
 from autopar.runtime.ray.lineage import Lineage, Mark, Saved, StepEntry
 from autopar.runtime.ray.reading import Copies

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 import ray
 
-from autopar.errors import ClusterError
-from autopar.passes.stages.candidate import Runnable
-from autopar.ray_array import RaySharding
+from autopar.arrays.ray_array import RaySharding
+from autopar.base.errors import ClusterError
+from autopar.passes.planner.pipeline_candidates import Runnable
 from autopar.runtime.ray import pickling
 from autopar.runtime.ray.actor import GROUPS, StageActor, World, versions
 from autopar.runtime.ray.calls import results_of

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import ray
 
-from autopar.errors import AutoparError, CheckpointError, LostActorError
-from autopar.ray_array import Place, RayArray
+from autopar.arrays.ray_array import Place, RayArray
+from autopar.arrays.split_array import SplitArray
+from autopar.base.errors import AutoparError, CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
 from autopar.runtime.ray import pickling, starting
 from autopar.runtime.ray.actors import Actors, gpus_of
@@ -34,7 +35,6 @@ from autopar.runtime.ray.profiling import Measured, profiled
 from autopar.runtime.ray.running import Running
 from autopar.runtime.ray.saving import Saving
 from autopar.runtime.ray.snapshots import Snapshots
-from autopar.split_array import SplitArray
 
 if TYPE_CHECKING:
     from autopar.runtime.ray.pipeline import RayPipeline

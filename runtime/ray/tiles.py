@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.ray_array import key_implementation
+from autopar.arrays.ray_array import key_implementation
+from autopar.arrays.split_array import SplitArray
 from autopar.runtime.ray.routes import Box, Move, Tile, slices
-from autopar.split_array import SplitArray
 
 
 def is_key(dtype: Any) -> bool:

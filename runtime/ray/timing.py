@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.passes.pipeline.instructions import Buffer, Free, PipelineProgram, Send
 from autopar.passes.pipeline.lasting import lasting_writes
-from autopar.runtime.profile import Place, Times, Waiter, telling
+from autopar.runtime.event_times import Place, Times, Waiter, telling
 from autopar.runtime.ray.parts import ProcessPart
 from autopar.runtime.ray.transport import Sockets, Ticket
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from autopar.passes.factors.rule import FactorRule, check_rule
-from autopar.passes.graph import flatten
-from autopar.passes.localize import Cut, Cuts, bind_local, rule_cuts
-from autopar.passes.primitives import SCATTERS
+from autopar.passes.graph.graph import flatten
+from autopar.passes.primitives.factor_rule import FactorRule, check_rule
+from autopar.passes.primitives.localize import Cut, Cuts, bind_local, rule_cuts
+from autopar.passes.primitives.table import SCATTERS
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,

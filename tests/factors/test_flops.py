@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.passes.factors.flops import flops, total_flops
-from autopar.passes.factors.populate import populate
+from autopar.passes.primitives.flops import flops, total_flops
+from autopar.passes.primitives.populate import populate
 
 from .equations import conv, f32, ints
 from .slices import trace

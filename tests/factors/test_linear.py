@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.passes.factors.linear import linear_operands
+from autopar.passes.primitives.linearity import linear_operands
 
 from . import equations
 from .slices import host, is_key, random_value, trace, whole_results

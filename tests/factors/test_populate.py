@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from autopar.errors import UnknownPrimitiveWarning
-from autopar.passes.factors import populate as populate_module
-from autopar.passes.factors.populate import populate
-from autopar.passes.factors.rule import check_rule
-from autopar.passes.factors.shardy import parse
+from autopar.base.errors import UnknownPrimitiveWarning
+from autopar.passes.primitives import populate as populate_module
+from autopar.passes.primitives.factor_rule import check_rule
+from autopar.passes.primitives.populate import populate
+from autopar.passes.primitives.shardy import parse
 
 from .slices import trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from autopar.passes.inter_op import StageOption
+from autopar.passes.planner.stage_choice import StageOption
 
 
 class Planned(NamedTuple):

@@ -9,7 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from autopar.passes.inter_op import Lattice, downsets, inclusion_lattice, lattice
+from autopar.passes.planner import lattice
+from autopar.passes.planner.lattice import Lattice, downsets, inclusion_lattice
 
 
 def test_a_chain_has_every_range_of_layers() -> None:

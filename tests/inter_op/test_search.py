@@ -12,15 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.inter_op import (
-    Lattice,
-    StageKind,
-    StageProblem,
-    best_path,
-    least_bottlenecks,
-    least_memory_path,
-    search,
-)
+from autopar.passes.planner import stage_search as search
+from autopar.passes.planner.lattice import Lattice
+from autopar.passes.planner.stage_problem import StageKind, StageProblem
+from autopar.passes.planner.stage_search import best_path, least_bottlenecks, least_memory_path
 
 Path = tuple[tuple[int, int, int, int], ...]
 """Stages as (start, stop, kind, option)."""

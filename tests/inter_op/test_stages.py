@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inter_op.enumerate_plans import Options, Plan, largest_bytes, order, plans, step_seconds
 
-from autopar.errors import MemoryLimitError, OptionError
-from autopar.passes.inter_op import StageOption, best_stages, stages
+from autopar.base.errors import MemoryLimitError, OptionError
+from autopar.passes.planner import stage_choice as stages
+from autopar.passes.planner.stage_choice import StageOption, best_stages
 
 IN_FLIGHT: dict[str, Callable[[int, int], int]] = {
     "1f1b": min,
@@ -339,5 +340,5 @@ def test_jax_is_not_imported() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    assert "autopar.passes.inter_op.stages" in loaded.stdout.split()
+    assert "autopar.passes.planner.stage_choice" in loaded.stdout.split()
     assert "jax" not in loaded.stdout.split()

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from autopar.passes import graph as graphs
-from autopar.passes.factors.populate import populate
-from autopar.passes.graph import Graph, Input, Output
+from autopar.passes.graph import graph as graphs
+from autopar.passes.graph.graph import Graph, Input, Output
 from autopar.passes.microbatch import Analysis, analyze, split
+from autopar.passes.primitives.populate import populate
 
 
 def trace(

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from microbatch.helpers import analyzed, check_split
 
-from autopar.errors import InexactMicrobatchError
+from autopar.base.errors import InexactMicrobatchError
 from autopar.passes.microbatch import split
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.factors.rule import Factor, FactorRule
-from autopar.passes.microbatch import lattice
-from autopar.passes.microbatch.lattice import Occurrences, State, join, keeps_zero, locate
+from autopar.passes.microbatch import batch_states as lattice
+from autopar.passes.microbatch.batch_states import Occurrences, State, join, keeps_zero, locate
+from autopar.passes.primitives.factor_rule import Factor, FactorRule
 
 STATES = [
     lattice.whole(zero=True),

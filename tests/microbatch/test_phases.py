@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 from microbatch.helpers import analyzed, check_split, run, trace
 
-from autopar.passes.factors.populate import populate
-from autopar.passes.graph import user_source
+from autopar.passes.graph.graph import user_source
 from autopar.passes.microbatch import analyze, split
+from autopar.passes.primitives.populate import populate
 
 
 @pytest.fixture(params=["float32", "float64"])

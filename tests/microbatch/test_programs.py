@@ -9,11 +9,11 @@ import pytest
 from jax.extend import core as jex_core
 from programs import PROGRAMS, Program, compare, is_variant
 
-from autopar.errors import InexactMicrobatchError
-from autopar.passes import graph as graphs
-from autopar.passes.factors.populate import populate
+from autopar.base.errors import InexactMicrobatchError
+from autopar.passes.graph import graph as graphs
 from autopar.passes.microbatch import analyze, split
-from autopar.passes.trace import Traced, trace
+from autopar.passes.primitives.populate import populate
+from autopar.passes.trace.trace import Traced, trace
 
 SPLITTING = [program for program in PROGRAMS.values() if program.splits]
 REFUSED = [program for program in PROGRAMS.values() if not program.splits]

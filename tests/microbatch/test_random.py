@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from microbatch.helpers import analyzed, check_split, run
 
-from autopar.passes.graph import walk
+from autopar.passes.graph.graph import walk
 from autopar.passes.microbatch import split
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import io_callback
 from microbatch.helpers import analyzed, check_split
 
-from autopar.errors import InexactMicrobatchError
+from autopar.base.errors import InexactMicrobatchError
 from autopar.passes.microbatch import split
 
 

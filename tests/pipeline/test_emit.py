@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline.pipeline_models import Model, evaluate, execute, model
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,

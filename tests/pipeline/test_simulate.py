@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline.pipeline_models import Model, model
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline import instructions
 from autopar.passes.pipeline import simulate as simulate_module
 from autopar.passes.pipeline.instructions import (

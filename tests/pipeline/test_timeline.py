@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from pipeline.pipeline_models import model
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Free, Recv, Run, Send
 from autopar.passes.pipeline.simulate import simulate, simulate_schedule
 from autopar.passes.pipeline.timeline import Event, Timeline, difference

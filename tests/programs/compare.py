@@ -37,8 +37,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.ray_array import RayArray
-from autopar.split_array import SplitArray
+from autopar.arrays.ray_array import RayArray
+from autopar.arrays.split_array import SplitArray
 
 from . import data
 from .case import Case, Tolerance

@@ -10,7 +10,7 @@ import ray
 from ray_runtime.small_step import check_one_step, on_actors
 
 import autopar
-from autopar.errors import ClusterError
+from autopar.base.errors import ClusterError
 from autopar.runtime.ray.group import reserve_port
 
 CLUSTER = """

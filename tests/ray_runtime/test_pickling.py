@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.errors import TraceError
+from autopar.base.errors import TraceError
 from autopar.runtime.ray import pickling
 
 

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.ray.routes import (
-    Move,
-    Route,
-    Spread,
-    arrival,
-    departure,
-    route,
-    slices,
-)
+from autopar.runtime.ray.routes import Move, Route, Spread, arrival, departure, route, slices
 from autopar.runtime.ray.tiles import (
     assembled,
     copied,

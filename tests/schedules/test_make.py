@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import AutoparError, ScheduleError
+from autopar.base.errors import AutoparError, ScheduleError
 from autopar.passes.schedules import Schedule, Task, make_schedule
 
 

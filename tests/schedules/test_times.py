@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules.reference_clock import times
 
-from autopar.errors import ScheduleError
+from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.simulate import simulate_schedule
 from autopar.passes.schedules import make_schedule, schedule_times
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from autopar.passes import jax_compat
+from autopar.passes.graph import jax_compat
 from autopar.passes.sharding.layout import Layout, cuts_product, divides
-from autopar.passes.sharding.program import Block, Branch, Loop, Program, Reshard, Version
 from autopar.passes.sharding.reshard import Step
 from autopar.passes.sharding.scopes import aval_shape
+from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Program, Reshard, Version
 
 
 @st.composite

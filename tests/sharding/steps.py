@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.cluster import Cluster, axis_names
-from autopar.options import Options
-from autopar.passes.compiler import Compiled, compile_graph
-from autopar.passes.factors.populate import populate
-from autopar.passes.graph import Graph
+from autopar.base.cluster import Cluster, axis_names
+from autopar.base.options import Options
+from autopar.passes.graph.graph import Graph
+from autopar.passes.planner.compiler import Compiled, compile_graph
+from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import Built, build
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.program import Program
 from autopar.passes.sharding.restrict import Restriction, resolve_pins, restriction
-from autopar.passes.trace import trace
+from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.trace.trace import trace
 
 CLUSTER = Cluster.preset("h100")
 Shapes = Any  # a pytree of jax.ShapeDtypeStruct

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from autopar.passes import microbatch
-from autopar.passes.factors.populate import populate
-from autopar.passes.graph import Graph, walk
+from autopar.passes.graph.graph import Graph, walk
+from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import batch_dims, parameters
 from sharding.steps import graph_of, momentum_shapes, momentum_step, shaped
 

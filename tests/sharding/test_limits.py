@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from autopar.errors import MemoryLimitError
-from autopar.passes.compiler import Compiled
-from autopar.passes.graph import Graph
+from autopar.base.errors import MemoryLimitError
+from autopar.passes.graph.graph import Graph
+from autopar.passes.planner.compiler import Compiled
 from sharding.steps import compiled, graph_of, momentum_shapes, momentum_step
 
 # The state outweighs the activations, so methods differ by what they store.

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend import core as jex_core
 
-from autopar.errors import AutoparError, UnknownPrimitiveWarning
+from autopar.base.costs import collective_seconds
+from autopar.base.errors import AutoparError, UnknownPrimitiveWarning
 from autopar.passes import microbatch
-from autopar.passes.costs import collective_seconds
-from autopar.passes.factors.populate import populate
-from autopar.passes.graph import Graph, check
+from autopar.passes.graph.graph import Graph, check
+from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives
 from autopar.runtime.local import load

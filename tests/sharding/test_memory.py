@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.passes.compiler import Compiled
-from autopar.passes.sharding.memory import Peak, peak
+from autopar.passes.planner.compiler import Compiled
+from autopar.passes.sharding.peak_memory import Peak, peak
 from sharding.steps import compiled, graph_of, linear_shapes, linear_step, shaped
 
 STEP_VALUE = "(a value of the step)"

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.passes.costs import to_picoseconds
+from autopar.base.costs import to_picoseconds
 from autopar.passes.sharding.build import Built
+from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.layout import local_shape
-from autopar.passes.sharding.memory import FUSION_REACH
-from autopar.passes.sharding.problem import to_problem
+from autopar.passes.sharding.peak_memory import FUSION_REACH
 from autopar.passes.solver import Infeasible, solve
 from sharding.steps import Passes, graph_of, shaped
 

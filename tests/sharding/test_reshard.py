@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from autopar.cluster import axis_names
+from autopar.base.cluster import axis_names
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
-from autopar.passes.sharding.program import Block, Reshard, Version
 from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
+from autopar.passes.sharding.spmd_program import Block, Reshard, Version
 from autopar.runtime.spmd import block_function
 from sharding.algebra import check_steps, layouts
 

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.errors import BatchArgumentError, PinError
-from autopar.passes.graph import Graph
+from autopar.base.errors import BatchArgumentError, PinError
+from autopar.passes.graph.graph import Graph
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
-from autopar.passes.sharding.program import Block, Compute, Loop
 from autopar.passes.sharding.restrict import (
     check_batch,
     largest_dim_cut,
@@ -20,6 +19,7 @@ from autopar.passes.sharding.restrict import (
     resolve_pins,
     simple_path,
 )
+from autopar.passes.sharding.spmd_program import Block, Compute, Loop
 from sharding.algebra import check_program
 from sharding.steps import Passes, compiled, graph_of, momentum_shapes, momentum_step, shaped
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.factors.rule import Factor, FactorRule
+from autopar.passes.primitives.factor_rule import Factor, FactorRule
 from autopar.passes.sharding.layout import Layout, cuts_product, divides, replicated
 from autopar.passes.sharding.strategies import (
     LINEAR,

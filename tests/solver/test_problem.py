@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from solver_instances import make, problems
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.passes.solver import (
     FORBIDDEN,
     Problem,

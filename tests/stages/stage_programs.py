@@ -12,12 +12,12 @@ from jax.extend import core as jex_core
 from programs import PROGRAMS, Program
 from stages.stage_reference import evaluate
 
-from autopar.passes import graph as graphs
-from autopar.passes.factors.populate import populate
-from autopar.passes.graph import Graph
+from autopar.passes.graph import graph as graphs
+from autopar.passes.graph.graph import Graph
 from autopar.passes.microbatch import analyze, split
-from autopar.passes.stages import LeafRows, Stages
-from autopar.passes.trace import trace
+from autopar.passes.primitives.populate import populate
+from autopar.passes.slicing.stage_graphs import LeafRows, Stages
+from autopar.passes.trace.trace import trace
 
 MICROBATCHES = 4
 

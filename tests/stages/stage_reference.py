@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.passes import jax_compat
-from autopar.passes.jax_compat import bind
-from autopar.passes.stages import StageGraph, Stages
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.jax_compat import bind
+from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
 
 def evaluate(stages: Stages, inputs: Sequence[Any]) -> list[Any]:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from stages.stage_programs import assert_equal_to_whole, microbatched_step
 
-from autopar.passes import jax_compat
-from autopar.passes.factors.populate import populate
-from autopar.passes.stages import Stages, slice_stages
-from autopar.passes.stages.anatomy import dissect
-from autopar.passes.stages.backward_scans import split_backward_scans
+from autopar.passes.graph import jax_compat
+from autopar.passes.primitives.populate import populate
+from autopar.passes.slicing.anatomy import dissect
+from autopar.passes.slicing.backward_scans import split_backward_scans
+from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.stage_graphs import Stages
 
 WIDTH, DEPTH, ROWS = 8, 4, 16
 

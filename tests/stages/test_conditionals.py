@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from autopar.passes.graph import Graph
-from autopar.passes.stages.conditionals import split_conditionals
-from autopar.passes.trace import trace
+from autopar.passes.graph.graph import Graph
+from autopar.passes.slicing.conditionals import split_conditionals
+from autopar.passes.trace.trace import trace
 
 
 def conditionals(graph: Graph) -> list[Any]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from stages.stage_programs import microbatched_step
 
-from autopar.passes.stages import Layer, Layers, layers
-from autopar.passes.stages.layering import boundaries_of
+from autopar.passes.slicing.layering import boundaries_of, layers
+from autopar.passes.slicing.stage_graphs import Layer, Layers
 
 WIDTH = 16
 

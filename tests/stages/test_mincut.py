@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.passes.stages.mincut import Node, Value, place
+from autopar.passes.slicing.mincut import Node, Value, place
 
 
 def cost(values: list[Value], stage: dict[Node, int], num_stages: int) -> float:

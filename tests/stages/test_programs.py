@@ -14,8 +14,8 @@ from stages.stage_programs import (
     one_each_way,
 )
 
-from autopar.errors import OptionError
-from autopar.passes.stages import slice_stages
+from autopar.base.errors import OptionError
+from autopar.passes.slicing.slice_stages import slice_stages
 
 ONE_EACH_WAY = (
     "cnn",

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.passes.pieces.residuals import before_readers, computed_again
 from autopar.passes.sharding.layout import replicated
-from autopar.passes.sharding.program import Compute, Instruction, Version, reads, writes
-from autopar.passes.stages.residuals import before_readers, computed_again
+from autopar.passes.sharding.spmd_program import Compute, Instruction, Version, reads, writes
 
 KEPT = 16  # eighths of a byte: written once, and read once
 PRICES = {

@@ -16,7 +16,8 @@ from stages.stage_programs import (
     one_each_way,
 )
 
-from autopar.passes.stages import Stages, slice_stages
+from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.stage_graphs import Stages
 
 WIDTH, DEPTH, ROWS = 8, 6, 16
 

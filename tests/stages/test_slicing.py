@@ -17,11 +17,13 @@ from stages.stage_programs import (
     one_each_way,
 )
 
-from autopar.errors import OptionError
-from autopar.passes.factors.populate import populate
+from autopar.base.errors import OptionError
 from autopar.passes.microbatch import analyze, split
-from autopar.passes.stages import Stages, layers, slice_stages
-from autopar.passes.trace import trace
+from autopar.passes.primitives.populate import populate
+from autopar.passes.slicing.layering import layers
+from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.stage_graphs import Stages
+from autopar.passes.trace.trace import trace
 
 WIDTH, DEPTH = 16, 4
 

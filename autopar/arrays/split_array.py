@@ -1,0 +1,186 @@
+"""`SplitArray`: one leaf whose rows lie on several meshes, and `put`, which moves leaves anywhere.
+
+A pipeline that is cut inside a scan over layers keeps the layers' stacked leaves where the layers
+are: rows 0 to 5 on the first stage's mesh, 6 to 11 on the second's. JAX has no array over different
+meshes, so such a leaf of the state is a `SplitArray` between steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from autopar.arrays.operators import computes_as_jax_array
+
+
+@dataclass(frozen=True)
+class SplitSharding:
+    """Where the parts of a `SplitArray` are.
+
+    Args:
+      axis: the dimension that is split.
+      ends: behind the last row of each part.
+      parts: each part's sharding, on a mesh of its own.
+    """
+
+    axis: int
+    ends: tuple[int, ...]
+    parts: tuple[Sharding, ...]
+
+    _is_concrete = False  # jnp.zeros_like asks: what it makes cannot lie here
+
+    @property
+    def device_set(self) -> set[jax.Device]:
+        """The devices of all parts."""
+        return {device for part in self.parts for device in part.device_set}
+
+    def is_equivalent_to(self, other: Any, ndim: int) -> bool:
+        """Whether an array of `ndim` dimensions is cut and placed alike."""
+        return (
+            isinstance(other, SplitSharding)
+            and (self.axis, self.ends) == (other.axis, other.ends)
+            and all(
+                a.is_equivalent_to(b, ndim) for a, b in zip(self.parts, other.parts, strict=True)
+            )
+        )
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """First row and last row + 1 of each part."""
+        return itertools.pairwise((0, *self.ends))
+
+
+@computes_as_jax_array
+class SplitArray:
+    """An array in parts along one dimension, each a `jax.Array` on a mesh of its own.
+
+    NumPy's functions, `jax.device_get`, printing and `jax.block_until_ready` work as for a
+    `jax.Array`. Indexing, operators and methods (`sum`, `astype`) bring it together on all of its
+    devices first. JAX's own functions need `jax.numpy.asarray(array)`, which does the same, or the
+    step's `gather` and `apply`. The step takes it back without a copy.
+
+    Args:
+      parts: what lies on each mesh, in order; they differ in the size of one dimension only.
+      axis: that dimension.
+    """
+
+    weak_type = False
+
+    def __init__(self, parts: Sequence[jax.Array], axis: int = 0):
+        self.parts = tuple(parts)
+        self.axis = axis
+        first = self.parts[0]
+        self.ends = tuple(itertools.accumulate(part.shape[axis] for part in self.parts))
+        self.shape = (*first.shape[:axis], self.ends[-1], *first.shape[axis + 1 :])
+        self.dtype = first.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def sharding(self) -> SplitSharding:
+        """Where the parts are."""
+        return SplitSharding(self.axis, self.ends, tuple(part.sharding for part in self.parts))
+
+    def is_deleted(self) -> bool:
+        """Whether a part's memory was given away."""
+        return any(part.is_deleted() for part in self.parts)
+
+    def delete(self) -> None:
+        """Give up the memory of all parts."""
+        for part in self.parts:
+            part.delete()
+
+    def block_until_ready(self) -> SplitArray:
+        """Wait until every part is computed."""
+        for part in self.parts:
+            part.block_until_ready()
+        return self
+
+    def copy_to_host_async(self) -> None:
+        """Start to copy all parts to the host."""
+        for part in self.parts:
+            part.copy_to_host_async()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("a SplitArray becomes a NumPy array only by copying its parts")
+        whole = np.concatenate([np.asarray(part) for part in self.parts], axis=self.axis)
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        devices = sorted(self.sharding.device_set, key=lambda device: device.id)
+        mesh = Mesh(np.asarray(devices), ("devices",), axis_types=(AxisType.Auto,))
+        return joined(self, NamedSharding(mesh, PartitionSpec()))
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.__jax_array__()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.__jax_array__())
+
+    def __repr__(self) -> str:
+        if self.is_deleted():
+            return f"SplitArray({self.dtype}{list(self.shape)}, deleted)"
+        return f"SplitArray({np.asarray(self)!r}, rows end at {list(self.ends)})"
+
+
+def joined(array: SplitArray, sharding: Sharding) -> jax.Array:
+    """The whole array in a sharding that JAX knows."""
+    if not isinstance(sharding, NamedSharding):
+        (device,) = sharding.device_set
+        mesh = Mesh(np.asarray([device]), ("devices",), axis_types=(AxisType.Auto,))
+        return jax.device_put(joined(array, NamedSharding(mesh, PartitionSpec())), sharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    parts = [jax.device_put(part, whole) for part in array.parts]
+    return jax.jit(jnp.concatenate, static_argnames="axis", out_shardings=sharding)(
+        parts, axis=array.axis
+    )
+
+
+def put(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
+    """`jax.device_put` that knows `SplitArray` and `SplitSharding`.
+
+    Args:
+      leaf: an array of any kind or a number.
+      sharding: where it shall be.
+    """
+    if not isinstance(sharding, SplitSharding):
+        if isinstance(leaf, SplitArray):
+            return joined(leaf, sharding)
+        return jax.device_put(leaf, sharding)
+    return SplitArray(put_parts(leaf, sharding), sharding.axis)
+
+
+def put_parts(leaf: Any, sharding: SplitSharding) -> list[jax.Array]:
+    """The parts of a leaf, each in its place."""
+    if isinstance(leaf, SplitArray):
+        if (leaf.axis, leaf.ends) == (sharding.axis, sharding.ends):
+            return [jax.device_put(a, b) for a, b in zip(leaf.parts, sharding.parts, strict=True)]
+        leaf = leaf.__jax_array__()
+    index = (slice(None),) * sharding.axis
+    return [
+        jax.device_put(leaf[(*index, slice(start, stop))], part)
+        for (start, stop), part in zip(sharding.rows(), sharding.parts, strict=True)
+    ]

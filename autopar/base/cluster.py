@@ -1,0 +1,421 @@
+"""`Cluster`: the devices that a plan is for, and the numbers by which it is judged.
+
+A cluster is nodes of equal devices. Devices of one node are joined by one link class, nodes by
+another; a logical mesh lays the devices out row-major, nodes first, so each of its axes runs
+within nodes, across nodes, or both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import tomllib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.base import hardware
+from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
+from autopar.base.records import Record, dump_json, dump_toml
+
+AXIS_NAMES = ("x", "y", "z")
+"""Names of the axes of a logical mesh, in order."""
+
+
+def axis_names(shape: Sequence[int]) -> tuple[str, ...]:
+    """The names of the axes of a logical mesh of that shape.
+
+    >>> axis_names((4, 2))
+    ('x', 'y')
+    """
+    return AXIS_NAMES[: len(shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device(Record):
+    """One accelerator.
+
+    Args:
+      name: its kind.
+      memory_bytes: what programs may use.
+      memory_bandwidth: bytes per second.
+      peak_flops: operations per second of dense matrix products by dtype name; "float8" and
+        "int8" stand for all types of eight bits.
+      max_efficiency: the share of the peak that large matrix products reach.
+      kernel_seconds: what starting one kernel costs; with it, the efficiency of a product of f
+        operations is max_efficiency * f / (f + kernel_seconds * peak * max_efficiency).
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float] = dataclasses.field(hash=False)
+    max_efficiency: float
+    kernel_seconds: float
+
+    def peak_flops_for(self, dtype: str) -> float:
+        """Operations per second for matrix products of `dtype`.
+
+        A dtype without a number counts as the next wider floating type that has one. Where there is
+        none (float64 on a TPU), the speed of the widest falls in proportion to the width.
+        """
+        name = _dtype_class(dtype)
+        if name in self.peak_flops:
+            return self.peak_flops[name]
+        known = [n for n in _FLOATS if n in self.peak_flops]
+        wider = [n for n in known if _NUM_BYTES[n] >= _NUM_BYTES[name]]
+        if wider:
+            return self.peak_flops[wider[0]]
+        return self.peak_flops[known[-1]] * _NUM_BYTES[known[-1]] / _NUM_BYTES[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link(Record):
+    """A class of links: bytes per second that a device can send, seconds that a message takes."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisLink(Record):
+    """How the devices along some axes of a logical mesh are joined.
+
+    Every group of devices along the axes is `across` nodes with `within` devices in each; `kind`
+    is "intra" (one node), "inter" (one device per node), "mixed", or "uneven" where nodes hold
+    different numbers of the group's devices, which then counts as `across` single devices.
+
+    `bandwidth` and `latency` are those of the slower class of links that the group uses.
+    """
+
+    kind: str
+    within: int
+    across: int
+    intra: Link
+    inter: Link
+
+    @property
+    def size(self) -> int:
+        """Number of devices in a group."""
+        return self.within * self.across
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that each device can send over the slowest links of the group."""
+        return self.intra.bandwidth if self.kind == "intra" else self.inter.bandwidth
+
+    @property
+    def latency(self) -> float:
+        """Seconds that a message takes over the slowest links of the group."""
+        return self.intra.latency if self.kind == "intra" else self.inter.latency
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster(Record):
+    """Nodes of equal devices, the links that join them, and what they are known to do.
+
+    Args:
+      name: of the cluster, for people.
+      num_nodes, devices_per_node: how many there are.
+      device: every device.
+      intra_node, inter_node: links between devices of one node and of different nodes.
+      collective_seconds: what starting one collective costs.
+      source: where the numbers are from.
+
+    >>> cluster = Cluster.preset("dgx-h100", nodes=2)
+    >>> cluster.num_devices, cluster.axis_link((2, 8), 1).kind, cluster.axis_link((2, 8), 0).kind
+    (16, 'intra', 'inter')
+    """
+
+    name: str
+    num_nodes: int
+    devices_per_node: int
+    device: Device
+    intra_node: Link
+    inter_node: Link
+    collective_seconds: float
+    source: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_numbers(self)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of all nodes."""
+        return self.num_nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes} node{'' if self.num_nodes == 1 else 's'}"
+        return f"{self.name}: {nodes} of {self.devices_per_node} x {self.device.name}"
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int = 1, devices_per_node: int | None = None) -> Cluster:
+        """A cluster of a well-known kind, with numbers from public documents.
+
+        Args:
+          name: a kind of node, such as "dgx-h100", "p4d.24xlarge", "tpu-v5e" or "cpu", or of
+            device, such as "h100", which means the usual node of those; `Cluster.presets()` lists
+            all.
+          nodes: how many.
+          devices_per_node: how many devices each has; by default as many as that kind of node has.
+
+        Raises:
+          OptionError: there is no such preset, or a number is less than one.
+        """
+        data = hardware.table()
+        system_name = data["aliases"].get(name.lower(), name.lower())
+        if system_name not in data["systems"]:
+            raise OptionError(
+                f"There is no cluster preset {name!r}.",
+                why=f"the presets are {', '.join(cls.presets())}.",
+                hint=did_you_mean(name, cls.presets()),
+            )
+        system = data["systems"][system_name]
+        return cls(
+            name=name.lower(),
+            num_nodes=nodes,
+            devices_per_node=(
+                system["devices_per_node"] if devices_per_node is None else devices_per_node
+            ),
+            device=Device.from_dict(data["devices"][system["device"]]),
+            intra_node=Link(system["intra_bandwidth"], system["intra_latency"]),
+            inter_node=Link(system["inter_bandwidth"], system["inter_latency"]),
+            collective_seconds=system["collective_seconds"],
+            source=f"autopar's preset {system_name}",
+        )
+
+    @classmethod
+    def presets(cls) -> tuple[str, ...]:
+        """The names that `preset` knows."""
+        data = hardware.table()
+        return tuple(sorted({*data["systems"], *data["aliases"]}))
+
+    @classmethod
+    def local(cls, devices: Sequence[Any] | None = None) -> Cluster:
+        """The cluster of the devices that JAX sees.
+
+        Args:
+          devices: `jax.Device`s; by default all of `jax.devices()`. Those of one process are one
+            node.
+
+        Raises:
+          DeviceError: there is no device, or processes have different numbers of them.
+        """
+        import jax
+
+        devices = jax.devices() if devices is None else list(devices)
+        if not devices:
+            raise DeviceError("There is no device to plan for.", where="Cluster.local")
+        counts = [0] * (1 + max(device.process_index for device in devices))
+        for device in devices:
+            counts[device.process_index] += 1
+        per_node = {count for count in counts if count}
+        if len(per_node) > 1:
+            raise DeviceError(
+                "The processes have different numbers of devices.",
+                where="Cluster.local",
+                why=f"a cluster is nodes of equal devices, and these have {sorted(per_node)}.",
+                hint="pass the devices to use.",
+            )
+        nodes, devices_per_node = sum(count > 0 for count in counts), per_node.pop()
+        if devices[0].platform == "cpu":
+            return _local_cpus(nodes, devices_per_node)
+        return _local_accelerators(devices[0], nodes, devices_per_node)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cluster as TOML, or as JSON where the file's name ends in `.json`."""
+        plain = self.to_dict()
+        text = dump_json(plain) if Path(path).suffix == ".json" else dump_toml(plain)
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Reads a file that `save` wrote, or that was written by hand in the same form.
+
+        Raises:
+          OptionError: the file is not such a cluster; says which field is missing or wrong.
+          OSError: the file cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            plain = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)
+            return cls.from_dict(plain)
+        except (ValueError, TypeError) as error:
+            if isinstance(error, OptionError):
+                raise
+            raise OptionError(
+                "The file is not a cluster.",
+                where=os.fspath(path),
+                why=f"{error}.",
+                hint="see the form of a file that Cluster.save writes.",
+            ) from None
+
+    def logical_meshes(self, max_axes: int = 3) -> tuple[tuple[int, ...], ...]:
+        """Shapes of logical meshes worth trying for all devices, fewest axes first, in fixed order.
+
+        Shapes that only rename the axes of an earlier one are left out, and so are those with an
+        axis that cuts nodes unevenly.
+
+        Args:
+          max_axes: from 1 to 3.
+
+        >>> Cluster.preset("h100").logical_meshes()
+        ((8,), (4, 2), (2, 2, 2))
+        """
+        if self.num_devices == 1:
+            return ((1,),)
+        shapes: dict[Any, tuple[int, ...]] = {}
+        for num_axes in range(1, max_axes + 1):
+            for shape in sorted(_factorizations(self.num_devices, num_axes), reverse=True):
+                links = [self.axis_link(shape, axis) for axis in range(num_axes)]
+                if all(link.kind != "uneven" for link in links):
+                    key = tuple(sorted((link.within, link.across) for link in links))
+                    shapes.setdefault(key, shape)
+        return tuple(shapes.values())
+
+    def axis_link(self, shape: Sequence[int], axis: int | Sequence[int]) -> AxisLink:
+        """How devices that differ only in their positions along an axis, or several, are joined.
+
+        Args:
+          shape: of a logical mesh over the first `prod(shape)` devices, row-major, nodes first.
+          axis: the number of an axis of that mesh, or several.
+
+        Raises:
+          DeviceError: the cluster has fewer devices than the mesh.
+        """
+        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        return _axis_link(self, tuple(shape), axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _axis_link(cluster: Cluster, shape: tuple[int, ...], axes: tuple[int, ...]) -> AxisLink:
+    size = math.prod(shape)
+    if size > cluster.num_devices:
+        raise DeviceError(
+            f"The logical mesh {shape} needs {size} devices.",
+            why=f"the cluster has {cluster.num_devices} ({cluster}).",
+        )
+    group_size = math.prod(shape[axis] for axis in axes)
+    nodes = np.arange(size).reshape(shape) // cluster.devices_per_node
+    others = [axis for axis in range(len(shape)) if axis not in axes]
+    groups = np.sort(nodes.transpose(*others, *axes).reshape(-1, group_size), axis=1)
+    links = {"intra": cluster.intra_node, "inter": cluster.inter_node}
+    distinct = 1 + np.count_nonzero(np.diff(groups, axis=1), axis=1)
+    across = int(distinct.max())
+    within, rest = divmod(group_size, across)
+    blocks = groups[:, : across * within].reshape(-1, across, within)
+    if rest or (distinct != across).any() or (blocks[..., 0] != blocks[..., -1]).any():
+        return AxisLink(kind="uneven", within=1, across=group_size, **links)
+    kind = "intra" if across == 1 else "inter" if within == 1 else "mixed"
+    return AxisLink(kind=kind, within=within, across=across, **links)
+
+
+def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write a number as an ordered product of factors of at least two."""
+    divisors = [d for d in range(2, number + 1) if number % d == 0]
+    for head in itertools.product(divisors, repeat=num_factors - 1):
+        last, rest = divmod(number, math.prod(head))
+        if rest == 0 and last >= 2:
+            yield (*head, last)
+
+
+_NUM_BYTES = {"float8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_FLOATS = ("float8", "bfloat16", "float32", "float64")
+
+
+def _dtype_class(dtype: str) -> str:
+    """The row of a device's table in which a dtype's operations count."""
+    if dtype in ("float16", "bfloat16", "float32", "float64"):
+        return dtype
+    if dtype.startswith(("float8", "float6", "float4")):
+        return "float8"
+    if dtype in ("int8", "uint8", "int4", "uint4", "int2", "uint2", "bool"):
+        return "int8"
+    return "float64" if dtype in ("int64", "uint64", "complex128") else "float32"
+
+
+def _check_numbers(cluster: Cluster) -> None:
+    device = cluster.device
+    counts = {
+        "num_nodes": cluster.num_nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "device.memory_bytes": device.memory_bytes,
+    }
+    rates = {
+        "device.memory_bandwidth": device.memory_bandwidth,
+        "intra_node.bandwidth": cluster.intra_node.bandwidth,
+        "inter_node.bandwidth": cluster.inter_node.bandwidth,
+        **{f"device.peak_flops.{name}": rate for name, rate in device.peak_flops.items()},
+    }
+    seconds = {
+        "device.kernel_seconds": device.kernel_seconds,
+        "intra_node.latency": cluster.intra_node.latency,
+        "inter_node.latency": cluster.inter_node.latency,
+        "collective_seconds": cluster.collective_seconds,
+    }
+    problems = [f"{name} is {n}, less than 1" for name, n in counts.items() if n < 1]
+    problems += [
+        f"{name} is {x}, not positive" for name, x in rates.items() if not 0 < x < math.inf
+    ]
+    problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < math.inf]
+    if not 0 < device.max_efficiency <= 1:
+        problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
+    if not set(_FLOATS) & set(device.peak_flops):
+        problems.append(f"device.peak_flops has none of {', '.join(_FLOATS)}")
+    if problems:
+        raise OptionError(
+            f"The cluster {cluster.name!r} is not possible.", why="; ".join(problems) + "."
+        )
+
+
+def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
+    """Virtual devices share the cores and the memory of their machine."""
+    core = Cluster.preset("cpu")
+    share = hardware.num_cores() / devices_per_node
+    device = dataclasses.replace(
+        core.device,
+        name="CPU",
+        memory_bytes=hardware.machine_memory_bytes() // devices_per_node,
+        memory_bandwidth=core.device.memory_bandwidth * share,
+        peak_flops={name: rate * share for name, rate in core.device.peak_flops.items()},
+    )
+    return dataclasses.replace(
+        core,
+        name="local cpu",
+        num_nodes=nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        intra_node=dataclasses.replace(
+            core.intra_node, bandwidth=core.intra_node.bandwidth * share
+        ),
+        source=f"{core.source}, for {hardware.num_cores()} cores",
+    )
+
+
+def _local_accelerators(first: Any, nodes: int, devices_per_node: int) -> Cluster:
+    kind = first.device_kind
+    name = hardware.preset_of(kind)
+    if name is None:
+        name = "h100" if first.platform in ("gpu", "cuda", "rocm") else "tpu-v5e"
+        warnings.warn(
+            f"autopar has no numbers for {kind!r} and plans with those of {name!r}; pass a "
+            "cluster= of your own for better plans.",
+            AutoparWarning,
+            stacklevel=3,
+        )
+    preset = Cluster.preset(name, nodes=nodes, devices_per_node=devices_per_node)
+    # What the allocator owns is the true limit of what programs can use, and tells variants apart.
+    memory = (first.memory_stats() or {}).get("bytes_limit", preset.device.memory_bytes)
+    return dataclasses.replace(
+        preset,
+        name=f"local {kind}",
+        device=dataclasses.replace(preset.device, name=kind, memory_bytes=memory),
+    )

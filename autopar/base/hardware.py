@@ -1,0 +1,69 @@
+"""What is known about hardware: the table of public numbers, and this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """The hardware table, with plain numbers in place of numbers and their sources."""
+    text = (
+        resources.files("autopar").joinpath("base/data/hardware.toml").read_text(encoding="utf-8")
+    )
+
+    def values(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if "value" in node:
+            return node["value"]
+        return {key: values(child) for key, child in node.items()}
+
+    plain: dict[str, Any] = values(tomllib.loads(text))
+    return plain
+
+
+_KINDS = (
+    (r"V100", "v100"),
+    (r"A100.*40 ?GB", "a100-40gb"),
+    (r"A100", "a100-80gb"),
+    (r"H200", "h200"),
+    (r"H100", "h100"),
+    (r"TPU v5 ?lite|TPU v5e", "tpu-v5e"),
+    (r"TPU v5", "tpu-v5p"),
+    (r"TPU v4", "tpu-v4"),
+)
+
+
+def preset_of(device_kind: str) -> str | None:
+    """The preset for the `device_kind` that JAX reports, or None."""
+    for pattern, name in _KINDS:
+        if re.search(pattern, device_kind):
+            return name
+    return None
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine_memory_bytes() -> int:
+    """The memory of this machine, or of the container in which this process runs, if less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

@@ -1,0 +1,467 @@
+"""`Options`: what a user may ask of `parallelize`, `compile` and `plan`, checked and plain."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from autopar.base.errors import OptionError, PinError, did_you_mean
+from autopar.base.ray_options import Ray
+from autopar.base.units import parse_bytes
+
+METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
+"""The values of `method`; each but "auto" restricts the plans that are considered."""
+
+Pin = tuple[str, tuple[tuple[str, ...], ...]]
+"""A path pattern, and for each dimension the mesh axes that cut it (trailing dimensions: none)."""
+
+SCHEDULES = (
+    "auto", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference"
+)  # fmt: skip
+"""The named values of `schedule`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keyword-only options of `parallelize`, `compile` and `plan`.
+
+    Values are checked and brought to one form on construction, so equal requests are equal objects.
+
+    Args:
+      method: "auto" or a restriction of the search space: "data" (replicated state), "zero1"
+        (optimizer state sharded), "zero2" (gradients too), "zero3" (parameters too), "shard"
+        (whatever the integer program finds).
+      microbatches: number of equal parts into which the batch is split in time, or "auto".
+      batch_argnums: positions of the arguments that hold the batch along their leaves' leading
+        dimension, or "auto": those that are neither returned as new state nor keys nor scalars.
+      batch_axes: a pytree prefix of all positional arguments, as `jax.vmap`'s `in_axes`: an int
+        names the batch dimension of the leaves below it, None says that they hold no batch.
+      static_argnums: positions of arguments that are constants of the program.
+      donate_argnums: positions of arguments whose buffers the step may consume, or "auto": those
+        that come back as outputs of the same shapes and dtypes.
+      pins: shardings that the plan must have: a mapping from a path pattern to a `PartitionSpec`,
+        or a sequence with None, an axis name or several per dimension. The axis names are those
+        of `cluster.axis_names`: "x", "y", "z".
+      logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one.
+      memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
+        device's memory.
+      max_flops_share: the largest share of FLOPs that exact microbatching may move out of the loop.
+      max_bytes_share: the same for bytes of live values.
+      solver_time_limit: seconds after which the solver stops with the best plan so far, or None.
+        A plan found within a limit may differ from run to run.
+      seed: of every random choice in planning.
+      progress: whether to report progress while planning.
+      runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
+        with more to say: a Ray actor for each node of each mesh of the plan.
+      stages: how many pipeline stages, or the layers at which the second and later stages begin.
+        "auto": one, or where the cluster has several nodes or nothing fits on one mesh, what the
+        dynamic program over layers and submeshes finds quicker.
+      schedule: the order of the pipeline's tasks: one of `SCHEDULES`, or a function of (num_meshes,
+        num_microbatches) that returns for every mesh its tasks such as ("F", stage, microbatch).
+        "auto": the one with the shortest simulated step that fits.
+      num_chunks: stages that each mesh holds (for "interleaved_1f1b"); "auto": one.
+      remat: what a stage keeps from its forward pass for the backward pass of a microbatch: "none":
+        what the program keeps (`jax.checkpoint` is respected), but for what a few elementwise
+        operations bring back; "full": only what the stage receives, and the forward pass is
+        computed again; "auto": "full" for stages that do not fit otherwise.
+
+    Raises:
+      OptionError: a value is not one that the option can have.
+      PinError: a pin's pattern or spec is malformed.
+
+    >>> Options(memory_limit="2GiB", pins={"**/kernel": (None, "x")}).pins
+    (('**/kernel', ((), ('x',))),)
+    >>> Options(microbatches=0)
+    Traceback (most recent call last):
+      ...
+    autopar.errors.OptionError: microbatches=0 is not possible.
+      why:   it must be "auto" or an integer of at least 1.
+    """
+
+    method: str = "auto"
+    microbatches: int | str = "auto"
+    batch_argnums: tuple[int, ...] | str = "auto"
+    batch_axes: Any = dataclasses.field(default=None, hash=False)
+    static_argnums: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] | str = "auto"
+    pins: tuple[Pin, ...] = ()
+    logical_mesh: tuple[int, ...] | None = None
+    memory_limit: int | None = None
+    max_flops_share: float = 0.01
+    max_bytes_share: float = 0.05
+    solver_time_limit: float | None = None
+    seed: int = 0
+    progress: bool = False
+    runtime: str | Ray = "local"
+    stages: int | str | tuple[int, ...] | None = "auto"
+    schedule: str | Callable[..., Any] | None = "auto"
+    num_chunks: int | str | None = "auto"
+    remat: str | None = "auto"
+
+    def __post_init__(self) -> None:
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        _check_method(self.method)
+        set_field("microbatches", _auto_or(self.microbatches, _count, "microbatches"))
+        set_field("batch_argnums", _auto_or(self.batch_argnums, _argnums, "batch_argnums"))
+        set_field("static_argnums", _argnums(self.static_argnums, "static_argnums"))
+        set_field("donate_argnums", _auto_or(self.donate_argnums, _argnums, "donate_argnums"))
+        set_field("pins", _pins(self.pins))
+        set_field("logical_mesh", _logical_mesh(self.logical_mesh))
+        set_field("memory_limit", _memory_limit(self.memory_limit))
+        set_field("max_flops_share", _share(self.max_flops_share, "max_flops_share"))
+        set_field("max_bytes_share", _share(self.max_bytes_share, "max_bytes_share"))
+        set_field("solver_time_limit", _seconds(self.solver_time_limit, "solver_time_limit"))
+        set_field("seed", _integer(self.seed, "seed", at_least=0))
+        if not isinstance(self.progress, bool):
+            raise _impossible("progress", self.progress, "it must be True or False.")
+        set_field("runtime", _runtime(self.runtime))
+        set_field("stages", _stages(self.stages))
+        set_field("schedule", _schedule(self.schedule))
+        set_field("num_chunks", _num_chunks(self.num_chunks))
+        set_field("remat", _remat(self.remat))
+        if self.stages == "auto" or self.stages == 1:
+            _check_one_stage(self)
+        _check_disjoint(self.static_argnums, self.batch_argnums, "static_argnums", "batch_argnums")
+        _check_disjoint(
+            self.static_argnums, self.donate_argnums, "static_argnums", "donate_argnums"
+        )
+
+    @classmethod
+    def from_kwargs(cls, **options: Any) -> Options:
+        """The options that a user passed by keyword.
+
+        Raises:
+          OptionError: an option does not exist (says which do, and the closest), or has a bad
+            value.
+        """
+        for name in options:
+            if name not in cls.names():
+                raise OptionError(
+                    f"There is no option {name!r}.",
+                    why=f"the options are {', '.join(cls.names())}.",
+                    hint=did_you_mean(name, cls.names()),
+                )
+        return cls(**options)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all options."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that determine a plan, as JSON values.
+
+        `progress` and `runtime` are left out: they change what is shown and where a plan runs,
+        not the plan.
+        """
+        plain = {name: getattr(self, name) for name in self.names() if name not in _NOT_PLANNING}
+        plain["batch_axes"] = _encode_tree(self.batch_axes)
+        if callable(self.schedule):
+            plain["schedule"] = f"function {getattr(self.schedule, '__qualname__', 'schedule')}"
+        plain["pins"] = {pattern: [list(axes) for axes in spec] for pattern, spec in self.pins}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
+
+    def to_json(self) -> str:
+        """Canonical JSON of `to_dict`, equal for equal options: what a plan's hash is made of."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Options:
+        """The inverse of `to_dict`.
+
+        Raises:
+          OptionError: as the constructor, and where `batch_axes` held objects that JSON cannot
+            restore.
+        """
+        return cls.from_kwargs(**{**plain, "batch_axes": _decode_tree(plain.get("batch_axes"))})
+
+
+_NOT_PLANNING = ("progress", "runtime")
+
+
+def _impossible(name: str, value: Any, why: str, hint: str | None = None) -> OptionError:
+    return OptionError(f"{name}={value!r} is not possible.", why=why, hint=hint)
+
+
+def _check_method(method: Any) -> None:
+    if isinstance(method, str) and method in METHODS:
+        return
+    if method == "pipeline":
+        raise OptionError(
+            "There is no method 'pipeline'.",
+            why="a method says how one mesh is used; stages say how many meshes there are.",
+            hint="use stages=2 (with any method).",
+        )
+    raise OptionError(
+        f"There is no method {method!r}.",
+        why=f"the methods are {', '.join(METHODS)}.",
+        hint=did_you_mean(method, METHODS),
+    )
+
+
+def _runtime(value: Any) -> str | Ray:
+    if isinstance(value, Ray):
+        return value
+    if isinstance(value, str) and value in ("local", "ray"):
+        return value if value == "local" else Ray()
+    if value is Ray:
+        raise _impossible("runtime", value, "it is the class itself.", "write autopar.Ray().")
+    why = 'the runtimes are "local", "ray" and autopar.Ray(...).'
+    raise _impossible("runtime", value, why, did_you_mean(value, ("local", "ray")))
+
+
+def _check_one_stage(options: Options) -> None:
+    """What only several stages can have."""
+    why = "one stage has no pipeline."
+    hint = "say how many stages there are: stages=2."
+    if options.schedule != "auto":
+        raise _impossible("schedule", options.schedule, why, hint)
+    if options.num_chunks not in ("auto", 1):
+        raise _impossible("num_chunks", options.num_chunks, why, hint)
+    if options.remat == "full":
+        hint = "wrap the model, or parts of it, in jax.checkpoint; or say stages=2."
+        raise _impossible("remat", options.remat, why, hint)
+
+
+def _stages(value: Any) -> Any:
+    """Check "auto", a number of stages, or the layers at which later stages begin, ascending."""
+    why = 'it must be "auto", a number of stages, or layer boundaries in ascending order.'
+    if value is None:
+        return "auto"
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        raise _impossible("stages", value, why, _number_hint("stages", value))
+    if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        try:
+            return _integer(value, "stages", at_least=1)
+        except OptionError:
+            raise _impossible("stages", value, why) from None
+    try:
+        found = tuple(_integer(layer, "stages", at_least=1) for layer in value)
+    except OptionError:
+        raise _impossible("stages", value, why) from None
+    if not found or any(b <= a for a, b in itertools.pairwise(found)):
+        raise _impossible("stages", list(found), why)
+    return found
+
+
+def _schedule(value: Any) -> Any:
+    if value is None:
+        return "auto"
+    if callable(value) and not isinstance(value, type):
+        return value
+    if isinstance(value, str) and value in SCHEDULES:
+        return value
+    raise _impossible(
+        "schedule",
+        value,
+        f"the schedules are {', '.join(SCHEDULES)}, or a function of (num_meshes, "
+        "num_microbatches) that returns every mesh's tasks.",
+        did_you_mean(value, SCHEDULES),
+    )
+
+
+def _num_chunks(value: Any) -> Any:
+    return "auto" if value is None else _auto_or(value, _count, "num_chunks")
+
+
+def _remat(value: Any) -> str:
+    if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
+        return "auto" if value is None else value
+    raise _impossible(
+        "remat",
+        value,
+        'it must be "auto", "none" or "full".',
+        "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected.",
+    )
+
+
+def _check_disjoint(left: Any, right: Any, left_name: str, right_name: str) -> None:
+    both = set(left) & set(right) if "auto" not in (left, right) else set()
+    if both:
+        raise OptionError(
+            f"Argument {min(both)} is named in both {left_name} and {right_name}.",
+            why="a static argument is a constant of the program, not a buffer or a batch.",
+        )
+
+
+def _auto_or(value: Any, parse: Any, name: str) -> Any:
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        what = "an integer of at least 1" if parse is _count else "an integer or several"
+        why = f'it must be "auto" or {what}.'
+        raise _impossible(name, value, why, _number_hint(name, value))
+    return parse(value, name)
+
+
+def _number_hint(name: str, value: str) -> str | None:
+    is_count = value.strip().isdecimal() and int(value) > 0
+    return f"write {name}={int(value)}." if is_count else None
+
+
+def _integer(value: Any, name: str, *, at_least: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (at_least is not None and number < at_least):
+        bound = "" if at_least is None else f" of at least {at_least}"
+        raise _impossible(name, value, f"it must be an integer{bound}.")
+    return number
+
+
+def _count(value: Any, name: str) -> int:
+    try:
+        return _integer(value, name, at_least=1)
+    except OptionError:
+        raise _impossible(name, value, 'it must be "auto" or an integer of at least 1.') from None
+
+
+def _argnums(value: Any, name: str) -> tuple[int, ...]:
+    """Argument positions, sorted; negative ones count from the end, as in jax.jit."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        value = (value,)
+    return tuple(sorted({_integer(number, name) for number in value}))
+
+
+def _logical_mesh(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        value = (value,)
+    shape = tuple(_integer(size, "logical_mesh", at_least=1) for size in value)
+    if not 1 <= len(shape) <= 3:
+        raise _impossible("logical_mesh", shape, "a logical mesh has one, two or three axes.")
+    return shape
+
+
+def _real(value: Any) -> float | None:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(number) else number
+
+
+def _memory_limit(value: Any) -> int | None:
+    if value is None:
+        return None
+    why = "it must be a positive number of bytes per device, or text such as '12GiB'."
+    if isinstance(value, str):
+        try:
+            number = float(parse_bytes(value))
+        except ValueError:
+            raise _impossible("memory_limit", value, why) from None
+    else:
+        number = _real(value) or 0.0
+    if not 1 <= number < math.inf:
+        raise _impossible("memory_limit", value, why)
+    return int(number)
+
+
+def _share(value: Any, name: str) -> float:
+    number = _real(value)
+    if number is None or not 0 <= number <= 1:
+        raise _impossible(name, value, "it must be a share between 0 and 1.")
+    return number
+
+
+def _seconds(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    number = _real(value)
+    if number is None or not 0 < number < math.inf:
+        raise _impossible(name, value, "it must be a positive number of seconds, or None.")
+    return number
+
+
+def _pins(value: Any) -> tuple[Pin, ...]:
+    items = value.items() if isinstance(value, Mapping) else value
+    try:
+        pairs = [(pattern, spec) for pattern, spec in items]
+    except (TypeError, ValueError):
+        raise _impossible(
+            "pins", value, "it must be a mapping from path patterns to PartitionSpecs."
+        ) from None
+    pins = tuple(sorted((pattern, _spec(pattern, spec)) for pattern, spec in pairs))
+    for (pattern, spec), (next_pattern, next_spec) in itertools.pairwise(pins):
+        if pattern == next_pattern and spec != next_spec:
+            raise PinError("Two pins for the same pattern conflict.", where=f"pins[{pattern!r}]")
+    return tuple(dict.fromkeys(pins))
+
+
+def _spec(pattern: Any, spec: Any) -> tuple[tuple[str, ...], ...]:
+    """A `PartitionSpec`, or what looks like one, as plain tuples without trailing empty ones."""
+    if not isinstance(pattern, str) or not pattern:
+        raise PinError(
+            f"The path pattern of a pin is {pattern!r}.", why="it must be a non-empty string."
+        )
+    where = f"pins[{pattern!r}]"
+    if isinstance(spec, (str, Mapping)) or not isinstance(spec, Iterable):
+        raise PinError(
+            f"A pin has {spec!r} for its sharding.",
+            where=where,
+            why="it must be a PartitionSpec, or a sequence with an entry per dimension.",
+        )
+    dims: list[tuple[str, ...]] = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        if not isinstance(axes, (tuple, list)) or not all(isinstance(a, str) for a in axes):
+            raise PinError(
+                f"A pin has {entry!r} for one of its dimensions.",
+                where=where,
+                why="each entry must be None, the name of a mesh axis, or a tuple of names.",
+            )
+        dims.append(tuple(axes))
+    used = [axis for axes in dims for axis in axes]
+    for axis in used:
+        if used.count(axis) > 1:
+            raise PinError(f"A pin uses the mesh axis {axis!r} twice.", where=where)
+    while dims and not dims[-1]:
+        dims.pop()
+    return tuple(dims)
+
+
+def _encode_tree(tree: Any) -> Any:
+    """A pytree prefix as JSON, with the kind of every node: equal prefixes have equal text."""
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    if isinstance(tree, list):
+        return [_encode_tree(child) for child in tree]
+    if isinstance(tree, tuple) and type(tree) is tuple:
+        return {"tuple": [_encode_tree(child) for child in tree]}
+    if isinstance(tree, Mapping):
+        items = sorted((repr(key), _encode_tree(key), child) for key, child in tree.items())
+        return {"dict": [[key, _encode_tree(child)] for _, key, child in items]}
+    try:
+        return operator.index(tree)
+    except TypeError:
+        pass
+    fields = tree._asdict() if hasattr(tree, "_asdict") else getattr(tree, "__dict__", {})
+    kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
+    return {"object": [kind, [[name, _encode_tree(fields[name])] for name in sorted(fields)]]}
+
+
+def _decode_tree(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_decode_tree(child) for child in plain]
+    if not isinstance(plain, Mapping):
+        return plain
+    if "tuple" in plain:
+        return tuple(_decode_tree(child) for child in plain["tuple"])
+    if "dict" in plain:
+        return {key: _decode_tree(child) for key, child in plain["dict"]}
+    raise OptionError(
+        "batch_axes cannot be restored from its JSON form.",
+        why=f"it contains an object of class {plain['object'][0]}.",
+        hint="pass batch_axes again.",
+    )

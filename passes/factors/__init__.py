@@ -1,1 +1,0 @@
-"""Factor rules: which loops an equation runs, and which of them can be cut."""

@@ -1,0 +1,361 @@
+"""The compiler's value: a flat jaxpr whose inputs and outputs know what they are.
+
+A `Graph` is one `Jaxpr` without constvars in which every call (jit, custom_jvp, custom_vjp,
+checkpoint, closed_call) is inlined; scan, while and cond stay equations, their bodies are flat too.
+Closed-over arrays are inputs of role "constant", their values are in `Graph.constants`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.primitives import table as primitives
+
+Role = Literal["state", "batch", "constant", "other"]
+Atom = Any  # Var | Literal
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input leaf: where it is in the user's arguments and what it is used as.
+
+    `batch_axis` is the dimension along which a batch leaf holds examples (None: it has none),
+    `twin` the index of the output that the next call takes in this leaf's place, `donated`
+    whether its buffer may be reused.
+    """
+
+    path: str
+    role: Role
+    batch_axis: int | None = None
+    twin: int | None = None
+    donated: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output leaf: its path in the user's result, and the input that it will replace."""
+
+    path: str
+    twin: int | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A flat program with labelled inputs and outputs. `constants` are the last inputs' values."""
+
+    jaxpr: Jaxpr
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    constants: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"graph of {len(self.jaxpr.eqns)} equations"]
+        for var, label in zip(self.jaxpr.invars, self.inputs, strict=True):
+            axis = "" if label.batch_axis is None else f" batch axis {label.batch_axis}"
+            twin = "" if label.twin is None else f" -> {self.outputs[label.twin].path}"
+            donated = " donated" if label.donated else ""
+            lines.append(
+                f"  {label.role:8} {label.path}: {var.aval.str_short()}{axis}{twin}{donated}"
+            )
+        lines.append(str(self.jaxpr))
+        return "\n".join(lines)
+
+
+def from_closed_jaxpr(
+    closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output]
+) -> Graph:
+    """Flatten a traced program: constants become inputs, calls are inlined, dead code goes."""
+    jaxpr = flatten(closed.jaxpr)
+    constants = tuple(closed.consts)
+    labels = [*inputs, *(Input(f"constant[{i}]", "constant") for i in range(len(constants)))]
+    jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
+    used = used_vars(jaxpr)
+    keep = len(inputs)
+    kept = [i for i in range(len(jaxpr.invars)) if i < keep or jaxpr.invars[i] in used]
+    return Graph(
+        jaxpr=jax_compat.replace_jaxpr(jaxpr, invars=[jaxpr.invars[i] for i in kept]),
+        inputs=tuple(labels[i] for i in kept),
+        outputs=tuple(outputs),
+        constants=tuple(constants[i - keep] for i in kept if i >= keep),
+    )
+
+
+# Inlining. A call's jaxpr may be cached and occur many times, so each inlining takes new variables.
+
+
+def flatten(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` with every call inlined, recursively inside control flow.
+
+    Of equal equations the first one stays, as XLA keeps one of them; dead code goes.
+    """
+    eqns: list[JaxprEqn] = []
+    env: dict[Var, Atom] = {}
+    _inline_into(jaxpr, env, eqns, outer=None)
+    outvars = [_read(env, v) for v in jaxpr.outvars]
+    return eliminate_dead_code(merge_equal_equations(jaxpr.replace(eqns=eqns, outvars=outvars)))
+
+
+def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, jex_core.Literal) else env.get(atom, atom)
+
+
+def _inline_into(
+    jaxpr: Jaxpr, env: dict[Var, Atom], eqns: list[JaxprEqn], outer: JaxprEqn | None
+) -> None:
+    for eqn in jaxpr.eqns:
+        operands = [_read(env, v) for v in eqn.invars]
+        info = eqn.source_info if outer is None else jax_compat.with_outer_source(eqn, outer)
+        name = eqn.primitive.name
+        if name in primitives.IDENTITIES:
+            env[eqn.outvars[0]] = operands[0]
+            continue
+        called = jax_compat.expanded(eqn) if name == "call_hi_primitive" else None
+        if name in primitives.BODY_PARAM and primitives.BODY_PARAM[name] in eqn.params:
+            called = eqn.params[primitives.BODY_PARAM[name]]
+        if called is not None:
+            inner, consts = (
+                (called.jaxpr, called.consts) if isinstance(called, ClosedJaxpr) else (called, ())
+            )
+            if (
+                name in primitives.REMATS
+                and eqn.params.get("differentiated")
+                and eqn.params.get("prevent_cse")
+            ):
+                operands = _barrier(operands, info, eqns)
+            inner_env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
+            for var, value in zip(inner.constvars, consts, strict=True):
+                inner_env[var] = _constant_atom(value, var)
+            _inline_into(inner, inner_env, eqns, outer=eqn.replace(source_info=info))
+            for var, result in zip(eqn.outvars, inner.outvars, strict=True):
+                env[var] = _read(inner_env, result)
+            continue
+        outvars = list(eqn.outvars)
+        if outer is not None:  # variables of an inlined jaxpr may occur twice
+            outvars = [
+                v if isinstance(v, jex_core.DropVar) else jax_compat.new_var(v.aval)
+                for v in eqn.outvars
+            ]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+        eqns.append(
+            eqn.replace(
+                invars=operands,
+                outvars=outvars,
+                params=map_inner_jaxprs(eqn.params, flatten),
+                source_info=info,
+            )
+        )
+
+
+def _constant_atom(value: Any, var: Var) -> Atom:
+    # A called jaxpr with array constants is rare (closed_call): JAX hoists them to its arguments.
+    if np.ndim(value) == 0:
+        return jex_core.Literal(value, var.aval)
+    raise NotImplementedError("a called jaxpr holds array constants")
+
+
+def _barrier(operands: list[Atom], info: Any, eqns: list[JaxprEqn]) -> list[Atom]:
+    """Rematerialized code reads its inputs behind a barrier, as JAX's own lowering does."""
+    positions = [i for i, v in enumerate(operands) if not isinstance(v, jex_core.Literal)]
+    if not positions:
+        return operands
+    outvars = [jax_compat.new_var(operands[i].aval) for i in positions]
+    eqns.append(
+        jex_core.new_jaxpr_eqn(
+            [operands[i] for i in positions],
+            outvars,
+            jax_compat.optimization_barrier_primitive(),
+            {},
+            jex_core.no_effects,
+            info,
+        )
+    )
+    result = list(operands)
+    for i, var in zip(positions, outvars, strict=True):
+        result[i] = var
+    return result
+
+
+def map_inner_jaxprs(
+    params: Mapping[str, Any], function: Callable[[Jaxpr], Jaxpr]
+) -> dict[str, Any]:
+    """`params` with `function` applied to every jaxpr of a control-flow equation."""
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(function(value.jaxpr), value.consts)
+        if isinstance(value, Jaxpr):
+            return function(value)
+        if isinstance(value, tuple) and value and isinstance(value[0], (ClosedJaxpr, Jaxpr)):
+            applied = map(apply, value)  # a named tuple stays one: that of custom_linear_solve
+            return type(value)(*applied) if hasattr(value, "_fields") else tuple(applied)
+        return value
+
+    return {key: apply(value) for key, value in params.items()}
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The bodies of a control-flow equation, in the order of its params."""
+    found: list[Jaxpr] = []
+    map_inner_jaxprs(eqn.params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
+    return found
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of a jaxpr, those of inner bodies after the equation that holds them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from walk(inner)
+
+
+def used_vars(jaxpr: Jaxpr) -> set[Var]:
+    """Variables that an equation or a result reads."""
+    used = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
+    for eqn in jaxpr.eqns:
+        used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+    return used
+
+
+def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """Drop equations whose results nobody reads; an equation with an effect always stays."""
+    live = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in live for v in eqn.outvars):
+            kept.append(eqn)
+            live.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+    return jaxpr.replace(eqns=kept[::-1])
+
+
+def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
+    """Of equations with equal primitives, params and operands and no effects, keep the first."""
+    known: dict[Any, JaxprEqn] = {}
+    env: dict[Var, Atom] = {}
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        operands = [_read(env, atom) for atom in eqn.invars]
+        if any(new is not old for new, old in zip(operands, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=operands)
+        key = None
+        if not eqn.effects and eqn.primitive.name not in primitives.DISTINCT:
+            key = _equation_key(eqn)
+        first = eqn if key is None else known.setdefault(key, eqn)
+        if first is eqn:
+            eqns.append(eqn)
+            continue
+        for mine, theirs in zip(eqn.outvars, first.outvars, strict=True):
+            if isinstance(theirs, jex_core.DropVar) and not isinstance(mine, jex_core.DropVar):
+                break  # the first one does not keep what is needed here
+        else:
+            env.update(zip(eqn.outvars, first.outvars, strict=True))
+            continue
+        eqns.append(eqn)
+    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _equation_key(eqn: JaxprEqn) -> Any:
+    """What makes equations equal; None where a param cannot be compared."""
+    atoms = tuple(
+        (atom.aval.str_short(), atom.aval.weak_type, np.asarray(atom.val).tobytes())
+        if isinstance(atom, jex_core.Literal)
+        else atom
+        for atom in eqn.invars
+    )
+    key = (eqn.primitive.name, atoms, tuple(sorted(eqn.params.items(), key=lambda item: item[0])))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def check(graph: Graph) -> None:
+    """Assert that every variable is defined once and before its use, and that labels fit."""
+    jaxpr = graph.jaxpr
+    assert not jaxpr.constvars
+    assert len(jaxpr.invars) == len(graph.inputs), (len(jaxpr.invars), len(graph.inputs))
+    assert len(jaxpr.outvars) == len(graph.outputs), (len(jaxpr.outvars), len(graph.outputs))
+    number = len(graph.constants)
+    roles = [label.role for label in graph.inputs]
+    assert all((r == "constant") == (i >= len(roles) - number) for i, r in enumerate(roles)), roles
+    for i, label in enumerate(graph.inputs):
+        assert label.twin is None or graph.outputs[label.twin].twin == i, label
+    jex_core.check_jaxpr(jaxpr)
+
+
+def user_source(eqn: JaxprEqn) -> str:
+    """`file.py:12 (function)` of the user's code that made this equation, or its name stack."""
+    frame = jax_compat.user_frame(eqn)
+    if frame is None:
+        return str(eqn.source_info.name_stack) or "an unknown line"
+    return f"{frame[0]}:{frame[1]} ({frame[2]})"
+
+
+def fingerprint(jaxpr: Jaxpr) -> str:
+    """A content hash of the program: primitives, params, shapes and wiring, not names or lines."""
+    digest = hashlib.sha256()
+    _digest_jaxpr(jaxpr, digest.update)
+    return digest.hexdigest()
+
+
+def _digest_jaxpr(jaxpr: Jaxpr, update: Callable[[bytes], None]) -> None:
+    numbers: dict[Var, int] = {}
+
+    def define(var: Var) -> str:
+        numbers[var] = len(numbers)
+        return f"{numbers[var]}:{var.aval.str_short()}:{getattr(var.aval, 'weak_type', False)}"
+
+    def use(atom: Atom) -> str:
+        if isinstance(atom, jex_core.Literal):
+            return f"={atom.aval.str_short()}:{np.asarray(atom.val).tobytes().hex()}"
+        return str(numbers[atom])
+
+    update(",".join(define(v) for v in (*jaxpr.constvars, *jaxpr.invars)).encode())
+    for eqn in jaxpr.eqns:
+        update(f"\n{eqn.primitive.name}({','.join(map(use, eqn.invars))})".encode())
+        for key in sorted(eqn.params):
+            value = eqn.params[key]
+            inner: list[Jaxpr] = []
+            map_inner_jaxprs({key: value}, lambda j, inner=inner: inner.append(j) or j)  # type: ignore[misc]
+            update(f" {key}={'' if inner else _param_text(value)}".encode())
+            for body in inner:
+                update(b"{")
+                _digest_jaxpr(body, update)
+                update(b"}")
+        update(f"->{','.join(define(v) for v in eqn.outvars)}".encode())
+    update(f"\nreturn {','.join(map(use, jaxpr.outvars))}".encode())
+
+
+def _param_text(value: Any) -> str:
+    """A param as text that does not depend on this process (no addresses)."""
+    if callable(value) and not isinstance(value, type):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}{value.tobytes().hex()}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(_param_text, value)) + ")"
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def with_jaxpr(graph: Graph, jaxpr: Jaxpr) -> Graph:
+    """The same labels on another program."""
+    return replace(graph, jaxpr=jaxpr)
+
+
+def batch_sizes(graph: Graph) -> set[int]:
+    """How many rows the inputs that hold a batch have."""
+    return {
+        var.aval.shape[label.batch_axis]
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.batch_axis is not None
+    }

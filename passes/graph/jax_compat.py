@@ -1,0 +1,223 @@
+"""The one place that touches `jax._src`: everything else uses JAX's public names.
+
+Each function here says what it needs and why no public name serves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core, source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+
+def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
+    """The source info of an inlined equation: the outer name stack before its own.
+
+    An equation that comes from a cached jit may carry no traceback; it inherits the outer one's.
+    No public name builds a SourceInfo.
+    """
+    inner_info, outer_info = eqn.source_info, outer.source_info
+    name_stack = outer_info.name_stack + inner_info.name_stack
+    traceback = inner_info.traceback
+    if traceback is None or next(_frames(traceback), None) is None:
+        traceback = outer_info.traceback
+    return inner_info.replace(name_stack=name_stack, traceback=traceback)
+
+
+def source_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """A context in which newly traced equations carry `eqn`'s name stack and source line."""
+    info = eqn.source_info
+    return source_info_util.user_context(info.traceback, name_stack=info.name_stack)
+
+
+def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
+    for frame in source_info_util.user_frames(traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
+
+
+@cache
+def _library_roots() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
+    autopar_root = _above(os.path.realpath(__file__), 3)
+    own = (os.path.join(autopar_root, folder) for folder in ("autopar", "passes", "runtime"))
+    here = _above(os.path.abspath(__file__), 2)
+    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *_prefix_site()})
+
+
+def _above(path: str, floors: int) -> str:
+    for _ in range(floors):
+        path = os.path.dirname(path)
+    return path
+
+
+def _prefix_site() -> Iterator[str]:
+    for path in sys.path:
+        if path.endswith(("site-packages", "dist-packages")):
+            yield path
+
+
+def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost frame that is neither a library nor autopar.
+
+    Falls back to the innermost frame outside JAX, then to None.
+    """
+    first = None
+    for frame in _frames(eqn.source_info.traceback):
+        if first is None:
+            first = frame
+        if not frame[0].startswith(_library_roots()):
+            return frame
+    return first
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable (the constructor's optional arguments differ between releases)."""
+    return Var(aval)
+
+
+@cache
+def array_type(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
+    """The type (aval) of an array, from a traced argument: its class has no public name."""
+    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return jax.make_jaxpr(lambda x: x)(struct).jaxpr.invars[0].aval
+
+
+def replace_jaxpr(jaxpr: Jaxpr, **changes: Any) -> Jaxpr:
+    """`jaxpr` with some fields replaced; argument and result names go when the counts change."""
+    if "constvars" in changes or "invars" in changes or "outvars" in changes:
+        changes.setdefault("debug_info", jaxpr.debug_info.with_unknown_names())
+    return jaxpr.replace(**changes)
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], **changes: Any) -> list[Any]:
+    """The results of an equation's primitive on these operands, with some params changed."""
+    bound = eqn.primitive.get_bind_params({**eqn.params, **changes})
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # older releases
+    results = eqn.primitive.bind(*functions, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def optimization_barrier_primitive() -> Any:
+    """The primitive behind `jax.lax.optimization_barrier`, read from a traced call."""
+    return _barrier_eqn().primitive
+
+
+@cache
+def _barrier_eqn() -> JaxprEqn:
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]
+
+
+def is_tracing() -> bool:
+    """Whether a JAX transformation (jit, grad, vmap, eval_shape, ...) is running the caller.
+
+    The public way builds an object to compare; this is asked on every call of a compiled step.
+    """
+    return not core.trace_state_clean()
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried.
+
+    Releases after 0.10 say it by the structure of the operands, in a type without a public name.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def scan_params(
+    params: Mapping[str, Any], body: ClosedJaxpr, num_consts: int, num_carry: int
+) -> dict[str, Any]:
+    """A scan's params with another body, and other numbers of constants and carried values.
+
+    Releases after 0.10 hold the structure of operands and results, which is that of a small scan.
+    """
+    changed = {**params, "jaxpr": body}
+    if "num_carry" in params:
+        return {**changed, "num_consts": num_consts, "num_carry": num_carry}
+    num_slices = len(body.jaxpr.invars) - num_consts - num_carry
+    num_stacked = len(body.jaxpr.outvars) - num_carry
+    return {**changed, **_scan_structures(num_consts, num_carry, num_slices, num_stacked)}
+
+
+@cache
+def _scan_structures(
+    num_consts: int, num_carry: int, num_slices: int, num_stacked: int
+) -> dict[str, Any]:
+    numbers = (num_consts, num_carry)
+
+    def small(consts: list[Any], carry: list[Any], slices: list[Any]) -> Any:
+        def body(carry: list[Any], slices: list[Any]) -> Any:
+            total = sum((*consts, *carry, *slices), start=0.0)
+            return [total] * num_carry, [total] * num_stacked
+
+        return jax.lax.scan(body, carry, slices, length=1)
+
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    row = jax.ShapeDtypeStruct((1,), "float32")
+    traced = jax.make_jaxpr(small)([scalar] * num_consts, [scalar] * num_carry, [row] * num_slices)
+    (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert scan_counts(eqn.params) == numbers, eqn
+    return {name: eqn.params[name] for name in ("ft_in", "ft_out")}
+
+
+def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What a "hijax" equation (`jnp.searchsorted` in JAX 0.12) stands for, as ordinary equations.
+
+    The primitive's own expansion has no public name.
+    """
+    to_lojax = eqn.primitive.to_lojax
+
+    def function(*operands: Any) -> Any:
+        return to_lojax(*operands, **eqn.params)
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(function)(*shapes)
+
+
+def is_primitive(value: Any) -> bool:
+    """Whether it is a primitive (its public name covers only one of the base classes)."""
+    return isinstance(value, core.Primitive)
+
+
+def is_traceback(value: Any) -> bool:
+    """Whether it is the traceback of an equation, a type without a public name."""
+    return type(value).__name__ == "Traceback" and type(value).__module__.startswith("jaxlib")
+
+
+def typed_array_parts(value: Any) -> tuple[Any, Any] | None:
+    """The numbers and the type of a constant inside a jaxpr, if it is of JAX's own array class.
+
+    That class, which has no public name, does not pickle: it loses its type. `typed_array` is the
+    inverse.
+    """
+    if type(value) is not _TypedNdArray:
+        return None
+    return np.asarray(value).view(np.ndarray), value.aval
+
+
+def typed_array(numbers: Any, aval: Any) -> Any:
+    """A constant inside a jaxpr."""
+    return _TypedNdArray(numbers, aval)
+
+
+def _typed_array_class() -> Any:
+    try:
+        from jax._src.literals import TypedNdArray
+    except ImportError:  # other releases may not have it
+        return None
+    return TypedNdArray
+
+
+_TypedNdArray = _typed_array_class()

@@ -1,0 +1,284 @@
+"""The backward sweep: which equation is evaluated in which phase, and in which form.
+
+Results ask for what they need, so nothing is computed that nobody reads. A whole value of which
+only the rows of one microbatch are asked for is regenerated for these rows, by its rule run
+backwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Atom
+from autopar.passes.microbatch.batch_states import WHOLE, Form
+from autopar.passes.microbatch.control_flow import Bodies, whole_bodies
+from autopar.passes.microbatch.equations import Context, Decision, is_control_flow, regenerate
+from autopar.passes.microbatch.propagate import Forward
+
+ABSENT: Form = "absent"  # an operand or a result of control flow that nobody asks for
+
+
+@dataclass(frozen=True)
+class Body:
+    """An inner jaxpr evaluated on slices: its steps, and the forms of its inputs and results."""
+
+    jaxpr: Jaxpr
+    steps: tuple[Step, ...]
+    in_forms: tuple[Form, ...]
+    out_forms: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One evaluation of one equation. `bodies` are those of control flow that runs on slices."""
+
+    eqn: JaxprEqn
+    operand_forms: tuple[Form, ...]
+    result_forms: tuple[Form, ...]
+    bodies: tuple[Body, ...] = ()
+
+
+class Demand:
+    """The forms in which values are asked for, while a sweep goes backwards."""
+
+    def __init__(self) -> None:
+        self.forms: dict[Var, set[Form]] = defaultdict(set)
+
+    def want(self, atoms: Iterable[Atom], forms: Iterable[Form]) -> None:
+        for atom, form in zip(atoms, forms, strict=True):
+            if form != ABSENT and not isinstance(atom, Literal):
+                self.forms[atom].add(form)
+
+
+def whole_step(eqn: JaxprEqn) -> Step:
+    """The equation as it is."""
+    return Step(eqn, (WHOLE,) * len(eqn.invars), (WHOLE,) * len(eqn.outvars))
+
+
+def asked(eqn: JaxprEqn, demand: Demand) -> list[set[Form]]:
+    """The forms in which each result is asked for."""
+    none: set[Form] = set()
+    return [
+        none if isinstance(var, DropVar) else demand.forms.get(var, none) for var in eqn.outvars
+    ]
+
+
+def demand_body(forward: Forward, out_forms: Sequence[Form], context: Context) -> Body:
+    """The steps of an inner jaxpr that give its results in these forms."""
+    demand = Demand()
+    demand.want(forward.jaxpr.outvars, out_forms)
+    steps: list[Step] = []
+    for eqn, decision in zip(
+        reversed(forward.jaxpr.eqns), reversed(forward.decisions), strict=True
+    ):
+        forms = asked(eqn, demand)
+        if not any(forms):
+            continue
+        found = _body_steps(eqn, decision, forms, context)
+        for step in found:
+            demand.want(eqn.invars, step.operand_forms)
+        steps += found
+    in_forms = tuple(
+        one_form(demand.forms.get(var, set()), forward.state(var).form)
+        for var in forward.jaxpr.invars
+    )
+    return Body(forward.jaxpr, tuple(reversed(steps)), in_forms, tuple(out_forms))
+
+
+def one_form(asked_for: set[Form], own: Form) -> Form:
+    """The form in which to pass a value that is asked for in some forms."""
+    if not asked_for:
+        return ABSENT
+    if own is not WHOLE:
+        assert asked_for == {own}, (asked_for, own)
+        return own
+    if len(asked_for) == 1:
+        (form,) = asked_for
+        if isinstance(form, tuple):
+            return form
+    return WHOLE
+
+
+def _body_steps(
+    eqn: JaxprEqn, decision: Decision, forms: Sequence[set[Form]], context: Context
+) -> list[Step]:
+    """Steps (later ones first) that give an equation's results inside a body."""
+    assert decision.mode not in ("early", "late"), decision
+    if is_barrier(eqn):
+        return barrier_steps(eqn, forms)
+    if decision.mode == "whole":
+        rows, left = regenerated(eqn, forms, context)
+        return [whole_step(eqn), *rows] if left else rows
+    kept = [
+        given_form(eqn, k, own, asked_for) if asked_for else ABSENT
+        for k, (own, asked_for) in enumerate(zip(decision.result_forms, forms, strict=True))
+    ]
+    return [loop_step(eqn, decision, kept, context)]
+
+
+def regenerated(
+    eqn: JaxprEqn, forms: Sequence[set[Form]], context: Context
+) -> tuple[list[Step], bool]:
+    """Steps for the rows that are asked of an equation on whole operands.
+
+    The second value says whether the whole results are needed, to be used or to be sliced.
+    """
+    rows = {(k, form) for k, asked_for in enumerate(forms) for form in asked_for}
+    if any(not isinstance(form, tuple) for _, form in rows):
+        return [], True
+    if is_control_flow(eqn):
+        kept = [
+            given_form(eqn, k, WHOLE, asked_for) if asked_for else ABSENT
+            for k, asked_for in enumerate(forms)
+        ]
+        if WHOLE in kept or eqn.effects:
+            return [], True
+        return [_INNER_STEPS[eqn.primitive.name](eqn, whole_bodies(eqn), kept, context)], False
+    steps: dict[tuple[Form, ...], Step] = {}
+    for k, form in sorted(rows):
+        found = regenerate(eqn, k, form, context)
+        if found is None:
+            return [], True
+        steps[found[1]] = Step(eqn, *found)
+    return list(steps.values()), False
+
+
+def is_barrier(eqn: JaxprEqn) -> bool:
+    """Whether an equation passes every operand on unchanged."""
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def barrier_steps(eqn: JaxprEqn, forms: Sequence[set[Form]]) -> list[Step]:
+    """A barrier passes each operand on as it is: one step for all, more where forms differ."""
+    left = [sorted(asked_for, key=str) for asked_for in forms]
+    steps = []
+    while any(left):
+        now = tuple(rest.pop() if rest else ABSENT for rest in left)
+        steps.append(Step(eqn, now, now))
+    return steps
+
+
+def given_form(eqn: JaxprEqn, result: int, own: Form, asked_for: set[Form]) -> Form:
+    """The form in which an equation in the loop gives a result that is asked for in some forms.
+
+    Of a whole result of a scan or a cond it can give just the rows of the microbatch.
+    """
+    if own is not WHOLE or len(asked_for) != 1:
+        return own
+    (form,) = asked_for
+    if not isinstance(form, tuple):
+        return own
+    name = eqn.primitive.name
+    if name == "scan":
+        _, num_carry = jax_compat.scan_counts(eqn.params)
+        return form if result >= num_carry and form[0] > 0 else own
+    return form if name == "cond" else own
+
+
+def loop_step(
+    eqn: JaxprEqn, decision: Decision, result_forms: Sequence[Form], context: Context
+) -> Step:
+    """The evaluation of an equation in the loop, for the results that are not absent."""
+    if decision.mode != "inner":
+        return Step(eqn, decision.operand_forms, decision.result_forms)
+    return _INNER_STEPS[eqn.primitive.name](eqn, decision.inner, result_forms, context)
+
+
+def _shifted(form: Form, by: int) -> Form:
+    return (form[0] + by, form[1]) if isinstance(form, tuple) else form
+
+
+def _carried(
+    kept: Sequence[Form],
+    forms: Sequence[Form],
+    demand: Any,
+) -> tuple[list[Form], list[Body]]:
+    """The carries that the kept results depend on, and the bodies that compute just these."""
+    carry = [ABSENT if form == ABSENT else forms[k] for k, form in enumerate(kept)]
+    while True:
+        found, needed = demand(carry)
+        more = [
+            forms[k] if carry[k] == ABSENT and form != ABSENT else carry[k]
+            for k, form in enumerate(needed)
+        ]
+        if more == carry:
+            return carry, found
+        carry = more
+
+
+def _scan_step(
+    eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
+) -> Step:
+    first, count = jax_compat.scan_counts(eqn.params)
+    last = first + count
+    (forward,) = bodies.forwards
+    carry_forms = [state.form for state in bodies.operands[first:last]]
+    ys = [_shifted(form, -1) if form != ABSENT else ABSENT for form in result_forms[count:]]
+
+    def demand(carry: Sequence[Form]) -> tuple[list[Body], Sequence[Form]]:
+        body = demand_body(forward, [*carry, *ys], context)
+        return [body], body.in_forms[first:last]
+
+    carry, (body,) = _carried(result_forms[:count], carry_forms, demand)
+    # The carry is passed as the fixpoint has it, whatever the body reads of it.
+    in_forms = (*body.in_forms[:first], *carry, *body.in_forms[last:])
+    body = Body(body.jaxpr, body.steps, in_forms, body.out_forms)
+    operand_forms = (
+        *in_forms[:last],
+        *(_shifted(form, 1) if form != ABSENT else ABSENT for form in in_forms[last:]),
+    )
+    return Step(eqn, operand_forms, (*carry, *result_forms[count:]), (body,))
+
+
+def _while_step(
+    eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
+) -> Step:
+    first = eqn.params["cond_nconsts"]
+    second = first + eqn.params["body_nconsts"]
+    test, forward = bodies.forwards
+    carry_forms = [state.form for state in bodies.operands[second:]]
+    condition = demand_body(test, [WHOLE], context)
+
+    def demand(carry: Sequence[Form]) -> tuple[list[Body], Sequence[Form]]:
+        body = demand_body(forward, carry, context)
+        needed = [
+            one if one != ABSENT else other
+            for one, other in zip(
+                body.in_forms[second - first :], condition.in_forms[first:], strict=True
+            )
+        ]
+        return [body], needed
+
+    carry, (body,) = _carried(result_forms, carry_forms, demand)
+    condition = Body(
+        condition.jaxpr, condition.steps, (*condition.in_forms[:first], *carry), (WHOLE,)
+    )
+    body = Body(body.jaxpr, body.steps, (*body.in_forms[: second - first], *carry), body.out_forms)
+    operand_forms = (*condition.in_forms[:first], *body.in_forms)
+    return Step(eqn, operand_forms, tuple(carry), (condition, body))
+
+
+def _cond_step(
+    eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
+) -> Step:
+    wanted = list(result_forms)
+    branches = [demand_body(forward, wanted, context) for forward in bodies.forwards]
+    merged = [
+        one_form({form for form in forms if form != ABSENT}, state.form)
+        for forms, state in zip(
+            zip(*(body.in_forms for body in branches), strict=True),
+            bodies.operands[1:],
+            strict=True,
+        )
+    ]
+    branches = [Body(body.jaxpr, body.steps, tuple(merged), tuple(wanted)) for body in branches]
+    return Step(eqn, (WHOLE, *merged), tuple(wanted), tuple(branches))
+
+
+_INNER_STEPS = {"scan": _scan_step, "while": _while_step, "cond": _cond_step}

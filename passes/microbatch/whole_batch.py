@@ -1,0 +1,233 @@
+"""What is evaluated on the whole batch, what that costs, and who caused it.
+
+A completed value that meets rows of the batch is no error: what follows runs batch-wide on
+collected values, exactly. It is refused when it costs more than a stated share of the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.passes.graph.graph import Graph, inner_jaxprs, user_source, walk
+from autopar.passes.microbatch.equations import MEETS, is_control_flow
+from autopar.passes.microbatch.liveness import Step
+from autopar.passes.microbatch.phases import Phases
+from autopar.passes.microbatch.propagate import Forward
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.flops import flops
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """An equation that needs the whole batch: the user's line, why, and what follows from it.
+
+    The shares are those of the step's FLOPs and of the bytes of its batch-sized values that would
+    be evaluated batch-wide because of it.
+    """
+
+    source: str
+    primitive: str
+    reason: str
+    flops_share: float
+    bytes_share: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.primitive} at {self.source}: {self.reason} "
+            f"({self.flops_share:.1%} of FLOPs, {self.bytes_share:.1%} of bytes batch-wide)"
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs of each phase, and the shares that are evaluated on the whole batch."""
+
+    prologue_flops: float
+    loop_flops: float
+    epilogue_flops: float
+    flops_share: float
+    bytes_share: float
+    causes: tuple[Culprit, ...]  # the most expensive first
+
+    @property
+    def loop_share(self) -> float:
+        total = self.prologue_flops + self.loop_flops + self.epilogue_flops
+        return self.loop_flops / total if total else 1.0
+
+
+def equation_flops(eqn: JaxprEqn, rules: Rules) -> float:
+    """FLOPs of an equation, a scan's body times its length (a while's once, a cond's worst)."""
+    if not is_control_flow(eqn):
+        return float(flops(eqn, rules[eqn]))
+    bodies = [sum(equation_flops(e, rules) for e in body.eqns) for body in inner_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(bodies)
+    return sum(bodies) * float(eqn.params.get("length", 1))
+
+
+def step_flops(step: Step, rules: Rules) -> float:
+    """FLOPs of a step over all microbatches: of control flow, only what its bodies compute."""
+    if not step.bodies:
+        return equation_flops(step.eqn, rules)
+    bodies = [sum(step_flops(inner, rules) for inner in body.steps) for body in step.bodies]
+    if step.eqn.primitive.name == "cond":
+        return max(bodies)
+    return sum(bodies) * float(step.eqn.params.get("length", 1))
+
+
+def _bytes(var: Var) -> float:
+    return float(var.aval.size * var.aval.dtype.itemsize)
+
+
+def _inner_bytes(eqn: JaxprEqn) -> float:
+    """Bytes of all values inside control flow, a scan's body times its length."""
+    total = sum(_bytes(var) for body in inner_jaxprs(eqn) for e in walk(body) for var in e.outvars)
+    return total * float(eqn.params.get("length", 1))
+
+
+def _wide_bytes(eqn: JaxprEqn, forward: Forward) -> float:
+    """Bytes of an equation's results that grow with the batch."""
+    wide = [var for var in eqn.outvars if forward.states[var].wide]
+    inner = _inner_bytes(eqn) if wide and is_control_flow(eqn) else 0.0
+    return inner + sum(map(_bytes, wide))
+
+
+def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Costs:
+    """What the phases cost, and what of it is batch-wide."""
+    jaxpr = graph.jaxpr
+    flops_of = {id(eqn): equation_flops(eqn, rules) for eqn in jaxpr.eqns}
+    all_flops = sum(flops_of.values()) or 1.0
+    all_bytes = sum(_wide_bytes(eqn, forward) for eqn in jaxpr.eqns) or 1.0
+    charged: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    origins = _origins(jaxpr, forward)
+    index_of = {id(eqn): index for index, eqn in enumerate(jaxpr.eqns)}
+    paid: set[Var] = set()
+    for step in phases.epilogue:
+        eqn = step.eqn
+        if not _is_wide(step, forward):
+            continue
+        index = index_of[id(eqn)]
+        charge = charged[origins.get(index, index)]
+        charge[0] += flops_of[id(eqn)]
+        charge[1] += _wide_bytes(eqn, forward)
+        for var in _variables(eqn):
+            if forward.states[var].kind == "split" and var not in paid:
+                paid.add(var)
+                charge[1] += _bytes(var)
+    for index, found in _prologue_charges(graph, forward, phases, flops_of, index_of).items():
+        charged[index][0] += found[0]
+        charged[index][1] += found[1]
+    causes = [
+        Culprit(
+            source=user_source(jaxpr.eqns[index]),
+            primitive=jaxpr.eqns[index].primitive.name,
+            reason=_reason(index, forward),
+            flops_share=found[0] / all_flops,
+            bytes_share=found[1] / all_bytes,
+        )
+        for index, found in sorted(charged.items())
+        if any(found)
+    ]
+    causes.sort(key=lambda cause: -max(cause.flops_share, cause.bytes_share))
+    return Costs(
+        prologue_flops=sum(step_flops(step, rules) for step in phases.prologue),
+        loop_flops=sum(step_flops(step, rules) for step in phases.loop),
+        epilogue_flops=sum(step_flops(step, rules) for step in phases.epilogue),
+        flops_share=sum(found[0] for found in charged.values()) / all_flops,
+        bytes_share=sum(found[1] for found in charged.values()) / all_bytes,
+        causes=tuple(causes),
+    )
+
+
+def _variables(eqn: JaxprEqn) -> Iterable[Var]:
+    return (atom for atom in eqn.invars if not isinstance(atom, Literal))
+
+
+def _is_wide(step: Step, forward: Forward) -> bool:
+    """Whether a step outside of the loop works on the whole batch.
+
+    Of control flow with rewritten bodies, only what all examples share is evaluated there.
+    """
+    return not step.bodies and _touches_rows(step.eqn, forward)
+
+
+def _touches_rows(eqn: JaxprEqn, forward: Forward) -> bool:
+    return any(forward.states[var].wide for var in (*_variables(eqn), *eqn.outvars))
+
+
+def _origins(jaxpr: Jaxpr, forward: Forward) -> dict[int, int]:
+    """For each batch-wide equation behind the loop, the first one that made it so."""
+    origin_of: dict[Var, int] = {}
+    origins: dict[int, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        if forward.decisions[index].mode not in ("late", "inner"):
+            continue
+        origin = min((origin_of[var] for var in _variables(eqn) if var in origin_of), default=None)
+        if _touches_rows(eqn, forward):
+            origin = origins[index] = index if origin is None else origin
+        if origin is not None:
+            origin_of.update(
+                (var, origin) for var in eqn.outvars if forward.states[var].kind == "late"
+            )
+    return origins
+
+
+def _prologue_charges(
+    graph: Graph,
+    forward: Forward,
+    phases: Phases,
+    flops_of: Mapping[int, float],
+    index_of: Mapping[int, int],
+) -> dict[int, list[float]]:
+    """Batch-wide work before the loop, charged to the equation that asks for it.
+
+    Equations of the size of the batch leaves themselves are free: these are there as a whole.
+    """
+    leaves = [
+        var
+        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        if label.role == "batch"
+    ]
+    free_flops = 4.0 * sum(var.aval.size for var in leaves)
+    free_bytes = 4.0 * sum(map(_bytes, leaves))
+    asked_by: dict[Var, int] = {}
+    charges: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for step in reversed(phases.prologue):
+        eqn = step.eqn
+        if not _is_wide(step, forward):
+            continue
+        index = max((asked_by[var] for var in eqn.outvars if var in asked_by), default=None)
+        if index is None:
+            index = index_of[id(eqn)]
+        for var in _variables(eqn):
+            asked_by.setdefault(var, index)
+        work, size = flops_of[id(eqn)], _wide_bytes(eqn, forward)
+        if work > free_flops:
+            charges[index][0] += work
+        if size > free_bytes:
+            charges[index][1] += size
+    return charges
+
+
+def _reason(index: int, forward: Forward) -> str:
+    """Why an equation is evaluated on the whole batch, naming what it waits for."""
+    eqn, decision = forward.jaxpr.eqns[index], forward.decisions[index]
+    reason = decision.reason or "its result is needed before all rows have been seen"
+    if decision.reason != MEETS:
+        return reason
+    waits_for = [
+        other
+        for other in forward.jaxpr.eqns[:index]
+        if any(
+            var in other.outvars
+            for var in _variables(eqn)
+            if forward.states[var].kind in ("late", "partial") and not forward.states[var].wide
+        )
+    ]
+    if waits_for:
+        reason += f", computed at {user_source(waits_for[-1])}"
+    return reason

@@ -1,0 +1,51 @@
+"""What a piece is expected to take, from the same prices that chose its strategies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.table import CONTROL_FLOW
+from autopar.passes.sharding.layout import num_parts
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Reshard
+
+
+class PieceCosts:
+    """Seconds of blocks on one mesh. `rules` are the factor rules of the stage's equations."""
+
+    def __init__(self, pricing: Pricing, rules: Rules):
+        self.pricing, self.rules = pricing, rules
+
+    def seconds(self, block: Block) -> float:
+        """Compute and collectives of one run of a block on every device, one after the other."""
+        return sum(self._instruction(instruction) for instruction in block.instructions)
+
+    def _instruction(self, instruction: Any) -> float:
+        if isinstance(instruction, Reshard):
+            atom = instruction.source.atom
+            whole = math.prod(aval_shape(atom))
+            total = 0.0
+            for step in instruction.steps:
+                alpha, beta = self.pricing.step(step)
+                total += alpha + beta * itemsize(atom.aval) * step.elements(whole)
+            return total
+        if isinstance(instruction, Compute) and not instruction.eqn.outvars:
+            return 0.0  # an effect alone
+        if isinstance(instruction, Compute) and instruction.eqn.primitive.name in CONTROL_FLOW:
+            return 0.0  # a while loop: how often it runs is not known, sharding does not price it
+        if isinstance(instruction, Compute):
+            axes = {
+                axis
+                for version in (*instruction.operands, *instruction.results)
+                for axis in version.layout.used
+            }
+            undivided = self.pricing.compute(instruction.eqn, self.rules[instruction.eqn])
+            return undivided / num_parts(axes, self.pricing.mesh)
+        if isinstance(instruction, Loop):
+            length: int = instruction.eqn.params["length"]
+            return length * self.seconds(instruction.body)
+        assert isinstance(instruction, Branch)
+        return max(self.seconds(inner) for inner in instruction.blocks)

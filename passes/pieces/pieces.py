@@ -1,0 +1,108 @@
+"""What the tasks of a schedule run: pieces of the stages' programs, and the values they pass on.
+
+A piece is a block of the instructions that the intra-operator pass made, so what the plan lists and
+prices is what runs (`cutting.py` makes them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.passes.pipeline.instructions import Piece, PieceKind, Transfer, Value
+from autopar.passes.sharding.peak_memory import version_bytes
+from autopar.passes.sharding.spmd_program import Block, Instruction, Program, Version
+
+
+class Port(NamedTuple):
+    """A value that enters or leaves a piece.
+
+    `stacked`: the value exists once per microbatch, and the block sees them all as one stack.
+    """
+
+    value: int
+    version: Version
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class StagePiece:
+    """A function that one stage's mesh runs: a block, and which values enter and leave it."""
+
+    name: str
+    stage: int
+    kind: PieceKind
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    instructions: tuple[Instruction, ...]
+    donates: tuple[int, ...]
+
+    @property
+    def block(self) -> Block:
+        """The block that every device runs."""
+        return Block(
+            tuple(port.version for port in self.inputs),
+            self.instructions,
+            tuple(port.version for port in self.outputs),
+        )
+
+    def plain(self) -> Piece:
+        """What the schedule needs to know of it."""
+        return Piece(
+            name=self.name,
+            stage=self.stage,
+            kind=self.kind,
+            reads=tuple(port.value for port in self.inputs),
+            writes=tuple(port.value for port in self.outputs),
+            donates=self.donates,
+        )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A pipelined program, ready to be scheduled.
+
+    Args:
+      programs: the lowered program of every stage (its mesh and its axes' names).
+      values: what pieces pass on.
+      versions: the variable and layout of every value, by number (of one microbatch, if so).
+      pieces: what the meshes run.
+      transfers: what crosses between stages.
+      inputs: for every input leaf of the whole graph, the values that take it, by stage.
+      outputs: for every output leaf of the whole graph, its value.
+    """
+
+    programs: tuple[Program, ...]
+    values: tuple[Value, ...]
+    versions: Mapping[int, Version]
+    pieces: tuple[StagePiece, ...]
+    transfers: tuple[Transfer, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.pieces)} pieces, {len(self.transfers)} transfers"]
+        lines += [
+            f"  {piece.name}: {len(piece.instructions)} instructions,"
+            f" {len(piece.inputs)} values in, {len(piece.outputs)} out"
+            for piece in self.pieces
+        ]
+        return "\n".join(lines)
+
+
+@dataclass
+class Numbers:
+    """Numbers of values, given in order."""
+
+    values: list[Value] = field(default_factory=list)
+    versions: dict[int, Version] = field(default_factory=dict)
+
+    def new(
+        self, stage: int, version: Version, mesh: Sequence[int], per_microbatch: bool, label: str
+    ) -> int:
+        number = len(self.values)
+        size = version_bytes(version, mesh)
+        self.values.append(Value(number, stage, size, per_microbatch, label))
+        self.versions[number] = version
+        return number

@@ -1,0 +1,156 @@
+"""What a backward pass computes again because that costs less than keeping it: a minimum cut.
+
+`jax.vjp` lets a forward pass leave every value that a derivative reads, although many of them are
+a few additions away from one another. A value that is kept is written by F, held until B has run,
+and read by B; one that B computes again by elementwise operations is fused into its readers. What
+is kept is the cheapest cut between what F computes in earnest and what B reads, as in PyTorch's
+AOTAutograd (Horace He and Shangdi Yu, "Min-cut optimal(*) recomputation", 2022); unlike there,
+operations have a price too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.pieces.wiring import has_effect
+from autopar.passes.primitives.table import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
+from autopar.passes.sharding.scopes import itemsize
+from autopar.passes.sharding.spmd_program import Compute, Instruction, Version, reads, writes
+from autopar.passes.slicing.mincut import source_side
+
+# Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
+# takes some ten vector operations. What is kept is moved twice.
+_KEPT = 2 * 8
+# On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
+_PRICES = {
+    **dict.fromkeys(CHEAP, 1),
+    **dict.fromkeys(ROOTS, 2 * 8),
+    **dict.fromkeys(TRANSCENDENTAL, 10 * 8),
+}
+_SOURCE, _SINK = 0, 1
+
+
+def computed_again(
+    forward: Sequence[Instruction],
+    wanted: Collection[Version],
+    size: Callable[[Version], int],
+    held: Collection[Version],
+    changing: Collection[Version],
+) -> list[Instruction]:
+    """What a later task should compute again, of what it reads; the rest it takes from F.
+
+    Args:
+      forward: the instructions of F, in order.
+      wanted: what the later task reads.
+      size: bytes of a version on one device.
+      held: versions that are there anyway when the task runs.
+      changing: versions that are no longer what they were when F ran.
+
+    Returns:
+      Instructions of `forward`, in its order.
+    """
+    maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
+    cut, priced = _Cut(), set[int]()
+    stack = [v for v in maker if v in wanted and v not in held]
+    for v in stack:
+        cut.arc(cut.node(("kept", v)), _SINK, None)
+    seen: set[Version] = set()
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        made, number = cut.node(("made", v)), maker.get(v)
+        cut.arc(made, cut.node(("kept", v)), _KEPT * size(v))
+        price = None if number is None else _price(forward[number], size, changing)
+        if number is None or price is None:
+            cut.arc(_SOURCE, made, _KEPT * size(v) + 1)  # it is never cheaper to cut here
+            continue
+        run = cut.node(number)
+        cut.arc(run, made, None)
+        if number not in priced:
+            priced.add(number)
+            cut.arc(_SOURCE, run, price)
+            for operand in reads(forward[number]):
+                if operand not in held:
+                    cut.arc(cut.node(("kept", operand)), run, None)
+                    stack.append(operand)
+    return [forward[number] for number in sorted(cut.sink_side(priced))] if priced else []
+
+
+def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) -> list[Instruction]:
+    """A task's instructions with others, each just before the first that reads of it."""
+    maker = {v: x for x in again for v in writes(x)}
+    placed: set[int] = set()
+    result: list[Instruction] = []
+    for instruction in task:
+        stack = [(instruction, False)]
+        while stack:
+            x, ready = stack.pop()
+            if ready:
+                result.append(x)
+            elif id(x) not in placed:
+                placed.add(id(x))
+                stack.append((x, True))
+                stack += [(maker[v], False) for v in reversed(reads(x)) if v in maker]
+    return result
+
+
+def _price(
+    instruction: Instruction, size: Callable[[Version], int], changing: Collection[Version]
+) -> int | None:
+    """What running an instruction again costs; None, if it must not or should not be."""
+    if not isinstance(instruction, Compute) or instruction.once or has_effect(instruction):
+        return None
+    if any(v in changing for v in reads(instruction)):
+        return None
+    price = _PRICES.get(instruction.eqn.primitive.name)
+    if price is None:
+        return None
+    if _is_step(instruction.eqn):
+        return None
+    elements = sum(size(v) // itemsize(v.atom.aval) for v in writes(instruction))
+    return elements * price
+
+
+def _is_step(eqn: JaxprEqn) -> bool:
+    """Whether its result jumps where an operand of real numbers changes a little.
+
+    A last bit of an operand decides there. Two programs may round it differently (XLA contracts a
+    product and a sum to one operation or not), and then no element would equal the maximum.
+    """
+
+    def is_real(atom: Any) -> bool:
+        return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+    if eqn.primitive.name == "convert_element_type":
+        return is_real(eqn.invars[0]) and not is_real(eqn.outvars[0])
+    return eqn.primitive.name in STEPS and any(map(is_real, eqn.invars))
+
+
+class _Cut:
+    """A network of arcs between the values and the instructions of a forward pass."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._arcs: list[tuple[int, int, int | None]] = []
+
+    def node(self, what: Any) -> int:
+        """The number of a node, new or known."""
+        return self._numbers.setdefault(what, len(self._numbers) + 2)
+
+    def arc(self, tail: int, head: int, capacity: int | None) -> None:
+        """Without a capacity it cannot be cut."""
+        self._arcs.append((tail, head, capacity))
+
+    def sink_side(self, candidates: Iterable[Any]) -> list[Any]:
+        """Those whose nodes are behind the cheapest cut; of several, the one next to the source."""
+        infinite = 1 + sum(capacity or 0 for _, _, capacity in self._arcs)
+        tails, heads, capacities = zip(*self._arcs, strict=True)
+        bounds = [infinite if c is None else c for c in capacities]
+        before = set(source_side(tails, heads, bounds, _SOURCE, _SINK).tolist())
+        return [x for x in candidates if self.node(x) not in before]

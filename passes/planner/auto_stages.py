@@ -1,0 +1,222 @@
+"""Stages chosen automatically: layers, submeshes and logical meshes by an exact dynamic program.
+
+Every layer is sliced and planned alone on every size of submesh, identical layers once; a stage
+costs what its layers cost, and what crosses its end. It may keep what its forward pass made, or
+compute it again. No candidate split is planned or compiled itself; the chosen one is planned
+afterwards as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import MemoryLimitError, OptionError
+from autopar.base.options import Options
+from autopar.passes.pieces.cutting import residual_bytes
+from autopar.passes.pieces.piece_costs import PieceCosts
+from autopar.passes.planner.candidates import Planned, Split, memory_limit_of
+from autopar.passes.planner.pipeline_candidates import (
+    StageLayout,
+    flexible_equations,
+    label_batch,
+    plan_stage,
+    submesh,
+)
+from autopar.passes.planner.stage_choice import StageChoice, StageOption, best_stages
+from autopar.passes.sharding.peak_memory import version_bytes
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.spmd_program import Block, Loop
+from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.stage_graphs import Layer, StageGraph, Stages
+
+MAX_UNITS = 24  # more layers than this are put together in equal runs before the search
+
+
+class Remat(enum.Enum):
+    """What a stage's backward pass starts from, as `StageOption.choice`."""
+
+    FULL = "forward pass computed again"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class _LayerCost:
+    """One run of layers on one submesh: per microbatch, once a step, and memory per device.
+
+    `forward_seconds` are the part of `seconds` that computing the forward pass again would add.
+    """
+
+    seconds: float
+    forward_seconds: float
+    once_seconds: float
+    bytes_fixed: int
+    bytes_per_microbatch: int
+
+
+def choose_stages(
+    split: Split,
+    count: int,
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+) -> StageLayout | None:
+    """The stages with the least step time that fit, or None where one stage is best.
+
+    Args:
+      split: the program with its batch split in `count` microbatches.
+      count: the number of microbatches.
+      options: method, pins, memory limit and so on; `stages` is "auto".
+      cluster: all devices.
+      report: takes a line of progress.
+    """
+    try:
+        whole = slice_stages(split.graph, split.rules, 1)
+    except OptionError:
+        return None
+    step = math.ceil(len(whole.layers) / MAX_UNITS)
+    starts = list(range(0, len(whole.layers), step))
+    if len(starts) < 2 or cluster.num_devices < 2:
+        return None
+    report(f"slicing into {len(starts)} layers")
+    units = slice_stages(split.graph, split.rules, starts[1:])
+    sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
+    costs = _costs(units, sizes, count, options, cluster, report)
+    ends = [*starts[1:], len(whole.layers)]
+    crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
+    link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
+
+    def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
+        parts = costs[size][start:stop]
+        moved = crossing[stop - 1] if stop < len(starts) else 0
+        kept = StageOption(
+            seconds=sum(part.seconds for part in parts)
+            + (2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0),
+            bytes_fixed=sum(part.bytes_fixed for part in parts),
+            bytes_per_microbatch=sum(part.bytes_per_microbatch for part in parts),
+            once_seconds=sum(part.once_seconds for part in parts),
+        )
+        # Computed again: the input stays, and the rest is there for one microbatch at a time.
+        again = dataclasses.replace(
+            kept,
+            seconds=kept.seconds + sum(part.forward_seconds for part in parts),
+            bytes_fixed=kept.bytes_fixed + kept.bytes_per_microbatch,
+            bytes_per_microbatch=math.ceil(crossing[start - 1] / size) if start else 0,
+            choice=Remat.FULL,
+        )
+        if options.remat == "auto":
+            return (kept, again)
+        return (again,) if options.remat == "full" else (kept,)
+
+    try:
+        choice: StageChoice = best_stages(
+            len(starts),
+            sizes,
+            cluster.num_devices,
+            oracle,
+            num_microbatches=count,
+            memory_limit=memory_limit_of(options, cluster),
+        )
+    except (MemoryLimitError, OptionError):
+        return None
+    if len(choice.stages) < 2:
+        return None
+    return StageLayout(
+        tuple(starts[stage.start] for stage in choice.stages[1:]),
+        tuple(stage.num_devices for stage in choice.stages),
+        tuple(stage.option.choice is Remat.FULL for stage in choice.stages),
+    )
+
+
+def _sizes(cluster: Cluster) -> list[int]:
+    """Powers of two within a node, and whole nodes."""
+    inside = [2**i for i in range(cluster.devices_per_node.bit_length())]
+    sizes = [n for n in inside if n <= cluster.devices_per_node]
+    nodes = [2**i for i in range(1, cluster.num_nodes.bit_length() + 1)]
+    sizes += [n * cluster.devices_per_node for n in nodes if n <= cluster.num_nodes]
+    if cluster.num_devices not in sizes:
+        sizes.append(cluster.num_devices)
+    return sorted(set(sizes))
+
+
+def _costs(
+    units: Stages,
+    sizes: Sequence[int],
+    count: int,
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+) -> dict[int, list[_LayerCost]]:
+    """For every size of submesh, what each unit costs."""
+    labelled = label_batch(units)
+    ends = (0, *units.boundaries, len(units.layers))
+    kinds = [
+        tuple(layer.digest for layer in units.layers.layers[start:stop])
+        for start, stop in itertools.pairwise(ends)
+    ]
+    distinct = list(dict.fromkeys(kinds))
+    firsts = {kind: kinds.index(kind) for kind in distinct}
+    forward = {
+        kind: _forward_share(units.layers.layers[ends[place] : ends[place + 1]])
+        for kind, place in firsts.items()
+    }
+    found: dict[int, list[_LayerCost]] = {}
+    for size in sizes:
+        report(f"costs of {len(distinct)} kinds of layers on {size} devices")
+        part = submesh(cluster, size)
+        known = {
+            kind: _cost(labelled[place], forward[kind], count, options, part)
+            for kind, place in firsts.items()
+        }
+        found[size] = [known[kind] for kind in kinds]
+    return found
+
+
+def _forward_share(found: Sequence[Layer]) -> float:
+    total = sum(layer.flops for layer in found)
+    return sum(layer.forward_flops for layer in found) / total if total else 0.0
+
+
+def _cost(
+    stage: StageGraph, forward: float, count: int, options: Options, part: Cluster
+) -> _LayerCost:
+    return _measured(stage, forward, plan_stage(stage, count, options, part), part)
+
+
+def _measured(stage: StageGraph, forward: float, planned: Planned, part: Cluster) -> _LayerCost:
+    program = planned.program
+    prices = PieceCosts(Pricing(part, planned.mesh), planned.split.rules)
+    inside, outside = 0.0, []
+    carried = 0
+    for instruction in program.block.instructions:
+        if (
+            isinstance(instruction, Loop)
+            and stage.loop is not None
+            and (instruction.eqn is stage.graph.jaxpr.eqns[stage.loop])
+        ):
+            inside = prices.seconds(instruction.body)
+            carried = sum(version_bytes(v, program.mesh) for v in instruction.results)
+        else:
+            outside.append(instruction)
+    block = program.block
+    state = sum(
+        version_bytes(version, program.mesh)
+        for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
+        if label.role in ("state", "constant")
+    )
+    return _LayerCost(
+        seconds=inside,
+        forward_seconds=inside * forward,
+        once_seconds=prices.seconds(Block(block.inputs, tuple(outside), block.outputs)),
+        bytes_fixed=state + carried,
+        bytes_per_microbatch=residual_bytes(
+            stage, program, flexible_equations(planned.built.scope)
+        ),
+    )

@@ -1,0 +1,109 @@
+"""What a plan keeps of its pieces, so that a saved plan can be scheduled and simulated again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from autopar.base.cluster import Cluster
+from autopar.base.step_model import ModelPiece, ModelValue, StepModel
+from autopar.passes.graph.graph import batch_sizes
+from autopar.passes.pieces.piece_costs import PieceCosts
+from autopar.passes.pieces.pieces import Pieces
+from autopar.passes.pipeline.instructions import PipelineProgram
+from autopar.passes.planner.candidates import Planned, Split
+from autopar.passes.planner.pipeline_candidates import submesh, temporary_bytes
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Reshard
+
+
+class _Moving(NamedTuple):
+    """Seconds of a block's collectives: starting them, activations' bytes, other bytes."""
+
+    latency: float = 0.0
+    activation: float = 0.0
+    other: float = 0.0
+
+    def plus(self, more: _Moving, times: int = 1) -> _Moving:
+        return _Moving(*(a + times * b for a, b in zip(self, more, strict=True)))
+
+
+def step_model(
+    split: Split,
+    pieces: Pieces,
+    program: PipelineProgram,
+    planned: Sequence[Planned],
+    cluster: Cluster,
+) -> StepModel:
+    """The values and pieces of a pipelined step, with what the cost model expects of them.
+
+    Args:
+      split: the microbatched program.
+      pieces: its stages taken apart.
+      program: the pieces in order.
+      planned: the intra-operator plan of each stage.
+      cluster: all devices.
+    """
+    found = []
+    for piece in pieces.pieces:
+        plan = planned[piece.stage]
+        pricing = Pricing(submesh(cluster, math.prod(plan.mesh)), plan.mesh)
+        total = PieceCosts(pricing, plan.split.rules).seconds(piece.block)
+        moving = _moving(piece.block, pricing)
+        plain = piece.plain()
+        found.append(
+            ModelPiece(
+                name=piece.name,
+                stage=piece.stage,
+                when=piece.kind,
+                reads=plain.reads,
+                writes=plain.writes,
+                donates=plain.donates,
+                compute_seconds=max(total - sum(moving), 0.0),
+                latency_seconds=moving.latency,
+                activation_seconds=moving.activation,
+                other_seconds=moving.other,
+                temporary_bytes=temporary_bytes(piece, pieces.programs[piece.stage]),
+            )
+        )
+    return StepModel(
+        values=tuple(
+            ModelValue(v.stage, v.bytes_per_device, v.per_microbatch, v.label)
+            for v in pieces.values
+        ),
+        pieces=tuple(found),
+        transfers=tuple((transfer.source, transfer.target) for transfer in pieces.transfers),
+        inputs=program.inputs,
+        outputs=program.outputs,
+        donated=program.donated,
+        batch_rows=tuple(sorted(batch_sizes(split.graph))),
+    )
+
+
+def _moving(block: Block, pricing: Pricing) -> _Moving:
+    total = _Moving()
+    for instruction in block.instructions:
+        if isinstance(instruction, Reshard):
+            total = total.plus(_resharding(instruction, pricing))
+        elif isinstance(instruction, Loop):
+            length: int = instruction.eqn.params["length"]
+            total = total.plus(_moving(instruction.body, pricing), length)
+        elif isinstance(instruction, Branch):
+            branches = [_moving(inner, pricing) for inner in instruction.blocks]
+            total = total.plus(max(branches, key=sum))
+    return total
+
+
+def _resharding(instruction: Reshard, pricing: Pricing) -> _Moving:
+    atom: Any = instruction.source.atom
+    whole = math.prod(aval_shape(atom))
+    latency = moved = 0.0
+    for step in instruction.steps:
+        alpha, beta = pricing.step(step)
+        latency += alpha
+        moved += beta * itemsize(atom.aval) * step.elements(whole)
+    if instruction.purpose == "activation":
+        return _Moving(latency, moved, 0.0)
+    return _Moving(latency, 0.0, moved)

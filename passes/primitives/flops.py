@@ -1,0 +1,83 @@
+"""How many floating-point operations an equation takes: the compute side of every cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.primitives import table as primitives
+from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.shardings import shape_of
+
+
+def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
+    """Floating-point operations of one evaluation of an equation that is not control flow.
+
+    A contraction takes a multiplication and an addition per iteration of all its loops; a
+    convolution likewise, as if no tap fell on padding. A reduction takes one per operand element,
+    anything else one per result element, also a transcendental function. What only moves elements
+    takes none. Sorts, transforms and matrix factorizations count their usual orders.
+
+    Args:
+      eqn: the equation.
+      rule: its factor rule.
+    """
+    name = eqn.primitive.name
+    if name in primitives.MOVES:
+        return 0
+    results = sum(_size(var) for var in eqn.outvars)
+    if name == "conv_general_dilated":
+        kernel = shape_of(eqn.invars[1])
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * results * _size(eqn.invars[1]) // max(out_features, 1)
+    if name in primitives.PRODUCTS:
+        return 2 * math.prod(factor.size for factor in rule.factors)
+    if name in primitives.REDUCTIONS or name in primitives.CUMULATIVE:
+        return _size(eqn.invars[0])
+    if name in primitives.SCATTERS:
+        return _size(eqn.invars[2])
+    if name in primitives.WINDOWS:
+        window = math.prod(eqn.params["window_dimensions"])
+        if name.startswith("select_and_scatter"):
+            return window * _size(eqn.invars[0])
+        return window * results
+    if name in primitives.SORTS:
+        length = max(shape_of(eqn.invars[0]), default=1)
+        return _size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(length, 1))))
+    if name == "fft":
+        length = math.prod(eqn.params["fft_lengths"])
+        return 5 * results * max(1, math.ceil(math.log2(max(length, 1))))
+    if name in primitives.MATRIX_FUNCTIONS:
+        # Each of n columns updates the whole matrix once.
+        return _size(eqn.invars[-1]) * shape_of(eqn.invars[0])[-1]
+    return results
+
+
+def total_flops(jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
+    """Floating-point operations of a whole program.
+
+    A scan's body counts as often as it runs, a while loop's body and condition once (how often
+    they run is unknown), and of a cond the most expensive branch.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name not in primitives.CONTROL_FLOW:
+            total += flops(eqn, rules[eqn])
+            continue
+        bodies = [total_flops(body, rules) for body in inner_jaxprs(eqn)]
+        if name == "scan":
+            total += eqn.params["length"] * sum(bodies)
+        elif name == "cond":
+            total += max(bodies, default=0)
+        else:
+            total += sum(bodies)
+    return total
+
+
+def _size(var: Any) -> int:
+    return math.prod(shape_of(var))

@@ -1,0 +1,69 @@
+"""In which operands an equation is linear: how partial sums pass through it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.lax import GatherScatterMode
+
+from autopar.passes.primitives.shardings import dtype_of
+from autopar.passes.primitives.table import LINEAR_ALL, LINEAR_EACH, LINEAR_FIRST, SCATTERS
+
+OperandSets = tuple[frozenset[int], ...]
+
+
+def linear_operands(eqn: JaxprEqn) -> OperandSets:
+    """Sets of operand positions in which an equation is jointly linear, the others held fixed.
+
+    Linear means f(x + y) = f(x) + f(y) for the operands of one set taken together (so an operand
+    that is left out of a sum must be zero there). Integer division and casts that lose digits
+    are not linear. An equation that is linear in nothing has no sets.
+
+    >>> import jax
+    >>> linear_operands(jax.make_jaxpr(lambda x, y: x * y)(1.0, 2.0).eqns[0])
+    (frozenset({0}), frozenset({1}))
+    """
+    name = eqn.primitive.name
+    if name in LINEAR_ALL:
+        return _one_set(range(len(eqn.invars)))
+    if name in LINEAR_EACH:
+        return frozenset({0}), frozenset({1})
+    if name in LINEAR_FIRST:
+        rounds = name == "div" and jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.integer)
+        return () if rounds or (name == "gather" and _fills(eqn)) else _one_set((0,))
+    if name == "convert_element_type":
+        return _one_set((0,)) if _widens(eqn) else ()
+    if name == "select_n":
+        return _one_set(range(1, len(eqn.invars)))
+    if name == "dynamic_update_slice":
+        return _one_set((0, 1))
+    if SCATTERS.get(name) == "sum":
+        return _one_set((0, 2))
+    if name == "triangular_solve":
+        return _one_set((1,))
+    return ()
+
+
+def _one_set(positions: range | tuple[int, ...]) -> OperandSets:
+    return (frozenset(positions),)
+
+
+def _fills(eqn: JaxprEqn) -> bool:
+    """Whether a gather gives some number (not 0 or NaN) for an index that is out of bounds."""
+    if eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return False
+    value = eqn.params["fill_value"]
+    if value is None:
+        return not jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact)
+    return not (value == 0 or value != value)
+
+
+def _widens(eqn: JaxprEqn) -> bool:
+    """Whether a cast represents every value of the old dtype, so that it commutes with adding."""
+    old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
+    for kind in (jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(old, kind) and jnp.issubdtype(new, kind):
+            return jnp.promote_types(old, new) == new
+    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.complexfloating):
+        return jnp.promote_types(old, new) == new
+    return False

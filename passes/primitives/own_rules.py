@@ -1,0 +1,340 @@
+"""Factor rules that Shardy's registry does not have, or has in a form that slices cannot use.
+
+Each function takes an equation and returns its rule. Dimensions that `whole_dims` names are
+replicated afterwards by `populate`, so the functions here need not repeat that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
+from autopar.passes.primitives.shardings import (
+    dtype_of,
+    gather_picks,
+    gather_windows,
+    matrix_batch_rank,
+    random_implementation,
+    scatter_picks,
+    scatter_windows,
+    shape_of,
+)
+from autopar.passes.primitives.table import COMBINES, CUMULATIVE, MATRIX_FUNCTIONS, SCATTERS
+
+Own = Callable[[JaxprEqn, frozenset[int]], FactorRule]
+OWN: dict[str, Own] = {}
+
+
+def _own(*names: str) -> Callable[[Own], Own]:
+    def register(function: Own) -> Own:
+        OWN.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class _Loops:
+    """The factors of a rule that is being written."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def new(self, size: int, kind: Kind = "pass") -> DimFactors:
+        """A dimension that is one loop; of size 1, none."""
+        if size == 1:
+            return ()
+        self.factors.append(Factor(size, kind))
+        return (len(self.factors) - 1,)
+
+    def value(self, shape: Sequence[int], kind: Kind = "pass") -> list[DimFactors]:
+        return [self.new(size, kind) for size in shape]
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[DimFactors]],
+        results: Sequence[Sequence[DimFactors]],
+    ) -> FactorRule:
+        return FactorRule(tuple(self.factors), _freeze(operands), _freeze(results))
+
+
+def _freeze(values: Sequence[Sequence[DimFactors]]) -> tuple[ValueFactors, ...]:
+    return tuple(map(tuple, values))
+
+
+def replicated(eqn: JaxprEqn) -> FactorRule:
+    """Every dimension of every value is a loop that must not be cut."""
+    loops = _Loops()
+    operands = [loops.value(shape_of(var), "replicated") for var in eqn.invars]
+    results = [loops.value(shape_of(var), "replicated") for var in eqn.outvars]
+    return loops.rule(operands, results)
+
+
+def replicated_scalar(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    """What has no dimensions has nothing to cut."""
+    return replicated(eqn)
+
+
+def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
+    """All values have the same dimensions; an operand may be a scalar or repeat a dimension."""
+    shape = shape_of(eqn.outvars[0])
+    if any(len(shape_of(var)) not in (0, len(shape)) for var in (*eqn.invars, *eqn.outvars)):
+        return replicated(eqn)
+    loops = _Loops()
+    dims = loops.value(shape)
+
+    def value(var: Any) -> list[DimFactors]:
+        return [() if size == 1 else dims[dim] for dim, size in enumerate(shape_of(var))]
+
+    return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
+
+
+def same_dims(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
+    """Dimension i of all values is one loop where the sizes agree, else one for each size."""
+    loops = _Loops()
+    known: dict[tuple[int, int], DimFactors] = {}
+
+    def value(var: Any) -> list[DimFactors]:
+        dims = []
+        for place in enumerate(shape_of(var)):
+            if place not in known:
+                known[place] = loops.new(place[1])
+            dims.append(known[place])
+        return dims
+
+    results = [value(var) for var in eqn.outvars]
+    return loops.rule([value(var) for var in eqn.invars], results)
+
+
+for _name in (*CUMULATIVE, "sort", "rev", "top_k", "random_wrap", "random_unwrap", "random_split"):
+    OWN[_name] = same_dims
+for _name in ("bitcast_convert_type", "random_gamma", "dynamic_slice", "dynamic_update_slice"):
+    OWN[_name] = same_dims
+for _name in ("random_seed", "random_fold_in", "device_put", "tie"):
+    OWN[_name] = elementwise
+# Elementwise, but their lowerings are long, or loops.
+for _name in ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "lgamma", "nextafter", "zeta"):
+    OWN[_name] = elementwise
+for _name in ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "polygamma"):
+    OWN[_name] = elementwise
+OWN["threefry2x32"] = OWN["polynomial"] = elementwise
+OWN["empty2"] = replicated_scalar
+
+
+@_own("optimization_barrier")
+def _barrier(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    loops = _Loops()
+    values = [loops.value(shape_of(var)) for var in eqn.invars]
+    return loops.rule(values, values)
+
+
+@_own("iota")
+def _iota(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    loops = _Loops()
+    return loops.rule([], [loops.value(shape_of(eqn.outvars[0]))])
+
+
+@_own("random_bits")
+def _random_bits(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    # A generator other than threefry draws for all keys, and its bits are cut afterwards.
+    loops = _Loops()
+    bits = loops.value(shape_of(eqn.outvars[0]))
+    keys = shape_of(eqn.invars[0])
+    if random_implementation(eqn.invars[0].aval) == "threefry2x32":
+        return loops.rule([bits[: len(keys)]], [bits])
+    return loops.rule([loops.value(keys, "replicated")], [bits])
+
+
+@_own(*MATRIX_FUNCTIONS)
+def _matrix_function(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    loops = _Loops()
+    batch = loops.value(shape_of(eqn.invars[0])[: matrix_batch_rank(eqn)])
+
+    def value(var: Any) -> list[DimFactors]:
+        return [*batch, *loops.value(shape_of(var)[len(batch) :], "replicated")]
+
+    return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
+
+
+# Pieces of a dimension: every boundary is a multiple of their greatest common divisor, so each
+# piece is [some, divisor], and the inner loop runs alike in all of them.
+
+
+def _pieces(loops: _Loops, sizes: Sequence[int], divisor: int) -> list[DimFactors]:
+    inner = loops.new(divisor)
+    return [(*loops.new(size // divisor, "replicated"), *inner) for size in sizes]
+
+
+@_own("concatenate")
+def _concatenate(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    axis = eqn.params["dimension"]
+    sizes = [shape_of(var)[axis] for var in eqn.invars]
+    return _joined(eqn, axis, eqn.outvars[0], eqn.invars, math.gcd(*sizes))
+
+
+@_own("split")
+def _split(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    axis = eqn.params["axis"]
+    divisor = math.gcd(*map(int, eqn.params["sizes"]))
+    return _joined(eqn, axis, eqn.invars[0], eqn.outvars, divisor)
+
+
+def _joined(eqn: JaxprEqn, axis: int, whole: Any, parts: Sequence[Any], divisor: int) -> FactorRule:
+    loops = _Loops()
+    common = loops.value([size for dim, size in enumerate(shape_of(whole)) if dim != axis])
+    values = [whole, *parts]
+    pieces = _pieces(loops, [shape_of(var)[axis] for var in values], divisor)
+    dims = {
+        id(var): [*common[:axis], piece, *common[axis:]]
+        for var, piece in zip(values, pieces, strict=True)
+    }
+    return loops.rule([dims[id(var)] for var in eqn.invars], [dims[id(var)] for var in eqn.outvars])
+
+
+@_own("slice")
+def _slice(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    strides = eqn.params["strides"] or (1,) * len(shape)
+    loops, dims, new_dims = _Loops(), [], []
+    for dim, (size, new_size) in enumerate(zip(shape, new_shape, strict=True)):
+        start, limit = eqn.params["start_indices"][dim], eqn.params["limit_indices"][dim]
+        divisor = 1 if strides[dim] != 1 else math.gcd(size, int(start), int(limit))
+        old, new = _pieces(loops, (size, new_size), divisor)
+        dims.append(old)
+        new_dims.append(new)
+    return loops.rule([dims], [new_dims])
+
+
+@_own("pad")
+def _pad(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    loops, dims, new_dims = _Loops(), [], []
+    for size, new_size, (low, high, interior) in zip(
+        shape, new_shape, eqn.params["padding_config"], strict=True
+    ):
+        divisor = 1 if interior else math.gcd(size, int(low), int(high))
+        old, new = _pieces(loops, (size, new_size), divisor)
+        dims.append(old)
+        new_dims.append(new)
+    return loops.rule([dims, []], [new_dims])
+
+
+@_own("stack")
+def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    loops, axis = _Loops(), eqn.params["axis"]
+    dims = loops.value(shape_of(eqn.invars[0]))
+    stacked = [*dims[:axis], loops.new(len(eqn.invars), "replicated"), *dims[axis:]]
+    return loops.rule([dims] * len(eqn.invars), [stacked])
+
+
+@_own("unstack")
+def _unstack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    loops, axis = _Loops(), eqn.params["axis"]
+    dims = loops.value(shape_of(eqn.outvars[0]))
+    stacked = [*dims[:axis], loops.new(len(eqn.outvars), "replicated"), *dims[axis:]]
+    return loops.rule([stacked], [dims] * len(eqn.outvars))
+
+
+@_own("tile")
+def _tile(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    loops = _Loops()
+    dims = loops.value(shape_of(eqn.invars[0]))
+    repeats = loops.value(eqn.params["reps"])
+    return loops.rule([dims], [[(*r, *d) for r, d in zip(repeats, dims, strict=True)]])
+
+
+@_own("gather")
+def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    # Cutting a dimension of which each index picks one place leaves all parts but one zero there.
+    numbers = eqn.params["dimension_numbers"]
+    operand_shape, indices_shape = (shape_of(var) for var in eqn.invars)
+    result_shape = shape_of(eqn.outvars[0])
+    loops = _Loops()
+    indices = [*loops.value(indices_shape[:-1]), loops.new(indices_shape[-1], "replicated")]
+    batch = iter(indices[:-1])
+    result = [
+        loops.new(size) if dim in numbers.offset_dims else next(batch)
+        for dim, size in enumerate(result_shape)
+    ]
+    windows = gather_windows(numbers, len(operand_shape))
+    batching = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    picked = gather_picks(eqn)
+    one_of_all: Kind = "or" if jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.bool_) else "sum"
+    operand = []
+    for dim, size in enumerate(operand_shape):
+        if dim in batching:
+            operand.append(indices[batching[dim]])
+        elif dim in windows and result_shape[windows[dim]] == size:
+            operand.append(result[windows[dim]])
+        else:
+            operand.append(loops.new(size, one_of_all if dim in picked else "replicated"))
+    return loops.rule([operand, indices], [result])
+
+
+@_own(*SCATTERS)
+def _scatter(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
+    # Cutting the updates gives partial results only if combining them counts the operand once:
+    # maximum and minimum are idempotent, a sum needs an operand that is zero.
+    numbers = eqn.params["dimension_numbers"]
+    operand_shape, indices_shape, updates_shape = (shape_of(var) for var in eqn.invars)
+    monoid = SCATTERS[eqn.primitive.name]
+    kind: Kind = "replicated"
+    if monoid in ("max", "min") or (monoid == "sum" and 0 in zeros):
+        kind = monoid
+    loops = _Loops()
+    indices: list[DimFactors] = [
+        loops.new(size, "pass" if dim in numbers.scatter_indices_batching_dims else kind)
+        for dim, size in enumerate(indices_shape[:-1])
+    ]
+    batch = iter(indices)
+    updates = [
+        loops.new(size) if dim in numbers.update_window_dims else next(batch)
+        for dim, size in enumerate(updates_shape)
+    ]
+    windows = scatter_windows(numbers, len(operand_shape))
+    batching = dict(
+        zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    )
+    picked = scatter_picks(eqn)
+    operand = []
+    for dim, size in enumerate(operand_shape):
+        if dim in batching:
+            operand.append(indices[batching[dim]])
+        elif dim in windows and updates_shape[windows[dim]] == size:
+            operand.append(updates[windows[dim]])
+        else:
+            operand.append(loops.new(size, "pass" if dim in picked else "replicated"))
+    indices.append(loops.new(indices_shape[-1], "replicated"))
+    return loops.rule([operand, indices, updates], [operand])
+
+
+@_own("reduce")
+def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
+    half = len(eqn.invars) // 2
+    kind = _body_monoid(eqn.params["jaxpr"]) if half == 1 else "replicated"
+    if kind == "prod" or (kind == "sum" and 1 not in zeros):
+        kind = "replicated"  # each part would count the initial value
+    loops = _Loops()
+    dims = [
+        loops.new(size, kind if dim in eqn.params["dimensions"] else "pass")
+        for dim, size in enumerate(shape_of(eqn.invars[0]))
+    ]
+    kept = [dim for i, dim in enumerate(dims) if i not in eqn.params["dimensions"]]
+    return loops.rule([dims] * half + [[]] * half, [kept] * half)
+
+
+def _body_monoid(jaxpr: Any) -> Kind:
+    """What the body of a reduction combines its two arguments with, if it is that alone."""
+    if len(jaxpr.eqns) != 1:
+        return "replicated"
+    (eqn,) = jaxpr.eqns
+    combines = set(map(id, eqn.invars)) == set(map(id, jaxpr.invars))
+    if not combines or jaxpr.outvars[0] is not eqn.outvars[0]:
+        return "replicated"
+    return COMBINES.get(eqn.primitive.name, "replicated")

@@ -1,0 +1,207 @@
+"""Factor rules of all equations of a program, from Shardy's registry and a few of our own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.base.errors import UnknownPrimitiveWarning
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import user_source
+from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
+from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
+from autopar.passes.primitives.shardings import is_known, whole_dims
+from autopar.passes.primitives.shardy import lower_rules
+from autopar.passes.primitives.table import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
+
+
+class _EquationRules(Mapping[JaxprEqn, FactorRule]):
+    """The factor rule of every equation that is not control flow, keyed by the equation itself."""
+
+    def __init__(self, rules: Sequence[tuple[JaxprEqn, FactorRule]]):
+        self._rules = {id(eqn): (eqn, rule) for eqn, rule in rules}
+
+    def __getitem__(self, eqn: JaxprEqn) -> FactorRule:
+        try:
+            return self._rules[id(eqn)][1]
+        except KeyError:
+            raise KeyError(f"no rule was populated for the equation {eqn}") from None
+
+    def __iter__(self) -> Iterator[JaxprEqn]:
+        return (eqn for eqn, _ in self._rules.values())
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{eqn.primitive}: {rule}" for eqn, rule in self._rules.values())
+
+
+def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
+    """Find the rule of every equation, also inside scan, while and cond bodies.
+
+    Control-flow equations have no rule: who walks them recurses. Rules are cached in the process
+    by what determines them. A primitive without a rule is replicated, with one warning.
+
+    Args:
+      jaxprs: a flat jaxpr (see `autopar.passes.graph.flatten`), or several.
+
+    Returns:
+      A mapping from equations (by identity) to rules.
+    """
+    pairs: list[tuple[JaxprEqn, Any]] = []
+    for jaxpr in [jaxprs] if isinstance(jaxprs, Jaxpr) else jaxprs:
+        for eqn, zeros in _equations(jaxpr):
+            pairs.append((eqn, _key(eqn, zeros)))
+    missing: dict[Any, JaxprEqn] = {}
+    for eqn, key in pairs:
+        if key not in _CACHE:
+            missing.setdefault(key, eqn)
+    _CACHE.update(zip(missing, _new_rules(list(missing.items())), strict=True))
+    warned: set[str] = set()
+    for eqn, key in pairs:
+        name = eqn.primitive.name
+        if _CACHE[key] is None and name not in warned:
+            warned.add(name)
+            _warn(eqn)
+    return _EquationRules([(eqn, _CACHE[key] or _normal(replicated(eqn))) for eqn, key in pairs])
+
+
+_CACHE: dict[Any, FactorRule | None] = {}  # None: there is no rule
+
+
+def _equations(
+    jaxpr: Jaxpr, zeros: frozenset[Var] = frozenset()
+) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
+    """Equations, and which of the operands that would be counted several times are zero."""
+    known = set(zeros)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in CONTROL_FLOW:
+            for inner, given in _bodies(eqn):
+                zero = (v for v, atom in given if _is_zero(atom, known))
+                yield from _equations(inner, frozenset(zero))
+            continue
+        if name in KEEPS_ZERO and all(_is_zero(atom, known) for atom in eqn.invars):
+            known.update(eqn.outvars)
+        positions = _ZERO_MATTERS.get(name, ())
+        yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], known))
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, list[tuple[Var, Any]]]]:
+    """Each body of a control-flow equation, and what its first inputs are throughout."""
+    name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
+    if name == "scan":
+        num_consts, _ = jax_compat.scan_counts(params)
+        given = [(params["jaxpr"], operands[:num_consts])]
+    elif name == "cond":
+        given = [(branch, operands[1:]) for branch in params["branches"]]
+    else:
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        given = [
+            (params["cond_jaxpr"], operands[:first]),
+            (params["body_jaxpr"], operands[first : first + second]),
+        ]
+    for body, atoms in given:
+        inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+        yield inner, list(zip(inner.invars, atoms, strict=False))
+
+
+# A scatter adds to its first operand, a reduction to its initial value.
+_ZERO_MATTERS: dict[str, tuple[int, ...]] = {**dict.fromkeys(SCATTERS, (0,)), "reduce": (1,)}
+
+
+def _is_zero(atom: Any, zeros: set[Var]) -> bool:
+    if isinstance(atom, Literal):
+        return not np.any(np.asarray(atom.val))
+    return atom in zeros
+
+
+def _key(eqn: JaxprEqn, zeros: frozenset[int]) -> Any:
+    """What determines a rule: primitive, params, and the operands' shapes and dtypes."""
+    params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
+    avals = tuple(map(_signature, eqn.invars))
+    return eqn.primitive.name, params, avals, zeros
+
+
+def _signature(var: Any) -> Any:
+    return var.aval.shape, var.aval.dtype
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        return str(value)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | None]:
+    found: dict[int, FactorRule] = {}
+    to_lower: list[int] = []
+    for i, (key, eqn) in enumerate(missing):
+        name = eqn.primitive.name
+        if any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
+            found[i] = replicated(eqn)  # nothing to compute, nothing to cut
+        elif name in OWN:
+            found[i] = OWN[name](eqn, key[-1])
+        elif is_known(name):
+            to_lower.append(i)
+    lowered = lower_rules([missing[i][1] for i in to_lower])
+    for i, rule in zip(to_lower, lowered, strict=True):
+        eqn = missing[i][1]
+        if rule is None and eqn.primitive.name in ELEMENTWISE:
+            rule = elementwise(eqn)
+        if rule is not None:
+            found[i] = rule
+    return [
+        _normal(_keep_whole(found[i], eqn)) if i in found else None
+        for i, (_, eqn) in enumerate(missing)
+    ]
+
+
+def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:
+    """Replicate the factors of dimensions that `bind_local` cannot cut."""
+    whole: set[int] = set()
+    for values, all_dims in zip((rule.operands, rule.results), whole_dims(eqn), strict=True):
+        for value, dims in zip(values, all_dims, strict=True):
+            for dim in dims:
+                whole.update(value[dim])
+    if not whole:
+        return rule
+    factors = tuple(
+        Factor(factor.size, "replicated") if i in whole else factor
+        for i, factor in enumerate(rule.factors)
+    )
+    return FactorRule(factors, rule.operands, rule.results)
+
+
+def _normal(rule: FactorRule) -> FactorRule:
+    """Number factors in the order in which results, then operands, name them; drop the others."""
+    order: dict[int, int] = {}
+    for value in (*rule.results, *rule.operands):
+        for dim in value:
+            for factor in dim:
+                order.setdefault(factor, len(order))
+
+    def rename(values: tuple[ValueFactors, ...]) -> tuple[ValueFactors, ...]:
+        return tuple(tuple(tuple(order[i] for i in dim) for dim in value) for value in values)
+
+    return FactorRule(
+        tuple(rule.factors[i] for i in order), rename(rule.operands), rename(rule.results)
+    )
+
+
+def _warn(eqn: JaxprEqn) -> None:
+    warnings.warn(
+        f"autopar has no rule for the operation {eqn.primitive} at {user_source(eqn)}: every "
+        "device and every microbatch computes it whole.",
+        UnknownPrimitiveWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,129 @@
+"""Sums over microbatches whose terms may be made on several stages.
+
+A shared parameter's gradient is `a + b` in the loop's body, `a` from one layer and `b` from
+another. If these are on different stages, each stage accumulates its own terms, and the sums are
+added up once, behind the loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar.passes.graph.graph import Atom
+from autopar.passes.primitives.table import ADDS, PASSED
+from autopar.passes.slicing.anatomy import Anatomy, Carried
+
+
+@dataclass(frozen=True)
+class Terms:
+    """An accumulator, and what is added to it in one iteration.
+
+    Args:
+      carried: the accumulator.
+      terms: the values whose sum, passed through `chain`, is accumulated.
+      sums: numbers of the body's equations that add the terms up.
+      chain: numbers of the equations that the sum passes through, in order.
+    """
+
+    carried: Carried
+    terms: tuple[Atom, ...]
+    sums: tuple[int, ...] = ()
+    chain: tuple[int, ...] = ()
+
+    @property
+    def absorbed(self) -> tuple[int, ...]:
+        """Numbers of the equations that go where the terms go."""
+        return (*self.sums, *self.chain, *self.carried.combine)
+
+
+def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
+    """The terms of every accumulator. Only plain sums are taken apart."""
+    body = parts.body
+    uses = Counter(
+        atom
+        for atoms in (*(eqn.invars for eqn in body.eqns), body.outvars)
+        for atom in atoms
+        if not isinstance(atom, Literal)
+    )
+    made_by = {var: index for index, eqn in enumerate(body.eqns) for var in eqn.outvars}
+    combining = parts.combining
+
+    def maker(atom: Atom) -> int | None:
+        """The equation of a value that is used here only."""
+        if isinstance(atom, Literal) or uses[atom] != 1:
+            return None
+        index = made_by.get(atom)
+        return None if index in combining else index
+
+    found = []
+    for carried in parts.carried:
+        outside = _outside(parts, carried)
+        if not is_sum(body.eqns, carried) or len(outside) != 1:
+            found.append(Terms(carried, outside))
+            continue
+        atom = outside[0]
+        chain: list[int] = []
+        while (index := maker(atom)) is not None and _passes(body.eqns[index]):
+            chain.append(index)
+            atom = body.eqns[index].invars[0]
+        sums: list[int] = []
+        terms: list[Atom] = []
+        stack = [atom]
+        while stack:
+            atom = stack.pop()
+            index = maker(atom)
+            if index is not None and _adds(body.eqns[index]):
+                sums.append(index)
+                stack += reversed(body.eqns[index].invars)
+            else:
+                terms.append(atom)
+        if len(terms) == 1:
+            chain = []
+            terms = list(outside)
+        found.append(Terms(carried, tuple(terms), tuple(sorted(sums)), tuple(reversed(chain))))
+    return tuple(found)
+
+
+def _outside(parts: Anatomy, carried: Carried) -> tuple[Atom, ...]:
+    """What the combining equations read apart from the carry and each other's results."""
+    eqns = [parts.body.eqns[index] for index in carried.combine]
+    own = {carried.carry, *(var for eqn in eqns for var in eqn.outvars)}
+    read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in own]
+    return tuple(dict.fromkeys(read))
+
+
+def is_sum(eqns: list[JaxprEqn], carried: Carried) -> bool:
+    """Whether an accumulator is carry + term."""
+    if len(carried.combine) != 1:
+        return False
+    eqn = eqns[carried.combine[0]]
+    return eqn.primitive.name == "add" and eqn.outvars[0] is carried.result
+
+
+def _passes(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in PASSED and len(eqn.invars) == 1
+
+
+def _adds(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ADDS and all(
+        not isinstance(v, Literal) and v.aval.shape == eqn.outvars[0].aval.shape for v in eqn.invars
+    )
+
+
+def absorbed_by(terms: tuple[Terms, ...]) -> Mapping[int, int]:
+    """The body's equations that go where an accumulator's terms go, each with its accumulator."""
+    return {index: number for number, item in enumerate(terms) for index in item.absorbed}
+
+
+def terms_reading(terms: tuple[Terms, ...]) -> dict[Var, list[tuple[int, int]]]:
+    """For every variable, the (accumulator, term) that it is."""
+    found: dict[Var, list[tuple[int, int]]] = {}
+    for number, item in enumerate(terms):
+        for place, atom in enumerate(item.terms):
+            if not isinstance(atom, Literal):
+                found.setdefault(atom, []).append((number, place))
+    return found

@@ -1,0 +1,113 @@
+"""Scans over layers: loops in the forward pass whose slices are a state's stacked leaves.
+
+`lax.scan(layer, x, stacked_params)` is one equation, but a pipeline may be cut between any two of
+its iterations. A scan over time is none: what it reads of the state is the same in every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Atom
+from autopar.passes.primitives.table import ELEMENTWISE
+from autopar.passes.slicing.anatomy import Anatomy, bytes_of, holds, leaves_of
+
+
+class Origins:
+    """Which state leaf a value is made from, element by element, and along which dimension.
+
+    Args:
+      parts: the program.
+    """
+
+    def __init__(self, parts: Anatomy) -> None:
+        graph = parts.graph
+        self._leaves = {
+            var: number
+            for number, (var, label) in enumerate(
+                zip(graph.jaxpr.invars, graph.inputs, strict=True)
+            )
+            if holds(label, var.aval)
+        }
+        self._outside: dict[Var, Atom] = dict(parts.consts)
+        self._made_by: dict[Var, tuple[JaxprEqn, int]] = {}
+        self.add(graph.jaxpr)
+        self.add(parts.body)
+
+    def add(self, jaxpr: Jaxpr) -> None:
+        """Look through the equations of one more jaxpr."""
+        for eqn in jaxpr.eqns:
+            self._made_by.update((var, (eqn, place)) for place, var in enumerate(eqn.outvars))
+
+    def of(self, atom: Atom, axis: int) -> tuple[int, int] | None:
+        """The input number of the leaf, and its dimension that is the value's dimension `axis`.
+
+        None if the value is made from several leaves, or not element by element.
+        """
+        while not isinstance(atom, Literal):
+            if atom in self._leaves:
+                return self._leaves[atom], axis
+            if atom in self._outside:
+                atom = self._outside[atom]
+                continue
+            if atom not in self._made_by:
+                return None
+            eqn, place = self._made_by[atom]
+            name = eqn.primitive.name
+            if name == "optimization_barrier":
+                atom = eqn.invars[place]
+            elif name == "transpose":
+                atom, axis = eqn.invars[0], int(eqn.params["permutation"][axis])
+            elif name in ELEMENTWISE:
+                shape = eqn.outvars[place].aval.shape
+                large = [v for v in eqn.invars if v.aval.shape == shape]
+                if len({id(v) for v in large}) != 1:
+                    return None
+                atom = large[0]
+            else:
+                return None
+        return None
+
+
+@dataclass(frozen=True)
+class LayerScan:
+    """A scan over layers.
+
+    Args:
+      length: how many layers it has.
+      leaves: input numbers of the state's leaves of which every iteration takes a slice.
+    """
+
+    length: int
+    leaves: frozenset[int]
+
+
+def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
+    """The body's forward equations that scan over layers, by their numbers."""
+    origins, leaves = Origins(parts), leaves_of(parts)
+    found = {}
+    for index in parts.trunk():
+        eqn = parts.body.eqns[index]
+        if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < 2:
+            continue
+        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
+        stacked = _state(origins, eqn.invars[num_consts + num_carry :])
+        shared = [v for v in eqn.invars[:num_consts] if not isinstance(v, Literal)]
+        if sum(stacked.values()) > sum(bytes_of(v) for v in shared if v in leaves):
+            found[index] = LayerScan(int(eqn.params["length"]), frozenset(stacked))
+    return found
+
+
+def _state(origins: Origins, atoms: Iterable[Atom]) -> dict[int, int]:
+    """State leaves that values are made from, with their bytes."""
+    found = {}
+    for atom in atoms:
+        if not isinstance(atom, Literal) and atom.aval.shape:
+            origin = origins.of(atom, 0)
+            if origin is not None:
+                found[origin[0]] = bytes_of(atom)
+    return found

@@ -1,0 +1,162 @@
+"""`slice_stages`: one graph per pipeline stage from a microbatched program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Literal
+
+from autopar.passes.graph.graph import Graph
+from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.populate import populate
+from autopar.passes.slicing.accumulators import find_terms
+from autopar.passes.slicing.anatomy import Anatomy, dissect
+from autopar.passes.slicing.assemble import assemble
+from autopar.passes.slicing.backward_scans import split_backward_scans
+from autopar.passes.slicing.conditionals import split_conditionals
+from autopar.passes.slicing.layer_scans import find_layer_scans
+from autopar.passes.slicing.layering import boundaries_of, layers_of
+from autopar.passes.slicing.placed import build
+from autopar.passes.slicing.placement import place
+from autopar.passes.slicing.runs import cut_scans
+from autopar.passes.slicing.stage_graphs import Layers, LeafRows, Stages
+from autopar.passes.slicing.transfers import find_demand
+
+
+def slice_stages(
+    graph: Graph,
+    rules: Mapping[JaxprEqn, FactorRule],
+    stages: int | Sequence[int],
+    *,
+    split_backward: bool = False,
+) -> Stages:
+    """Cut a microbatched program into pipeline stages.
+
+    Args:
+      graph: a program with a loop over microbatches (`autopar.passes.microbatch.split`).
+      rules: the factor rules of its equations.
+      stages: how many stages, which then have about the same FLOPs; or boundaries in layers.
+      split_backward: whether weight gradients are a task of their own, W: no stage waits for it.
+
+    Returns:
+      The stages' graphs, which together compute what `graph` computes: bit for bit, except that the
+      terms of a sum that are made on several stages are added up in another order, and so are sums
+      over the layers of a scan that is cut.
+
+    Raises:
+      OptionError: the program has no loop over microbatches, or fewer layers than stages, or
+        the boundaries are out of order or out of range.
+    """
+    parts = dissect(split_conditionals(graph), rules)
+    if split_backward:
+        graph = split_backward_scans(parts)
+        if graph is not parts.graph:
+            rules = populate(graph.jaxpr)
+            parts = dissect(graph, rules)
+    number = stages if isinstance(stages, int) else len(stages) + 1
+    found = layers_of(parts, rules, at_least=number)
+    boundaries = boundaries_of(found, stages)
+    cut = _cut(parts, rules, found, boundaries)
+    terms = find_terms(cut.parts)
+    where = place(cut.parts, terms, cut.stage_of, len(boundaries) + 1)
+    program = build(cut.parts, terms, where)
+    demand = find_demand(program, len(boundaries) + 1)
+    graphs, links = assemble(program, demand, split_backward=split_backward)
+    return Stages(
+        graphs=graphs,
+        links=links,
+        forward_only=not any(task != "F" for stage in graphs for task in stage.tasks),
+        layers=found,
+        boundaries=boundaries,
+        whole=cut.parts.graph,
+        rules=cut.rules,
+        leaves=cut.leaves,
+        results=cut.results,
+    )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The program whose equations can be placed, and the stages of the body's forward ones."""
+
+    parts: Anatomy
+    rules: Mapping[JaxprEqn, FactorRule]
+    stage_of: Mapping[int, int]
+    leaves: tuple[tuple[LeafRows, ...], ...]
+    results: tuple[tuple[LeafRows, ...], ...]
+
+
+def _cut(
+    parts: Anatomy,
+    rules: Mapping[JaxprEqn, FactorRule],
+    found: Layers,
+    boundaries: Sequence[int],
+) -> _Cut:
+    """Cut the scans over layers that several stages have a part of."""
+    ends = (0, *boundaries, len(found.layers))
+    stage_of: dict[int, int] = {}
+    rows: dict[int, dict[int, tuple[int, int]]] = {}  # of scans in several stages, by stage
+    for stage, (first, last) in enumerate(itertools.pairwise(ends)):
+        for layer in found.layers[first:last]:
+            stage_of.update((index, stage) for index in layer.equations)
+            for index, start, stop in layer.iterations:
+                before = rows.setdefault(index, {}).get(stage, (start, stop))
+                rows[index][stage] = (min(before[0], start), max(before[1], stop))
+    rows = {index: by_stage for index, by_stage in rows.items() if len(by_stage) > 1}
+    graph = parts.graph
+    if not rows:
+        leaves = tuple((LeafRows(number),) for number in range(len(graph.inputs)))
+        results = tuple((LeafRows(number),) for number in range(len(graph.outputs)))
+        return _Cut(parts, rules, stage_of, leaves, results)
+    starts = {
+        index: {
+            start: next((s for s, (a, b) in rows[index].items() if a <= start < b))
+            if index in rows
+            else stage_of[index]
+            for start in places
+        }
+        for index, places in _places(parts, rows).items()
+    }
+    scans = find_layer_scans(parts)
+    sizes = {
+        index: tuple(b - a for a, b in itertools.pairwise((*places, scans[index].length)))
+        for index, places in starts.items()
+    }
+    made = cut_scans(parts, rules, sizes)
+    graph = split_conditionals(made.graph)  # runs of layers can be updated apart now
+    rules = populate(graph.jaxpr)
+    new = dissect(graph, rules)
+    assert len(new.body.eqns) == len(made.sources)
+    stages: dict[int, int] = {}
+    made_by = {var: index for index, eqn in enumerate(new.body.eqns) for var in eqn.outvars}
+    for index in new.trunk():
+        source = made.sources[index]
+        stage = stage_of.get(source.equation, 0)
+        if source.equation in starts:
+            stage = starts[source.equation][source.iteration]
+        reads = (v for v in new.body.eqns[index].invars if not isinstance(v, Literal))
+        above = (stages.get(made_by[var], 0) for var in reads if var in made_by)
+        stages[index] = max(stage, *above, 0)
+    return _Cut(new, rules, stages, made.inputs, made.outputs)
+
+
+def _places(
+    parts: Anatomy, rows: Mapping[int, Mapping[int, tuple[int, int]]]
+) -> dict[int, list[int]]:
+    """Where scans are cut, from the first iteration: those over the same leaves are cut alike."""
+    found: dict[int, list[int]] = {}
+    scans = find_layer_scans(parts)
+    for index, scan in scans.items():
+        family, leaves = {index}, set(scan.leaves)
+        while True:
+            more = {i for i, other in scans.items() if i not in family and other.leaves & leaves}
+            if not more:
+                break
+            family |= more
+            leaves |= {leaf for i in more for leaf in scans[i].leaves}
+        alike = [i for i in family if scans[i].length == scan.length and i in rows]
+        if alike:
+            found[index] = sorted({0, *(start for i in alike for start, _ in rows[i].values())})
+    return found

@@ -1,0 +1,186 @@
+"""What slicing gives: one graph per stage, and the links between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.extend.core import JaxprEqn
+
+from autopar.base.units import format_bytes
+from autopar.passes.graph.graph import Graph
+from autopar.passes.primitives.factor_rule import FactorRule
+
+Task = Literal["F", "B", "W"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Forward equations that stay together.
+
+    Args:
+      equations: their numbers in the loop's body, ascending.
+      iterations: of these, the scans over layers of which this has only some iterations: (equation,
+        first, last + 1).
+      forward_flops: of one microbatch.
+      backward_flops: of the heavy backward equations that belong to them, of one microbatch.
+      cut_bytes: what crosses behind this layer to later ones, of one microbatch.
+      digest: equal for layers that compute the same on inputs of the same shapes.
+      source: the user's line of its heaviest equation.
+    """
+
+    equations: tuple[int, ...]
+    forward_flops: int
+    backward_flops: int
+    cut_bytes: int
+    digest: str
+    source: str
+    iterations: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """Forward and backward."""
+        return self.forward_flops + self.backward_flops
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of the loop's body, in order. `loop` is the scan's number among the equations."""
+
+    loop: int
+    layers: tuple[Layer, ...]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        total = sum(layer.flops for layer in self.layers) or 1
+        kinds = {digest: i for i, digest in enumerate(dict.fromkeys(x.digest for x in self.layers))}
+        lines = [f"{len(self.layers)} layers, {len(kinds)} of them different"]
+        for number, layer in enumerate(self.layers):
+            lines.append(
+                f"  {number:3}: kind {kinds[layer.digest]:2} {len(layer.equations):5} equations"
+                f" {layer.flops / total:6.1%} of FLOPs,"
+                f" {format_bytes(layer.cut_bytes)} behind it, {layer.source}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LeafRows:
+    """Where rows of a leaf are, if a scan over layers was cut.
+
+    Args:
+      number: the leaf of the cut program that holds them.
+      axis: the dimension in which the layers are.
+      start: the first row.
+      stop: behind the last row; None if these are all.
+    """
+
+    number: int
+    axis: int = 0
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """One value that a stage sends to another, per microbatch or once a step.
+
+    Args:
+      source: the sending stage.
+      target: the receiving stage.
+      per_microbatch: sent for every microbatch, or once a step.
+      label: what it is, for people: "activation", "gradient", "residual", or a path.
+      shape: of one transfer.
+      dtype: of one transfer.
+      bytes: of one transfer.
+      source_output: position among the outputs of the source's graph.
+      target_input: position among the inputs of the target's graph.
+    """
+
+    source: int
+    target: int
+    per_microbatch: bool
+    label: str
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    source_output: int
+    target_input: int
+
+    def __str__(self) -> str:
+        rate = "per microbatch" if self.per_microbatch else "per step"
+        shape = ",".join(map(str, self.shape))
+        return (
+            f"{self.source} -> {self.target} {rate}: {self.label} {self.dtype}[{shape}]"
+            f" ({format_bytes(self.bytes)})"
+        )
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage's program: again prologue, one scan over the microbatches, epilogue.
+
+    A value received once per microbatch is an input stacked [M, ...] that enters the scan as a
+    slice; a value sent per microbatch is an output stacked [M, ...].
+
+    Args:
+      graph: the program. An input that is received has role "other" and a path "recv[i] <label>".
+        An epilogue may need values of other stages that themselves need this stage's sums, so the
+        program is not always one that can run at one go.
+      loop: the number of the scan among the graph's equations; None if the stage has no part of it.
+      tasks: for every equation of the loop's body what it belongs to: all F, then B, then W.
+      inputs: for every input the number of the whole graph's input, or None if it is received.
+      outputs: for every output the number of the whole graph's output, or None if it is sent.
+    """
+
+    graph: Graph
+    loop: int | None
+    tasks: tuple[Task, ...]
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A program cut into pipeline stages.
+
+    Args:
+      graphs: one per stage.
+      links: what passes between them.
+      forward_only: no stage has backward equations.
+      layers: the layers that the stages are made of.
+      boundaries: stage s has the layers from boundaries[s - 1] to boundaries[s] (ends left out).
+      whole: the program that the stages together compute: scans over layers that more than one
+        stage has a part of are cut in it, and leaves stacked by layer are several leaves.
+      rules: the factor rules of its equations.
+      leaves: for every input of the program before, where it is in `whole`.
+      results: for every output of the program before, where it is in `whole`.
+    """
+
+    graphs: tuple[StageGraph, ...]
+    links: tuple[Link, ...]
+    forward_only: bool
+    layers: Layers
+    boundaries: tuple[int, ...]
+    whole: Graph
+    rules: Mapping[JaxprEqn, FactorRule]
+    leaves: tuple[tuple[LeafRows, ...], ...]
+    results: tuple[tuple[LeafRows, ...], ...]
+
+    def __str__(self) -> str:
+        ends = (0, *self.boundaries, len(self.layers))
+        lines = [f"{len(self.graphs)} stages of {len(self.layers)} layers"]
+        for number, stage in enumerate(self.graphs):
+            counts: Counter[str] = Counter(stage.tasks)
+            tasks = ", ".join(f"{counts[task]} {task}" for task in "FBW" if counts[task])
+            outside = len(stage.graph.jaxpr.eqns) - (stage.loop is not None)
+            lines.append(
+                f"  stage {number}: layers {ends[number]} to {ends[number + 1] - 1}; equations:"
+                f" {tasks or 'none'} in the loop, {outside} outside"
+            )
+        lines += [f"  {link}" for link in self.links]
+        return "\n".join(lines)

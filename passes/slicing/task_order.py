@@ -1,0 +1,63 @@
+"""The task of each equation of a stage's loop body: forward, backward, weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend.core import Literal, Var
+
+from autopar.passes.primitives.table import HEAVY
+from autopar.passes.slicing.placed import Program
+from autopar.passes.slicing.stage_graphs import Task
+from autopar.passes.slicing.transfers import Needs
+
+
+def order_tasks(
+    program: Program, needs: Needs, sent: Sequence[Var], *, split_backward: bool
+) -> tuple[list[int], tuple[Task, ...]]:
+    """The body's equations of one stage in the order F, B, W, and their tasks.
+
+    A copied equation belongs to the first task that reads it. With `split_backward`, B is what a
+    gradient that is sent is made from; on a stage that sends none, what a later heavy equation of
+    the backward pass is made from. The rest of the backward pass is W.
+    """
+    task = _forward_or_backward(program, needs, sent)
+    if split_backward:
+        task.update(dict.fromkeys(_weight_gradients(program, task, sent), "W"))
+    order = sorted(task, key=lambda index: ("FBW".index(task[index]), index))
+    return order, tuple(task[index] for index in order)
+
+
+def _forward_or_backward(program: Program, needs: Needs, sent: Sequence[Var]) -> dict[int, Task]:
+    outputs = [*sent, *(program.parts.stacked[number][0] for number in needs.stacked)]
+    read_by: dict[Var, Task] = {v: "F" for v in outputs if not isinstance(v, Literal)}
+    task: dict[int, Task] = {}
+    for index in sorted(needs.body, reverse=True):
+        item = program.body[index]
+        found: Task
+        if item.stage is not None:
+            found = "B" if item.backward else "F"
+        else:
+            forward = any(read_by.get(var) == "F" for var in item.eqn.outvars)
+            found = "F" if forward or not any(v in read_by for v in item.eqn.outvars) else "B"
+        task[index] = found
+        for var in item.eqn.invars:
+            if not isinstance(var, Literal) and read_by.get(var) != "F":
+                read_by[var] = found
+    return task
+
+
+def _weight_gradients(program: Program, task: dict[int, Task], sent: Sequence[Var]) -> set[int]:
+    backward = [index for index in sorted(task, reverse=True) if task[index] == "B"]
+    made = {var for index in backward for var in program.body[index].eqn.outvars}
+    wanted = {var for var in sent if var in made}
+    every = not wanted
+    awaited: set[int] = set()
+    for index in backward:
+        eqn = program.body[index].eqn
+        if any(var in wanted for var in eqn.outvars):
+            awaited.add(index)
+        elif not (every and eqn.primitive.name in HEAVY):
+            continue
+        wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and v in made)
+    return set(backward) - awaited

@@ -1,0 +1,195 @@
+"""Which arguments are the state: those that come back in the result as their own update.
+
+The structure alone does not tell: gradients have the parameters' structure too, and predictions may
+have the batch's shape. So each output is followed backwards, through additions, selections and the
+like, to the inputs that it is an update of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.primitives.table import SCALES, SCATTERS, UPDATES
+from autopar.passes.trace.arguments import Argument, Request, Result
+
+
+@dataclass(frozen=True)
+class Match:
+    """An argument and the part of the result that has its structure; `twins`: input to output."""
+
+    twins: Mapping[int, int]
+    outputs: range
+    flow: int
+    is_state: bool = False
+
+
+UPDATED, UNCHANGED, SCALED, NONE = 3, 2, 1, 0  # how the argument's leaves flow to the match
+
+
+def find_returned(
+    jaxpr: Jaxpr,
+    arguments: Sequence[Argument],
+    result: Result,
+    request: Request,
+    keys: frozenset[int],
+) -> dict[int, Match]:
+    """For each argument (by its number), the part of the result that is its next value."""
+    offsets = np.cumsum([0, *(x is not None for x in result.leaves)])
+    flows = _Flows(jaxpr)
+    found: dict[int, Match] = {}
+    taken: set[int] = set()
+    # The largest first: an optimizer's state contains subtrees with the parameters' structure.
+    for number in sorted(range(len(arguments)), key=lambda n: -len(arguments[n].leaves)):
+        argument = arguments[number]
+        explicit = request.donates(argument)
+        matches = []
+        for tree, start in _subtrees(result.tree, 0):
+            outputs = range(start, start + tree.num_leaves)
+            if tree.num_leaves == len(argument.leaves) and taken.isdisjoint(outputs):
+                match = _match(argument, tree, result, outputs, offsets, flows, explicit)
+                if match is not None:
+                    matches.append(match)
+        if matches:
+            best = max(matches, key=lambda m: (m.flow, len(m.twins), -m.outputs.start))
+            # A key is split, which is no update; that a key comes back is enough.
+            is_key = all(index in keys for index, *_ in argument.arrays())
+            is_state = explicit or is_key or best.flow == UPDATED
+            found[number] = replace(best, is_state=is_state)
+            if is_state or best.flow > NONE:
+                taken.update(best.outputs)
+    # Where something is updated, what is only scaled (momentum, running statistics) is state too.
+    is_update = any(match.flow == UPDATED for match in found.values())
+    return {
+        number: replace(match, is_state=match.is_state or (is_update and match.flow == SCALED))
+        for number, match in found.items()
+    }
+
+
+def _subtrees(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
+    yield tree, start
+    for child in tree.children():
+        yield from _subtrees(child, start)
+        start += child.num_leaves
+
+
+def _match(
+    argument: Argument,
+    tree: Any,
+    result: Result,
+    outputs: range,
+    offsets: np.ndarray,
+    flows: _Flows,
+    explicit: bool,
+) -> Match | None:
+    if tree != argument.tree:
+        return None
+    twins: dict[int, int] = {}
+    total = 0
+    index = argument.start
+    for position, leaf in zip(outputs, argument.leaves, strict=True):
+        other = result.leaves[position]
+        if (leaf is None) != (other is None):
+            return None
+        if leaf is None or other is None:
+            continue
+        total += 1
+        if leaf.shape == other.shape and leaf.dtype == other.dtype:
+            twins[index] = int(offsets[position])
+        index += 1
+    # A single leaf has the structure of any other.
+    is_likely = 2 * len(twins) > total or (explicit and total > 1)
+    if not total or not is_likely:
+        return None
+    return Match(twins, outputs, flows.strongest(twins))
+
+
+_FIRST_OPERAND = frozenset({"dynamic_slice", "dynamic_update_slice"}) | SCATTERS.keys()
+
+
+@dataclass
+class _Flows:
+    """Which inputs an output is an update of, walking backwards through its equations."""
+
+    jaxpr: Jaxpr
+    known: dict[int, tuple[dict[Var, int], dict[Var, tuple[Any, int]]]] = field(
+        default_factory=dict
+    )
+
+    def strongest(self, twins: Mapping[int, int]) -> int:
+        """The strongest way in which one of the inputs flows to its twin."""
+        best = NONE
+        for allowed, flow in ((UPDATES, UPDATED), (SCALES, SCALED)):
+            for index, output in twins.items():
+                atom = self.jaxpr.outvars[output]
+                if atom is self.jaxpr.invars[index]:
+                    best = max(best, UNCHANGED)
+                elif best < flow and index in self.origins(self.jaxpr, {output}, allowed):
+                    return max(best, flow)
+            if best:
+                break
+        return best
+
+    def origins(self, jaxpr: Jaxpr, outputs: set[int], allowed: frozenset[str]) -> set[int]:
+        """The inputs from which these outputs are made by `allowed` operations alone."""
+        if id(jaxpr) not in self.known:
+            self.known[id(jaxpr)] = (
+                {var: i for i, var in enumerate(jaxpr.invars)},
+                {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)},
+            )
+        numbers, producers = self.known[id(jaxpr)]
+        pending = [jaxpr.outvars[i] for i in outputs]
+        seen: set[Var] = set()
+        found: set[int] = set()
+        while pending:
+            atom = pending.pop()
+            if isinstance(atom, Literal) or atom in seen:
+                continue
+            seen.add(atom)
+            if atom in numbers:
+                found.add(numbers[atom])
+            elif atom in producers:
+                pending += self._sources(*producers[atom], allowed)
+        return found
+
+    def _sources(self, eqn: Any, output: int, allowed: frozenset[str]) -> list[Any]:
+        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
+        if name == "cond":
+            return [
+                operands[1 + i]
+                for branch in params["branches"]
+                for i in self.origins(branch.jaxpr, {output}, allowed)
+            ]
+        if name == "scan":
+            first, num_carry = jax_compat.scan_counts(params)
+            if output >= num_carry:
+                return []
+            return self._carried(params["jaxpr"].jaxpr, output, first, operands, allowed)
+        if name == "while":
+            outer = operands[params["cond_nconsts"] :]
+            first = params["body_nconsts"]
+            return self._carried(params["body_jaxpr"].jaxpr, output, first, outer, allowed)
+        if name not in allowed:
+            return []
+        if name == "select_n":
+            return list(operands[1:])
+        return list(operands[:1] if name in _FIRST_OPERAND else operands)
+
+    def _carried(
+        self, body: Jaxpr, output: int, first: int, operands: Any, allowed: frozenset[str]
+    ) -> list[Any]:
+        """Operands that reach one carried value of a loop, over any number of iterations."""
+        num_carry = len(body.invars) - first
+        reached, carries = {first + output}, {output}
+        while True:
+            reached |= self.origins(body, carries, allowed)
+            more = {i - first for i in reached if i >= first and i - first < num_carry}
+            more = {i for i in more if i < len(body.outvars)}
+            if more <= carries:
+                return [operands[i] for i in sorted(reached)]
+            carries |= more

@@ -1,0 +1,350 @@
+"""What every argument leaf is used as: state, batch, or neither.
+
+The state is found (`returned`), not declared. Of the other arguments, those that agree on a leading
+dimension are the batch. What is ambiguous is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, Literal, Var
+
+from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
+from autopar.passes.graph.graph import Input, Output
+from autopar.passes.primitives.shardings import is_key as is_typed_key
+from autopar.passes.primitives.table import REARRANGES
+from autopar.passes.trace.arguments import Argument, Request, Result
+from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
+
+
+def assign(
+    jaxpr: Jaxpr, arguments: Sequence[Argument], result: Result, request: Request
+) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
+    """Label the inputs and outputs of a flat program.
+
+    Args:
+      jaxpr: its first inputs are the array leaves of `arguments` in order.
+      arguments: all arguments but static ones.
+      result: its array leaves in order are the outputs of `jaxpr`.
+      request: what the user said.
+
+    Raises:
+      BatchArgumentError: which leaves hold the batch is ambiguous, or they disagree on its size.
+      OptionError: a position that is no argument.
+    """
+    _check_positions(arguments, request)
+    keys = _key_leaves(jaxpr, arguments)
+    returned = find_returned(jaxpr, arguments, result, request, keys)
+    axes = _batch_axes(arguments, returned, request, keys)
+    labels: list[Input] = []
+    twins: dict[int, int] = {}
+    for number, argument in enumerate(arguments):
+        leaves = list(argument.arrays())
+        has_batch = any(index in axes for index, *_ in leaves)
+        has_tensors = any(index not in keys and leaf.shape for index, _, leaf in leaves)
+        match = returned.get(number)
+        if match is not None and not match.is_state and (has_batch or match.flow != UNCHANGED):
+            match = None
+        # Parameters that are only read, as in an evaluation step, are state too.
+        is_state = match is not None or (has_tensors and not has_batch)
+        is_donated = request.donates(argument)
+        if request.donate_argnums == "auto":
+            is_donated = match is not None
+        kept = []
+        for index, path, _ in leaves:
+            twin = None if match is None else match.twins.get(index)
+            axis = axes.get(index)
+            role: Any = "batch" if axis is not None else "state" if is_state else "other"
+            labels.append(Input(path, role, axis, twin, is_donated and twin is not None))
+            if twin is not None:
+                twins[twin] = index
+            elif is_donated:
+                kept.append(path)
+        if kept:
+            _warn_not_donated(argument, kept, match is not None)
+    paths = [p for p, x in zip(result.paths, result.leaves, strict=True) if x is not None]
+    outputs = tuple(Output(path, twins.get(i)) for i, path in enumerate(paths))
+    return tuple(labels), outputs
+
+
+def _check_positions(arguments: Sequence[Argument], request: Request) -> None:
+    known = [a.position for a in arguments if a.position is not None]
+    for name in ("donate_argnums", "batch_argnums"):
+        numbers = getattr(request, name)
+        for number in () if numbers == "auto" else numbers:
+            if number not in known:
+                described = [
+                    f"{a.position} ({a.name})" for a in arguments if a.position is not None
+                ]
+                raise OptionError(
+                    f"{name}={numbers!r} names argument {number}, which the call does not have.",
+                    why=f"its arguments are {', '.join(described) or 'none'}.",
+                )
+
+
+def _warn_not_donated(argument: Argument, paths: Sequence[str], is_returned: bool) -> None:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    why = (
+        "no output of the same shape and dtype takes their place"
+        if is_returned
+        else "the argument does not come back in the result with the same structure"
+    )
+    warnings.warn(
+        f"{', '.join(paths[:3])}{more} cannot be donated: {why}. The old buffers are kept alive "
+        f"beside the new ones. Return {argument.name} with the shapes and dtypes it came with, or "
+        "leave it out of donate_argnums.",
+        DonationWarning,
+        stacklevel=2,
+    )
+
+
+# PRNG keys are never a batch, unless there is one for each example.
+
+_KEY_SHAPES = ((2,), (4,))
+
+
+def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
+    """Array leaves that are one PRNG key, typed or raw."""
+    used_as_keys = _raw_keys(jaxpr)
+    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+    found = set()
+    for argument in arguments:
+        for index, _, leaf in argument.arrays():
+            var = jaxpr.invars[index]
+            if is_typed_key(leaf):
+                is_key = not leaf.shape
+            else:
+                is_raw = leaf.dtype == np.uint32 and leaf.shape in _KEY_SHAPES
+                is_key = is_raw and (var in used_as_keys or var not in used)
+            if is_key:
+                found.add(index)
+    return frozenset(found)
+
+
+def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
+    """Variables whose bits become a typed key."""
+    keys: set[Var] = set()
+
+    def mark(atom: Any) -> None:
+        if not isinstance(atom, Literal):
+            keys.add(atom)
+
+    for eqn in reversed(jaxpr.eqns):
+        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
+        if name == "random_wrap" or (name in REARRANGES and any(v in keys for v in eqn.outvars)):
+            mark(operands[0])
+        elif name == "cond":
+            for branch in params["branches"]:
+                inner = _raw_keys(branch.jaxpr)
+                for var, operand in zip(branch.jaxpr.invars, operands[1:], strict=True):
+                    if var in inner:
+                        mark(operand)
+        elif name in ("scan", "while"):
+            body = params["jaxpr" if name == "scan" else "body_jaxpr"].jaxpr
+            outer = operands if name == "scan" else operands[params["cond_nconsts"] :]
+            inner = _raw_keys(body)
+            for var, operand in zip(body.invars, outer, strict=True):
+                if var in inner:
+                    mark(operand)
+    return keys
+
+
+# The batch: what agrees on a leading dimension among the rest, or what the user said.
+
+
+def _batch_axes(
+    arguments: Sequence[Argument],
+    returned: Mapping[int, Match],
+    request: Request,
+    keys: frozenset[int],
+) -> dict[int, int]:
+    """The batch dimension of every array leaf that has one."""
+    if request.batch_axes is not None:
+        axes = _named_axes(arguments, request.batch_axes)
+        _check_sizes(arguments, axes)
+        return axes
+    candidates = {}
+    for number, argument in enumerate(arguments):
+        match = returned.get(number)
+        leaves = [
+            (index, path, leaf.shape[0])
+            for index, path, leaf in argument.arrays()
+            if leaf.shape and index not in keys
+        ]
+        if request.batch_argnums != "auto":
+            if argument.position in request.batch_argnums:
+                if not leaves:
+                    raise BatchArgumentError(
+                        f"Argument {argument.name} holds no batch.",
+                        where=f"batch_argnums={request.batch_argnums!r}",
+                        why="all its leaves are scalars, PRNG keys, or static.",
+                        hint="name the arguments that hold examples along their first dimension.",
+                    )
+                candidates[number] = leaves
+        elif leaves and not (match is not None and match.is_state):
+            candidates[number] = leaves
+    if request.batch_argnums == "auto":
+        candidates = _without_parameters(arguments, candidates)
+    axes = {index: 0 for leaves in candidates.values() for index, *_ in leaves}
+    _check_sizes(arguments, axes)
+    return axes
+
+
+def _without_parameters(
+    arguments: Sequence[Argument], candidates: Mapping[int, list[tuple[int, str, int]]]
+) -> dict[int, list[tuple[int, str, int]]]:
+    """Drop what cannot be a batch: the parameters of an evaluation step have many leading sizes.
+
+    The others must agree on a size. An argument of several sizes is dropped if that is none of
+    them; the first argument, where functions take their parameters, even if one happens to be.
+    """
+    sizes = {number: {size for *_, size in leaves} for number, leaves in candidates.items()}
+    agreed = {next(iter(s)) for s in sizes.values() if len(s) == 1}
+    if len(agreed) != 1:
+        return dict(candidates)
+    return {
+        number: leaves
+        for number, leaves in candidates.items()
+        if len(sizes[number]) == 1 or (agreed & sizes[number] and arguments[number].position != 0)
+    }
+
+
+def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
+    """`batch_axes`, a pytree prefix of the arguments as `jax.vmap`'s `in_axes`, for each leaf."""
+    axes: dict[int, int] = {}
+    if not isinstance(prefix, (int, tuple, list)):
+        raise OptionError(
+            f"batch_axes={prefix!r} is not possible.",
+            why="it must be an integer, or a tuple with an entry for each positional argument.",
+        )
+    size = None
+    later = []
+    for argument in arguments:
+        if argument.position is None:
+            later.append(argument)  # keyword-only: the first dimension, where it is the batch's
+            continue
+        entry = prefix
+        if not isinstance(prefix, int):
+            if argument.position >= len(prefix):
+                raise OptionError(
+                    f"batch_axes has {len(prefix)} entries.",
+                    where=argument.name,
+                    why=f"the argument is number {argument.position}, counted from 0.",
+                    hint="give an entry for every positional argument; None says: no batch.",
+                )
+            entry = prefix[argument.position]
+        for (index, path, leaf), axis in zip(
+            argument.arrays(), _entry_axes(argument, entry), strict=True
+        ):
+            if axis is None:
+                continue
+            if isinstance(axis, bool) or not isinstance(axis, int):
+                raise OptionError(
+                    f"batch_axes has {axis!r} for {path}.", why="it must be an integer or None."
+                )
+            if not -len(leaf.shape) <= axis < len(leaf.shape):
+                raise BatchArgumentError(
+                    f"batch_axes names dimension {axis} of {path}.",
+                    where=path,
+                    why=f"its shape is {tuple(leaf.shape)}.",
+                    hint="give None for leaves that hold no batch.",
+                )
+            axes[index] = axis % len(leaf.shape)
+            size = leaf.shape[axes[index]]
+    for argument in later:
+        for index, _, leaf in argument.arrays():
+            if leaf.shape and leaf.shape[0] == size:
+                axes[index] = 0
+    return axes
+
+
+def _entry_axes(argument: Argument, entry: Any) -> list[Any]:
+    """One entry of `batch_axes` per array leaf of its argument."""
+    # None is an empty subtree to JAX, so it travels as a value of its own.
+    marked = jax.tree.map(
+        lambda x: _NO_AXIS if x is None else x, entry, is_leaf=lambda x: x is None
+    )
+    try:
+        flat = jax.tree.leaves(jax.tree.broadcast(marked, argument.value))
+    except ValueError as error:
+        raise OptionError(
+            f"batch_axes does not fit argument {argument.name}.",
+            where=argument.name,
+            why=str(error),
+            hint="its entry must be a prefix of the argument's structure, as jax.vmap's in_axes.",
+        ) from None
+    axes = zip(flat, argument.leaves, strict=True)
+    return [None if axis is _NO_AXIS else axis for axis, leaf in axes if leaf is not None]
+
+
+_NO_AXIS = object()
+
+
+def _check_sizes(arguments: Sequence[Argument], axes: Mapping[int, int]) -> None:
+    sizes = [
+        (path, leaf.shape[axes[index]])
+        for argument in arguments
+        for index, path, leaf in argument.arrays()
+        if index in axes
+    ]
+    counts = Counter(size for _, size in sizes)
+    if len(counts) < 2:
+        return
+    usual = counts.most_common(1)[0][0]
+    odd = next(path for path, size in sizes if size != usual)
+    listed = sorted(sizes, key=lambda item: item[1] == usual)[:8]
+    lines = [f"- {path}: {size}" for path, size in listed]
+    if len(sizes) > 8:
+        lines.append(f"- ... {len(sizes)} leaves in all")
+    raise BatchArgumentError(
+        "The batch is ambiguous: its leaves disagree on the number of examples.",
+        where=odd,
+        why="arguments that do not come back as the new state are taken for the batch, and their "
+        "batch dimensions are of different sizes:\n" + "\n".join(lines),
+        hint="name the arguments that hold the batch with batch_argnums, or give batch_axes, a "
+        "pytree prefix of the arguments as jax.vmap's in_axes, with None for what holds no batch: "
+        "batch_axes=(None, {'x': 0, 'mask': None}).",
+    )
+
+
+def check_division(
+    inputs: Sequence[Input], shapes: Sequence[Any], *, microbatches: int | str, method: str
+) -> int | None:
+    """The batch size, once it is known to divide.
+
+    Raises:
+      BatchArgumentError: there is no batch, or its size is not a multiple of `microbatches`.
+    """
+    sizes = [
+        (label.path, shape.shape[label.batch_axis])
+        for label, shape in zip(inputs, shapes, strict=True)
+        if label.role == "batch" and label.batch_axis is not None
+    ]
+    several = isinstance(microbatches, int) and microbatches > 1
+    if not sizes:
+        if several or method in ("data", "zero1", "zero2", "zero3"):
+            asked = f"microbatches={microbatches}" if several else f"method={method!r}"
+            roles = ", ".join(dict.fromkeys(f"{x.path} ({x.role})" for x in inputs[:6]))
+            raise BatchArgumentError(
+                f"{asked} needs a batch, and no argument holds one.",
+                why="the batch is looked for among arrays that are not returned as new state and "
+                f"are neither scalars nor PRNG keys; there are {roles or 'no arguments'}.",
+                hint="pass the data as an argument, or name it with batch_argnums.",
+            )
+        return None
+    path, size = sizes[0]
+    if isinstance(microbatches, int) and size % microbatches:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        raise BatchArgumentError(
+            f"A batch of {size} examples cannot be divided into {microbatches} microbatches.",
+            where=path,
+            why="every microbatch holds the same number of examples.",
+            hint=f"use microbatches in {', '.join(map(str, fitting[:12]))}, or another batch size.",
+        )
+    return int(size)

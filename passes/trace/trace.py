@@ -1,0 +1,230 @@
+"""From a user's function and its arguments to a `Graph`: one flat program with labelled inputs.
+
+`Traced` knows how a call's arguments are taken apart into the graph's inputs, and how its outputs
+are put together again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+
+from autopar.base.errors import OptionError, TraceError
+from autopar.passes.graph import graph as graphs
+from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.logical import logical_shapes, without_mesh
+from autopar.passes.trace import roles
+from autopar.passes.trace.arguments import Argument, Request, Result
+from autopar.passes.trace.signature import (
+    Convention,
+    Sealed,
+    Signature,
+    arguments_of,
+    describe,
+    is_hashable,
+    signature_of,
+    traced_leaves,
+    unsealed,
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced function: its program, and how its calls and results are put together.
+
+    Args:
+      graph: its first inputs are the array leaves of the arguments in order, then come constants;
+        its outputs are the array leaves of the result in order.
+      signature: of the arguments it was traced for.
+      convention: of the function.
+      out_tree: structure of the result.
+      out_statics: (position among all leaves, leaf) of the result's leaves that are not arrays.
+      batch_size: number of examples in the batch, or None where there is no batch.
+      arguments: the traced arguments, in the order of their leaves.
+    """
+
+    graph: Graph
+    signature: Signature
+    convention: Convention
+    out_tree: Any
+    out_statics: tuple[tuple[int, Any], ...]
+    batch_size: int | None
+    arguments: tuple[Argument, ...]
+
+    @property
+    def num_arrays(self) -> int:
+        """Number of array leaves of the arguments."""
+        return len(self.signature.shapes)
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """The function's result from its array leaves."""
+        if not self.out_statics:
+            return self.out_tree.unflatten(arrays)
+        leaves = list(arrays)
+        for position, leaf in self.out_statics:
+            leaves.insert(position, leaf)
+        return self.out_tree.unflatten(leaves)
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    static_argnums: Sequence[int] = (),
+    donate_argnums: Sequence[int] | str = "auto",
+    batch_argnums: Sequence[int] | str = "auto",
+    batch_axes: Any = None,
+    microbatches: int | str = "auto",
+    method: str = "auto",
+) -> Traced:
+    """Trace a function to a flat program whose inputs are labelled.
+
+    Args:
+      fn: the function; it is called once, with tracers.
+      args: arrays, Python numbers, `jax.ShapeDtypeStruct`s, PRNG keys, in any pytrees; other leaves
+        are static.
+      kwargs: the same, by keyword.
+      static_argnums: arguments that are passed through as they are.
+      donate_argnums: arguments whose buffers may be reused; "auto": those found to be the state.
+      batch_argnums: arguments that hold the batch along the first dimension of their leaves.
+      batch_axes: a pytree prefix of the arguments, which names the batch dimension of their leaves.
+      microbatches: to check that the batch divides.
+      method: to check that there is a batch where the method needs one.
+
+    Raises:
+      TraceError: a leaf is neither an array nor hashable, or the result holds no array.
+      BatchArgumentError: the batch is ambiguous, missing, or does not divide.
+      OptionError: an argument number is out of range.
+      Exception: whatever `fn` raises, as it is.
+    """
+    kwargs = {} if kwargs is None else kwargs
+    convention = Convention.of(fn, static_argnums)
+    _check_static_argnums(convention, args, kwargs)
+    signature = signature_of(convention, args, kwargs)
+    made: list[_Made] = []
+
+    @functools.wraps(fn)
+    def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        args, kwargs = unsealed((args, kwargs))
+        result = _take_apart(fn(*args, **kwargs))
+        made.append(result)
+        return [leaf for leaf, array in zip(result.leaves, result.traced, strict=True) if array]
+
+    # The function is traced under its own name and argument names, for JAX's error messages.
+    args_, kwargs_ = signature.arguments(signature.shapes, seal=Sealed)
+    with logical_shapes():
+        closed = without_mesh(jax.make_jaxpr(on_arrays)(*args_, **kwargs_))
+    (result,) = made
+    if not closed.out_avals:
+        raise TraceError(
+            f"{_name_of(fn)} returns no arrays.",
+            where=_where(fn),
+            why=f"its result is {result.tree}.",
+            hint="return the new state and the metrics; what is only printed or stored is lost.",
+        )
+    avals = iter(closed.out_avals)
+    shaped = tuple(next(avals) if is_traced else None for is_traced in result.traced)
+    arguments = tuple(arguments_of(convention, args, kwargs))
+    unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
+    graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
+    request = Request(
+        _positions(donate_argnums, convention, len(args)),
+        _positions(batch_argnums, convention, len(args)),
+        batch_axes,
+    )
+    inputs, outputs = roles.assign(
+        graph.jaxpr, arguments, Result(result.tree, shaped, result.paths), request
+    )
+    constants = graph.inputs[len(inputs) :]
+    size = roles.check_division(inputs, signature.shapes, microbatches=microbatches, method=method)
+    return Traced(
+        graph=Graph(graph.jaxpr, (*inputs, *constants), outputs, graph.constants),
+        signature=signature,
+        convention=convention,
+        out_tree=result.tree,
+        out_statics=tuple(
+            (i, leaf)
+            for i, (leaf, is_traced) in enumerate(zip(result.leaves, result.traced, strict=True))
+            if not is_traced
+        ),
+        batch_size=size,
+        arguments=tuple(replace(argument, value=None) for argument in arguments),
+    )
+
+
+def _positions(
+    argnums: Sequence[int] | str, convention: Convention, num_args: int
+) -> tuple[int, ...] | Literal["auto"]:
+    if isinstance(argnums, str):
+        return "auto"
+    return tuple(sorted(convention.numbers(argnums, num_args)))
+
+
+def _check_static_argnums(
+    convention: Convention, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    count = max(len(convention.names), len(args))
+    for number in convention.numbers(convention.static_argnums, len(args)):
+        if not 0 <= number < count:
+            raise OptionError(
+                f"static_argnums={convention.static_argnums!r} names argument {number}, which the "
+                "function does not have.",
+                why=f"it has {count} positional arguments, counted from 0.",
+            )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A result taken apart: its structure, its leaves, and which of them are arrays."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    traced: tuple[bool, ...]
+
+
+def _take_apart(result: Any) -> _Made:
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(result)
+    leaves = tuple(leaf for _, leaf in with_paths)
+    paths = tuple("result" + jax.tree_util.keystr(path) for path, _ in with_paths)
+    traced = tuple(
+        is_traced and not isinstance(leaf, jax.ShapeDtypeStruct)
+        for leaf, is_traced in zip(leaves, traced_leaves(result, leaves), strict=True)
+    )
+    for leaf, path, is_traced in zip(leaves, paths, traced, strict=True):
+        if not is_traced:
+            _check_static_result(leaf, path)
+    return _Made(tree, leaves, paths, traced)
+
+
+def _check_static_result(leaf: Any, path: str) -> None:
+    """A leaf that is returned as it is: it must not hide an array of the trace."""
+    hidden = vars(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else ()
+    if not is_hashable(leaf) or any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(hidden)
+    ):
+        raise TraceError(
+            f"The result has a leaf that is neither an array nor a constant: {path}.",
+            where=path,
+            why=f"it is {describe(leaf)}.",
+            hint="return pytrees of arrays; register the class as a pytree with "
+            "jax.tree_util.register_dataclass.",
+        )
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def _where(fn: Callable[..., Any]) -> str | None:
+    try:
+        code = inspect.unwrap(fn).__code__
+    except AttributeError:
+        return None
+    return f"{code.co_filename}:{code.co_firstlineno} ({_name_of(fn)})"

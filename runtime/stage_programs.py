@@ -1,0 +1,229 @@
+"""What every runtime of a pipeline shares: compiled pieces, and what instructions do to buffers.
+
+Every piece is one `jax.jit` of a fully manual `jax.shard_map` on its stage's mesh, compiled ahead
+of time. A runtime has the meshes of all stages (`pipeline.py`) or those of its process (`ray/`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
+from autopar.passes.pipeline import Accumulate, Buffer, Free, PipelineProgram, Reshard, Run
+from autopar.passes.sharding.layout import Layout, num_parts
+from autopar.passes.sharding.spmd_program import Program, Version
+from autopar.runtime.spmd import block_function, partition_spec, typed
+
+Action = Callable[[dict[Buffer, Any]], None]
+
+FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""XLA's order of work on CPUs; by default, what needs arguments alone is done first, and kept."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is: its sharding, and how many devices it is unreduced over (1: none).
+
+    An unreduced value is held with one more leading dimension, of that size, so that what the
+    devices hold is what JAX believes that they hold.
+    """
+
+    sharding: NamedSharding
+    partial: int
+
+
+def spec_of(version: Version, program: Program) -> tuple[PartitionSpec, int]:
+    """How the array that holds a value is cut, and how many devices the value is unreduced over."""
+    layout, names = version.layout, program.axis_names
+    axes = tuple(axis for axis, _ in layout.partial)
+    spec = partition_spec(layout, names)
+    if axes:
+        spec = PartitionSpec(tuple(names[a] for a in axes), *spec)
+    return spec, num_parts(axes, program.mesh)
+
+
+class StagePrograms:
+    """The pieces of some stages on real devices.
+
+    Args:
+      pieces: of the whole program.
+      program: which pieces are run, and what they donate.
+      stage_meshes: the meshes of the stages that this process runs.
+    """
+
+    def __init__(
+        self, pieces: Pieces, program: PipelineProgram, stage_meshes: Mapping[int, Mesh]
+    ) -> None:
+        self.pieces, self.program, self.stage_meshes = pieces, program, stage_meshes
+        self.places = {
+            number: self._place(program.value_of[number].stage, version)
+            for number, version in pieces.versions.items()
+            if program.value_of[number].stage in stage_meshes
+        }
+
+    def _place(self, stage: int, version: Version) -> Place:
+        spec, partial = spec_of(version, self.pieces.programs[stage])
+        return Place(NamedSharding(self.stage_meshes[stage], spec), partial)
+
+    def variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
+        """A compiled function for every piece and every set of values that it donates."""
+        found: dict[tuple[str, tuple[int, ...]], Any] = {}
+        by_name = {piece.name: piece for piece in self.pieces.pieces}
+        for instructions in self.program.meshes:
+            for x in instructions:
+                if isinstance(x, Run) and x.stage in self.stage_meshes:
+                    key = (x.piece, donated_numbers(x))
+                    if key not in found:
+                        found[key] = self._compile(by_name[x.piece], key[1])
+        return found
+
+    def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
+        program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
+        count = self.program.schedule.num_microbatches
+        run = block_function(program.mesh, program.axis_names, piece.block)
+        ins = [(port, count if port.stacked else 1) for port in piece.inputs]
+        outs = [(port, count if port.stacked else 1) for port in piece.outputs]
+
+        def local(*arrays: Any) -> list[Any]:
+            values, left = [], iter(arrays)
+            for port, number in ins:
+                parts = [_whole(next(left), port.version.layout) for _ in range(number)]
+                values.append(jnp.stack(parts) if port.stacked else parts[0])
+            results = []
+            for (port, number), result in zip(outs, run(values), strict=True):
+                rows = [result[i] for i in range(number)] if port.stacked else [result]
+                results += [_held(row, port.version.layout) for row in rows]
+            return results
+
+        def place(port: Port) -> Place:
+            return self.places[port.value]
+
+        in_places = [place(port) for port, number in ins for _ in range(number)]
+        out_places = [place(port) for port, number in outs for _ in range(number)]
+        out_avals = [port.version.atom.aval for port, number in outs for _ in range(number)]
+        sharded = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=tuple(p.sharding.spec for p in in_places),
+            out_specs=[p.sharding.spec for p in out_places],
+            check_vma=False,
+        )
+
+        def step(*arrays: Any) -> list[Any]:
+            return [typed(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)]
+
+        step.__name__ = step.__qualname__ = piece.name.replace(" ", "_").replace(".", "_")
+        gone = set(donated)
+        numbers = [port.value for port, number in ins for _ in range(number)]
+        jitted = jax.jit(
+            step,
+            in_shardings=[p.sharding for p in in_places],
+            out_shardings=[p.sharding for p in out_places],
+            donate_argnums=tuple(i for i, n in enumerate(numbers) if n in gone),
+        )
+        shapes = [self._struct(number) for number in numbers]
+        options = FRUGAL if mesh.devices.flat[0].platform == "cpu" else None
+        return jitted.lower(*shapes).compile(compiler_options=options)
+
+    def _struct(self, number: int) -> jax.ShapeDtypeStruct:
+        aval, place = self.pieces.versions[number].atom.aval, self.places[number]
+        shape = aval.shape if place.partial == 1 else (place.partial, *aval.shape)
+        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    def waited(self, run: Run, lasting: Sequence[Buffer]) -> Buffer | None:
+        """What to wait for on virtual CPU devices, the smallest result that stays.
+
+        The caller's next step may take over what this one returns, so that is left out.
+        """
+        devices = self.stage_meshes[run.stage].devices
+        if devices.size == 1 or devices.flat[0].platform != "cpu":
+            return None
+        outputs, values = set(self.pieces.outputs), self.program.value_of
+        inner = [buffer for buffer in lasting if buffer.value not in outputs]
+        return min(inner, key=lambda b: values[b.value].bytes_per_device, default=None)
+
+
+def donated_numbers(run: Run) -> tuple[int, ...]:
+    """The values that a run takes over."""
+    return tuple(buffer.value for buffer in run.donates)
+
+
+IN_FLIGHT = 12
+"""Runs that one mesh of virtual CPU devices may be behind what is dispatched (see `pace.py`)."""
+
+
+class Pace:
+    """Waits until a mesh is no more than `IN_FLIGHT` runs behind."""
+
+    def __init__(self) -> None:
+        self.results: deque[Any] = deque()
+
+    def __call__(self, result: Any) -> None:
+        """Remember a run by one of its results; wait for an earlier run if there are too many."""
+        self.results.append(result)
+        if len(self.results) > IN_FLIGHT:
+            self.results.popleft().block_until_ready()
+
+
+def run_action(compiled: Any, x: Run, pace: Pace, waited: Buffer | None) -> Action:
+    """Dispatch a piece."""
+    reads, writes, donates = x.reads, x.writes, x.donates
+
+    def action(buffers: dict[Buffer, Any]) -> None:
+        results = compiled(*(buffers[b] for b in reads))
+        for buffer in donates:
+            del buffers[buffer]
+        buffers.update(zip(writes, results, strict=True))
+        if waited is not None:
+            pace(buffers[waited])
+
+    return action
+
+
+def reshard_action(x: Reshard, sharding: NamedSharding) -> Action:
+    """Put a buffer where another stage of the mesh wants it."""
+
+    def action(buffers: dict[Buffer, Any]) -> None:
+        buffers[x.target] = jax.device_put(buffers[x.source], sharding)
+
+    return action
+
+
+def accumulate_action(x: Accumulate) -> Action:
+    """Add a part to a sum."""
+
+    def action(buffers: dict[Buffer, Any]) -> None:
+        known = buffers.get(x.target)
+        part = buffers[x.addend]
+        buffers[x.target] = part if known is None else _add(known, part)
+
+    return action
+
+
+_add = jax.jit(jnp.add)
+
+
+def free_action(x: Free) -> Action:
+    """Forget buffers."""
+
+    def action(buffers: dict[Buffer, Any]) -> None:
+        for buffer in x.buffers:
+            buffers.pop(buffer, None)
+
+    return action
+
+
+def _whole(array: Any, layout: Layout) -> Any:
+    """What a device holds, without the leading dimension of an unreduced value."""
+    return array[0] if layout.partial else array
+
+
+def _held(array: Any, layout: Layout) -> Any:
+    return jnp.asarray(array)[None] if layout.partial else array
