@@ -31,7 +31,7 @@ from autopar.executable import Executable, SignatureMismatch
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.planner.compiler import Compiled, compile_graph
-from autopar.passes.planner.pipeline_candidates import submesh
+from autopar.passes.planner.layouts import submesh
 from autopar.passes.trace.signature import Convention, Signature, signature_of
 from autopar.passes.trace.trace import Traced, trace
 from autopar.plans.plan import Plan
@@ -462,10 +462,7 @@ def _plan_again(
     """
     from autopar.runtime.ray.parts import num_processes
 
-    if compiled.pipeline is None:
-        before = cluster.num_nodes
-    else:
-        before = sum(num_processes(compiled.pipeline, cluster.devices_per_node))
+    before = sum(num_processes(compiled.runnable, cluster.devices_per_node))
     devices = max(cluster.num_devices * num_actors // before, 1)
     if devices > cluster.devices_per_node:
         devices -= devices % cluster.devices_per_node  # whole nodes
@@ -486,10 +483,7 @@ def _plan_again(
     except AutoparError as error:
         error.add_note(f"Planned again for {devices} of {cluster.num_devices} devices.")
         raise
-    if found.pipeline is None:
-        after = part.num_nodes
-    else:
-        after = sum(num_processes(found.pipeline, part.devices_per_node))
+    after = sum(num_processes(found.runnable, part.devices_per_node))
     if after > num_actors:
         raise ClusterError(
             f"A plan with {after} actors cannot run on what is left of the Ray cluster.",

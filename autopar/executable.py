@@ -30,8 +30,8 @@ from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.signature import Key, Signature, signature_of
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
-from autopar.runtime import distributed, local
-from autopar.runtime.local_pipeline import PipelineStep
+from autopar.runtime import distributed
+from autopar.runtime.local import LocalProgram, PipelineStep
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
@@ -67,7 +67,7 @@ class Executable:
         compiled: Compiled,
         progress: Progress,
     ):
-        program = self._load(fn, compiled)
+        program = self._program = self._load(fn, compiled)
         self.plan = compiled.plan
         self._fn = fn
         self._name = getattr(fn, "__name__", type(fn).__name__)
@@ -89,7 +89,7 @@ class Executable:
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         """The program, on the devices that run it."""
         del fn
-        return local.load(compiled, jax.devices())
+        return LocalProgram(compiled.runnable)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
         """An array that the function closed over, where the program wants it."""
@@ -415,7 +415,7 @@ class Executable:
           TraceError: the arguments are not like those that the step was compiled for.
           DonatedBufferError: a leaf was consumed by an earlier call.
         """
-        from autopar.profile import profile_pipeline, profile_single
+        from autopar.profile import profile_step
 
         donated, kept = self._profiled_leaves(args, kwargs)
         inputs = self._traced.graph.inputs
@@ -429,9 +429,9 @@ class Executable:
         def fresh() -> tuple[list[Any], list[Any]]:
             return copied(donated, self._donated), copied(kept, self._kept)
 
-        if isinstance(self._compiled, PipelineStep):
-            return profile_pipeline(self._compiled, fresh)
-        return profile_single(self._name, self._compiled, fresh, self._constants, self.plan)
+        shapes = self._traced.signature.shapes
+        called = (self._donated, self._kept, shapes, self._constants)
+        return profile_step(self._program.instructions_of(self._compiled, *called), fresh)
 
     def _profiled_leaves(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

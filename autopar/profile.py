@@ -6,13 +6,10 @@ import dataclasses
 import json
 import os
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from autopar.passes.pipeline.instructions import (
     Accumulate,
@@ -25,11 +22,9 @@ from autopar.passes.pipeline.instructions import (
     Send,
 )
 from autopar.passes.pipeline.simulate import simulate
-from autopar.passes.pipeline.single import single_program
-from autopar.passes.pipeline.timeline import Event, Timeline, difference
-from autopar.plans.plan import Plan
+from autopar.passes.pipeline.timeline import Timeline, difference
 from autopar.runtime.event_times import Times, alone, events, in_line, together
-from autopar.runtime.local_pipeline import PipelineStep
+from autopar.runtime.local import PipelineStep
 
 Leaves = tuple[list[Any], list[Any]]
 """The leaves to donate, in memory of their own, and the others."""
@@ -98,8 +93,8 @@ class Profile:
         return f"<Profile {title}, {self.deviation:+.1%} from the simulation>"
 
 
-def profile_pipeline(step: PipelineStep, leaves: Callable[[], Leaves]) -> Profile:
-    """Run a pipelined step three times: to warm up, one instruction at a time, and as it is.
+def profile_step(step: PipelineStep, leaves: Callable[[], Leaves]) -> Profile:
+    """Run a step three times: to warm up, one instruction at a time, and as it is.
 
     Args:
       step: the compiled step.
@@ -195,39 +190,3 @@ def _temporary_bytes(step: PipelineStep) -> dict[str, int]:
         if analysis is not None:
             found[name] = max(found[name], int(analysis.temp_size_in_bytes))
     return dict(found)
-
-
-def profile_single(
-    name: str, compiled: Any, leaves: Callable[[], Leaves], constants: list[Any], plan: Plan
-) -> Profile:
-    """Run a step of one stage three times, which are one instruction each.
-
-    Args:
-      name: of the step.
-      compiled: the compiled step: (donated leaves, kept leaves, constants) -> results.
-      leaves: gives fresh copies of what a step consumes.
-      constants: the program's own arrays.
-      plan: of the step.
-    """
-    passed = []
-    for _ in range(3):
-        donated, kept = leaves()
-        jax.block_until_ready((donated, kept))
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(donated, kept, constants))
-        passed.append(time.perf_counter() - start)
-    analysis = compiled.memory_analysis()
-    program = single_program(
-        name,
-        sum(x.bytes_per_device for x in plan.inputs if not x.donated),
-        sum(x.bytes_per_device for x in plan.inputs if x.donated),
-        sum(x.bytes_per_device for x in plan.outputs),
-    )
-    expected = simulate(
-        program,
-        passed[1],
-        devices_per_mesh=plan.stages[0].num_devices,
-        temporary_bytes={name: int(analysis.temp_size_in_bytes)} if analysis is not None else {},
-    )
-    measured = dataclasses.replace(expected, events=(Event(0, 0, 0.0, passed[2]),))
-    return Profile(measured, expected, {(0, 0): passed[1]})

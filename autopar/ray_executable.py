@@ -268,14 +268,13 @@ def _on_actors(
     replan: Callable[[int], Compiled],
 ) -> RayPipeline:
     """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
-    from autopar.runtime.ray.one_stage import one_stage
     from autopar.runtime.ray.pipeline import RayPipeline
 
     def again(num_actors: int) -> RayPipeline:
         return _on_actors(replan(num_actors), twins, runtime, name, replan)
 
     return RayPipeline(
-        compiled.pipeline or one_stage(compiled.program, compiled.graph),
+        compiled.runnable,
         twins,
         compiled.plan.cluster["devices_per_node"],
         runtime,

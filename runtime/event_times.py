@@ -34,7 +34,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.pipeline.timeline import Event
-from autopar.runtime.local_pipeline import PipelineStep
+from autopar.runtime.local import PipelineStep
 
 Place = tuple[int, int]
 """A mesh, and the index of an instruction in its list."""

@@ -1,8 +1,14 @@
-"""The embedded runtime: one process, all its devices, one jitted program for a one-stage plan."""
+"""The embedded runtime: one process, all its devices, every mesh's instructions on its own ones.
+
+A plan of one piece is one jitted program. Else a step dispatches the instruction lists in their one
+global order, that of the program, and never waits: JAX runs what is dispatched asynchronously. One
+order for all meshes means that no mesh's collectives can wait for another's that was never
+dispatched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,26 +16,54 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from autopar.arrays.split_array import SplitArray, SplitSharding, put_parts
 from autopar.base.errors import DeviceError
 from autopar.passes.graph.logical import no_mesh
-from autopar.passes.planner.compiler import Compiled
-from autopar.runtime.local_pipeline import LocalPipeline
+from autopar.passes.pieces.pieces import Runnable
+from autopar.passes.pipeline import Accumulate, Buffer, Recv, Reshard, Run, Send
+from autopar.passes.pipeline.lasting import lasting_writes
+from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.slicing.stage_graphs import LeafRows
+from autopar.runtime import stage_programs as stages
 from autopar.runtime.pace import Paced, paced
-from autopar.runtime.spmd import block_function, partition_spec, typed
+from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
+
+Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
 
 
-@dataclass(frozen=True)
-class LocalProgram:
-    """A plan of one stage on real devices.
+class LocalProgram(StagePrograms):
+    """A plan on the devices of this process.
 
-    `local_fn(*arrays) -> list` takes global arrays, one per graph input (constants last), and is to
-    be called inside a `jax.jit` with these shardings.
+    Args:
+      runnable: what the meshes run, and in which order.
+      devices: those of all meshes, mesh by mesh; by default all visible ones in their own order.
+
+    Raises:
+      DeviceError: there are fewer devices than the plan needs.
     """
 
-    local_fn: Callable[..., list[Any]]
-    in_shardings: tuple[NamedSharding, ...]
-    out_shardings: tuple[NamedSharding, ...]
-    mesh: Mesh
+    def __init__(self, runnable: Runnable, devices: Sequence[jax.Device] | None = None) -> None:
+        devices = jax.devices() if devices is None else devices
+        pieces, program = runnable.pieces, runnable.program
+        self.leaves, self.results = runnable.leaves, runnable.results
+        self.meshes = _meshes(pieces.programs, program.schedule.mesh_of_stage, devices)
+        super().__init__(pieces, program, dict(enumerate(self.meshes)))
+        self.in_shardings = tuple(
+            self._sharding(group, [pieces.inputs[rows.number][0] for rows in group])
+            for group in self.leaves
+        )
+        self.out_shardings = tuple(
+            self._sharding(group, [pieces.outputs[rows.number] for rows in group])
+            for group in self.results
+        )
+
+    def _sharding(
+        self, group: Sequence[LeafRows], values: Sequence[int]
+    ) -> NamedSharding | SplitSharding:
+        """Where a leaf is whose rows are these values."""
+        shardings = tuple(self.places[value].sharding for value in values)
+        ends = [rows.stop for rows in group if rows.stop is not None]
+        return SplitSharding(group[0].axis, tuple(ends), shardings) if ends else shardings[0]
 
     def compile(
         self,
@@ -38,8 +72,10 @@ class LocalProgram:
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[jax.Array],
-    ) -> jax.stages.Compiled | Paced:
+    ) -> jax.stages.Compiled | Paced | PipelineStep:
         """The compiled step: (donated leaves, kept leaves, constants) -> all output leaves.
+
+        One piece is one jitted program; several are compiled one by one.
 
         Args:
           name: of the step, for profiles.
@@ -48,12 +84,25 @@ class LocalProgram:
           shapes: of all input leaves.
           constants: the program's own arrays, already in place.
         """
-        order = [*donated, *kept]
-        places = sorted(range(len(order)), key=order.__getitem__)
+        with no_mesh():
+            if len(self.pieces.pieces) == 1:
+                return self._compile_whole(name, donated, kept, shapes, constants)
+            return PipelineStep(self, donated, kept, shapes, constants, self.variants())
+
+    def _compile_whole(
+        self,
+        name: str,
+        donated: Sequence[int],
+        kept: Sequence[int],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[jax.Array],
+    ) -> jax.stages.Compiled | Paced:
+        made = self.function_of(self.pieces.pieces[0])
+        places = _places(donated, kept)
 
         def step(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
             arrays = [*donated, *kept]
-            return self.local_fn(*(arrays[i] for i in places), *constants)
+            return made.call(*(arrays[i] for i in places), *constants)
 
         step.__name__ = step.__qualname__ = name
 
@@ -62,64 +111,266 @@ class LocalProgram:
 
         jitted = jax.jit(
             step,
-            in_shardings=(*parts(self.in_shardings), [value.sharding for value in constants]),
-            out_shardings=list(self.out_shardings),
+            in_shardings=(*parts(made.in_shardings), [value.sharding for value in constants]),
+            out_shardings=made.out_shardings,
             donate_argnums=(0,),
         )
         # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
-        with no_mesh():
-            compiled = jitted.lower(*parts(shapes), list(constants)).compile()
-        return paced(compiled, self.mesh)
+        return paced(jitted.lower(*parts(shapes), list(constants)).compile(), made.mesh)
+
+    def instructions_of(
+        self,
+        compiled: jax.stages.Compiled | Paced | PipelineStep,
+        donated: Sequence[int],
+        kept: Sequence[int],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[jax.Array],
+    ) -> PipelineStep:
+        """A compiled step that can be run instruction by instruction, as profiles do.
+
+        Args:
+          compiled: what `compile` returned for the other arguments.
+          donated: as those of `compile`.
+          kept: likewise.
+          shapes: likewise.
+          constants: likewise.
+        """
+        if isinstance(compiled, PipelineStep):
+            return compiled
+        order = [*donated, *kept]
+
+        def run(*arrays: Any) -> list[Any]:
+            first, second = [arrays[i] for i in donated], [arrays[i] for i in kept]
+            results: list[Any] = compiled(first, second, list(arrays[len(order) :]))
+            return results
+
+        run.memory_analysis = compiled.memory_analysis  # type: ignore[attr-defined]
+        (instructions,) = self.program.meshes
+        variants = {(x.piece, donated_numbers(x)): run for x in instructions if isinstance(x, Run)}
+        return PipelineStep(self, donated, kept, shapes, constants, variants)
 
 
-def load(
-    compiled: Compiled, devices: Sequence[jax.Device] | None = None
-) -> LocalProgram | LocalPipeline:
-    """Place a compiled plan on `devices` (all visible ones by default, in their own order).
+def _places(donated: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Where each leaf is among the donated ones, then the kept ones."""
+    order = [*donated, *kept]
+    return sorted(range(len(order)), key=order.__getitem__)
 
-    Raises:
-      DeviceError: there are fewer devices than the plan needs.
+
+class PipelineStep:
+    """A compiled pipelined step: (donated leaves, kept leaves, constants) -> all output leaves."""
+
+    def __init__(
+        self,
+        pipeline: LocalProgram,
+        donated: Sequence[int],
+        kept: Sequence[int],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[jax.Array],
+        variants: Mapping[tuple[str, tuple[int, ...]], Any],
+    ):
+        self.pipeline, self.variants = pipeline, variants
+        self.actions = tuple(self._actions())
+        places = pipeline.places
+        groups = [
+            [number for rows in group for number in pipeline.pieces.inputs[rows.number]]
+            for group in pipeline.leaves
+        ]
+        self.donated = [self._target(i) for i in donated]
+        self.kept = [self._target(i) for i in kept]
+        self.donated_types = [(shapes[i].shape, shapes[i].dtype) for i in donated]
+        self.kept_types = [(shapes[i].shape, shapes[i].dtype) for i in kept]
+        # What a step must not lose: outputs that are inputs as they came.
+        outputs = set(pipeline.pieces.outputs)
+        self.passed = [not outputs.isdisjoint(groups[i]) for i in donated]
+        self.constants: dict[Buffer, Any] = {}
+        for value, group in zip(constants, groups[len(shapes) :], strict=True):
+            for number in group:
+                placed = jax.device_put(value, places[number].sharding)
+                self.constants[Buffer(number, None)] = placed
+        # What the caller or this step goes on using; as results they are copies.
+        of_kept = (Buffer(number, None) for leaf in kept for number in groups[leaf])
+        self.lasting = (*of_kept, *self.constants)
+
+    def _target(self, leaf: int) -> _Target:
+        pipeline = self.pipeline
+        sharding = pipeline.in_shardings[leaf]
+        groups = [pipeline.pieces.inputs[rows.number] for rows in pipeline.leaves[leaf]]
+        return _Target(
+            sharding if isinstance(sharding, SplitSharding) else None,
+            tuple(
+                tuple((Buffer(n, None), pipeline.places[n].sharding) for n in group)
+                for group in groups
+            ),
+        )
+
+    def _actions(self) -> Iterator[Action]:
+        """The instructions in their global order, each as a function of buffers and transfers."""
+        program, places = self.pipeline.program, self.pipeline.places
+        targets = {
+            x.tag: [places[b.value].sharding for b in x.buffers]
+            for instructions in program.meshes
+            for x in instructions
+            if isinstance(x, Recv)
+        }
+        paces = [Pace() for _ in program.meshes]
+        lasting = lasting_writes(program)
+        for mesh, index in program.order:
+            x = program.meshes[mesh][index]
+            if isinstance(x, Run):
+                compiled = self.variants[x.piece, donated_numbers(x)]
+                waited = self.pipeline.waited(x, lasting.get((mesh, index), ()))
+                yield _inside(stages.run_action(compiled, x, paces[mesh], waited))
+            elif isinstance(x, Send):
+                yield _send(x, targets[x.tag])
+            elif isinstance(x, Recv):
+                yield _recv(x)
+            elif isinstance(x, Reshard):
+                yield _inside(stages.reshard_action(x, places[x.target.value].sharding))
+            elif isinstance(x, Accumulate):
+                yield _inside(stages.accumulate_action(x))
+            else:
+                yield _inside(stages.free_action(x))
+
+    def __call__(
+        self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
+    ) -> list[Any]:
+        """One step: dispatches everything, and waits for no result (but see `waited`).
+
+        Raises:
+          TypeError: a leaf has another shape or dtype than the program was compiled for.
+        """
+        buffers = self.place(donated, kept)
+        lasting = {id(buffers[name]) for name in self.lasting}
+        sent: dict[int, Any] = {}
+        for action in self.actions:
+            action(buffers, sent)
+        for leaf, is_passed in zip(donated, self.passed, strict=True):
+            if not is_passed and isinstance(leaf, jax.Array | SplitArray) and not leaf.is_deleted():
+                leaf.delete()
+        outputs = [buffers[Buffer(number, None)] for number in self.pipeline.pieces.outputs]
+        for number, output in enumerate(outputs):
+            if id(output) in lasting:  # the next step may take the result over
+                outputs[number] = jax.device_put(output, output.sharding, may_alias=False)
+        return [
+            outputs[group[0].number]
+            if group[0].stop is None
+            else SplitArray([outputs[rows.number] for rows in group], group[0].axis)
+            for group in self.pipeline.results
+        ]
+
+    def place(self, donated: Sequence[Any], kept: Sequence[Any]) -> dict[Buffer, Any]:
+        """The inputs where the first instructions want them.
+
+        Raises:
+          TypeError: a leaf has another shape or dtype than the program was compiled for.
+        """
+        _check(donated, self.donated_types)
+        _check(kept, self.kept_types)
+        buffers = dict(self.constants)
+        leaves = zip((*donated, *kept), (*self.donated, *self.kept), strict=True)
+        for leaf, target in leaves:
+            if target.split is not None:
+                parts = put_parts(leaf, target.split)
+            else:
+                parts = [leaf.__jax_array__() if isinstance(leaf, SplitArray) else leaf]
+            for part, places in zip(parts, target.places, strict=True):
+                for name, sharding in places:
+                    # What the last step returned is there already: most leaves of most calls.
+                    is_there = isinstance(part, jax.Array) and part.sharding == sharding
+                    buffers[name] = part if is_there else jax.device_put(part, sharding)
+        return buffers
+
+    # -- what was compiled -----------------------------------------------------------------------
+
+    def as_text(self) -> str:
+        """The compiled pieces, as XLA's text (HLO), one behind the other."""
+        texts = [f"// piece {name}\n{x.as_text()}" for (name, _), x in self.variants.items()]
+        return "\n".join(texts)
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """XLA's account of one device's memory, for every piece."""
+        return {name: x.memory_analysis() for (name, _), x in self.variants.items()}
+
+    def cost_analysis(self) -> dict[str, Any]:
+        """XLA's count of operations, for every piece."""
+        return {name: x.cost_analysis() for (name, _), x in self.variants.items()}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The buffers that take a leaf, for each of its parts, and where they are.
+
+    Args:
+      split: how the leaf is split over meshes, if it is.
+      places: of each part.
     """
-    devices = jax.devices() if devices is None else list(devices)
-    if compiled.pipeline is not None:
-        return LocalPipeline(compiled.pipeline, devices)
-    return _load_one(compiled, devices)
+
+    split: SplitSharding | None
+    places: tuple[tuple[tuple[Buffer, NamedSharding], ...], ...]
 
 
-def _load_one(compiled: Compiled, devices: Sequence[jax.Device]) -> LocalProgram:
-    program = compiled.program
-    needed = int(np.prod(program.mesh))
+def _check(leaves: Sequence[Any], types: Sequence[tuple[tuple[int, ...], Any]]) -> None:
+    for leaf, (shape, dtype) in zip(leaves, types, strict=True):
+        aval = leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf)
+        if aval.shape != shape or aval.dtype != dtype:
+            raise TypeError(
+                f"compiled for {dtype}{list(shape)}, called with {aval.dtype}{list(aval.shape)}"
+            )
+
+
+def _inside(action: stages.Action) -> Action:
+    """What one mesh does without any transfer."""
+    return lambda buffers, sent: action(buffers)
+
+
+def _send(x: Send, shardings: list[NamedSharding]) -> Action:
+    """Start the transfer at once: the next run may take over the memory of what is sent."""
+
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        sent[x.tag] = jax.device_put([buffers[b] for b in x.buffers], shardings)
+
+    return action
+
+
+def _recv(x: Recv) -> Action:
+    def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
+        buffers.update(zip(x.buffers, sent.pop(x.tag), strict=True))
+
+    return action
+
+
+def _meshes(
+    programs: Sequence[Program], mesh_of_stage: Sequence[int], devices: Sequence[jax.Device]
+) -> tuple[Mesh, ...]:
+    """The mesh of every stage; stages of one mesh share its devices."""
+    sizes: dict[int, int] = {}
+    for stage, program in enumerate(programs):
+        size = int(np.prod(program.mesh))
+        sizes[mesh_of_stage[stage]] = max(size, sizes.get(mesh_of_stage[stage], 0))
+    needed = sum(sizes.values())
     if len(devices) < needed:
         raise DeviceError(
             f"The plan needs {needed} devices and {len(devices)} are visible.",
-            why=f"it was made for a logical mesh of {' x '.join(map(str, program.mesh))}.",
+            why=f"it was made for a logical mesh of {' x '.join(map(str, programs[0].mesh))}."
+            if len(programs) == 1
+            else f"its stages have {', '.join(str(sizes[m]) for m in sorted(sizes))} devices each "
+            "on a mesh of their own.",
             hint="plan for the devices at hand, or set jax_num_cpu_devices before JAX is used.",
         )
-    mesh = Mesh(
-        np.asarray(devices[:needed]).reshape(program.mesh),
-        program.axis_names,
-        axis_types=(AxisType.Auto,) * len(program.mesh),
-    )
-
-    names = program.axis_names
-    in_specs = tuple(partition_spec(v.layout, names) for v in program.block.inputs)
-    out_specs = [partition_spec(v.layout, names) for v in program.block.outputs]
-    run = block_function(program.mesh, names, program.block)
-    sharded = jax.shard_map(
-        lambda *arrays: run(arrays),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
-
-    def function(*arrays: Any) -> list[Any]:
-        avals = [version.atom.aval for version in program.block.outputs]
-        return [typed(x, aval) for x, aval in zip(sharded(*arrays), avals, strict=True)]
-
-    return LocalProgram(
-        local_fn=function,
-        in_shardings=tuple(NamedSharding(mesh, s) for s in in_specs),
-        out_shardings=tuple(NamedSharding(mesh, s) for s in out_specs),
-        mesh=mesh,
-    )
+    starts: dict[int, int] = {}
+    start = 0
+    for number in sorted(sizes):
+        starts[number] = start
+        start += sizes[number]
+    found = []
+    for stage, program in enumerate(programs):
+        first = starts[mesh_of_stage[stage]]
+        own = devices[first : first + int(np.prod(program.mesh))]
+        found.append(
+            Mesh(
+                np.asarray(own).reshape(program.mesh),
+                program.axis_names,
+                axis_types=(AxisType.Auto,) * len(program.mesh),
+            )
+        )
+    return tuple(found)

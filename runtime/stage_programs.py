@@ -39,6 +39,25 @@ class Place:
     partial: int
 
 
+@dataclass(frozen=True)
+class PieceFunction:
+    """A piece on its mesh.
+
+    Args:
+      call: takes and returns global arrays.
+      values: numbers of the values that it takes, once for each array.
+      in_shardings: of what it takes.
+      out_shardings: of what it returns.
+      mesh: its stage's.
+    """
+
+    call: Callable[..., list[Any]]
+    values: tuple[int, ...]
+    in_shardings: list[NamedSharding]
+    out_shardings: list[NamedSharding]
+    mesh: Mesh
+
+
 def spec_of(version: Version, program: Program) -> tuple[PartitionSpec, int]:
     """How the array that holds a value is cut, and how many devices the value is unreduced over."""
     layout, names = version.layout, program.axis_names
@@ -84,7 +103,8 @@ class StagePrograms:
                         found[key] = self._compile(by_name[x.piece], key[1])
         return found
 
-    def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
+    def function_of(self, piece: StagePiece) -> PieceFunction:
+        """A piece as a function of global arrays, to be called inside a `jax.jit`."""
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
         run = block_function(program.mesh, program.axis_names, piece.block)
@@ -119,17 +139,28 @@ class StagePrograms:
         def step(*arrays: Any) -> list[Any]:
             return [typed(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)]
 
-        step.__name__ = step.__qualname__ = piece.name.replace(" ", "_").replace(".", "_")
-        gone = set(donated)
-        numbers = [port.value for port, number in ins for _ in range(number)]
-        jitted = jax.jit(
+        numbers = tuple(port.value for port, number in ins for _ in range(number))
+        return PieceFunction(
             step,
-            in_shardings=[p.sharding for p in in_places],
-            out_shardings=[p.sharding for p in out_places],
-            donate_argnums=tuple(i for i, n in enumerate(numbers) if n in gone),
+            numbers,
+            [p.sharding for p in in_places],
+            [p.sharding for p in out_places],
+            mesh,
         )
-        shapes = [self._struct(number) for number in numbers]
-        options = FRUGAL if mesh.devices.flat[0].platform == "cpu" else None
+
+    def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
+        made = self.function_of(piece)
+        made.call.__name__ = piece.name.replace(" ", "_").replace(".", "_")
+        made.call.__qualname__ = made.call.__name__
+        gone = set(donated)
+        jitted = jax.jit(
+            made.call,
+            in_shardings=made.in_shardings,
+            out_shardings=made.out_shardings,
+            donate_argnums=tuple(i for i, n in enumerate(made.values) if n in gone),
+        )
+        shapes = [self._struct(number) for number in made.values]
+        options = FRUGAL if made.mesh.devices.flat[0].platform == "cpu" else None
         return jitted.lower(*shapes).compile(compiler_options=options)
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.errors import InexactMicrobatchError
 from autopar.passes.graph.graph import Graph, user_source, walk
+from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import State
 from autopar.passes.microbatch.equations import Context, is_control_flow
 from autopar.passes.microbatch.liveness import ABSENT
@@ -123,17 +124,17 @@ def analyze(
     return usual if other.culprits else other
 
 
-def split(graph: Graph, analysis: Analysis) -> Graph:
+def split(graph: Graph, analysis: Analysis) -> Microbatched:
     """The graph with its batch split in time: prologue, one scan over the microbatches, epilogue.
 
-    It is again a plain flat graph with the same inputs and outputs, and computes the same numbers
-    up to the order in which sums are added up. With one microbatch it is `graph` itself.
+    Its graph is again a plain flat one with the same inputs and outputs, and computes the same
+    numbers up to the order in which sums are added up. With one microbatch it is `graph` itself.
 
     Raises:
       InexactMicrobatchError: part of the step needs the whole batch, and that part is too large.
     """
     if analysis.num_microbatches == 1:
-        return graph
+        return in_phases(graph)
     if analysis.culprits:
         raise refusal(analysis)
     return rewrite(graph, analysis.phases, analysis.num_microbatches)

@@ -20,28 +20,30 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import WHOLE, Place
 from autopar.passes.microbatch.liveness import ABSENT, Step
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.run_steps import Env, combine, identity, local_struct, run
 
 
-def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Graph:
-    """The graph that evaluates `phases` with one scan over the microbatches."""
+def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Microbatched:
+    """The program that evaluates `phases` with one scan over the microbatches."""
     program = _Program()
     for step in phases.prologue:
         program.add(step)
-    program.trace(
+    made = program.trace(
         lambda *values: _loop(phases, _wholes(needed, values), num_microbatches),
         needed := _read_whole(phases),
         [var for var, _ in (*phases.accumulated, *phases.collected)],
     )
+    loops = [LoopPhase(eqn) for eqn in made if eqn.primitive.name == "scan"]  # one, or none
     for step in phases.epilogue:
         program.add(step)
     jaxpr = graph.jaxpr.replace(
         eqns=program.eqns, outvars=[program.read(atom) for atom in graph.jaxpr.outvars]
     )
-    return graphs.with_jaxpr(graph, graphs.eliminate_dead_code(jaxpr))
+    return in_phases(graphs.with_jaxpr(graph, graphs.eliminate_dead_code(jaxpr)), loops)
 
 
 class _Program:
@@ -80,7 +82,7 @@ class _Program:
 
     def trace(
         self, function: Callable[..., list[Any]], operands: Sequence[Var], results: Sequence[Var]
-    ) -> None:
+    ) -> list[JaxprEqn]:
         """Append the equations of a function that computes `results` from `operands`."""
         closed = jax.make_jaxpr(function)(*(local_struct(v.aval, WHOLE, 1) for v in operands))
         flat = graphs.flatten(closed.jaxpr)
@@ -96,13 +98,15 @@ class _Program:
                 names[inner] = outer
             else:
                 self.renamed[outer] = _rename(inner, names)
-        for eqn in flat.eqns:
-            self.eqns.append(
-                eqn.replace(
-                    invars=[_rename(atom, names) for atom in eqn.invars],
-                    outvars=[_rename(var, names) for var in eqn.outvars],
-                )
+        made_eqns = [
+            eqn.replace(
+                invars=[_rename(atom, names) for atom in eqn.invars],
+                outvars=[_rename(var, names) for var in eqn.outvars],
             )
+            for eqn in flat.eqns
+        ]
+        self.eqns += made_eqns
+        return made_eqns
 
 
 def _rename(atom: Atom, names: dict[Var, Atom]) -> Atom:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.passes.pieces.pieces import Numbers, Pieces
+from autopar.passes.graph.graph import Input, Output
+from autopar.passes.pieces.pieces import Numbers, Pieces, Port, StagePiece
 from autopar.passes.pieces.stage_cutter import BEFORE, FIRST, Levels, StageCutter
 from autopar.passes.pipeline.instructions import Transfer
 from autopar.passes.sharding.peak_memory import version_bytes
@@ -67,6 +68,32 @@ def cut(
         transfers=transfers,
         inputs=tuple(tuple(inputs[i]) for i in range(max(inputs, default=-1) + 1)),
         outputs=tuple(outputs[i] for i in range(len(outputs))),
+    )
+
+
+def uncut(stage: StageGraph, program: Program) -> Pieces:
+    """A whole step on one mesh as one piece."""
+    numbers, graph = Numbers(), stage.graph
+
+    def ports(versions: Sequence[Version], labels: Sequence[Input | Output]) -> tuple[Port, ...]:
+        return tuple(
+            Port(numbers.new(0, version, program.mesh, False, label.path), version)
+            for version, label in zip(versions, labels, strict=True)
+        )
+
+    inputs = ports(program.block.inputs, graph.inputs)
+    outputs = ports(program.block.outputs, graph.outputs)
+    donates = [p.value for p, label in zip(inputs, graph.inputs, strict=True) if label.donated]
+    instructions = program.block.instructions
+    piece = StagePiece("step", 0, "prologue", inputs, outputs, instructions, tuple(donates))
+    return Pieces(
+        programs=(program,),
+        values=tuple(numbers.values),
+        versions=dict(numbers.versions),
+        pieces=(piece,),
+        transfers=(),
+        inputs=tuple((port.value,) for port in inputs),
+        outputs=tuple(port.value for port in outputs),
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autopar.passes.pieces.pieces import StagePiece
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.table import CONTROL_FLOW
 from autopar.passes.sharding.layout import num_parts
+from autopar.passes.sharding.peak_memory import peak, version_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Reshard
+from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Program, Reshard
 
 
 class PieceCosts:
@@ -49,3 +51,15 @@ class PieceCosts:
             return length * self.seconds(instruction.body)
         assert isinstance(instruction, Branch)
         return max(self.seconds(inner) for inner in instruction.blocks)
+
+
+def temporary_bytes(piece: StagePiece, program: Program) -> int:
+    """Bytes per device that a piece needs beside what it reads and writes."""
+    block = Block(
+        tuple(port.version for port in piece.inputs),
+        piece.instructions,
+        tuple(p.version for p in piece.outputs if not hasattr(p.version.atom, "val")),
+    )
+    worst = peak(Program(program.mesh, program.axis_names, block), {}, [False] * len(block.inputs))
+    held = sum(version_bytes(v, program.mesh) for v in {*block.inputs, *block.outputs})
+    return max(worst.bytes - held, 0)

@@ -10,9 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.passes.pipeline.instructions import Piece, PieceKind, Transfer, Value
+from autopar.passes.pipeline.instructions import (
+    Piece,
+    PieceKind,
+    PipelineProgram,
+    Transfer,
+    Value,
+)
 from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.spmd_program import Block, Instruction, Program, Version
+from autopar.passes.slicing.stage_graphs import LeafRows
 
 
 class Port(NamedTuple):
@@ -89,6 +96,24 @@ class Pieces:
             for piece in self.pieces
         ]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """What the meshes of a plan run: pieces, and in which order.
+
+    Args:
+      pieces: what is run.
+      program: in which order.
+      leaves: for every leaf of the step's arguments (constants too), the leaves of the pieces'
+        program that hold its rows. Several, if a scan over layers was cut.
+      results: the same for the leaves of what the step returns.
+    """
+
+    pieces: Pieces
+    program: PipelineProgram
+    leaves: tuple[tuple[LeafRows, ...], ...]
+    results: tuple[tuple[LeafRows, ...], ...]
 
 
 @dataclass

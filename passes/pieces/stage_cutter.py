@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import DropVar
 
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.microbatched import Task
 from autopar.passes.pieces.pieces import Numbers, Port, StagePiece
 from autopar.passes.pieces.residuals import before_readers, computed_again
 from autopar.passes.pieces.wiring import (
@@ -41,7 +42,7 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
-from autopar.passes.slicing.stage_graphs import Link, StageGraph, Task
+from autopar.passes.slicing.stage_graphs import Link, StageGraph
 
 TASKS: tuple[Task, ...] = ("F", "B", "W")
 Level = tuple[int, int]  # before (0) or behind (1) the loop, and the round there
@@ -70,7 +71,7 @@ class StageCutter:
         self.loop: Loop | None = None
         self.place = len(outer)
         if stage.loop is not None:
-            eqn = stage.graph.jaxpr.eqns[stage.loop]
+            eqn = stage.loop.scan
             self.place = next(
                 i for i, x in enumerate(outer) if isinstance(x, Loop) and x.eqn is eqn
             )

@@ -20,15 +20,10 @@ from autopar.base.errors import MemoryLimitError, OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.cutting import residual_bytes
 from autopar.passes.pieces.piece_costs import PieceCosts
-from autopar.passes.planner.candidates import Planned, Split, memory_limit_of
-from autopar.passes.planner.pipeline_candidates import (
-    StageLayout,
-    flexible_equations,
-    label_batch,
-    plan_stage,
-    submesh,
-)
+from autopar.passes.planner.candidates import flexible_equations, label_batch, plan_stage
+from autopar.passes.planner.layouts import StageLayout, submesh
 from autopar.passes.planner.stage_choice import StageChoice, StageOption, best_stages
+from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, memory_limit_of
 from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.spmd_program import Block, Loop
@@ -62,8 +57,7 @@ class _LayerCost:
 
 
 def choose_stages(
-    split: Split,
-    count: int,
+    split: SplitStep,
     options: Options,
     cluster: Cluster,
     report: Callable[[str], None],
@@ -71,14 +65,13 @@ def choose_stages(
     """The stages with the least step time that fit, or None where one stage is best.
 
     Args:
-      split: the program with its batch split in `count` microbatches.
-      count: the number of microbatches.
+      split: the program with its batch split.
       options: method, pins, memory limit and so on; `stages` is "auto".
       cluster: all devices.
       report: takes a line of progress.
     """
     try:
-        whole = slice_stages(split.graph, split.rules, 1)
+        whole = slice_stages(split.step, split.rules, 1)
     except OptionError:
         return None
     step = math.ceil(len(whole.layers) / MAX_UNITS)
@@ -86,9 +79,9 @@ def choose_stages(
     if len(starts) < 2 or cluster.num_devices < 2:
         return None
     report(f"slicing into {len(starts)} layers")
-    units = slice_stages(split.graph, split.rules, starts[1:])
+    units = slice_stages(split.step, split.rules, starts[1:])
     sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
-    costs = _costs(units, sizes, count, options, cluster, report)
+    costs = _costs(units, sizes, options, cluster, report)
     ends = [*starts[1:], len(whole.layers)]
     crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
     link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
@@ -121,7 +114,7 @@ def choose_stages(
             sizes,
             cluster.num_devices,
             oracle,
-            num_microbatches=count,
+            num_microbatches=split.num_microbatches,
             memory_limit=memory_limit_of(options, cluster),
         )
     except (MemoryLimitError, OptionError):
@@ -149,7 +142,6 @@ def _sizes(cluster: Cluster) -> list[int]:
 def _costs(
     units: Stages,
     sizes: Sequence[int],
-    count: int,
     options: Options,
     cluster: Cluster,
     report: Callable[[str], None],
@@ -172,7 +164,7 @@ def _costs(
         report(f"costs of {len(distinct)} kinds of layers on {size} devices")
         part = submesh(cluster, size)
         known = {
-            kind: _cost(labelled[place], forward[kind], count, options, part)
+            kind: _cost(labelled[place], forward[kind], options, part)
             for kind, place in firsts.items()
         }
         found[size] = [known[kind] for kind in kinds]
@@ -184,13 +176,13 @@ def _forward_share(found: Sequence[Layer]) -> float:
     return sum(layer.forward_flops for layer in found) / total if total else 0.0
 
 
-def _cost(
-    stage: StageGraph, forward: float, count: int, options: Options, part: Cluster
+def _cost(stage: StageGraph, forward: float, options: Options, part: Cluster) -> _LayerCost:
+    return _measured(stage, forward, plan_stage(stage, options, part), part)
+
+
+def _measured(
+    stage: StageGraph, forward: float, planned: PlannedStage, part: Cluster
 ) -> _LayerCost:
-    return _measured(stage, forward, plan_stage(stage, count, options, part), part)
-
-
-def _measured(stage: StageGraph, forward: float, planned: Planned, part: Cluster) -> _LayerCost:
     program = planned.program
     prices = PieceCosts(Pricing(part, planned.mesh), planned.split.rules)
     inside, outside = 0.0, []
@@ -199,7 +191,7 @@ def _measured(stage: StageGraph, forward: float, planned: Planned, part: Cluster
         if (
             isinstance(instruction, Loop)
             and stage.loop is not None
-            and (instruction.eqn is stage.graph.jaxpr.eqns[stage.loop])
+            and instruction.eqn is stage.loop.scan
         ):
             inside = prices.seconds(instruction.body)
             carried = sum(version_bytes(v, program.mesh) for v in instruction.results)

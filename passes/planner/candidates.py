@@ -1,130 +1,342 @@
-"""A candidate plan: one microbatched program, solved and lowered on one logical mesh."""
+"""A candidate: a step in stages, each planned on its mesh, scheduled and simulated.
+
+A plan for one mesh is a pipeline of one stage, whose one piece is the whole step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from autopar.base.cluster import Cluster, axis_names
-from autopar.base.costs import PICOSECONDS
+from autopar.base.cluster import Cluster
 from autopar.base.options import Options
-from autopar.passes.graph.graph import Graph
-from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.graph.graph import Input
+from autopar.passes.graph.microbatched import LoopPhase
+from autopar.passes.pieces.cutting import cut, uncut
+from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
+from autopar.passes.pieces.pieces import Pieces, Runnable
+from autopar.passes.pipeline.emit import emit
+from autopar.passes.pipeline.instructions import PipelineProgram, Run, Send
+from autopar.passes.pipeline.simulate import simulate
+from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
+from autopar.passes.planner.stage_shardings import (
+    PlannedStage,
+    SplitStep,
+    memory_limit_of,
+    plan_mesh,
+)
+from autopar.passes.primitives.populate import populate
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
-from autopar.passes.sharding.build import Built, build
-from autopar.passes.sharding.integer_program import to_problem
-from autopar.passes.sharding.lower import lower
-from autopar.passes.sharding.peak_memory import Peak, peak
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.restrict import resolve_pins, restriction
-from autopar.passes.sharding.spmd_program import Program
-from autopar.passes.solver import Infeasible, Solution, solve
-from autopar.plans.plan import OutputCertificate
+from autopar.passes.sharding.restrict import pins_of
+from autopar.passes.sharding.scopes import Scope
+from autopar.passes.slicing.slice_stages import one_stage, slice_stages
+from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
-SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
-MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
-
-
-@dataclass(frozen=True)
-class Split:
-    """A graph with its batch split in time, its rules, and how each output is put together."""
-
-    graph: Graph
-    rules: Rules
-    certificate: tuple[OutputCertificate, ...]
+Report = Callable[[str], None]
+# What schedule="auto" chooses from, by simulated time. The first of equal ones is taken.
+AUTO_SCHEDULES = ("1f1b", "zb_h1", "zb_h2")
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A candidate: the solved and lowered program on one mesh with one number of microbatches."""
+class PlannedStep:
+    """A step in stages: what each mesh runs, in which order, and what that is expected to take.
 
-    mesh: tuple[int, ...]
-    num_microbatches: int
-    split: Split
-    built: Built
-    solution: Solution
-    program: Program
-    peak: Peak
-    fits: bool
+    Args:
+      split: the microbatched program, as it was sliced (scans over layers are cut in it).
+      stages: how it was sliced.
+      planned: the intra-operator plan of each stage.
+      pieces: the stages' programs taken apart.
+      program: one list of instructions per mesh.
+      timeline: of the simulated step.
+      limit: bytes that a device may hold.
+      remat: for each stage, whether its backward pass computes the forward pass again.
+    """
+
+    split: SplitStep
+    stages: Stages
+    planned: tuple[PlannedStage, ...]
+    pieces: Pieces
+    program: PipelineProgram
+    timeline: Timeline
+    limit: int
+    remat: tuple[bool, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the tasks."""
+        return self.program.schedule
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there are several stages."""
+        return self.schedule.num_stages > 1
 
     @property
     def step_seconds(self) -> float:
-        return self.solution.cost / PICOSECONDS
+        """Of the simulated step."""
+        return self.timeline.step_seconds
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Bytes per device at each mesh's worst moment of the simulated step."""
+        return self.timeline.peak_bytes if self.is_pipeline else (self.planned[0].peak.bytes,)
+
+    @property
+    def fits(self) -> bool:
+        return max(self.peak_bytes) <= self.limit
+
+    @property
+    def runnable(self) -> Runnable:
+        """What the meshes run."""
+        return Runnable(self.pieces, self.program, self.stages.leaves, self.stages.results)
 
 
-def prepare(
-    split: Split, mesh: tuple[int, ...], options: Options, cluster: Cluster
-) -> tuple[Built, Pricing, BatchDims]:
-    """The integer program of a split graph on one mesh, its prices, and where the batch is."""
-    graph, rules = split.graph, split.rules
-    dims = batch_dims(graph, rules)
-    pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
-    allowed = restriction(graph, options.method, dims, pins)
-    pricing = Pricing(cluster, mesh, allowed.reduce_scatter)
-    return build(graph, rules, mesh, pricing, allowed), pricing, dims
+def plan_layout(
+    split: SplitStep, layout: StageLayout, options: Options, cluster: Cluster, report: Report
+) -> list[PlannedStep]:
+    """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
+
+    Args:
+      split: the program with its batch split; for several stages, in at least two microbatches.
+      layout: where the stages begin, and the devices of their meshes.
+      options: method, schedule, memory limit and so on.
+      cluster: all devices.
+      report: takes a line of progress.
+
+    Raises:
+      OptionError: the program has fewer layers than stages, or the devices do not divide.
+      ScheduleError: the schedule does not exist or needs more microbatches.
+    """
+    if not layout.is_pipeline:
+        return _plan_one(split, options, cluster, report)
+    names = _schedules(options)
+    made = [_plan_stages(split, names[0], layout, options, cluster, report)]
+    if len(names) > 1 and not made[0].stages.forward_only:
+        splitting = [name for name in names if name.startswith("zb")]
+        if splitting:
+            first = _plan_stages(split, splitting[0], layout, options, cluster, report)
+            made.append(first)
+            made += [_with_schedule(first, name, cluster) for name in splitting[1:]]
+    if options.remat == "auto" and not any(candidate.fits for candidate in made):
+        report("computing forward passes again where a stage does not fit")
+        made += [rematerialized(candidate, cluster) for candidate in made]
+    return made
 
 
-def plan_mesh(
-    split: Split,
-    mesh: tuple[int, ...],
-    count: int,
+def _plan_one(
+    split: SplitStep, options: Options, cluster: Cluster, report: Report
+) -> list[PlannedStep]:
+    stages = one_stage(split.step, split.rules)
+    made = []
+    for mesh in logical_meshes(options, cluster, of_stage=False):
+        report(f"choosing shardings on a mesh of {' x '.join(map(str, mesh))}")
+        planned = plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh)))
+        made.append(assemble_step(split, stages, [planned], ONE_STAGE, options, cluster, [False]))
+    return made
+
+
+def _schedules(options: Options) -> tuple[Any, ...]:
+    if options.schedule not in ("auto", None):
+        return (options.schedule,)
+    return ("interleaved_1f1b",) if chunks_of(options) > 1 else AUTO_SCHEDULES
+
+
+def _plan_stages(
+    split: SplitStep,
+    name: Any,
+    layout: StageLayout,
     options: Options,
     cluster: Cluster,
-    report: Callable[[str], None],
-) -> Planned:
-    """The cheapest program that fits; if none does, the one that needs least memory."""
-    report(f"choosing shardings on a mesh of {' x '.join(map(str, mesh))}")
-    built, pricing, dims = prepare(split, mesh, options, cluster)
+    report: Report,
+) -> PlannedStep:
+    meshes, chunks, count = len(layout.devices), chunks_of(options), split.num_microbatches
+    splits = isinstance(name, str) and name.startswith("zb")
+    if callable(name):
+        splits = make_schedule(name, meshes, count, num_chunks=chunks).splits_backward
+    report(f"slicing into {meshes * chunks} stages")
+    stages = slice_stages(split.step, split.rules, layout.boundaries, split_backward=splits)
+    split = dataclasses.replace(split, step=stages.whole, rules=stages.rules)
+    if stages.forward_only and name in AUTO_SCHEDULES:
+        name = "inference"
+    schedule = make_schedule(name, meshes, count, num_chunks=chunks)
+    parts = [submesh(cluster, size) for size in layout.devices]
+    planned = []
+    for number, stage in enumerate(label_batch(stages)):
+        report(f"planning stage {number + 1} of {len(stages.graphs)}")
+        planned.append(plan_stage(stage, options, parts[number % len(parts)]))
+    remat = layout.remat or (options.remat == "full",) * len(planned)
+    return assemble_step(split, stages, planned, schedule, options, cluster, remat)
+
+
+def plan_stage(stage: StageGraph, options: Options, part: Cluster) -> PlannedStage:
+    """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does."""
+    own = stage_options(stage, options)
+    one = SplitStep(stage.step, populate(stage.graph.jaxpr))
+    candidates = [
+        plan_mesh(one, mesh, own, part) for mesh in logical_meshes(own, part, of_stage=True)
+    ]
+    fitting = [c for c in candidates if c.fits] or candidates
+    return min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
+
+
+def stage_options(stage: StageGraph, options: Options) -> Options:
+    """The options with the pins that are for a stage's own inputs."""
+    return dataclasses.replace(options, pins=pins_of(stage.graph, options.pins))
+
+
+def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
+    """The stages' graphs, with the batch dimension of what they receive."""
+    known = batch_dims(stages.whole.graph, stages.rules)
+    return tuple(_labelled(stage, known) for stage in stages.graphs)
+
+
+def _labelled(stage: StageGraph, known: BatchDims) -> StageGraph:
+    if stage.loop is None:
+        return stage
+    inner = {outer: v for v, outer in _entering(stage.loop) if not hasattr(outer, "val")}
+
+    def labelled(var: Any, label: Input, leaf: int | None) -> Input:
+        dims = known.get(inner[var], frozenset()) if leaf is None and var in inner else ()
+        return dataclasses.replace(label, batch_axis=min(dims) + 1) if dims else label
+
+    inputs = tuple(map(labelled, stage.graph.jaxpr.invars, stage.graph.inputs, stage.inputs))
+    graph = dataclasses.replace(stage.graph, inputs=inputs)
+    return dataclasses.replace(stage, step=dataclasses.replace(stage.step, graph=graph))
+
+
+def _entering(loop: LoopPhase) -> list[tuple[Any, Any]]:
+    return list(zip(loop.body.invars, loop.scan.invars, strict=True))
+
+
+def assemble_step(
+    split: SplitStep,
+    stages: Stages,
+    planned: Sequence[PlannedStage],
+    schedule: Schedule,
+    options: Options,
+    cluster: Cluster,
+    remat: Sequence[bool],
+) -> PlannedStep:
+    """Cut the planned stages into pieces, order them, and simulate a step."""
+    flexible = [flexible_equations(p.built.scope) for p in planned]
+    pieces = take_apart(stages, [p.program for p in planned], flexible, remat)
+    program = order(schedule, pieces, split)
+    timeline = simulated(pieces, program, planned, cluster)
     limit = memory_limit_of(options, cluster)
-    donated = [label.donated for label in split.graph.inputs]
-    names = {
-        var: label.path
-        for var, label in zip(split.graph.jaxpr.invars, split.graph.inputs, strict=True)
-    }
-
-    def attempt(memory: int | None) -> Planned:
-        solution = _solve(built, memory, options)
-        assignment = solution.assignment[: len(built.nodes)]
-        program = lower(split.graph, built, assignment, pricing, axis_names(mesh), dims)
-        worst = peak(program, names, donated)
-        return Planned(mesh, count, split, built, solution, program, worst, worst.bytes <= limit)
-
-    found = attempt(None)
-    target = limit
-    for _ in range(MEMORY_TRIES):
-        if found.fits:
-            return found
-        try:
-            found = attempt(target)
-        except Infeasible:
-            break
-        target -= max(found.peak.bytes - limit, limit // 100)
-        if target <= 0:
-            break
-    if found.fits:
-        return found
-    least = _least_usage(built, options)
-    return found if least is None else attempt(least)
-
-
-def _solve(built: Built, memory: int | None, options: Options) -> Solution:
-    return solve(
-        to_problem(built, memory),
-        time_limit=options.solver_time_limit,
-        work_limit=None if options.solver_time_limit else SOLVER_WORK,
-        seed=options.seed,
+    return PlannedStep(
+        split, stages, tuple(planned), pieces, program, timeline, limit, tuple(remat)
     )
 
 
-def _least_usage(built: Built, options: Options) -> int | None:
-    """The smallest memory limit that the solver can satisfy."""
-    try:
-        _solve(built, 1, options)
-    except Infeasible as error:
-        return error.smallest_usage
-    return None
+def take_apart(
+    stages: Stages,
+    programs: Sequence[Any],
+    flexible: Sequence[frozenset[int]],
+    remat: Sequence[bool],
+) -> Pieces:
+    """The pieces of the stages' programs; of one stage alone, one piece."""
+    if len(programs) == 1:
+        return uncut(stages.graphs[0], programs[0])
+    return cut(stages, programs, flexible, remat)
 
 
-def memory_limit_of(options: Options, cluster: Cluster) -> int:
-    """Bytes that one device may hold: what the user allows, else what the device has."""
-    return options.memory_limit or cluster.device.memory_bytes
+def order(schedule: Schedule, pieces: Pieces, split: SplitStep) -> PipelineProgram:
+    """The instructions that run pieces in the order of a schedule."""
+    outputs = set(pieces.outputs)
+    donated = [
+        number
+        for label, group in zip(split.graph.inputs, pieces.inputs, strict=False)
+        if label.donated
+        for number in group
+        if number not in outputs  # an input that is an output as it is stays
+    ]
+    return emit(
+        schedule,
+        pieces.values,
+        [piece.plain() for piece in pieces.pieces],
+        pieces.transfers,
+        inputs=[number for group in pieces.inputs for number in group],
+        outputs=pieces.outputs,
+        donated=donated,
+    )
+
+
+def rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
+    """The same plan; stages on meshes that do not fit compute their forward pass again."""
+    while True:
+        too_much = {m for m, size in enumerate(candidate.peak_bytes) if size > candidate.limit}
+        remat = tuple(
+            done or candidate.schedule.mesh_of_stage[stage] in too_much
+            for stage, done in enumerate(candidate.remat)
+        )
+        if remat == candidate.remat:
+            return candidate
+        flexible = [flexible_equations(p.built.scope) for p in candidate.planned]
+        programs = [p.program for p in candidate.planned]
+        pieces = take_apart(candidate.stages, programs, flexible, remat)
+        program = order(candidate.schedule, pieces, candidate.split)
+        candidate = dataclasses.replace(
+            candidate,
+            pieces=pieces,
+            program=program,
+            timeline=simulated(pieces, program, candidate.planned, cluster),
+            remat=remat,
+        )
+
+
+def _with_schedule(candidate: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
+    """The same stages in another order."""
+    schedule = candidate.schedule
+    other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
+    program = order(other, candidate.pieces, candidate.split)
+    timeline = simulated(candidate.pieces, program, candidate.planned, cluster)
+    return dataclasses.replace(candidate, program=program, timeline=timeline)
+
+
+def simulated(
+    pieces: Pieces, program: PipelineProgram, planned: Sequence[PlannedStage], cluster: Cluster
+) -> Timeline:
+    """The timeline that the cost model expects."""
+    costs = [
+        PieceCosts(Pricing(submesh(cluster, math.prod(p.mesh)), p.mesh), p.split.rules)
+        for p in planned
+    ]
+    seconds = {p.name: costs[p.stage].seconds(p.block) for p in pieces.pieces}
+    temporary = {p.name: temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
+
+    def transfer_seconds(send: Send) -> float:
+        link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
+        size = sum(program.value_of[b.value].bytes_per_device for b in send.buffers)
+        return link.latency + size / link.bandwidth
+
+    def run_seconds(run: Run) -> float:
+        return seconds[run.piece]
+
+    sizes = [0] * program.schedule.num_meshes
+    for stage, mesh in enumerate(program.schedule.mesh_of_stage):
+        sizes[mesh] = math.prod(pieces.programs[stage].mesh)
+    return simulate(
+        program,
+        run_seconds,
+        transfer_seconds,
+        devices_per_mesh=sizes,
+        temporary_bytes=temporary,
+    )
+
+
+def flexible_equations(scope: Scope | None) -> frozenset[int]:
+    """The ids of equations that are computed wherever they are read."""
+    assert scope is not None
+    kept = {id(entry.eqn) for entry in scope.entries if entry.kind == "flexible"}
+    for entry in scope.entries:
+        for inner in entry.scopes:
+            kept |= flexible_equations(inner)
+    return frozenset(kept)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from autopar.base.cluster import Cluster
 from autopar.base.step_model import ModelPiece, ModelValue, StepModel
 from autopar.passes.graph.graph import batch_sizes
-from autopar.passes.pieces.piece_costs import PieceCosts
+from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.instructions import PipelineProgram
-from autopar.passes.planner.candidates import Planned, Split
-from autopar.passes.planner.pipeline_candidates import submesh, temporary_bytes
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Reshard
@@ -31,10 +31,10 @@ class _Moving(NamedTuple):
 
 
 def step_model(
-    split: Split,
+    split: SplitStep,
     pieces: Pieces,
     program: PipelineProgram,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedStage],
     cluster: Cluster,
 ) -> StepModel:
     """The values and pieces of a pipelined step, with what the cost model expects of them.

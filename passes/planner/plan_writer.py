@@ -11,16 +11,29 @@ import jax
 from jax.extend import core as jex_core
 
 from autopar import __version__
-from autopar.base.cluster import Cluster
+from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import collective_seconds
 from autopar.base.errors import PlanMismatchError
 from autopar.base.options import Options
 from autopar.base.units import format_bytes
-from autopar.passes.graph.graph import Graph, Output, inner_jaxprs
-from autopar.passes.planner.candidates import Planned, Split, memory_limit_of, prepare
-from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.pieces.pieces import Pieces, Runnable
+from autopar.passes.planner.candidates import (
+    PlannedStep,
+    flexible_equations,
+    label_batch,
+    order,
+    stage_options,
+    take_apart,
+)
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.plan_model import step_model
+from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, prepare
 from autopar.passes.primitives.flops import flops
+from autopar.passes.primitives.populate import populate
 from autopar.passes.primitives.table import CONTROL_FLOW
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives, short_source
 from autopar.passes.sharding.layout import Layout, describe
@@ -28,38 +41,36 @@ from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Program, Version
+from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.plans.plan import (
     Candidate,
     Collective,
     Estimates,
     NodeStrategy,
+    PipelinePlan,
     Plan,
     SolverSummary,
     StagePlan,
+    StageTransfer,
     TensorPlan,
 )
 
 
-def make_plan(
-    chosen: Planned,
-    candidates: Sequence[Candidate],
+def write_plan(
+    chosen: PlannedStep,
+    candidates: Sequence[PlannedStep],
     program_hash: str,
-    graph: Graph,
     options: Options,
     cluster: Cluster,
 ) -> Plan:
     """Write down what was chosen, what it is expected to cost, and what else was considered."""
-    program, built = chosen.program, chosen.built
-    listed = priced_collectives(program, cluster)
-    communication = sum(c.seconds * c.times for c in listed)
-    inputs = tuple(
-        tensor_plan(version, label.path, label.role, label.donated, program)
-        for version, label in zip(program.block.inputs, graph.inputs, strict=True)
-    )
-    outputs = tuple(
-        tensor_plan(version, label.path, _role(label), False, program)
-        for version, label in zip(program.block.outputs, graph.outputs, strict=True)
-    )
+    schedule, planned = chosen.schedule, chosen.planned
+    meshes = range(schedule.num_meshes)
+    inputs = _inputs(chosen.split, chosen.pieces)
+    stages = _stages(chosen, cluster)
+    communication = max(sum(c.seconds * c.times for c in stage.collectives) for stage in stages)
+    cost = sum(p.solution.cost for p in planned)
+    bound = sum(p.solution.lower_bound for p in planned)
     return Plan(
         autopar_version=__version__,
         jax_version=jax.__version__,
@@ -67,59 +78,181 @@ def make_plan(
         options=options.to_dict(),
         cluster=cluster.to_dict(),
         method=options.method,
-        num_microbatches=chosen.num_microbatches,
-        reason_for_microbatches=_reason(chosen, options, cluster),
-        stages=(
-            StagePlan(
-                logical_mesh=program.mesh,
-                axis_names=program.axis_names,
-                num_devices=math.prod(program.mesh),
-                strategies=strategies_of(chosen),
-                collectives=listed,
-                peak_bytes_per_device=chosen.peak.bytes,
-            ),
-        ),
+        num_microbatches=chosen.split.num_microbatches,
+        reason_for_microbatches=_reason(chosen, options),
+        stages=stages,
         inputs=inputs,
-        outputs=outputs,
+        outputs=_outputs(chosen.split, chosen.pieces),
         certificate=chosen.split.certificate,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=max(chosen.step_seconds - communication, 0.0),
             communication_seconds=communication,
-            peak_bytes_per_device=chosen.peak.bytes,
-            state_bytes_per_device=sum(t.bytes_per_device for t in inputs if t.role == "state"),
+            peak_bytes_per_device=max(chosen.peak_bytes),
+            state_bytes_per_device=max(
+                sum(
+                    t.bytes_per_device
+                    for t in inputs
+                    if t.role == "state" and mesh in {schedule.mesh_of_stage[s] for s in t.stages}
+                )
+                for mesh in meshes
+            ),
             flops=float(total_flops(chosen.split.graph.jaxpr, chosen.split.rules)),
         ),
         solver=SolverSummary(
-            cost=chosen.solution.cost,
-            lower_bound=chosen.solution.lower_bound,
-            gap=chosen.solution.gap,
-            nodes=len(built.nodes),
-            edges=len(built.edges),
-            strategies=sum(node.num_strategies for node in built.nodes),
+            cost=cost,
+            lower_bound=bound,
+            gap=(cost - bound) / cost if cost else 0.0,
+            nodes=sum(len(p.built.nodes) for p in planned),
+            edges=sum(len(p.built.edges) for p in planned),
+            strategies=sum(n.num_strategies for p in planned for n in p.built.nodes),
         ),
-        candidates=tuple(candidates),
+        candidates=tuple(_candidate(c, c is chosen, options) for c in candidates),
+        pipeline=_pipeline(chosen, cluster) if chosen.is_pipeline else None,
     )
 
 
-def follow_plan(plan: Plan, split: Split, options: Options) -> Program:
-    """The program of a plan that was made before, on the graph split as the plan says.
+def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:
+    ends = (0, *chosen.stages.boundaries, len(chosen.stages.layers))
+    homes = chosen.schedule.mesh_of_stage
+    return tuple(
+        StagePlan(
+            logical_mesh=p.mesh,
+            axis_names=p.program.axis_names,
+            num_devices=math.prod(p.mesh),
+            strategies=strategies_of(p),
+            collectives=_collectives(p.program, submesh(cluster, math.prod(p.mesh))),
+            mesh=homes[number],
+            layers=(ends[number], ends[number + 1]),
+            peak_bytes_per_device=chosen.peak_bytes[homes[number]],
+            remat="full" if chosen.remat[number] else "none",
+        )
+        for number, p in enumerate(chosen.planned)
+    )
+
+
+def _pipeline(chosen: PlannedStep, cluster: Cluster) -> PipelinePlan:
+    schedule = chosen.schedule
+    return PipelinePlan(
+        schedule=schedule.name,
+        num_meshes=schedule.num_meshes,
+        num_chunks=schedule.num_stages // schedule.num_meshes,
+        boundaries=chosen.stages.boundaries,
+        splits_backward=schedule.splits_backward,
+        bubble_fraction=chosen.timeline.bubble_fraction,
+        transfers=tuple(
+            StageTransfer(
+                source=link.source,
+                target=link.target,
+                what=link.label,
+                shape=tuple(link.shape),
+                dtype=str(link.dtype),
+                bytes=link.bytes,
+                times=schedule.num_microbatches if link.per_microbatch else 1,
+            )
+            for link in chosen.stages.links
+        ),
+        model=step_model(chosen.split, chosen.pieces, chosen.program, chosen.planned, cluster),
+    )
+
+
+def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candidate:
+    notes = []
+    if candidate.is_pipeline:
+        notes.append(f"{candidate.schedule.num_stages} stages, {candidate.schedule.name}")
+    if any(candidate.remat):
+        notes.append(f"remat on {sum(candidate.remat)}")
+    if not candidate.fits:
+        notes.append("exceeds the memory limit")
+    return Candidate(
+        method=options.method,
+        logical_mesh=candidate.planned[0].mesh,
+        num_microbatches=candidate.split.num_microbatches,
+        step_seconds=candidate.step_seconds,
+        peak_bytes_per_device=max(candidate.peak_bytes),
+        chosen=chosen,
+        note=", ".join(notes),
+    )
+
+
+def _reason(chosen: PlannedStep, options: Options) -> str:
+    if options.microbatches != "auto":
+        return "as asked"
+    if chosen.is_pipeline:
+        meshes = chosen.schedule.num_meshes
+        return f"four for each of the {meshes} meshes, as far as the batch divides"
+    limit = format_bytes(chosen.limit)
+    if chosen.split.num_microbatches == 1:
+        return f"the whole batch at once fits {limit} per device"
+    return f"the fewest with which a step fits {limit} per device"
+
+
+def _inputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
+    found = []
+    for number, label in enumerate(split.graph.inputs):
+        group = pieces.inputs[number]
+        homes = tuple(pieces.values[value].stage for value in group)
+        version = pieces.versions[group[0]]
+        found.append(
+            _tensor_plan(
+                version, label.path, label.role, label.donated, pieces.programs[homes[0]], homes
+            )
+        )
+    return tuple(found)
+
+
+def _outputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
+    found = []
+    for label, value in zip(split.graph.outputs, pieces.outputs, strict=True):
+        stage = pieces.values[value].stage
+        role = "output" if label.twin is None else "state"
+        version = pieces.versions[value]
+        found.append(
+            _tensor_plan(version, label.path, role, False, pieces.programs[stage], (stage,))
+        )
+    return tuple(found)
+
+
+def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
+    """What the meshes run in a plan that was made before.
 
     Raises:
-      PlanMismatchError: its strategies are not those of this program.
+      PlanMismatchError: its stages or strategies are not those of this program.
     """
-    stage = plan.stages[0]
-    cluster = Cluster.from_dict(plan.cluster)
-    built, pricing, dims = prepare(split, stage.logical_mesh, options, cluster)
-    assignment = assignment_of(stage, built)
-    return lower(split.graph, built, assignment, pricing, stage.axis_names, dims)
+    cluster, pipeline = Cluster.from_dict(plan.cluster), plan.pipeline
+    if pipeline is None:
+        stages, schedule = one_stage(split.step, split.rules), ONE_STAGE
+    else:
+        stages = slice_stages(
+            split.step, split.rules, pipeline.boundaries, split_backward=pipeline.splits_backward
+        )
+        split = dataclasses.replace(split, step=stages.whole, rules=stages.rules)
+        schedule = make_schedule(
+            options.schedule if callable(options.schedule) else pipeline.schedule,
+            pipeline.num_meshes,
+            plan.num_microbatches,
+            num_chunks=pipeline.num_chunks,
+        )
+    if len(stages.graphs) != len(plan.stages):
+        raise PlanMismatchError(
+            f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
+            hint="plan again.",
+        )
+    programs, flexible = [], []
+    for stage, written in zip(label_batch(stages), plan.stages, strict=True):
+        one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if pipeline else split
+        mesh = written.logical_mesh
+        own = stage_options(stage, options)
+        built, pricing, dims = prepare(one, mesh, own, submesh(cluster, math.prod(mesh)))
+        assignment = assignment_of(written, built)
+        programs.append(lower(stage.graph, built, assignment, pricing, axis_names(mesh), dims))
+        flexible.append(flexible_equations(built.scope))
+    remat = [stage.remat == "full" for stage in plan.stages]
+    pieces = take_apart(stages, programs, flexible, remat)
+    return Runnable(pieces, order(schedule, pieces, split), stages.leaves, stages.results)
 
 
-def _role(label: Output) -> str:
-    return "output" if label.twin is None else "state"
-
-
-def strategies_of(planned: Planned) -> tuple[NodeStrategy, ...]:
+def strategies_of(planned: PlannedStage) -> tuple[NodeStrategy, ...]:
     """What was chosen for every node, as a plan stores it."""
     names, built = planned.program.axis_names, planned.built
     return tuple(
@@ -164,7 +297,7 @@ def _choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str
     return f"{s} {describe(layouts[s], names)}"
 
 
-def priced_collectives(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
+def _collectives(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
     """The collectives of a step on one mesh, with the seconds that they are expected to take."""
 
     def seconds(item: Collective) -> float:
@@ -174,13 +307,13 @@ def priced_collectives(program: Program, cluster: Cluster) -> tuple[Collective, 
     return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in collectives(program))
 
 
-def tensor_plan(
+def _tensor_plan(
     version: Version,
     path: str,
     role: str,
     donated: bool,
     program: Program,
-    stages: tuple[int, ...] = (0,),
+    stages: tuple[int, ...],
 ) -> TensorPlan:
     """How a leaf is stored."""
     shape = aval_shape(version.atom)
@@ -203,16 +336,7 @@ def _held(version: Version, program: Program) -> int:
     return version_bytes(version, program.mesh)
 
 
-def _reason(chosen: Planned, options: Options, cluster: Cluster) -> str:
-    if options.microbatches != "auto":
-        return "as asked"
-    limit = memory_limit_of(options, cluster)
-    if chosen.num_microbatches == 1:
-        return f"the whole batch at once fits {format_bytes(limit)} per device"
-    return f"the fewest with which a step fits {format_bytes(limit)} per device"
-
-
-def total_flops(jaxpr: Any, rules: Rules, times: int = 1) -> int:
+def total_flops(jaxpr: Any, rules: Any, times: int = 1) -> int:
     """Operations of a whole step over all devices; loops count their trips, branches both sides."""
     total = 0
     for eqn in jaxpr.eqns:

@@ -101,3 +101,7 @@ class Schedule:
             words = (str(t) if chunked else f"{t.kind}{t.microbatch}" for t in tasks)
             lines.append(f"mesh {mesh}: " + " ".join(words))
         return "\n".join(lines)
+
+
+ONE_STAGE = Schedule("one stage", 1, 1, (0,), ((),))
+"""That of a step which is one piece: there are no tasks."""

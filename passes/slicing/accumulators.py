@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.microbatched import Accumulator
 from autopar.passes.primitives.table import ADDS, PASSED
-from autopar.passes.slicing.anatomy import Anatomy, Carried
+from autopar.passes.slicing.anatomy import Anatomy
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Terms:
       chain: numbers of the equations that the sum passes through, in order.
     """
 
-    carried: Carried
+    carried: Accumulator
     terms: tuple[Atom, ...]
     sums: tuple[int, ...] = ()
     chain: tuple[int, ...] = ()
@@ -50,7 +51,7 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
         if not isinstance(atom, Literal)
     )
     made_by = {var: index for index, eqn in enumerate(body.eqns) for var in eqn.outvars}
-    combining = parts.combining
+    combining = parts.loop.combining
 
     def maker(atom: Atom) -> int | None:
         """The equation of a value that is used here only."""
@@ -60,7 +61,7 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
         return None if index in combining else index
 
     found = []
-    for carried in parts.carried:
+    for carried in parts.loop.accumulators:
         outside = _outside(parts, carried)
         if not is_sum(body.eqns, carried) or len(outside) != 1:
             found.append(Terms(carried, outside))
@@ -88,7 +89,7 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
     return tuple(found)
 
 
-def _outside(parts: Anatomy, carried: Carried) -> tuple[Atom, ...]:
+def _outside(parts: Anatomy, carried: Accumulator) -> tuple[Atom, ...]:
     """What the combining equations read apart from the carry and each other's results."""
     eqns = [parts.body.eqns[index] for index in carried.combine]
     own = {carried.carry, *(var for eqn in eqns for var in eqn.outvars)}
@@ -96,7 +97,7 @@ def _outside(parts: Anatomy, carried: Carried) -> tuple[Atom, ...]:
     return tuple(dict.fromkeys(read))
 
 
-def is_sum(eqns: list[JaxprEqn], carried: Carried) -> bool:
+def is_sum(eqns: list[JaxprEqn], carried: Accumulator) -> bool:
     """Whether an accumulator is carry + term."""
     if len(carried.combine) != 1:
         return False

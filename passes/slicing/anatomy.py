@@ -1,4 +1,4 @@
-"""A microbatched program taken apart: prologue, loop, epilogue; forward, backward, and copied.
+"""What the equations of a microbatched program are: forward, backward, or copied.
 
 An equation is *free* if it is cheap and depends on no large state leaf: masks, positions, random
 bits, slices of the batch, counters. In the loop, what is made element by element from parameters
@@ -18,8 +18,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import OptionError
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, Input
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import total_flops
 from autopar.passes.primitives.shardings import is_key
@@ -31,79 +31,35 @@ _TRANSPOSED = re.compile(r"(^|[/(])transpose\(")
 
 
 @dataclass(frozen=True)
-class Carried:
-    """A value that the loop carries: an accumulator.
-
-    Args:
-      carry: the body's variable for what has been accumulated so far.
-      start: what it is before the loop, outside of the body.
-      combine: numbers of the body's equations that read the carry, directly or not.
-      total: the variable behind the loop.
-    """
-
-    carry: Var
-    start: Atom
-    combine: tuple[int, ...]
-    result: Atom
-    total: Var
-
-
-@dataclass(frozen=True)
 class Anatomy:
-    """The parts of a microbatched program.
+    """A microbatched program, and what its loop's equations are.
 
     Args:
-      graph: the whole program.
-      loop: number of the scan among its equations.
-      body: the scan's body.
-      consts: the body's variables for values that are the same in every microbatch, each with the
-        value outside.
-      slices: the body's variables for slices, each with the stacked value outside.
-      carried: the accumulators.
-      stacked: values that leave the body stacked, each with the variable outside.
+      step: the program.
+      loop: its loop over the microbatches.
       free: variables, inside and outside, that are computed wherever they are read. Those that the
         loop computes may depend on parameters.
       backward: numbers of the body's equations that belong to the backward pass.
     """
 
-    graph: Graph
-    loop: int
-    body: Jaxpr
-    consts: Mapping[Var, Atom]
-    slices: Mapping[Var, Atom]
-    carried: tuple[Carried, ...]
-    stacked: tuple[tuple[Atom, Var], ...]
+    step: Microbatched
+    loop: LoopPhase
     free: frozenset[Var]
     backward: frozenset[int]
 
     @property
-    def scan(self) -> JaxprEqn:
-        """The loop."""
-        return self.graph.jaxpr.eqns[self.loop]
+    def graph(self) -> Graph:
+        """The whole program."""
+        return self.step.graph
 
     @property
-    def prologue(self) -> list[JaxprEqn]:
-        """The equations before the loop."""
-        return self.graph.jaxpr.eqns[: self.loop]
-
-    @property
-    def epilogue(self) -> list[JaxprEqn]:
-        """The equations behind the loop."""
-        return self.graph.jaxpr.eqns[self.loop + 1 :]
-
-    @property
-    def num_microbatches(self) -> int:
-        """How often the loop runs."""
-        return int(self.scan.params["length"])
-
-    @property
-    def combining(self) -> frozenset[int]:
-        """Numbers of the body's equations that add to accumulators."""
-        return frozenset(index for item in self.carried for index in item.combine)
+    def body(self) -> Jaxpr:
+        """The loop's body."""
+        return self.loop.body
 
     def trunk(self) -> list[int]:
         """Numbers of the body's forward equations that are evaluated on one stage."""
-        combining = self.combining
+        combining = self.loop.combining
         return [
             index
             for index, eqn in enumerate(self.body.eqns)
@@ -115,93 +71,26 @@ class Anatomy:
         return not eqn.effects and all(var in self.free for var in eqn.outvars)
 
 
-def dissect(graph: Graph, rules: Mapping[JaxprEqn, FactorRule]) -> Anatomy:
-    """Take a microbatched program apart.
+def dissect(step: Microbatched) -> Anatomy:
+    """Find out what may be copied and what is backward.
 
     Raises:
       OptionError: the program has no loop over microbatches.
     """
-    loop = _find_loop(graph, rules)
-    scan = graph.jaxpr.eqns[loop]
-    body = scan.params["jaxpr"].jaxpr
-    num_consts, num_carry = jax_compat.scan_counts(scan.params)
-    last = num_consts + num_carry
-    consts = dict(zip(body.invars[:num_consts], scan.invars[:num_consts], strict=True))
-    slices = dict(zip(body.invars[last:], scan.invars[last:], strict=True))
-    readers = _readers(body)
-    carried = tuple(
-        Carried(carry, start, _combining(body, readers, carry), result, total)
-        for carry, start, result, total in zip(
-            body.invars[num_consts:last],
-            scan.invars[num_consts:last],
-            body.outvars[:num_carry],
-            scan.outvars[:num_carry],
-            strict=True,
-        )
-    )
-    free = _free(graph, loop, consts, slices, {c.carry for c in carried})
-    return Anatomy(
-        graph=graph,
-        loop=loop,
-        body=body,
-        consts=consts,
-        slices=slices,
-        carried=carried,
-        stacked=tuple(zip(body.outvars[num_carry:], scan.outvars[num_carry:], strict=True)),
-        free=free,
-        backward=_backward(body, free, {c.carry for c in carried}),
-    )
-
-
-def _find_loop(graph: Graph, rules: Mapping[JaxprEqn, FactorRule]) -> int:
-    """The heaviest scan that counts its iterations, as the loop over microbatches does."""
-    made_by = {var: eqn for eqn in graph.jaxpr.eqns for var in eqn.outvars}
-    found: list[tuple[int, int]] = []
-    for index, eqn in enumerate(graph.jaxpr.eqns):
-        if eqn.primitive.name != "scan":
-            continue
-        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        slices = eqn.invars[num_consts + num_carry :]
-        if not slices or isinstance(slices[0], Literal):
-            continue
-        counter = made_by.get(slices[0])
-        if counter is not None and counter.primitive.name == "iota":
-            found.append((flops_of(eqn, graph.jaxpr, rules), -index))
-    if not found:
+    loop = step.loop
+    if loop is None:
         raise OptionError(
             "The program has no loop over microbatches that could be cut into stages.",
             why="pipeline stages work on different microbatches at the same time.",
             hint="use microbatches of at least 2.",
         )
-    return -max(found)[1]
+    free = _free(step, loop)
+    return Anatomy(step, loop, free, _backward(loop, free))
 
 
 def flops_of(eqn: JaxprEqn, jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
     """Floating-point operations of one equation of a jaxpr, control flow included."""
     return total_flops(jaxpr.replace(eqns=[eqn]), rules)
-
-
-def _readers(body: Jaxpr) -> dict[Var, list[int]]:
-    readers: dict[Var, list[int]] = {}
-    for index, eqn in enumerate(body.eqns):
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                readers.setdefault(atom, []).append(index)
-    return readers
-
-
-def _combining(body: Jaxpr, readers: Mapping[Var, list[int]], carry: Var) -> tuple[int, ...]:
-    found: set[int] = set()
-    stack = [carry]
-    while stack:
-        for index in readers.get(stack.pop(), ()):
-            if index not in found:
-                found.add(index)
-                stack += body.eqns[index].outvars
-    return tuple(sorted(found))
-
-
-# What is free.
 
 
 def is_small(aval: Any) -> bool:
@@ -216,31 +105,25 @@ def holds(label: Input, aval: Any) -> bool:
     return label.role == "state" and not is_small(aval)
 
 
-def _free(
-    graph: Graph,
-    loop: int,
-    consts: Mapping[Var, Atom],
-    slices: Mapping[Var, Atom],
-    carries: set[Var],
-) -> frozenset[Var]:
+def _free(step: Microbatched, loop: LoopPhase) -> frozenset[Var]:
+    graph = step.graph
     free: set[Var] = {
         var
         for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
         if not holds(label, var.aval)
     }
-    _spread(graph.jaxpr.eqns[:loop], free)
-    free |= {v for v, a in (*consts.items(), *slices.items()) if _is_free(a, free)}
-    body = graph.jaxpr.eqns[loop].params["jaxpr"].jaxpr
-    assert not carries & free
-    _spread(body.eqns, free)
-    known = free | consts.keys() | slices.keys()
-    for eqn in body.eqns:
+    _spread(step.prologue, free)
+    entering = {**loop.consts, **loop.slices}
+    free |= {v for v, a in entering.items() if _is_free(a, free)}
+    _spread(loop.body.eqns, free)
+    known = free | entering.keys()
+    for eqn in loop.body.eqns:
         if eqn.primitive.name in _PLAIN and all(_is_free(atom, known) for atom in eqn.invars):
             known.update(eqn.outvars)
             free.update(eqn.outvars)
-    _spread(graph.jaxpr.eqns[loop + 1 :], free)
-    # Behind the loop, what is computed from scalars alone is computed wherever it is read.
-    for eqn in graph.jaxpr.eqns[loop + 1 :]:
+    _spread(step.epilogue, free)
+    # After the loop, what is computed from scalars alone is computed wherever it is read.
+    for eqn in step.epilogue:
         scalars = all(is_small(v.aval) for v in eqn.outvars) and all(
             _is_free(v, free) or is_small(v.aval) for v in eqn.invars
         )
@@ -263,11 +146,12 @@ def _cheap(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name not in HEAVY and not eqn.effects
 
 
-def _backward(body: Jaxpr, free: frozenset[Var], carries: set[Var]) -> frozenset[int]:
+def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
     """Equations that transposition made, and what depends on them."""
+    carries = {item.carry for item in loop.accumulators}
     found: set[int] = set()
     late: set[Var] = set()
-    for index, eqn in enumerate(body.eqns):
+    for index, eqn in enumerate(loop.body.eqns):
         if not eqn.effects and all(var in free for var in eqn.outvars):
             continue
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
@@ -301,9 +185,9 @@ def leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
             union = frozenset().union(*leaves)
             found.update((var, union) for var in eqn.outvars)
 
-    for eqn in parts.prologue:
+    for eqn in parts.step.prologue:
         through(eqn)
-    for var, atom in (*parts.consts.items(), *parts.slices.items()):
+    for var, atom in (*parts.loop.consts.items(), *parts.loop.slices.items()):
         if not isinstance(atom, Literal) and atom in found:
             found[var] = found[atom]
     for eqn in parts.body.eqns:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, Input, Output
+from autopar.passes.graph.microbatched import LoopPhase, in_phases
 from autopar.passes.slicing.anatomy import bytes_of, is_small
 from autopar.passes.slicing.placed import Program
 from autopar.passes.slicing.stage_graphs import Link, StageGraph
@@ -67,7 +68,7 @@ class _Stage:
         self.stacks: dict[Var, Var] = {}  # received and sent values of the body, stacked outside
         for var in (*self._received("inside"), *self.sent_inside):
             self.stacks[var] = jax_compat.new_var(
-                _stacked_aval(var.aval, program.parts.num_microbatches)
+                _stacked_aval(var.aval, program.parts.loop.num_microbatches)
             )
         self.result = self._build()
 
@@ -93,7 +94,7 @@ class _Stage:
                 return label.path
         if any(carry.total is passed.var for carry in program.carries):
             return "partial sum"
-        if any(var is passed.var for _, var in program.parts.stacked):
+        if any(var is passed.var for _, var in program.parts.loop.stacks):
             return "collected"
         return "scalar" if is_small(passed.var.aval) else "result"
 
@@ -113,9 +114,9 @@ class _Stage:
 
         before = [i for i in sorted(needs.outside) if i < program.num_before]
         behind = [i for i in sorted(needs.outside) if i >= program.num_before]
-        scan = self._scan()
+        loop = self._loop()
         eqns = [program.outside[index].eqn for index in before]
-        eqns += [] if scan is None else [scan]
+        eqns += [] if loop is None else [loop.scan]
         eqns += [program.outside[index].eqn for index in behind]
         invars = [
             *(graph.jaxpr.invars[n] for n in own),
@@ -144,29 +145,25 @@ class _Stage:
         numbers: list[int | None] = [*own, *(None for _ in received), *constants]
         results: list[int | None] = [*outputs, *(None for _ in sent)]
         inputs, labels = _twinned(inputs, labels, numbers, results)
-        return StageGraph(
-            graph=Graph(
-                jaxpr=jaxpr,
-                inputs=tuple(inputs),
-                outputs=tuple(labels),
-                constants=tuple(graph.constants[n - first_constant] for n in constants),
-            ),
-            loop=None if scan is None else len(before),
-            tasks=self.tasks if scan is not None else (),
-            inputs=tuple(numbers),
-            outputs=tuple(results),
+        whole = Graph(
+            jaxpr=jaxpr,
+            inputs=tuple(inputs),
+            outputs=tuple(labels),
+            constants=tuple(graph.constants[n - first_constant] for n in constants),
         )
+        step = in_phases(whole, [] if loop is None else [loop])
+        return StageGraph(step, inputs=tuple(numbers), outputs=tuple(results))
 
-    def _scan(self) -> JaxprEqn | None:
+    def _loop(self) -> LoopPhase | None:
         """The stage's part of the loop."""
-        program, parts, needs = self.program, self.program.parts, self.needs
+        program, loop, needs = self.program, self.program.parts.loop, self.needs
         if not self.order and not needs.carries and not needs.stacked:
             return None
-        consts = [var for var in parts.consts if var in needs.consts]
+        consts = [var for var in loop.consts if var in needs.consts]
         carries = [program.carries[index] for index in sorted(needs.carries)]
-        slices = [var for var in parts.slices if var in needs.slices]
+        slices = [var for var in loop.slices if var in needs.slices]
         received = self._received("inside")
-        stacked = [parts.stacked[index] for index in sorted(needs.stacked)]
+        stacked = [loop.stacks[index] for index in sorted(needs.stacked)]
         invars = [*consts, *(carry.carry for carry in carries), *slices, *received]
         results = [
             *(carry.result for carry in carries),
@@ -174,9 +171,8 @@ class _Stage:
             *self.sent_inside,
         ]
         eqns = [program.body[index].eqn for index in self.order]
-        closed = parts.scan.params["jaxpr"]
         body = jax_compat.replace_jaxpr(
-            closed.jaxpr,
+            loop.body,
             invars=invars,
             outvars=results,
             eqns=eqns,
@@ -188,17 +184,18 @@ class _Stage:
             *(self.stacks[var] for var in self.sent_inside),
         ]
         operands = [
-            *(parts.consts[var] for var in consts),
+            *(loop.consts[var] for var in consts),
             *(carry.start for carry in carries),
-            *(parts.slices[var] for var in slices),
+            *(loop.slices[var] for var in slices),
             *(self.stacks[var] for var in received),
         ]
         params = jax_compat.scan_params(
-            parts.scan.params, ClosedJaxpr(body, ()), len(consts), len(carries)
+            loop.scan.params, ClosedJaxpr(body, ()), len(consts), len(carries)
         )
-        return parts.scan.replace(
+        scan = loop.scan.replace(
             invars=operands, outvars=outvars, params=params, effects=body.effects
         )
+        return LoopPhase(scan, self.tasks)
 
 
 def _twinned(

@@ -13,29 +13,27 @@ from dataclasses import dataclass
 
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.primitives.table import ADDS, CASTS, HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
 
 _SUMS = ADDS | CASTS
 
 
-def split_backward_scans(parts: Anatomy) -> Graph:
-    """The graph with the loop's backward scans cut in two where weight gradients can wait."""
+def split_backward_scans(parts: Anatomy) -> Microbatched:
+    """The program with the loop's backward scans cut in two where weight gradients can wait."""
     awaited = _awaited(parts)
     eqns: list[JaxprEqn] = []
     for index, eqn in enumerate(parts.body.eqns):
         is_scan = index in parts.backward and eqn.primitive.name == "scan" and not eqn.effects
         eqns += _split(eqn, awaited) if is_scan else [eqn]
-    graph, loop = parts.graph, parts.scan
     if len(eqns) == len(parts.body.eqns):
-        return graph
+        return parts.step
     closed = ClosedJaxpr(jax_compat.replace_jaxpr(parts.body, eqns=eqns), ())
-    whole = list(graph.jaxpr.eqns)
-    whole[parts.loop] = loop.replace(params={**loop.params, "jaxpr": closed})
-    return graphs.with_jaxpr(graph, graph.jaxpr.replace(eqns=whole))
+    scan = parts.loop.scan
+    return parts.step.with_scan(scan.replace(params={**scan.params, "jaxpr": closed}))
 
 
 def _awaited(parts: Anatomy) -> set[Var]:

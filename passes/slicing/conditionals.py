@@ -10,20 +10,18 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.slicing.anatomy import is_small
 
 
-def split_conditionals(graph: Graph) -> Graph:
-    """The graph with every conditional outside of loops split into independent ones."""
+def split_conditionals(step: Microbatched) -> Microbatched:
+    """The program with every conditional outside of loops split into independent ones."""
     eqns: list[JaxprEqn] = []
-    for eqn in graph.jaxpr.eqns:
+    before = step.graph.jaxpr.eqns
+    for eqn in before:
         eqns += _split(eqn) if eqn.primitive.name == "cond" and not eqn.effects else [eqn]
-    if len(eqns) == len(graph.jaxpr.eqns):
-        return graph
-    return graphs.with_jaxpr(graph, graph.jaxpr.replace(eqns=eqns))
+    return step if len(eqns) == len(before) else step.with_eqns(eqns)
 
 
 def _split(eqn: JaxprEqn) -> list[JaxprEqn]:

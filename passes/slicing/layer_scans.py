@@ -33,7 +33,7 @@ class Origins:
             )
             if holds(label, var.aval)
         }
-        self._outside: dict[Var, Atom] = dict(parts.consts)
+        self._outside: dict[Var, Atom] = dict(parts.loop.consts)
         self._made_by: dict[Var, tuple[JaxprEqn, int]] = {}
         self.add(graph.jaxpr)
         self.add(parts.body)

@@ -20,10 +20,10 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.base.errors import OptionError
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Graph, user_source
+from autopar.passes.graph.graph import user_source
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.table import HEAVY
-from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect, flops_of
+from autopar.passes.slicing.anatomy import Anatomy, bytes_of, flops_of
 from autopar.passes.slicing.layer_scans import find_layer_scans
 from autopar.passes.slicing.primals import find_twins
 from autopar.passes.slicing.stage_graphs import Layer, Layers
@@ -58,25 +58,17 @@ class _Chain:
         return list(itertools.accumulate(both, initial=0))
 
 
-def layers(graph: Graph, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
+def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
     """The layers of a microbatched program's loop.
 
     Args:
-      graph: a program with a loop over microbatches (`autopar.passes.microbatch.split`).
+      parts: a program with a loop over microbatches.
       rules: the factor rules of its equations.
       at_least: if there are fewer, expensive cuts are made as well; there may still be fewer.
-
-    Raises:
-      OptionError: the program has no loop over microbatches.
     """
-    return layers_of(dissect(graph, rules), rules, at_least=at_least)
-
-
-def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
-    """The layers of a program that is taken apart already."""
     chain = _chain(parts, rules)
     if not chain.entries:
-        return Layers(parts.loop, ())
+        return Layers(())
     places, front = _places(parts, chain)
     cuts = _choose(chain, _cheap_places(chain, places, front))
     if len(cuts) + 1 < at_least:
@@ -102,7 +94,7 @@ def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least:
                 iterations=iterations,
             )
         )
-    return Layers(parts.loop, tuple(made))
+    return Layers(tuple(made))
 
 
 def _iterations(parts: Anatomy, entries: Sequence[Entry]) -> tuple[Entry, ...]:

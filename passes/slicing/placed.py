@@ -27,7 +27,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Carry:
-    """An accumulator of one stage: as `anatomy.Carried`, but split."""
+    """An accumulator of one stage: an `Accumulator`, but of one stage alone."""
 
     stage: int
     carry: Var
@@ -63,10 +63,7 @@ def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> Program
     before = _before(parts, where)
     behind = [
         *totals,
-        *(
-            Placed(eqn, where.epilogue.get(parts.loop + 1 + place))
-            for place, eqn in enumerate(parts.epilogue)
-        ),
+        *(Placed(eqn, where.epilogue.get(place)) for place, eqn in enumerate(parts.step.epilogue)),
     ]
     located = _located(parts, body, carries, (*before, *behind))
     behind = split_scalar_sums(behind, located, _outputs(parts))
@@ -82,7 +79,7 @@ def _before(parts: Anatomy, where: Placement) -> list[Placed]:
     homes = {parts.graph.jaxpr.invars[number]: stage for number, stage in where.homes.items()}
     stages: dict[Var, int] = dict(homes)
     placed = []
-    for eqn in parts.prologue:
+    for eqn in parts.step.prologue:
         known = [stages[v] for v in eqn.invars if not isinstance(v, Literal) and v in stages]
         if known:
             stages.update((var, max(known)) for var in eqn.outvars)
@@ -195,7 +192,7 @@ def _located(
         if holds(label, var.aval):
             found[var] = frozenset()  # replaced below: held leaves are read on assigned stages
     inside = {var: item.stage for item in body for var in item.eqn.outvars}
-    for atom, var in parts.stacked:
+    for atom, var in parts.loop.stacks:
         stage = None if isinstance(atom, Literal) else inside.get(atom)
         found[var] = frozenset(() if stage is None else (stage,))
     found.update((carry.total, frozenset((carry.stage,))) for carry in carries)

@@ -28,8 +28,7 @@ class Placement:
       body: stages of the body's equations that are on one stage (not free, not absorbed).
       terms: for every accumulator the stage of each of its terms.
       totals: for every accumulator the stage of its total.
-      epilogue: stages of the epilogue's equations that are on one stage, by their number among the
-        graph's equations.
+      epilogue: stages of the epilogue's equations that are on one stage, by their number there.
       homes: stages of the state leaves that are on one stage, by input number.
     """
 
@@ -98,9 +97,7 @@ class _Problem:
             self.nodes += [("term", number, place) for place in range(len(item.terms))]
             self.nodes.append(("total", number))
         self.behind = [
-            (parts.loop + 1 + place, eqn)
-            for place, eqn in enumerate(parts.epilogue)
-            if not parts.is_free(eqn)
+            (place, eqn) for place, eqn in enumerate(parts.step.epilogue) if not parts.is_free(eqn)
         ]
         self.nodes += [("epilogue", index) for index, _ in self.behind]
         jaxpr, labels = parts.graph.jaxpr, parts.graph.inputs
@@ -121,7 +118,7 @@ class _Problem:
 
     def _loop_values(self, terms: tuple[Terms, ...]) -> None:
         """Values that the loop's body makes."""
-        eqns, count = self.parts.body.eqns, self.parts.num_microbatches
+        eqns, count = self.parts.body.eqns, self.parts.loop.num_microbatches
         reading = terms_reading(terms)
         readers: dict[Var, list[Node]] = {}
         used: dict[Var, set[int]] = {}
@@ -172,7 +169,7 @@ class _Problem:
             for place in range(len(item.terms)):
                 self.values.append(Value(cost, (total,), ("term", number, place)))
             makers[item.carried.total] = total
-        for atom, var in parts.stacked:
+        for atom, var in parts.loop.stacks:
             late = readers.get(var)
             at = None if isinstance(atom, Literal) else body_makers.get(atom)
             if not late or at is None or isinstance(var, DropVar):
@@ -193,7 +190,7 @@ class _Problem:
 
         Cuts count how many boundaries a value crosses and would rather have it in the middle.
         """
-        eqns = self.parts.graph.jaxpr.eqns
+        eqns = self.parts.step.epilogue
         for number, item in enumerate(terms):
             if len(item.terms) < 2:
                 continue

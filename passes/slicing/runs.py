@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.slicing.anatomy import Anatomy, holds
@@ -40,13 +41,13 @@ class CutProgram:
     """A program with its scans over layers cut.
 
     Args:
-      graph: the program.
+      step: the program.
       sources: for every equation of the loop's body, the old equation that it comes from.
       inputs: for every leaf of the old program (constants too), the new leaves that hold its rows.
       outputs: the same for its outputs.
     """
 
-    graph: Graph
+    step: Microbatched
     sources: tuple[Source, ...]
     inputs: tuple[tuple[LeafRows, ...], ...]
     outputs: tuple[tuple[LeafRows, ...], ...]
@@ -87,6 +88,7 @@ class _Cutter(RunBuilder):
         self.source = Source(-1)
         self.sources: list[Source] = []
         self.carries: dict[int, tuple[int, Sizes]] = {}  # of the loop, that are in runs
+        self.loop = parts.loop
 
     # The program as a whole.
 
@@ -166,7 +168,7 @@ class _Cutter(RunBuilder):
                 if graph.inputs[label.twin].twin is not None:
                     inputs[into.number] = dataclasses.replace(inputs[into.number], twin=out.number)
         return CutProgram(
-            Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants),
+            in_phases(Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants), [self.loop]),
             tuple(self.sources),
             tuple(self.inputs),
             tuple(self.outputs),
@@ -191,7 +193,7 @@ class _Cutter(RunBuilder):
     def equation(self, eqn: JaxprEqn) -> None:
         operands = [self.read(atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        if eqn is self.parts.scan:
+        if eqn is self.parts.loop.scan:
             self.microbatches(eqn, operands)
             return
         if name == "scan":
@@ -415,15 +417,15 @@ class _Cutter(RunBuilder):
         )
         flat = [[atom for value in group for atom in _atoms(value)]
                 for group in (consts, carry, slices)]  # fmt: skip
-        self.append(
-            eqn.replace(
-                invars=[atom for group in flat for atom in group],
-                outvars=outvars,
-                params=jax_compat.scan_params(
-                    eqn.params, ClosedJaxpr(inner, ()), len(flat[0]), len(flat[1])
-                ),
-            )
+        made = eqn.replace(
+            invars=[atom for group in flat for atom in group],
+            outvars=outvars,
+            params=jax_compat.scan_params(
+                eqn.params, ClosedJaxpr(inner, ()), len(flat[0]), len(flat[1])
+            ),
         )
+        self.append(made)
+        self.loop = LoopPhase(made)
 
 
 class _Nested:

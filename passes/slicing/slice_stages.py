@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Literal
 
-from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.populate import populate
 from autopar.passes.slicing.accumulators import find_terms
@@ -21,12 +21,12 @@ from autopar.passes.slicing.layering import boundaries_of, layers_of
 from autopar.passes.slicing.placed import build
 from autopar.passes.slicing.placement import place
 from autopar.passes.slicing.runs import cut_scans
-from autopar.passes.slicing.stage_graphs import Layers, LeafRows, Stages
+from autopar.passes.slicing.stage_graphs import Layers, LeafRows, StageGraph, Stages
 from autopar.passes.slicing.transfers import find_demand
 
 
 def slice_stages(
-    graph: Graph,
+    step: Microbatched,
     rules: Mapping[JaxprEqn, FactorRule],
     stages: int | Sequence[int],
     *,
@@ -35,13 +35,13 @@ def slice_stages(
     """Cut a microbatched program into pipeline stages.
 
     Args:
-      graph: a program with a loop over microbatches (`autopar.passes.microbatch.split`).
+      step: a program with a loop over microbatches (`autopar.passes.microbatch.split`).
       rules: the factor rules of its equations.
       stages: how many stages, which then have about the same FLOPs; or boundaries in layers.
       split_backward: whether weight gradients are a task of their own, W: no stage waits for it.
 
     Returns:
-      The stages' graphs, which together compute what `graph` computes: bit for bit, except that the
+      The stages' graphs, which together compute what `step` computes: bit for bit, except that the
       terms of a sum that are made on several stages are added up in another order, and so are sums
       over the layers of a scan that is cut.
 
@@ -49,12 +49,12 @@ def slice_stages(
       OptionError: the program has no loop over microbatches, or fewer layers than stages, or
         the boundaries are out of order or out of range.
     """
-    parts = dissect(split_conditionals(graph), rules)
+    parts = dissect(split_conditionals(step))
     if split_backward:
-        graph = split_backward_scans(parts)
-        if graph is not parts.graph:
-            rules = populate(graph.jaxpr)
-            parts = dissect(graph, rules)
+        step = split_backward_scans(parts)
+        if step is not parts.step:
+            rules = populate(step.graph.jaxpr)
+            parts = dissect(step)
     number = stages if isinstance(stages, int) else len(stages) + 1
     found = layers_of(parts, rules, at_least=number)
     boundaries = boundaries_of(found, stages)
@@ -70,10 +70,26 @@ def slice_stages(
         forward_only=not any(task != "F" for stage in graphs for task in stage.tasks),
         layers=found,
         boundaries=boundaries,
-        whole=cut.parts.graph,
+        whole=cut.parts.step,
         rules=cut.rules,
         leaves=cut.leaves,
         results=cut.results,
+    )
+
+
+def one_stage(step: Microbatched, rules: Mapping[JaxprEqn, FactorRule]) -> Stages:
+    """A whole program as the only stage, as it is: it needs no loop, and has no layers."""
+    leaves, results = range(len(step.graph.inputs)), range(len(step.graph.outputs))
+    return Stages(
+        graphs=(StageGraph(step, tuple(leaves), tuple(results)),),
+        links=(),
+        forward_only=False,
+        layers=Layers(()),
+        boundaries=(),
+        whole=step,
+        rules=rules,
+        leaves=tuple((LeafRows(number),) for number in leaves),
+        results=tuple((LeafRows(number),) for number in results),
     )
 
 
@@ -125,9 +141,9 @@ def _cut(
         for index, places in starts.items()
     }
     made = cut_scans(parts, rules, sizes)
-    graph = split_conditionals(made.graph)  # runs of layers can be updated apart now
-    rules = populate(graph.jaxpr)
-    new = dissect(graph, rules)
+    step = split_conditionals(made.step)  # runs of layers can be updated apart now
+    rules = populate(step.graph.jaxpr)
+    new = dissect(step)
     assert len(new.body.eqns) == len(made.sources)
     stages: dict[int, int] = {}
     made_by = {var: index for index, eqn in enumerate(new.body.eqns) for var in eqn.outvars}

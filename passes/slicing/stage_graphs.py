@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched, Task
 from autopar.passes.primitives.factor_rule import FactorRule
-
-Task = Literal["F", "B", "W"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of the loop's body, in order. `loop` is the scan's number among the equations."""
+    """The layers of the loop's body, in order."""
 
-    loop: int
     layers: tuple[Layer, ...]
 
     def __len__(self) -> int:
@@ -128,20 +126,32 @@ class StageGraph:
     slice; a value sent per microbatch is an output stacked [M, ...].
 
     Args:
-      graph: the program. An input that is received has role "other" and a path "recv[i] <label>".
+      step: the program. An input that is received has role "other" and a path "recv[i] <label>".
         An epilogue may need values of other stages that themselves need this stage's sums, so the
-        program is not always one that can run at one go.
-      loop: the number of the scan among the graph's equations; None if the stage has no part of it.
-      tasks: for every equation of the loop's body what it belongs to: all F, then B, then W.
+        program is not always one that can run at one go. The loop has tasks; there is none if the
+        stage has no part of it.
       inputs: for every input the number of the whole graph's input, or None if it is received.
       outputs: for every output the number of the whole graph's output, or None if it is sent.
     """
 
-    graph: Graph
-    loop: int | None
-    tasks: tuple[Task, ...]
+    step: Microbatched
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """All of the program."""
+        return self.step.graph
+
+    @property
+    def loop(self) -> LoopPhase | None:
+        """The stage's part of the loop."""
+        return self.step.loop
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks of the equations of the loop's body."""
+        return () if self.loop is None else self.loop.tasks
 
 
 @dataclass(frozen=True)
@@ -166,7 +176,7 @@ class Stages:
     forward_only: bool
     layers: Layers
     boundaries: tuple[int, ...]
-    whole: Graph
+    whole: Microbatched
     rules: Mapping[JaxprEqn, FactorRule]
     leaves: tuple[tuple[LeafRows, ...], ...]
     results: tuple[tuple[LeafRows, ...], ...]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from jax.extend.core import Literal, Var
 
+from autopar.passes.graph.microbatched import Task
 from autopar.passes.primitives.table import HEAVY
 from autopar.passes.slicing.placed import Program
-from autopar.passes.slicing.stage_graphs import Task
 from autopar.passes.slicing.transfers import Needs
 
 
@@ -29,7 +29,7 @@ def order_tasks(
 
 
 def _forward_or_backward(program: Program, needs: Needs, sent: Sequence[Var]) -> dict[int, Task]:
-    outputs = [*sent, *(program.parts.stacked[number][0] for number in needs.stacked)]
+    outputs = [*sent, *(program.parts.loop.stacks[number][0] for number in needs.stacked)]
     read_by: dict[Var, Task] = {v: "F" for v in outputs if not isinstance(v, Literal)}
     task: dict[int, Task] = {}
     for index in sorted(needs.body, reverse=True):

@@ -72,7 +72,7 @@ class _Search:
         self.outside = {v: i for i, item in enumerate(program.outside) for v in item.eqn.outvars}
         self.carried = {carry.carry: i for i, carry in enumerate(program.carries)}
         self.totals = {carry.total: i for i, carry in enumerate(program.carries)}
-        self.stacks = {var: i for i, (_, var) in enumerate(parts.stacked)}
+        self.stacks = {var: i for i, (_, var) in enumerate(parts.loop.stacks)}
         self.homes = dict(program.homes)
         self.asked: dict[int, set[int]] = defaultdict(set)  # small state leaves: who wants them
         self.work: list[tuple[Space, int, Atom]] = []
@@ -144,7 +144,7 @@ class _Search:
             elif atom in self.totals:
                 return self.program.carries[self.totals[atom]].stage
             elif atom in self.stacks:
-                stage = self.inside_stage(self.program.parts.stacked[self.stacks[atom]][0])
+                stage = self.inside_stage(self.program.parts.loop.stacks[self.stacks[atom]][0])
                 if stage is not None:
                     return stage
             else:
@@ -179,12 +179,12 @@ class _Search:
 
     def visit_inside(self, stage: int, var: Var) -> None:
         parts, needs = self.program.parts, self.needs[stage]
-        if var in parts.consts:
+        if var in parts.loop.consts:
             needs.consts.add(var)
-            self.want("outside", stage, parts.consts[var])
-        elif var in parts.slices:
+            self.want("outside", stage, parts.loop.consts[var])
+        elif var in parts.loop.slices:
             needs.slices.add(var)
-            self.want("outside", stage, parts.slices[var])
+            self.want("outside", stage, parts.loop.slices[var])
         elif var in self.carried:
             needs.carries.add(self.carried[var])
         else:
@@ -208,7 +208,7 @@ class _Search:
             self.want("outside", stage, carry.start)
             self.want("inside", stage, carry.result)
         elif var in self.stacks:
-            atom = self.program.parts.stacked[self.stacks[var]][0]
+            atom = self.program.parts.loop.stacks[self.stacks[var]][0]
             source = self.inside_stage(atom)
             if source is not None and source != stage:
                 self.link("outside", var, source, stage)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopar.passes.pieces.pieces import Pieces
+from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
@@ -33,7 +33,6 @@ from autopar.passes.pipeline.instructions import (
     Run,
     Send,
 )
-from autopar.passes.planner.pipeline_candidates import Runnable
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.spmd_program import Block, Program, Version
 from autopar.passes.slicing.stage_graphs import LeafRows

@@ -10,7 +10,7 @@ import jax
 
 from autopar.arrays.ray_array import ArrayKind, MeshSharding, Place, RaySharding
 from autopar.base.ray_options import Ray
-from autopar.passes.planner.pipeline_candidates import Runnable
+from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.plans.plan import Plan
 from autopar.runtime.ray.parts import (

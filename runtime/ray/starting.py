@@ -17,7 +17,7 @@ import ray
 
 from autopar.arrays.ray_array import RaySharding
 from autopar.base.errors import ClusterError
-from autopar.passes.planner.pipeline_candidates import Runnable
+from autopar.passes.pieces.pieces import Runnable
 from autopar.runtime.ray import pickling
 from autopar.runtime.ray.actor import GROUPS, StageActor, World, versions
 from autopar.runtime.ray.calls import results_of

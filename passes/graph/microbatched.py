@@ -1,0 +1,198 @@
+"""A step in phases: what runs once a step, and the loops over its microbatches.
+
+`microbatch.split` makes a `Microbatched`, slicing makes one for every stage, and sharding lowers
+each as it is: no pass has to find out again which of a program's scans is the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Atom, Graph, with_jaxpr
+
+Task = Literal["F", "B", "W"]
+"""Forward, backward, and weight gradients, for which no other stage waits."""
+
+
+@dataclass(frozen=True)
+class WholePhase:
+    """Equations that run once a step."""
+
+    eqns: tuple[JaxprEqn, ...]
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A value that a loop carries.
+
+    Args:
+      carry: the body's variable for what has been accumulated so far.
+      start: what it is before the loop, outside of the body.
+      combine: numbers of the body's equations that read the carry, directly or not.
+      result: what the body makes of it.
+      total: the variable after the loop.
+    """
+
+    carry: Var
+    start: Atom
+    combine: tuple[int, ...]
+    result: Atom
+    total: Var
+
+
+@dataclass(frozen=True)
+class LoopPhase:
+    """A scan over the microbatches.
+
+    Args:
+      scan: the equation.
+      tasks: for every equation of its body what it belongs to, first all F, then B, then W; empty
+        until a stage is made of it.
+    """
+
+    scan: JaxprEqn
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def num_microbatches(self) -> int:
+        """How often the loop runs."""
+        return int(self.scan.params["length"])
+
+    @property
+    def body(self) -> Jaxpr:
+        """What one microbatch runs."""
+        body: Jaxpr = self.scan.params["jaxpr"].jaxpr
+        return body
+
+    @cached_property
+    def consts(self) -> Mapping[Var, Atom]:
+        """The body's variables for what is the same in every microbatch, with the values outside.
+
+        Where the body has several variables for one value, each has it.
+        """
+        num_consts, _ = jax_compat.scan_counts(self.scan.params)
+        pairs = zip(self.body.invars[:num_consts], self.scan.invars[:num_consts], strict=True)
+        return dict(pairs)
+
+    @cached_property
+    def slices(self) -> Mapping[Var, Atom]:
+        """The body's variables for one microbatch's slice, with the stacked values outside."""
+        last = sum(jax_compat.scan_counts(self.scan.params))
+        return dict(zip(self.body.invars[last:], self.scan.invars[last:], strict=True))
+
+    @cached_property
+    def accumulators(self) -> tuple[Accumulator, ...]:
+        """What it carries."""
+        num_consts, num_carry = jax_compat.scan_counts(self.scan.params)
+        last = num_consts + num_carry
+        readers: dict[Var, list[int]] = {}
+        for index, eqn in enumerate(self.body.eqns):
+            for atom in eqn.invars:
+                if not isinstance(atom, jex_core.Literal):
+                    readers.setdefault(atom, []).append(index)
+        return tuple(
+            Accumulator(carry, start, _combining(self.body, readers, carry), result, total)
+            for carry, start, result, total in zip(
+                self.body.invars[num_consts:last],
+                self.scan.invars[num_consts:last],
+                self.body.outvars[:num_carry],
+                self.scan.outvars[:num_carry],
+                strict=True,
+            )
+        )
+
+    @cached_property
+    def combining(self) -> frozenset[int]:
+        """Numbers of the body's equations that add to accumulators."""
+        return frozenset(index for item in self.accumulators for index in item.combine)
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[Atom, Var], ...]:
+        """What leaves the body for every microbatch, each with the stack after the loop."""
+        _, num_carry = jax_compat.scan_counts(self.scan.params)
+        pairs = zip(self.body.outvars[num_carry:], self.scan.outvars[num_carry:], strict=True)
+        return tuple(pairs)
+
+
+Phase = WholePhase | LoopPhase
+
+
+@dataclass(frozen=True)
+class Microbatched:
+    """A program whose loops over microbatches are known.
+
+    Args:
+      graph: all of it, phase after phase.
+      phases: its equations in order. A program that is not split is one `WholePhase`. Today at most
+        one is a loop.
+    """
+
+    graph: Graph
+    phases: tuple[Phase, ...]
+
+    @cached_property
+    def loop(self) -> LoopPhase | None:
+        """The loop over the microbatches, if the program has one."""
+        return next((phase for phase in self.phases if isinstance(phase, LoopPhase)), None)
+
+    @property
+    def prologue(self) -> tuple[JaxprEqn, ...]:
+        """What runs before the loop; without one, all."""
+        first = self.phases[0]
+        return first.eqns if isinstance(first, WholePhase) else ()
+
+    @property
+    def epilogue(self) -> tuple[JaxprEqn, ...]:
+        """What runs after the loop."""
+        last = self.phases[-1]
+        return last.eqns if self.loop is not None and isinstance(last, WholePhase) else ()
+
+    def with_eqns(self, eqns: Iterable[JaxprEqn]) -> Microbatched:
+        """The same program with other equations outside of its loops, which are among them."""
+        loops = [phase for phase in self.phases if isinstance(phase, LoopPhase)]
+        return in_phases(with_jaxpr(self.graph, self.graph.jaxpr.replace(eqns=list(eqns))), loops)
+
+    def with_scan(self, scan: JaxprEqn) -> Microbatched:
+        """The same program with another equation for its loop."""
+        loop = self.loop
+        assert loop is not None
+        eqns = [scan if eqn is loop.scan else eqn for eqn in self.graph.jaxpr.eqns]
+        graph = with_jaxpr(self.graph, self.graph.jaxpr.replace(eqns=eqns))
+        return in_phases(graph, [replace(loop, scan=scan)])
+
+
+def in_phases(graph: Graph, loops: Iterable[LoopPhase] = ()) -> Microbatched:
+    """A program whose loops over microbatches are these scans; those that are not in it are left.
+
+    Args:
+      graph: the program.
+      loops: in their order.
+    """
+    by_scan = {id(loop.scan): loop for loop in loops}
+    phases: list[Phase] = []
+    eqns: list[JaxprEqn] = []
+    for eqn in graph.jaxpr.eqns:
+        if id(eqn) in by_scan:
+            phases += [WholePhase(tuple(eqns)), by_scan[id(eqn)]]
+            eqns = []
+        else:
+            eqns.append(eqn)
+    return Microbatched(graph, (*phases, WholePhase(tuple(eqns))))
+
+
+def _combining(body: Jaxpr, readers: Mapping[Var, list[int]], carry: Var) -> tuple[int, ...]:
+    found: set[int] = set()
+    stack = [carry]
+    while stack:
+        for index in readers.get(stack.pop(), ()):
+            if index not in found:
+                found.add(index)
+                stack += body.eqns[index].outvars
+    return tuple(sorted(found))

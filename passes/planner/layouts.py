@@ -1,0 +1,185 @@
+"""What is asked for and what may be tried: stages, submeshes, logical meshes, microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.base.cluster import Cluster, axis_names
+from autopar.base.errors import OptionError
+from autopar.base.options import Options
+from autopar.passes.graph.graph import Graph, batch_sizes
+from autopar.passes.sharding.restrict import ONE_AXIS_METHODS
+
+# Meshes of three axes have ten times as many strategies: they are planned when it is asked for.
+MAX_AXES = 2
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """Where stages begin and what they run on.
+
+    Args:
+      boundaries: the layers at which the second and later stages begin, or how many stages there
+        are (of about the same FLOPs).
+      devices: of every mesh.
+      remat: for every stage, whether its backward pass computes the forward pass again; empty if
+        that is not decided here.
+    """
+
+    boundaries: int | tuple[int, ...]
+    devices: tuple[int, ...]
+    remat: tuple[bool, ...] = ()
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there are several stages."""
+        return self.boundaries not in (1, ())
+
+
+def asked_layout(options: Options, cluster: Cluster) -> StageLayout:
+    """What the options say; all meshes are of one size.
+
+    Raises:
+      OptionError: the devices do not divide by the stages, or chunks not the stages.
+    """
+    if options.stages in ("auto", 1):
+        return StageLayout(1, (cluster.num_devices,))
+    meshes, wanted = num_meshes(options, cluster), options.stages
+    if isinstance(wanted, int):
+        wanted *= chunks_of(options)
+    assert isinstance(wanted, (int, tuple))
+    return StageLayout(wanted, (cluster.num_devices // meshes,) * meshes)
+
+
+def num_meshes(options: Options, cluster: Cluster) -> int:
+    """How many meshes the request makes of the cluster.
+
+    Raises:
+      OptionError: the devices do not divide by the stages, or chunks do not divide the stages.
+    """
+    stages, chunks = options.stages, chunks_of(options)
+    if isinstance(stages, int):
+        meshes = stages
+    else:
+        assert isinstance(stages, tuple)
+        total = len(stages) + 1
+        if total % chunks:
+            raise OptionError(
+                f"stages={list(stages)} cannot have num_chunks={chunks}.",
+                why=f"that makes {total} stages, which do not divide by {chunks} per mesh.",
+            )
+        meshes = total // chunks
+    if meshes > cluster.num_devices:
+        raise OptionError(
+            f"{meshes} pipeline stages are more than the cluster has devices.",
+            where=f"stages={stages!r}",
+            why=f"{cluster.name} has {cluster.num_devices} "
+            f"device{'' if cluster.num_devices == 1 else 's'}, and every stage needs one.",
+            hint=f"use at most stages={cluster.num_devices}, or num_chunks for several stages on "
+            "one mesh. Virtual CPU devices: jax.config.update('jax_num_cpu_devices', 8) before JAX "
+            "is used.",
+        )
+    if cluster.num_devices % meshes:
+        divisors = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
+        raise OptionError(
+            f"{cluster.num_devices} devices cannot be split into {meshes} equal meshes.",
+            where=f"stages={stages!r}",
+            hint=f"use a number of stages of {', '.join(map(str, divisors))}.",
+        )
+    return meshes
+
+
+def chunks_of(options: Options) -> int:
+    """Stages per mesh."""
+    return options.num_chunks if isinstance(options.num_chunks, int) else 1
+
+
+def submesh(cluster: Cluster, num_devices: int) -> Cluster:
+    """A part of the cluster: devices of one node where they fit there, else whole nodes."""
+    if num_devices <= cluster.devices_per_node:
+        return dataclasses.replace(cluster, num_nodes=1, devices_per_node=num_devices)
+    if num_devices % cluster.devices_per_node:
+        return dataclasses.replace(cluster, num_nodes=num_devices, devices_per_node=1)
+    return dataclasses.replace(cluster, num_nodes=num_devices // cluster.devices_per_node)
+
+
+def logical_meshes(
+    options: Options, part: Cluster, *, of_stage: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Logical shapes to consider for a stage's mesh, or for that of the whole step.
+
+    Raises:
+      OptionError: the asked one does not have the devices or the method's number of axes.
+    """
+    asked = options.logical_mesh
+    if options.method in ONE_AXIS_METHODS and asked is None:
+        return ((part.num_devices,),)
+    if asked is None:
+        pinned = {axis for _, spec in options.pins for axes in spec for axis in axes}
+        meshes = part.logical_meshes(*(() if "z" in pinned else (MAX_AXES,)))
+        return tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
+    if options.method in ONE_AXIS_METHODS and len(asked) != 1:
+        raise OptionError(
+            f"logical_mesh={asked} is not possible with method={options.method!r}.",
+            why="data parallelism and ZeRO use one mesh axis.",
+            hint="use method='shard' for meshes of several axes.",
+        )
+    if of_stage and math.prod(asked) != part.num_devices:
+        raise OptionError(
+            f"logical_mesh={asked} does not fit a stage.",
+            why=f"every stage has {part.num_devices} devices.",
+        )
+    if math.prod(asked) > part.num_devices:
+        raise OptionError(
+            f"logical_mesh={asked} is larger than the cluster.",
+            why=f"the cluster has {part.num_devices} devices.",
+        )
+    return (asked,)
+
+
+def microbatch_counts(graph: Graph, options: Options, layout: StageLayout) -> Iterator[int]:
+    """What the user wants; else as few as may fit: more and more, as far as the batch divides.
+
+    One mesh begins with one microbatch, a pipeline with four for each mesh.
+
+    Raises:
+      OptionError: a pipeline cannot have that number.
+    """
+    sizes = batch_sizes(graph)
+    asked = options.microbatches
+    if asked != "auto" and layout.is_pipeline and int(asked) < 2:
+        raise OptionError(
+            "A pipeline needs at least two microbatches.",
+            where=f"microbatches={asked}, stages={options.stages!r}",
+            why="with one, only one stage would work at a time.",
+            hint="raise microbatches, or use stages=1.",
+        )
+    if asked != "auto":
+        yield int(asked)
+        return
+    count = 1
+    if layout.is_pipeline:
+        count = largest_count(sizes, 4 * len(layout.devices))
+        if count < 2:
+            raise OptionError(
+                "The batch cannot be split for a pipeline.",
+                where=f"stages={options.stages!r}",
+                why="a pipeline needs at least two microbatches, and the batch has "
+                f"{sorted(sizes)} rows.",
+                hint="use an even batch, or say microbatches.",
+            )
+    yield count
+    while sizes and count < min(sizes) and all(size % (2 * count) == 0 for size in sizes):
+        count *= 2
+        yield count
+
+
+def largest_count(sizes: set[int], enough: int) -> int:
+    """The smallest power of two that is enough, or the largest that divides the batch."""
+    count = 1
+    while count < enough and sizes and all(size % (2 * count) == 0 for size in sizes):
+        count *= 2
+    return count

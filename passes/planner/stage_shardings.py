@@ -1,0 +1,139 @@
+"""One stage, which may be the whole step, solved and lowered on one logical mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn
+
+from autopar.base.cluster import Cluster, axis_names
+from autopar.base.costs import PICOSECONDS
+from autopar.base.options import Options
+from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
+from autopar.passes.sharding.build import Built, build
+from autopar.passes.sharding.integer_program import to_problem
+from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.peak_memory import Peak, peak
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.restrict import resolve_pins, restriction
+from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.solver import Infeasible, Solution, solve
+from autopar.plans.plan import OutputCertificate
+
+SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
+MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step with its batch split in time, its rules, and how each output is put together."""
+
+    step: Microbatched
+    rules: Mapping[JaxprEqn, FactorRule]
+    certificate: tuple[OutputCertificate, ...] = ()
+
+    @property
+    def graph(self) -> Graph:
+        """All of the program."""
+        return self.step.graph
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches a step has."""
+        return 1 if self.step.loop is None else self.step.loop.num_microbatches
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """The solved and lowered program of a stage on one logical mesh."""
+
+    mesh: tuple[int, ...]
+    split: SplitStep
+    built: Built
+    solution: Solution
+    program: Program
+    peak: Peak
+    fits: bool
+
+    @property
+    def step_seconds(self) -> float:
+        return self.solution.cost / PICOSECONDS
+
+
+def prepare(
+    split: SplitStep, mesh: tuple[int, ...], options: Options, cluster: Cluster
+) -> tuple[Built, Pricing, BatchDims]:
+    """The integer program of a split graph on one mesh, its prices, and where the batch is."""
+    graph, rules = split.graph, split.rules
+    dims = batch_dims(graph, rules)
+    pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
+    allowed = restriction(graph, options.method, dims, pins)
+    pricing = Pricing(cluster, mesh, allowed.reduce_scatter)
+    return build(graph, rules, mesh, pricing, allowed), pricing, dims
+
+
+def plan_mesh(
+    split: SplitStep,
+    mesh: tuple[int, ...],
+    options: Options,
+    cluster: Cluster,
+) -> PlannedStage:
+    """The cheapest program that fits; if none does, the one that needs least memory."""
+    built, pricing, dims = prepare(split, mesh, options, cluster)
+    limit = memory_limit_of(options, cluster)
+    donated = [label.donated for label in split.graph.inputs]
+    names = {
+        var: label.path
+        for var, label in zip(split.graph.jaxpr.invars, split.graph.inputs, strict=True)
+    }
+
+    def attempt(memory: int | None) -> PlannedStage:
+        solution = _solve(built, memory, options)
+        assignment = solution.assignment[: len(built.nodes)]
+        program = lower(split.graph, built, assignment, pricing, axis_names(mesh), dims)
+        worst = peak(program, names, donated)
+        return PlannedStage(mesh, split, built, solution, program, worst, worst.bytes <= limit)
+
+    found = attempt(None)
+    target = limit
+    for _ in range(MEMORY_TRIES):
+        if found.fits:
+            return found
+        try:
+            found = attempt(target)
+        except Infeasible:
+            break
+        target -= max(found.peak.bytes - limit, limit // 100)
+        if target <= 0:
+            break
+    if found.fits:
+        return found
+    least = _least_usage(built, options)
+    return found if least is None else attempt(least)
+
+
+def _solve(built: Built, memory: int | None, options: Options) -> Solution:
+    return solve(
+        to_problem(built, memory),
+        time_limit=options.solver_time_limit,
+        work_limit=None if options.solver_time_limit else SOLVER_WORK,
+        seed=options.seed,
+    )
+
+
+def _least_usage(built: Built, options: Options) -> int | None:
+    """The smallest memory limit that the solver can satisfy."""
+    try:
+        _solve(built, 1, options)
+    except Infeasible as error:
+        return error.smallest_usage
+    return None
+
+
+def memory_limit_of(options: Options, cluster: Cluster) -> int:
+    """Bytes that one device may hold: what the user allows, else what the device has."""
+    return options.memory_limit or cluster.device.memory_bytes
