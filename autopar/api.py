@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import os
 import threading
 import types
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
@@ -18,13 +14,10 @@ import jax
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
     AutoparError,
-    AutoparWarning,
     ClusterError,
     DeviceError,
     OptionError,
-    did_you_mean,
 )
-from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.executable import Executable, SignatureMismatch
@@ -35,14 +28,20 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.trace.signature import Convention, Signature, signature_of
 from autopar.passes.trace.trace import Traced, trace
 from autopar.plans.plan import Plan
+from autopar.requests import (
+    PlanOrPath,
+    PlanRequest,
+    Requested,
+    make_request,
+    name_of,
+    read_arguments,
+)
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
 
-PlanOrPath = Plan | str | os.PathLike[str]
 
-
-class Parallelized:
+class Parallelized(Requested):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
@@ -52,7 +51,7 @@ class Parallelized:
     __name__: str
     __wrapped__: Callable[..., Any]
 
-    def __init__(self, fn: Callable[..., Any], request: _Request):
+    def __init__(self, fn: Callable[..., Any], request: PlanRequest):
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._request = request
@@ -96,12 +95,12 @@ class Parallelized:
         """As a method: the instance is argument 0 and positions count it, as in `jax.jit`."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _with(
+    def with_request(
         self, options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
-    ) -> tuple[Callable[..., Any], _Request]:
+    ) -> tuple[Callable[..., Any], PlanRequest]:
         """The plain function, and what was asked for with changes."""
         made = self._request
-        return self._fn, _request(
+        return self._fn, make_request(
             {**made.given, **options},
             made.cluster if cluster is None else cluster,
             made.plan if plan is None else plan,
@@ -125,7 +124,7 @@ class Parallelized:
         """
         if self._last is None:
             raise AutoparError(
-                f"{_name_of(self._fn)} has no plan yet.",
+                f"{name_of(self._fn)} has no plan yet.",
                 why="it is planned when it is first called, for the shapes of its arguments.",
                 hint="call it, or use autopar.compile or autopar.plan, which need shapes alone.",
             )
@@ -146,7 +145,7 @@ class Parallelized:
 
     def __repr__(self) -> str:
         count = len(self._executables)
-        return f"<{_name_of(self._fn)}, parallelized, {count} plan{'' if count == 1 else 's'}>"
+        return f"<{name_of(self._fn)}, parallelized, {count} plan{'' if count == 1 else 's'}>"
 
 
 @overload
@@ -201,13 +200,13 @@ def parallelize(
     if fn is None:
         return functools.partial(parallelize, cluster=cluster, plan=plan, **options)
     if isinstance(fn, Parallelized):
-        return Parallelized(*fn._with(options, cluster, plan))
+        return Parallelized(*fn.with_request(options, cluster, plan))
     if not callable(fn):
         raise OptionError(
             f"parallelize takes a function, and got {fn!r}.",
             hint="give options by keyword: @autopar.parallelize(method='data').",
         )
-    return Parallelized(fn, _request(options, cluster, plan))
+    return Parallelized(fn, make_request(options, cluster, plan))
 
 
 def compile(
@@ -243,7 +242,7 @@ def compile(
     >>> step.plan.method
     'data'
     """
-    fn, request, kwargs = _arguments(fn, cluster, plan, options_and_kwargs, "compile")
+    fn, request, kwargs = read_arguments(fn, cluster, plan, options_and_kwargs, "compile")
     return _build(fn, args, kwargs, request)
 
 
@@ -272,128 +271,17 @@ def plan(
     >>> plan.stages[0].num_devices
     8
     """
-    fn, request, kwargs = _arguments(fn, cluster, None, options_and_kwargs, "plan")
-    with Progress(f"planning {_name_of(fn)}", request.progress) as progress:
+    fn, request, kwargs = read_arguments(fn, cluster, None, options_and_kwargs, "plan")
+    with Progress(f"planning {name_of(fn)}", request.progress) as progress:
         traced = _trace(fn, args, kwargs, request, progress)
         return _plan(traced, request, *request.load(), progress).plan
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What was asked for besides the function and its arguments; `given`: options, unchecked."""
-
-    options: Options
-    given: Mapping[str, Any]
-    cluster: Cluster | None
-    plan: PlanOrPath | None
-
-    @property
-    def progress(self) -> bool | None:
-        """Whether to show progress; None: in a terminal only, which is known when it begins."""
-        progress: bool | None = self.given.get("progress")
-        return progress
-
-    def load(self) -> tuple[Cluster, Plan | None]:
-        """The cluster and the plan to follow."""
-        made = self.plan
-        if made is not None and not isinstance(made, Plan):
-            made = Plan.load(made)
-        if self.cluster is not None:
-            return self.cluster, made
-        return (Cluster.local() if made is None else Cluster.from_dict(made.cluster)), made
-
-
-def _cluster_hint(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)) and str(value).endswith((".toml", ".json")):
-        return f"write cluster=autopar.Cluster.load({str(value)!r})."
-    if not isinstance(value, str):
-        return "use Cluster.preset(name) or Cluster.local(devices)."
-    try:
-        Cluster.preset(value)
-    except OptionError as unknown:
-        presets = f"the presets are {', '.join(Cluster.presets())}."
-        return f"{unknown.hint or presets} Write cluster=autopar.Cluster.preset(name)."
-    return f"write cluster=autopar.Cluster.preset({value!r})."
-
-
-def _request(
-    options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
-) -> _Request:
-    if cluster is not None and not isinstance(cluster, Cluster):
-        raise OptionError(
-            f"cluster={cluster!r} is not possible.",
-            why="it must be an autopar.Cluster, or None for the devices that JAX sees.",
-            hint=_cluster_hint(cluster),
-        )
-    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
-        raise OptionError(
-            f"plan={plan!r} is not possible.", why="it must be a Plan or the path of its file."
-        )
-    given = dict(options)
-    if given.get("progress", False) is None:
-        del given["progress"]
-    return _Request(Options.from_kwargs(**given), given, cluster, plan)
-
-
-def _arguments(
-    fn: Callable[..., Any],
-    cluster: Cluster | None,
-    plan: PlanOrPath | None,
-    options_and_kwargs: Mapping[str, Any],
-    caller: str,
-) -> tuple[Callable[..., Any], _Request, dict[str, Any]]:
-    """The plain function, our options, and the step's own arguments by keyword."""
-    names = Options.names()
-    options = {k: v for k, v in options_and_kwargs.items() if k in names}
-    kwargs = {k: v for k, v in options_and_kwargs.items() if k not in names}
-    if isinstance(fn, Parallelized):  # what is asked for now goes before what it was given
-        fn, request = fn._with(options, cluster, plan)
-    elif callable(fn):
-        request = _request(options, cluster, plan)
-    else:
-        raise OptionError(
-            f"autopar.{caller} takes a function first, and got {fn!r}.",
-            hint=f"autopar.{caller}(train_step, state, batch).",
-        )
-    parameters, takes_any = _keywords(fn)
-    for name in options:
-        if name in parameters:
-            warnings.warn(
-                f"{name}={options[name]!r} is taken as autopar's option, and {_name_of(fn)} has a "
-                f"parameter {name!r} of its own. To give the function one by keyword, use "
-                f"functools.partial({_name_of(fn)}, {name}=...).",
-                AutoparWarning,
-                stacklevel=3,
-            )
-    unknown = [name for name in kwargs if name not in parameters]
-    if unknown and not takes_any:
-        raise OptionError(
-            f"There is no option {unknown[0]!r}, and {_name_of(fn)} has no such parameter.",
-            where=f"autopar.{caller}",
-            why=f"the options are {', '.join(names)}.",
-            hint=did_you_mean(unknown[0], [*names, *parameters]),
-        )
-    return fn, request, kwargs
-
-
-def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
-    """The names that a function takes by keyword, and whether it takes any name."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return set(), True
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return (
-        {p.name for p in parameters if p.kind in named},
-        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
-    )
 
 
 def _trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    request: _Request,
+    request: PlanRequest,
     progress: Progress,
 ) -> Traced:
     progress.report("tracing")
@@ -412,16 +300,16 @@ def _trace(
 
 
 def _plan(
-    traced: Traced, request: _Request, cluster: Cluster, made: Plan | None, progress: Progress
+    traced: Traced, request: PlanRequest, cluster: Cluster, made: Plan | None, progress: Progress
 ) -> Compiled:
     with no_mesh():
         return compile_graph(traced.graph, request.options, cluster, made, progress.report)
 
 
 def _build(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: _Request
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: PlanRequest
 ) -> Executable:
-    with Progress(f"compiling {_name_of(fn)}", request.progress) as progress:
+    with Progress(f"compiling {name_of(fn)}", request.progress) as progress:
         cluster, made = request.load()
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):
@@ -432,7 +320,7 @@ def _build(
             from autopar.ray_executable import RayExecutable
 
             def replan(num_actors: int) -> Compiled:
-                with Progress(f"planning {_name_of(fn)} again", request.progress) as progress:
+                with Progress(f"planning {name_of(fn)} again", request.progress) as progress:
                     return _plan_again(traced, request, compiled, cluster, num_actors, progress)
 
             return RayExecutable(fn, traced, compiled, progress, runtime, replan)
@@ -441,7 +329,7 @@ def _build(
 
 def _plan_again(
     traced: Traced,
-    request: _Request,
+    request: PlanRequest,
     compiled: Compiled,
     cluster: Cluster,
     num_actors: int,
@@ -509,7 +397,3 @@ def _check_devices(cluster: Cluster, made: Plan | None) -> None:
             f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used makes '
             "virtual ones.",
         )
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", None) or type(fn).__name__

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +17,24 @@ from jax.sharding import Mesh
 
 from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from autopar.arrays.split_array import SplitArray, SplitSharding
-from autopar.base.errors import DonatedBufferError, TraceError
+from autopar.base.errors import DonatedBufferError
 from autopar.base.progress import Progress
+from autopar.call_checks import (
+    donated_earlier,
+    in_notebook,
+    is_weak,
+    picker,
+    same_signature,
+    same_static_arguments,
+    same_statics,
+    wrong_arguments,
+)
 from autopar.initialize import initialize
-from autopar.mismatch import differences
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Input
 from autopar.passes.planner.compiler import Compiled
 from autopar.passes.trace.arguments import Argument
-from autopar.passes.trace.signature import Key, Signature, signature_of
+from autopar.passes.trace.signature import Signature, signature_of
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
 from autopar.runtime import distributed
@@ -108,9 +115,9 @@ class Executable:
         ]
         donated = set(self._donated)
         self._kept = [i for i in range(self._traced.num_arrays) if i not in donated]
-        self._pick_donated = _picker([signature.array_positions[i] for i in self._donated])
-        self._pick_kept = _picker([signature.array_positions[i] for i in self._kept])
-        self._pick_next = _picker([_twin(inputs[i]) for i in self._donated])
+        self._pick_donated = picker([signature.array_positions[i] for i in self._donated])
+        self._pick_kept = picker([signature.array_positions[i] for i in self._kept])
+        self._pick_next = picker([_twin(inputs[i]) for i in self._donated])
         self._kept_shapes = [signature.shapes[i].shape for i in self._kept]
         self._kept_weak = [signature.shapes[i].weak_type for i in self._kept]
         sizes = [math.prod(signature.shapes[i].shape) for i in self._donated]
@@ -140,7 +147,7 @@ class Executable:
             return self.run(args, kwargs, strict=False)
         except SignatureMismatch:
             pass
-        raise self._wrong_arguments(args, kwargs)
+        raise wrong_arguments(self._name, self._traced, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> Any:
         """Run the step on these arguments.
@@ -158,16 +165,16 @@ class Executable:
         signature = traced.signature
         if traced.convention.static_argnums:
             args, kwargs, static = traced.convention.split(args, kwargs)
-            if not _same_static_arguments(static, signature):
+            if not same_static_arguments(static, signature):
                 raise SignatureMismatch(signature_of(traced.convention, *call))
         leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-        if tree != signature.tree or not _same_statics(leaves, signature):
+        if tree != signature.tree or not same_statics(leaves, signature):
             raise SignatureMismatch(signature_of(traced.convention, *call))
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         is_own = self._returned.are(donated)
         if (
             [getattr(x, "shape", ()) for x in kept] != self._kept_shapes
-            or (strict and [_is_weak(x) for x in kept] != self._kept_weak)
+            or (strict and [is_weak(x) for x in kept] != self._kept_weak)
             or (strict and not (is_own and self._keeps_types) and not self._same_weak(donated))
         ):
             raise SignatureMismatch(signature_of(traced.convention, *call))
@@ -197,7 +204,7 @@ class Executable:
     def _same_weak(self, donated: Sequence[Any]) -> bool:
         shapes = self._traced.signature.shapes
         planned = (shapes[i].weak_type for i in self._donated)
-        return all(_is_weak(x) == weak for x, weak in zip(donated, planned, strict=True))
+        return all(is_weak(x) == weak for x, weak in zip(donated, planned, strict=True))
 
     def _second_try(
         self,
@@ -221,7 +228,7 @@ class Executable:
             )
             raise error from None
         signature = signature_of(self._traced.convention, *call)
-        if not _same_signature(signature, self._traced.signature, strict):
+        if not same_signature(signature, self._traced.signature, strict):
             raise SignatureMismatch(signature) from None
         strays = [n for n, i in enumerate(self._kept) if self._is_stray(kept[n], i)]
         others = [n for n, i in enumerate(self._donated) if self._is_stray(donated[n], i)]
@@ -274,44 +281,14 @@ class Executable:
     def _deleted(self, donated: list[Any], kept: list[Any]) -> DonatedBufferError:
         leaves = [*zip(self._donated, donated, strict=True), *zip(self._kept, kept, strict=True)]
         gone = [i for i, leaf in leaves if any_deleted([leaf])]
-        path = self._traced.graph.inputs[gone[0]].path
-        count = f"{len(gone)} leaves, {path} first, were" if len(gone) > 1 else f"{path} was"
-        if gone[0] in set(self._donated):
-            why = (
-                f"{self._name} writes the new state into the memory of the old one, as jax.jit "
-                "with donate_argnums does, so what is passed in can be used once."
-            )
-            hint = (
-                f"go on with the state that was returned (state = {self._name}(state, ...)), or "
-                "pass donate_argnums=() to keep the old one, at the price of its memory."
-            )
-        else:
-            why = "another computation took over its memory, or its delete() was called."
-            hint = "pass an array that is alive."
-        return DonatedBufferError(
-            f"{count} donated by an earlier call: the values are gone.",
-            where=path,
-            why=why,
-            hint=hint,
-        )
-
-    def _wrong_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TraceError:
-        lines = differences(self._traced, args, kwargs)
-        more = [f"- ... {len(lines)} differences in all"] if len(lines) > 6 else []
-        return TraceError(
-            f"{self._name} was compiled for other arguments.",
-            where=self._name,
-            why="what it was compiled for, and what it was called with:\n"
-            + "\n".join([*lines[:6], *more]),
-            hint="compile it for these arguments too, or use autopar.parallelize, which plans "
-            "again when shapes change.",
-        )
+        paths = [self._traced.graph.inputs[i].path for i in gone]
+        return donated_earlier(self._name, paths, was_donated=gone[0] in set(self._donated))
 
     def _tell_notebook(self) -> None:
         """Once, where people run cells twice: what is passed in is consumed."""
         self._told = True
         global _notebook_was_told
-        if _notebook_was_told or not _in_notebook():
+        if _notebook_was_told or not in_notebook():
             return
         _notebook_was_told = True
         names = dict.fromkeys(self._argument_of(i).name for i in self._donated)
@@ -442,8 +419,8 @@ class Executable:
           AutoparError: as `profile`.
         """
         found = signature_of(self._traced.convention, args, kwargs)
-        if not _same_signature(found, self._traced.signature, strict=False):
-            raise self._wrong_arguments(args, kwargs)
+        if not same_signature(found, self._traced.signature, strict=False):
+            raise wrong_arguments(self._name, self._traced, args, kwargs)
         if self._traced.convention.static_argnums:
             args, kwargs, _ = self._traced.convention.split(args, kwargs)
         leaves = jax.tree.leaves((args, dict(kwargs)))
@@ -489,44 +466,3 @@ class Executable:
 def _twin(label: Input) -> int:
     assert label.twin is not None, label
     return label.twin
-
-
-def _picker(positions: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
-    if not positions:
-        return lambda values: []
-    first, last = positions[0], positions[-1]
-    if list(positions) == list(range(first, last + 1)):
-        return operator.itemgetter(slice(first, last + 1))
-    pick = operator.itemgetter(*positions)
-    return lambda values: list(pick(values))
-
-
-def _is_weak(leaf: Any) -> bool:
-    if isinstance(leaf, (int, float, complex)):
-        # A numpy.float64 is a float, and a bool an int, but neither is weak.
-        return not hasattr(leaf, "dtype") and not isinstance(leaf, bool)
-    return bool(getattr(leaf, "weak_type", False))
-
-
-def _same_static_arguments(static: Mapping[Key, Any], signature: Signature) -> bool:
-    return signature.static_arguments == tuple((k, type(v), v) for k, v in static.items())
-
-
-def _same_statics(leaves: Sequence[Any], signature: Signature) -> bool:
-    return all(
-        leaves[position] is value or (type(leaves[position]) is kind and leaves[position] == value)
-        for position, kind, value in signature.statics
-    )
-
-
-def _same_signature(left: Signature, right: Signature, strict: bool) -> bool:
-    if strict:
-        return left == right
-    plain = [(s.tree, s.statics, s.static_arguments) for s in (left, right)]
-    shapes = [[(x.shape, x.dtype) for x in s.shapes] for s in (left, right)]
-    return plain[0] == plain[1] and shapes[0] == shapes[1]
-
-
-def _in_notebook() -> bool:
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get_ipython is not None and get_ipython() is not None

@@ -1,0 +1,105 @@
+"""What a call checks of its arguments, and the errors for those that do not fit."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.base.errors import DonatedBufferError, TraceError
+from autopar.mismatch import differences
+from autopar.passes.trace.signature import Key, Signature
+from autopar.passes.trace.trace import Traced
+
+
+def picker(positions: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
+    """A function that takes the values at these positions out of a list."""
+    if not positions:
+        return lambda values: []
+    first, last = positions[0], positions[-1]
+    if list(positions) == list(range(first, last + 1)):
+        return operator.itemgetter(slice(first, last + 1))
+    pick = operator.itemgetter(*positions)
+    return lambda values: list(pick(values))
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether JAX gives a leaf a weak type."""
+    if isinstance(leaf, (int, float, complex)):
+        # A numpy.float64 is a float, and a bool an int, but neither is weak.
+        return not hasattr(leaf, "dtype") and not isinstance(leaf, bool)
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def same_static_arguments(static: Mapping[Key, Any], signature: Signature) -> bool:
+    """Whether static arguments are those of a signature, types included."""
+    return signature.static_arguments == tuple((k, type(v), v) for k, v in static.items())
+
+
+def same_statics(leaves: Sequence[Any], signature: Signature) -> bool:
+    """Whether static leaves are those of a signature."""
+    return all(
+        leaves[position] is value or (type(leaves[position]) is kind and leaves[position] == value)
+        for position, kind, value in signature.statics
+    )
+
+
+def same_signature(left: Signature, right: Signature, strict: bool) -> bool:
+    """Whether two signatures are equal; if not strict, weak types do not count."""
+    if strict:
+        return left == right
+    plain = [(s.tree, s.statics, s.static_arguments) for s in (left, right)]
+    shapes = [[(x.shape, x.dtype) for x in s.shapes] for s in (left, right)]
+    return plain[0] == plain[1] and shapes[0] == shapes[1]
+
+
+def in_notebook() -> bool:
+    """Whether cells are run here."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and get_ipython() is not None
+
+
+def donated_earlier(name: str, paths: Sequence[str], *, was_donated: bool) -> DonatedBufferError:
+    """The error for leaves whose values are gone.
+
+    Args:
+      name: of the step.
+      paths: of the leaves.
+      was_donated: whether this step donates the first of them; else somebody else deleted it.
+    """
+    count = f"{len(paths)} leaves, {paths[0]} first, were" if len(paths) > 1 else f"{paths[0]} was"
+    if was_donated:
+        why = (
+            f"{name} writes the new state into the memory of the old one, as jax.jit "
+            "with donate_argnums does, so what is passed in can be used once."
+        )
+        hint = (
+            f"go on with the state that was returned (state = {name}(state, ...)), or "
+            "pass donate_argnums=() to keep the old one, at the price of its memory."
+        )
+    else:
+        why = "another computation took over its memory, or its delete() was called."
+        hint = "pass an array that is alive."
+    return DonatedBufferError(
+        f"{count} donated by an earlier call: the values are gone.",
+        where=paths[0],
+        why=why,
+        hint=hint,
+    )
+
+
+def wrong_arguments(
+    name: str, traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TraceError:
+    """The error for arguments that a step was not compiled for."""
+    lines = differences(traced, args, kwargs)
+    more = [f"- ... {len(lines)} differences in all"] if len(lines) > 6 else []
+    return TraceError(
+        f"{name} was compiled for other arguments.",
+        where=name,
+        why="what it was compiled for, and what it was called with:\n"
+        + "\n".join([*lines[:6], *more]),
+        hint="compile it for these arguments too, or use autopar.parallelize, which plans "
+        "again when shapes change.",
+    )

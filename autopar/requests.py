@@ -1,0 +1,149 @@
+"""What was asked for: options, cluster and plan beside a function and its own arguments."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import AutoparWarning, OptionError, did_you_mean
+from autopar.base.options import Options
+from autopar.plans.plan import Plan
+
+PlanOrPath = Plan | str | os.PathLike[str]
+
+
+class Requested(abc.ABC):
+    """A function that something was asked for already: one that is decorated."""
+
+    @abc.abstractmethod
+    def with_request(
+        self, options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+    ) -> tuple[Callable[..., Any], PlanRequest]:
+        """The plain function, and what was asked for with changes."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What was asked for besides the function and its arguments; `given`: options, unchecked."""
+
+    options: Options
+    given: Mapping[str, Any]
+    cluster: Cluster | None
+    plan: PlanOrPath | None
+
+    @property
+    def progress(self) -> bool | None:
+        """Whether to show progress; None: in a terminal only, which is known when it begins."""
+        progress: bool | None = self.given.get("progress")
+        return progress
+
+    def load(self) -> tuple[Cluster, Plan | None]:
+        """The cluster and the plan to follow."""
+        made = self.plan
+        if made is not None and not isinstance(made, Plan):
+            made = Plan.load(made)
+        if self.cluster is not None:
+            return self.cluster, made
+        return (Cluster.local() if made is None else Cluster.from_dict(made.cluster)), made
+
+
+def _cluster_hint(value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)) and str(value).endswith((".toml", ".json")):
+        return f"write cluster=autopar.Cluster.load({str(value)!r})."
+    if not isinstance(value, str):
+        return "use Cluster.preset(name) or Cluster.local(devices)."
+    try:
+        Cluster.preset(value)
+    except OptionError as unknown:
+        presets = f"the presets are {', '.join(Cluster.presets())}."
+        return f"{unknown.hint or presets} Write cluster=autopar.Cluster.preset(name)."
+    return f"write cluster=autopar.Cluster.preset({value!r})."
+
+
+def make_request(
+    options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+) -> PlanRequest:
+    """Check what was asked for.
+
+    Raises:
+      OptionError: the cluster or the plan is none, or an option is impossible.
+    """
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise OptionError(
+            f"cluster={cluster!r} is not possible.",
+            why="it must be an autopar.Cluster, or None for the devices that JAX sees.",
+            hint=_cluster_hint(cluster),
+        )
+    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
+        raise OptionError(
+            f"plan={plan!r} is not possible.", why="it must be a Plan or the path of its file."
+        )
+    given = dict(options)
+    if given.get("progress", False) is None:
+        del given["progress"]
+    return PlanRequest(Options.from_kwargs(**given), given, cluster, plan)
+
+
+def read_arguments(
+    fn: Any,
+    cluster: Cluster | None,
+    plan: PlanOrPath | None,
+    options_and_kwargs: Mapping[str, Any],
+    caller: str,
+) -> tuple[Callable[..., Any], PlanRequest, dict[str, Any]]:
+    """The plain function, our options, and the step's own arguments by keyword."""
+    names = Options.names()
+    options = {k: v for k, v in options_and_kwargs.items() if k in names}
+    kwargs = {k: v for k, v in options_and_kwargs.items() if k not in names}
+    if isinstance(fn, Requested):  # what is asked for now goes before what it was given
+        fn, request = fn.with_request(options, cluster, plan)
+    elif callable(fn):
+        request = make_request(options, cluster, plan)
+    else:
+        raise OptionError(
+            f"autopar.{caller} takes a function first, and got {fn!r}.",
+            hint=f"autopar.{caller}(train_step, state, batch).",
+        )
+    parameters, takes_any = _keywords(fn)
+    for name in options:
+        if name in parameters:
+            warnings.warn(
+                f"{name}={options[name]!r} is taken as autopar's option, and {name_of(fn)} has a "
+                f"parameter {name!r} of its own. To give the function one by keyword, use "
+                f"functools.partial({name_of(fn)}, {name}=...).",
+                AutoparWarning,
+                stacklevel=3,
+            )
+    unknown = [name for name in kwargs if name not in parameters]
+    if unknown and not takes_any:
+        raise OptionError(
+            f"There is no option {unknown[0]!r}, and {name_of(fn)} has no such parameter.",
+            where=f"autopar.{caller}",
+            why=f"the options are {', '.join(names)}.",
+            hint=did_you_mean(unknown[0], [*names, *parameters]),
+        )
+    return fn, request, kwargs
+
+
+def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
+    """The names that a function takes by keyword, and whether it takes any name."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return set(), True
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return (
+        {p.name for p in parameters if p.kind in named},
+        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+    )
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What people call a function."""
+    return getattr(fn, "__name__", None) or type(fn).__name__
