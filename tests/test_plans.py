@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from autopar.base.cluster import Cluster
 from autopar.base.errors import PlanMismatchError
 from autopar.base.options import Options
-from autopar.base.records import dump_json
-from autopar.plans.plan import (
+from autopar.base.plan_records import (
     Candidate,
     Collective,
     Estimates,
     NodeStrategy,
     OutputCertificate,
-    Plan,
     SolverSummary,
     StagePlan,
     TensorPlan,
     check,
 )
+from autopar.base.records import dump_json
+from autopar.plans.plan import Plan
 
 
 def small_plan() -> Plan:

@@ -21,20 +21,20 @@ import autopar
 from autopar.base import costs
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.options import Options
-from autopar.base.units import format_bytes
-from autopar.passes.pipeline.simulate import simulate_schedule
-from autopar.passes.schedules import make_schedule
-from autopar.plans.plan import (
+from autopar.base.plan_records import (
     Candidate,
     Collective,
     Estimates,
     OutputCertificate,
-    Plan,
     SolverSummary,
     StagePlan,
     TensorPlan,
     check,
 )
+from autopar.base.units import format_bytes
+from autopar.passes.pipeline.simulate import simulate_schedule
+from autopar.passes.schedules import make_schedule
+from autopar.plans.plan import Plan
 from autopar.report import plot_plan, plot_timeline, print_plan, save_plot, save_timeline
 
 

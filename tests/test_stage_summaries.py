@@ -6,8 +6,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.base.plan_records import Collective, StagePlan, StageTransfer, TensorPlan
 from autopar.plans import stage_summaries
-from autopar.plans.plan import Collective, StagePlan, StageTransfer, TensorPlan
 from autopar.plans.stage_summaries import group_stage_collectives, group_transfers
 from autopar.plans.summaries import fold_tensors
 

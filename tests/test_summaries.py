@@ -7,8 +7,8 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.base.plan_records import Collective, TensorPlan
 from autopar.plans import summaries
-from autopar.plans.plan import Collective, TensorPlan
 from autopar.plans.summaries import fold_paths, fold_tensors, group_collectives, short_path
 
 

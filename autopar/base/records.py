@@ -72,6 +72,34 @@ def dump_toml(plain: Mapping[str, Any]) -> str:
     return "\n".join(_toml_lines(plain, "")) + "\n"
 
 
+def differences(left: Any, right: Any, where: str = "") -> list[str]:
+    """What differs between JSON values, one line each; lists of records are matched by names."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        lines = []
+        for key in sorted(left.keys() | right.keys()):
+            inside = f"{where}.{key}" if where else key
+            if key in left and key in right:
+                lines += differences(left[key], right[key], inside)
+            else:
+                lines.append(_difference(left.get(key, _ABSENT), right.get(key, _ABSENT), inside))
+        return lines
+    if isinstance(left, list) and isinstance(right, list):
+        left_named, right_named = _by_name(left), _by_name(right)
+        if left_named is not None and right_named is not None:
+            lines = []
+            for key in dict.fromkeys((*left_named, *right_named)):
+                a, b = left_named.get(key, _ABSENT), right_named.get(key, _ABSENT)
+                lines += differences(a, b, f"{where}[{key}]")
+            if [k for k in left_named if k in right_named] != [
+                k for k in right_named if k in left_named
+            ]:
+                lines.append(f"{where}: in another order")
+            return lines
+    if left == right:
+        return []
+    return [_difference(left, right, where)]
+
+
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
@@ -201,3 +229,32 @@ def _toml_lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         yield ""
         yield f"[{prefix}{key}]"
         yield from _toml_lines(value, f"{prefix}{key}.")
+
+
+_ABSENT = object()
+
+
+def _by_name(items: list[Any]) -> dict[str, Any] | None:
+    """Records by what identifies them, or None where they have no names or share one."""
+    named: dict[str, Any] = {}
+    for item in items:
+        if not isinstance(item, dict):
+            return None
+        parts = [item[key] for key in ("kind", "purpose", "path", "node") if item.get(key)]
+        if "chosen" in item:  # a candidate
+            parts = [item["method"], item["logical_mesh"], item["num_microbatches"], item["note"]]
+        elif "layers" in item:  # a stage
+            parts = ["layers", *item["layers"]]
+        name = " ".join(map(str, parts))
+        if not parts or name in named:
+            return None
+        named[name] = item
+    return named
+
+
+def _difference(left: Any, right: Any, where: str) -> str:
+    def show(value: Any) -> str:
+        text = "(absent)" if value is _ABSENT else json.dumps(value)
+        return text if len(text) <= 80 else text[:77] + "..."
+
+    return f"{where}: {show(left)} -> {show(right)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -70,6 +71,16 @@ def format_flops(flops: float) -> str:
     '3.2 TFLOP'
     """
     return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def format_mesh(sizes: Sequence[int], names: Sequence[str]) -> str:
+    """A logical mesh as `x=4, y=2`."""
+    return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+
+
+def format_microbatches(number: int) -> str:
+    """`1 microbatch`, `4 microbatches`."""
+    return f"{number} microbatch{'' if number == 1 else 'es'}"
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

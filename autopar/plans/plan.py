@@ -8,332 +8,22 @@ cluster give the same bytes. What is needed to run it again without solving is i
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autopar.base.errors import PlanMismatchError
-from autopar.base.records import Record, dump_json
-from autopar.base.step_model import StepModel
-from autopar.base.units import format_bytes, format_seconds, without_rows
-from autopar.plans import plan_text, summaries
-
-if TYPE_CHECKING:
-    from autopar.base.cluster import Cluster
-    from autopar.passes.pipeline.what_if import Simulation
-
-FORMAT_VERSION = 2
-"""Of the JSON form; a file of another format version is refused."""
-
-COLLECTIVE_KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-)
-
-Spec = tuple[tuple[str, ...], ...]
-"""For each dimension of a tensor, the mesh axes that cut it, outermost first."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorPlan(Record):
-    """How one input or output leaf is stored.
-
-    Args:
-      path: where the leaf is in the function's arguments or result.
-      role: what it is used as: "state", "batch", "constant", ...
-      shape, dtype: of the whole tensor.
-      spec: for each dimension, the mesh axes that cut it.
-      bytes: of the whole tensor.
-      bytes_per_device: of the part that each device holds.
-      donated: whether the step consumes the buffer.
-      stages: the pipeline stages that hold it; `spec` names axes of the first one's mesh.
-    """
-
-    path: str
-    role: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: Spec
-    bytes: int
-    bytes_per_device: int
-    donated: bool = False
-    stages: tuple[int, ...] = (0,)
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeStrategy(Record):
-    """The strategy chosen for one node of the intra-operator problem.
-
-    Args:
-      node: its name, unique within the stage.
-      source: `file.py:12` of the user's line that made it (the file's base name), or "".
-      choice: the strategy's name, from which the pass can rebuild it.
-      flops: operations of a whole step, over all devices.
-    """
-
-    node: str
-    source: str
-    choice: str
-    flops: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective(Record):
-    """A collective operation that the compiled step contains.
-
-    Args:
-      kind: one of `COLLECTIVE_KINDS`.
-      axes: the mesh axes over which devices take part together.
-      bytes: of the larger of one device's operand and result: the whole buffer of an all-reduce
-        or an all-to-all, the operand of a reduce-scatter, the result of an all-gather.
-      times: how often it runs in a step.
-      purpose: what it moves: "gradient", "parameter", "activation", ...
-      path: of the tensor that it moves, where that has one.
-      source: `file.py:12` of the user's line, or "".
-      seconds: estimate for running it once.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    times: int
-    purpose: str
-    path: str = ""
-    source: str = ""
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class StagePlan(Record):
-    """One stage of the program on its own device mesh.
-
-    Args:
-      logical_mesh: sizes of the mesh axes, row-major over the stage's devices.
-      axis_names: of the mesh axes.
-      num_devices: the product of `logical_mesh`.
-      strategies: one for each node, in the order of the nodes.
-      collectives: those of a step.
-      mesh: number of the device mesh that runs the stage.
-      layers: the first layer of the stage, and the one behind its last.
-      peak_bytes_per_device: at the worst moment of the step, on the stage's mesh.
-      remat: "full" if the backward pass computes the stage's forward pass again, else "none".
-    """
-
-    logical_mesh: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    num_devices: int
-    strategies: tuple[NodeStrategy, ...] = ()
-    collectives: tuple[Collective, ...] = ()
-    mesh: int = 0
-    layers: tuple[int, int] = (0, 0)
-    peak_bytes_per_device: int = 0
-    remat: str = "none"
-
-
-@dataclasses.dataclass(frozen=True)
-class StageTransfer(Record):
-    """A value that one pipeline stage sends to another.
-
-    Args:
-      source, target: stages.
-      what: "activation", "gradient", a parameter's path, ...
-      shape, dtype: of one transfer.
-      bytes: of one transfer, all devices together.
-      times: how often it is sent in a step.
-    """
-
-    source: int
-    target: int
-    what: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    times: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelinePlan(Record):
-    """How several stages work together.
-
-    Args:
-      schedule: its name.
-      num_meshes: device meshes; stage s is on mesh s % num_meshes.
-      num_chunks: stages per mesh.
-      boundaries: the layers at which the second and later stages begin.
-      splits_backward: whether weight gradients are tasks of their own.
-      bubble_fraction: the share of the meshes' time in which they wait, in the simulated step.
-      transfers: what crosses between stages.
-      model: what the step is made of, for `Plan.simulate`.
-    """
-
-    schedule: str
-    num_meshes: int
-    num_chunks: int
-    boundaries: tuple[int, ...]
-    splits_backward: bool
-    bubble_fraction: float
-    transfers: tuple[StageTransfer, ...]
-    model: StepModel | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputCertificate(Record):
-    """How one output of a microbatched step is put together.
-
-    `how` is "invariant", "sum", "collected", "epilogue", ...
-    """
-
-    path: str
-    how: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimates(Record):
-    """What the cost model expects of a step; `flops` are those of all devices together."""
-
-    step_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    peak_bytes_per_device: int
-    state_bytes_per_device: int
-    flops: float
-
-
-@dataclasses.dataclass(frozen=True)
-class SolverSummary(Record):
-    """What the solver proved about the choice of strategies.
-
-    Costs are in picoseconds; `gap` is (cost - lower_bound) / cost, None if unknown. `nodes`,
-    `edges` and `strategies` count the problem as it was posed, before reductions.
-    """
-
-    cost: int
-    lower_bound: int
-    gap: float | None
-    nodes: int
-    edges: int
-    strategies: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate(Record):
-    """A plan that was considered; estimates are None where it is impossible, as `note` says."""
-
-    method: str
-    logical_mesh: tuple[int, ...]
-    num_microbatches: int
-    step_seconds: float | None
-    peak_bytes_per_device: int | None
-    chosen: bool = False
-    note: str = ""
+from autopar.base.cluster import Cluster
+from autopar.base.plan_records import PlanRecord
+from autopar.base.records import differences
+from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
+from autopar.passes.pipeline.what_if import Simulation, what_if
+from autopar.plans import plan_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan(Record):
+class Plan(PlanRecord):
     """A parallelization plan; `print(plan)` shows what a person needs to know of it.
 
-    Args:
-      autopar_version, jax_version: that made the plan.
-      program_hash: content hash of the program that was planned.
-      options: `Options.to_dict()` of the request.
-      cluster: `Cluster.to_dict()`, all numbers on which the estimates stand.
-      method: the method of the chosen candidate.
-      num_microbatches: the number of equal parts into which the batch is split in time.
-      reason_for_microbatches: one sentence, why not more or fewer.
-      stages: one for each pipeline stage.
-      inputs, outputs: the leaves of the function's arguments (constants last) and results, in
-        order.
-      certificate: how each output is put together from the microbatches.
-      estimates: of a step.
-      solver: what was proved about the choice of strategies.
-      candidates: what was considered.
-      pipeline: how the stages work together; None for a single one.
+    Its fields are those of `PlanRecord`.
     """
-
-    autopar_version: str
-    jax_version: str
-    program_hash: str
-    options: Mapping[str, Any] = dataclasses.field(hash=False)
-    cluster: Mapping[str, Any] = dataclasses.field(hash=False)
-    method: str
-    num_microbatches: int
-    reason_for_microbatches: str
-    stages: tuple[StagePlan, ...]
-    inputs: tuple[TensorPlan, ...]
-    outputs: tuple[TensorPlan, ...]
-    certificate: tuple[OutputCertificate, ...]
-    estimates: Estimates
-    solver: SolverSummary | None = None
-    candidates: tuple[Candidate, ...] = ()
-    pipeline: PipelinePlan | None = None
-    format_version: int = FORMAT_VERSION
-
-    def to_json(self) -> str:
-        """Canonical JSON: equal plans have equal text."""
-        return dump_json(self.to_dict())
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; an existing file is replaced at once or not at all."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(target)
-
-    @classmethod
-    def from_json(cls, text: str, *, where: str | None = None) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Args:
-          text: JSON.
-          where: the file's name, for errors.
-
-        Raises:
-          PlanMismatchError: the text is truncated, is not a plan, or is of another format version.
-        """
-        return _read(text, where)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote.
-
-        Raises:
-          PlanMismatchError: the file is truncated, is not a plan, or is of another format version.
-          OSError: the file cannot be read.
-        """
-        content = Path(path).read_bytes()
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            raise _not_a_plan(os.fspath(path), "it is not UTF-8 text.") from None
-        return _read(text, os.fspath(path))
-
-    def require(self, *, program_hash: str, options: Mapping[str, Any]) -> None:
-        """Checks that this plan was made for a program and options (those of `Options.to_dict`).
-
-        Raises:
-          PlanMismatchError: it was made for others; says which options differ.
-        """
-        differing = _differences(dict(self.options), dict(options), "")
-        if differing:
-            raise PlanMismatchError(
-                "The plan was made with other options.",
-                why="in the plan and now:\n" + "\n".join(f"- {line}" for line in differing),
-                hint="pass the options of the plan, or plan again.",
-            )
-        if self.program_hash != program_hash:
-            raise PlanMismatchError(
-                "The plan was made for another program.",
-                why=f"the plan's program has the content hash {self.program_hash[:12]}, this one "
-                f"{program_hash[:12]}: the code, the shapes or dtypes of the arguments, or a "
-                f"library changed (the plan was made with jax {self.jax_version}).",
-                hint="plan again for this program.",
-            )
 
     def simulate(
         self,
@@ -371,8 +61,6 @@ class Plan(Record):
           ScheduleError: there is no such schedule, or it needs what the plan does not have.
           PlanMismatchError: the plan was saved without what a simulation needs.
         """
-        from autopar.passes.pipeline.what_if import what_if
-
         return what_if(
             self,
             schedule=schedule,
@@ -388,19 +76,19 @@ class Plan(Record):
         Tensors, nodes and the like are matched by their names. The lines are a tuple, which is
         shown line by line.
         """
-        return Differences(_differences(self.to_dict(), other.to_dict(), ""))
+        return Differences(differences(self.to_dict(), other.to_dict()))
 
     def __str__(self) -> str:
         return plan_text.render(self)
 
     def __repr__(self) -> str:
         meshes = "; ".join(
-            summaries.format_mesh(stage.logical_mesh, stage.axis_names) for stage in self.stages
+            format_mesh(stage.logical_mesh, stage.axis_names) for stage in self.stages
         )
         step = format_seconds(self.estimates.step_seconds)
         return (
             f"<Plan {self.method} on {meshes}, "
-            f"{summaries.format_microbatches(self.num_microbatches)}, {step} a step, "
+            f"{format_microbatches(self.num_microbatches)}, {step} a step, "
             f"{format_bytes(self.estimates.peak_bytes_per_device)} a device>"
         )
 
@@ -412,146 +100,3 @@ class Differences(tuple[str, ...]):
 
     def __repr__(self) -> str:
         return "\n".join(self) or "no differences"
-
-
-def check(plan: Plan) -> None:
-    """Asserts what every plan must satisfy: specs fit their tensors, collectives their mesh.
-
-    Raises:
-      AssertionError: says what does not hold.
-    """
-    assert plan.format_version == FORMAT_VERSION, f"format version {plan.format_version}"
-    assert plan.num_microbatches >= 1, f"{plan.num_microbatches} microbatches"
-    assert plan.stages, "a plan has at least one stage"
-    for stage in plan.stages:
-        _check_stage(stage)
-    for tensor in (*plan.inputs, *plan.outputs):
-        known_stages = all(0 <= s < len(plan.stages) for s in tensor.stages)
-        assert known_stages, f"{tensor.path} is on stages {tensor.stages}"
-        stage = plan.stages[tensor.stages[0]]
-        _check_tensor(tensor, dict(zip(stage.axis_names, stage.logical_mesh, strict=True)))
-    known = {without_rows(tensor.path) for tensor in plan.outputs}
-    for entry in plan.certificate:
-        assert entry.path in known, f"the certificate names {entry.path!r}, which is no output"
-
-
-def _check_stage(stage: StagePlan) -> None:
-    mesh = summaries.format_mesh(stage.logical_mesh, stage.axis_names)
-    assert math.prod(stage.logical_mesh) == stage.num_devices, (
-        f"{mesh}: {stage.num_devices} devices"
-    )
-    assert len(set(stage.axis_names)) == len(stage.axis_names), f"axis names repeat: {mesh}"
-    for item in stage.collectives:
-        assert item.kind in COLLECTIVE_KINDS, f"unknown collective {item.kind!r}"
-        assert item.axes and set(item.axes) <= set(stage.axis_names), f"{item} is not on {mesh}"
-        assert item.bytes >= 0 and item.times >= 1, str(item)
-    names = [strategy.node for strategy in stage.strategies]
-    assert len(set(names)) == len(names), "two strategies are for one node"
-
-
-def _check_tensor(tensor: TensorPlan, sizes: Mapping[str, int]) -> None:
-    assert len(tensor.spec) == len(tensor.shape), f"{tensor.path}: {tensor.spec} for {tensor.shape}"
-    used = [axis for axes in tensor.spec for axis in axes]
-    assert len(set(used)) == len(used), f"{tensor.path}: an axis cuts two dimensions: {tensor.spec}"
-    assert set(used) <= set(sizes), f"{tensor.path}: {tensor.spec} names an unknown axis"
-    for size, axes in zip(tensor.shape, tensor.spec, strict=True):
-        assert size % math.prod(sizes[a] for a in axes) == 0, f"{tensor.path}: {axes} cut {size}"
-    cut = math.prod(sizes[axis] for axis in used)
-    assert tensor.bytes_per_device * cut == tensor.bytes, (
-        f"{tensor.path}: {tensor.bytes} over {cut}"
-    )
-
-
-def _read(text: str, where: str | None) -> Plan:
-    try:
-        plain = json.loads(text)
-    except json.JSONDecodeError as error:
-        # A file that was cut short fails at its end, or stops inside a word or a number.
-        rest = text[error.pos :].strip()
-        is_cut_short = not rest or not text.rstrip().endswith("}")
-        if text.lstrip().startswith("{") and is_cut_short:
-            raise PlanMismatchError(
-                "The plan file is truncated.",
-                where=where,
-                why=f"it ends after {len(text)} characters, inside line {text.count(chr(10)) + 1}.",
-                hint="copy the file again, or plan again.",
-            ) from None
-        raise _not_a_plan(where, f"it is not JSON: {error}.") from None
-    if not isinstance(plain, dict) or not isinstance(plain.get("format_version"), int):
-        raise _not_a_plan(where, "it has no format_version.")
-    if plain["format_version"] != FORMAT_VERSION:
-        raise PlanMismatchError(
-            f"The plan file is of format version {plain['format_version']}.",
-            where=where,
-            why=f"this version of autopar reads format version {FORMAT_VERSION}; the file was "
-            f"written by autopar {plain.get('autopar_version', 'of unknown version')}.",
-            hint="plan again, or use that version of autopar.",
-        )
-    try:
-        plan = Plan.from_dict(plain)
-        check(plan)
-    except (TypeError, AssertionError) as error:
-        raise _not_a_plan(where, f"{error}.") from None
-    return plan
-
-
-def _not_a_plan(where: str | None, why: str) -> PlanMismatchError:
-    return PlanMismatchError(
-        "The file is not a plan.", where=where, why=why, hint="give a file that Plan.save wrote."
-    )
-
-
-def _differences(left: Any, right: Any, where: str) -> list[str]:
-    if isinstance(left, dict) and isinstance(right, dict):
-        lines = []
-        for key in sorted(left.keys() | right.keys()):
-            inside = f"{where}.{key}" if where else key
-            if key in left and key in right:
-                lines += _differences(left[key], right[key], inside)
-            else:
-                lines.append(_difference(left.get(key, _ABSENT), right.get(key, _ABSENT), inside))
-        return lines
-    if isinstance(left, list) and isinstance(right, list):
-        left_named, right_named = _by_name(left), _by_name(right)
-        if left_named is not None and right_named is not None:
-            lines = []
-            for key in dict.fromkeys((*left_named, *right_named)):
-                a, b = left_named.get(key, _ABSENT), right_named.get(key, _ABSENT)
-                lines += _differences(a, b, f"{where}[{key}]")
-            if [k for k in left_named if k in right_named] != [
-                k for k in right_named if k in left_named
-            ]:
-                lines.append(f"{where}: in another order")
-            return lines
-    if left == right:
-        return []
-    return [_difference(left, right, where)]
-
-
-_ABSENT = object()
-
-
-def _by_name(items: list[Any]) -> dict[str, Any] | None:
-    """Records by what identifies them, or None where they have no names or share one."""
-    named: dict[str, Any] = {}
-    for item in items:
-        if not isinstance(item, dict):
-            return None
-        parts = [item[key] for key in ("kind", "purpose", "path", "node") if item.get(key)]
-        if "chosen" in item:  # a candidate
-            parts = [item["method"], item["logical_mesh"], item["num_microbatches"], item["note"]]
-        elif "layers" in item:  # a stage
-            parts = ["layers", *item["layers"]]
-        name = " ".join(map(str, parts))
-        if not parts or name in named:
-            return None
-        named[name] = item
-    return named
-
-
-def _difference(left: Any, right: Any, where: str) -> str:
-    def show(value: Any) -> str:
-        text = "(absent)" if value is _ABSENT else json.dumps(value)
-        return text if len(text) <= 80 else text[:77] + "..."
-
-    return f"{where}: {show(left)} -> {show(right)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.base.units import format_bytes, format_flops, format_seconds
+from autopar.base.units import format_bytes, format_flops, format_mesh, format_seconds
 from autopar.plans.stage_summaries import (
     format_homes,
     format_layers,
@@ -16,17 +16,22 @@ from autopar.plans.stage_summaries import (
 from autopar.plans.summaries import (
     describe_cluster,
     fold_tensors,
-    format_mesh,
     format_value,
     group_certificate,
     results_of,
 )
 
 if TYPE_CHECKING:
-    from autopar.plans.plan import Candidate, PipelinePlan, Plan, SolverSummary, TensorPlan
+    from autopar.base.plan_records import (
+        Candidate,
+        PipelinePlan,
+        PlanRecord,
+        SolverSummary,
+        TensorPlan,
+    )
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanRecord) -> str:
     """The summary of a plan, its tensors, collectives, certificate and candidates."""
     blocks = [_summary(plan)]
     if plan.pipeline is not None:
@@ -61,7 +66,7 @@ def describe_pipeline(pipeline: PipelinePlan, num_stages: int) -> str:
     )
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: PlanRecord) -> list[str]:
     rows = [
         (
             f"  {number}",
@@ -77,7 +82,7 @@ def _stages(plan: Plan) -> list[str]:
     return _table(header, rows, "llrlrr")
 
 
-def _transfers(plan: Plan) -> list[str]:
+def _transfers(plan: PlanRecord) -> list[str]:
     assert plan.pipeline is not None
     rows = [
         (f"  {group.routes}", group.what, group.value, str(group.count), format_bytes(group.bytes))
@@ -89,7 +94,7 @@ def _transfers(plan: Plan) -> list[str]:
     return _table(header, rows, "lllrr")
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: PlanRecord) -> list[str]:
     estimates = plan.estimates
     lines = [f"autopar plan: {plan.method}"]
     meshes = {format_mesh(stage.logical_mesh, stage.axis_names): None for stage in plan.stages}
@@ -116,7 +121,7 @@ def _summary(plan: Plan) -> list[str]:
     return lines
 
 
-def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> list[str]:
+def _tensors(title: str, tensors: Sequence[TensorPlan], plan: PlanRecord) -> list[str]:
     staged = plan.pipeline is not None
     rows = [
         (
@@ -135,7 +140,7 @@ def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> list[str]
     return _table(header, rows, "lllrr")
 
 
-def _collectives(plan: Plan) -> list[str]:
+def _collectives(plan: PlanRecord) -> list[str]:
     staged = plan.pipeline is not None
     rows = [
         (
@@ -157,7 +162,7 @@ def _collectives(plan: Plan) -> list[str]:
     return _table(header, rows, "lllrrr")
 
 
-def _certificate(plan: Plan) -> list[str]:
+def _certificate(plan: PlanRecord) -> list[str]:
     rows = [
         (f"  {how}" if i == 0 else "", str(count) if i == 0 else "", name)
         for how, count, names in group_certificate(plan)

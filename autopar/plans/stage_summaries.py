@@ -18,7 +18,7 @@ from autopar.plans.summaries import (
 )
 
 if TYPE_CHECKING:
-    from autopar.plans.plan import Plan, StagePlan, StageTransfer
+    from autopar.base.plan_records import PlanRecord, StagePlan, StageTransfer
 
 _Route = tuple[int, int]
 
@@ -165,7 +165,7 @@ def group_stage_collectives(
     )
 
 
-def stage_contents(plan: Plan) -> tuple[tuple[str, ...], ...]:
+def stage_contents(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     """For each stage, folded names of the parts of the model that are stored there.
 
     They are the names below the first large part of the state: `block_{0..5}` of

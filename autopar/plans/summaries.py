@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.plans.plan import Collective, Plan, TensorPlan
+    from autopar.base.plan_records import Collective, PlanRecord, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _name_set(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
 
 
-def group_certificate(plan: Plan) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+def group_certificate(plan: PlanRecord) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
     """For each way in which outputs are put together: their number, and folded paths.
 
     Outputs that are new state are only counted, because there are many and their names are known.
@@ -169,7 +169,7 @@ def group_certificate(plan: Plan) -> tuple[tuple[str, int, tuple[str, ...]], ...
     return tuple(rows)
 
 
-def results_of(plan: Plan) -> tuple[TensorPlan, ...]:
+def results_of(plan: PlanRecord) -> tuple[TensorPlan, ...]:
     """The outputs worth a line of their own: all but new state laid out as the old one is."""
 
     def layouts(tensors: Iterable[TensorPlan]) -> Counter[object]:
@@ -203,16 +203,6 @@ def format_value(tensor: TensorPlan) -> str:
     return f"{tensor.dtype}[{', '.join(dims)}]"
 
 
-def format_mesh(sizes: Sequence[int], names: Sequence[str]) -> str:
-    """A logical mesh as `x=4, y=2`."""
-    return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-
-
-def format_microbatches(number: int) -> str:
-    """`1 microbatch`, `4 microbatches`."""
-    return f"{number} microbatch{'' if number == 1 else 'es'}"
-
-
 def describe_cluster(cluster: Mapping[str, object]) -> str:
     """One line for a plan's cluster, such as `2 nodes of 8 x H100-SXM`."""
     nodes, devices = cluster.get("num_nodes", 1), cluster.get("devices_per_node", "?")
@@ -221,7 +211,7 @@ def describe_cluster(cluster: Mapping[str, object]) -> str:
     return f"{nodes} node{'' if nodes == 1 else 's'} of {devices} x {kind}"
 
 
-def memory_limit(plan: Plan) -> int | None:
+def memory_limit(plan: PlanRecord) -> int | None:
     """Bytes that the plan may use on each device, or None where neither user nor cluster say."""
     limit = plan.options.get("memory_limit")
     if limit is None and isinstance(plan.cluster.get("device"), Mapping):
@@ -243,7 +233,7 @@ def relative_path(path: str, category: str) -> str:
     return "/".join(names)
 
 
-def input_categories(plan: Plan) -> dict[str, str]:
+def input_categories(plan: PlanRecord) -> dict[str, str]:
     """A name for what each input belongs to: the part of the state, or its role.
 
     The part is the first name by which paths of the state differ: `params` of `state/params/w`.

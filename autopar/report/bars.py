@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.base.units import format_bytes, format_seconds
-from autopar.plans.plan import Candidate, Plan
-from autopar.plans.summaries import CollectiveGroup, format_microbatches, memory_limit
+from autopar.base.plan_records import Candidate
+from autopar.base.units import format_bytes, format_microbatches, format_seconds
+from autopar.plans.plan import Plan
+from autopar.plans.summaries import CollectiveGroup, memory_limit
 from autopar.report.palette import GREY, INK, KINDS, MINE, QUIET
 
 if TYPE_CHECKING:

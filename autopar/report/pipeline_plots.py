@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.base.units import format_bytes, format_seconds
-from autopar.plans.plan import Plan, StagePlan
+from autopar.base.plan_records import StagePlan
+from autopar.base.units import format_bytes, format_microbatches, format_seconds
+from autopar.plans.plan import Plan
 from autopar.plans.plan_text import describe_pipeline
 from autopar.plans.stage_summaries import TransferGroup, group_transfers
-from autopar.plans.summaries import (
-    describe_cluster,
-    format_microbatches,
-    group_collectives,
-    short_path,
-)
+from autopar.plans.summaries import describe_cluster, group_collectives, short_path
 from autopar.report.bars import (
     MAX_BARS,
     draw_bars,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from autopar.base.units import format_bytes, format_seconds
+from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.plans.plan import Plan
 from autopar.plans.summaries import (
     describe_cluster,
-    format_mesh,
-    format_microbatches,
     group_collectives,
     input_categories,
     memory_limit,

@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autopar.base.plan_records import Candidate, TensorPlan
 from autopar.base.units import format_bytes, format_flops, format_seconds
-from autopar.plans.plan import Candidate, Plan, TensorPlan
+from autopar.plans.plan import Plan
 from autopar.plans.plan_text import describe_pipeline, describe_solver
 from autopar.plans.stage_summaries import format_homes, format_stages, group_stage_collectives
 from autopar.plans.summaries import (

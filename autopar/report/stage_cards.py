@@ -6,10 +6,10 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from autopar.base.units import format_bytes, format_seconds
+from autopar.base.units import format_bytes, format_mesh, format_seconds
 from autopar.plans.plan import Plan
 from autopar.plans.stage_summaries import format_layers, stage_contents
-from autopar.plans.summaries import format_mesh, memory_limit
+from autopar.plans.summaries import memory_limit
 from autopar.report.palette import GREY, INK, MINE, OTHERS, QUIET, TASK_COLORS
 from autopar.report.stage_tables import task_seconds
 

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.base.errors import AutoparError
+from autopar.base.plan_records import PipelinePlan
 from autopar.base.units import format_bytes, format_seconds
-from autopar.plans.plan import PipelinePlan, Plan
+from autopar.plans.plan import Plan
 from autopar.plans.stage_summaries import format_layers, group_transfers, stage_contents
 from autopar.report.task_spans import TASKS, task_spans
 

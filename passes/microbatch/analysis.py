@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.errors import InexactMicrobatchError
+from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import State
@@ -19,7 +20,6 @@ from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
 from autopar.passes.microbatch.whole_batch import Costs, Culprit, measure
 from autopar.passes.primitives.factor_rule import FactorRule
-from autopar.plans.plan import OutputCertificate
 
 
 @dataclass(frozen=True)

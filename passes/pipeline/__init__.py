@@ -11,7 +11,7 @@ In the order in which they are met:
 - `simulate`: the virtual clock (`autopar.passes.pipeline.simulate.simulate`);
 - `what_if`: another schedule, other links or more devices for a plan that was saved;
 - `single`: a step of one stage as such a program;
-- `timeline`, `chrome`: when everything happened, simulated or measured, and its pictures.
+- `timeline`: when everything happened, simulated or measured, and its pictures.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any, cast
 from autopar.base.cluster import Cluster, Link
 from autopar.base.costs import alpha_beta
 from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
+from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
 from autopar.passes.pipeline.buffer_memory import peak_bytes
 from autopar.passes.pipeline.emit import emit
@@ -25,7 +26,6 @@ from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.named import SCHEDULES
 from autopar.passes.schedules.schedule import Schedule
-from autopar.plans.plan import PipelinePlan, Plan
 
 _LOOP = ("F", "B", "W")
 
@@ -85,7 +85,7 @@ class _Scales:
 
 
 def what_if(
-    plan: Plan,
+    plan: PlanRecord,
     *,
     schedule: Any = None,
     microbatches: int | None = None,
@@ -170,7 +170,7 @@ def _order(pipeline: PipelinePlan, wanted: Any, count: int) -> Schedule:
 
 
 def _scales(
-    plan: Plan, rows: float, cluster: Cluster | None, link_scale: float, compute_scale: float
+    plan: PlanRecord, rows: float, cluster: Cluster | None, link_scale: float, compute_scale: float
 ) -> _Scales:
     old = Cluster.from_dict(plan.cluster)
     new = old if cluster is None else cluster
@@ -223,7 +223,7 @@ def _inside(cluster: Cluster, size: int) -> Link:
     return cluster.intra_node if size <= cluster.devices_per_node else cluster.inter_node
 
 
-def _one_stage(plan: Plan, scales: _Scales) -> Timeline:
+def _one_stage(plan: PlanRecord, scales: _Scales) -> Timeline:
     """One run; what is not compute is taken as bytes on links."""
     found, name = plan.estimates, "step"
     kept = sum(x.bytes_per_device for x in plan.inputs if not x.donated)
@@ -246,7 +246,7 @@ def _one_stage(plan: Plan, scales: _Scales) -> Timeline:
 
 
 def _several(
-    plan: Plan, pipeline: PipelinePlan, model: StepModel, schedule: Schedule, scales: _Scales
+    plan: PlanRecord, pipeline: PipelinePlan, model: StepModel, schedule: Schedule, scales: _Scales
 ) -> Timeline:
     values = [
         Value(

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, MemoryLimitError
 from autopar.base.options import Options
+from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
@@ -46,7 +47,7 @@ from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch, check_pins
-from autopar.plans.plan import OutputCertificate, Plan
+from autopar.plans.plan import Plan
 
 Report = Callable[[str], None]
 

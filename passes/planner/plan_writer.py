@@ -15,6 +15,17 @@ from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import collective_seconds
 from autopar.base.errors import PlanMismatchError
 from autopar.base.options import Options
+from autopar.base.plan_records import (
+    Candidate,
+    Collective,
+    Estimates,
+    NodeStrategy,
+    PipelinePlan,
+    SolverSummary,
+    StagePlan,
+    StageTransfer,
+    TensorPlan,
+)
 from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.pieces.pieces import Pieces, Runnable
@@ -42,18 +53,7 @@ from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Program, Version
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
-from autopar.plans.plan import (
-    Candidate,
-    Collective,
-    Estimates,
-    NodeStrategy,
-    PipelinePlan,
-    Plan,
-    SolverSummary,
-    StagePlan,
-    StageTransfer,
-    TensorPlan,
-)
+from autopar.plans.plan import Plan
 
 
 def write_plan(

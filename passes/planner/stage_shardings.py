@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
 from autopar.base.options import Options
+from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.primitives.factor_rule import FactorRule
@@ -22,7 +23,6 @@ from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import resolve_pins, restriction
 from autopar.passes.sharding.spmd_program import Program
 from autopar.passes.solver import Infeasible, Solution, solve
-from autopar.plans.plan import OutputCertificate
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from autopar.base.plan_records import Collective
 from autopar.passes.graph.graph import user_source
 from autopar.passes.sharding.reshard import COLLECTIVES, Step
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Program, Reshard
-from autopar.plans.plan import Collective
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:

@@ -68,7 +68,7 @@ def versions() -> tuple[tuple[str, str], ...]:
     import jax
     import jaxlib.version
 
-    from autopar import __version__
+    from autopar.base.version import __version__
 
     python = ".".join(map(str, sys.version_info[:2]))
     return (
