@@ -7,9 +7,10 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.base.plan_records import Collective, TensorPlan
-from autopar.plans import summaries
-from autopar.plans.summaries import fold_paths, fold_tensors, group_collectives, short_path
+from autopar.base.plan_records import Collective, StagePlan, StageTransfer, TensorPlan
+from autopar.report import path_folding, summaries
+from autopar.report.path_folding import fold_paths, short_path
+from autopar.report.summaries import fold_tensors, group_collectives, group_transfers
 
 
 def tensor(path: str, *shape: int, role: str = "state") -> TensorPlan:
@@ -20,7 +21,10 @@ def tensor(path: str, *shape: int, role: str = "state") -> TensorPlan:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(summaries).failed == 0
+    for module in (path_folding, summaries):
+        results = doctest.testmod(module)
+        assert results.attempted > 0
+        assert results.failed == 0
 
 
 def test_short_paths() -> None:
@@ -100,10 +104,88 @@ def test_collectives_add_up() -> None:
     def collective(purpose: str, num_bytes: int, times: int, seconds: float) -> Collective:
         return Collective("all-reduce", ("x",), num_bytes, times, purpose, seconds=seconds)
 
-    groups = group_collectives(
-        [collective("b", 10, 2, 1.0), collective("a", 1, 1, 9.0), collective("b", 5, 1, 0.5)]
-    )
+    items = (collective("b", 10, 2, 1.0), collective("a", 1, 1, 9.0), collective("b", 5, 1, 0.5))
+    groups = group_collectives([StagePlan((2,), ("x",), 2, (), items)])
     assert [(g.purpose, g.count, g.bytes, g.seconds) for g in groups] == [
         ("a", 1, 1, 9.0),
         ("b", 3, 25, 2.5),
     ]
+
+
+def transfer(source: int, target: int, what: str, times: int = 1) -> StageTransfer:
+    return StageTransfer(source, target, what, (2, 3), "float32", 24, times)
+
+
+def rows(num_stages: int, *transfers: StageTransfer) -> list[tuple[str, str, int, int]]:
+    groups = group_transfers(transfers, num_stages)
+    return [(g.routes, g.what, g.count, g.bytes) for g in groups]
+
+
+def test_routes_that_many_programs_have_get_names() -> None:
+    stages = range(4)
+    chain = [transfer(s, s + 1, "activation", 8) for s in stages[:-1]]
+    back = [transfer(s + 1, s, "gradient", 8) for s in stages[:-1]]
+    scalars = [transfer(s, t, "scalar") for s, t in itertools.permutations(stages, 2)]
+    out = [transfer(0, t, f"state['{name}']") for name in ("step", "key") for t in (1, 2, 3)]
+    home = [transfer(s, 2, "sum") for s in (0, 1, 3)]
+    assert rows(4, *scalars, *out, *chain, *home, *back) == [
+        ("each to the next", "activation", 24, 24 * 24),
+        ("each to the one before", "gradient", 24, 24 * 24),
+        ("each to all others", "scalar", 12, 12 * 24),
+        ("0 to all others", "state/{step,key}", 6, 6 * 24),
+        ("all others to 2", "sum", 3, 3 * 24),
+    ]
+
+
+def test_other_routes_are_written_out() -> None:
+    assert rows(4, transfer(0, 1, "x", 2), transfer(0, 3, "x", 2), transfer(2, 3, "x", 2)) == [
+        ("0 to 1, 3", "x", 4, 96),
+        ("2 to 3", "x", 2, 48),
+    ]
+    assert rows(4, transfer(0, 3, "x"), transfer(2, 3, "x")) == [("0, 2 to 3", "x", 2, 48)]
+    assert rows(2, transfer(0, 1, "x"), transfer(1, 0, "x")) == [
+        ("0 to 1", "x", 1, 24),
+        ("1 to 0", "x", 1, 24),
+    ]
+
+
+routes = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
+names = st.sampled_from(["activation", "state.a0", "state.a1", "scalar"])
+transfers = st.builds(
+    lambda route, what, times: transfer(route[0], route[1], what, times),
+    routes,
+    names,
+    st.sampled_from([1, 4]),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(transfers, max_size=20))
+def test_nothing_is_lost_or_counted_twice(items: list[StageTransfer]) -> None:
+    groups = group_transfers(items, 4)
+    assert sum(g.count for g in groups) == sum(item.times for item in items)
+    assert sum(g.bytes for g in groups) == sum(item.times * item.bytes for item in items)
+    assert len({(g.routes, g.what, g.per_microbatch) for g in groups}) == len(groups)
+
+
+def test_equal_collectives_of_stages_take_one_row() -> None:
+    def stage(*sizes: int) -> StagePlan:
+        found = [
+            Collective("all-reduce", ("x",), n, 1, "gradient", seconds=n * 1e-6) for n in sizes
+        ]
+        return StagePlan((2,), ("x",), 2, (), tuple(found))
+
+    found = group_collectives([stage(5, 5), stage(3), stage(4, 6)])
+    assert [(g.count, g.bytes, g.stages) for g in found] == [(2, 10, (0, 2)), (1, 3, (1,))]
+
+
+def test_tensors_fold_over_stages_and_are_counted_on_the_fullest_mesh() -> None:
+    def stored(i: int, *stages: int) -> TensorPlan:
+        return TensorPlan(f"w{i}", "state", (4,), "float32", ((),), 16, 16, stages=stages)
+
+    (group,) = fold_tensors([stored(0, 0), stored(1, 1), stored(2, 2), stored(3, 0, 3)])
+    assert group.path == "w{0..3}"
+    assert (group.bytes, group.bytes_per_device) == (64, 32)
+    assert group.stages == ((0,), (1,), (2,), (0, 3))
+    (group,) = fold_tensors([stored(0, 0), stored(1, 1), stored(2, 2)], meshes=[0, 1, 0])
+    assert group.bytes_per_device == 32

@@ -15,7 +15,6 @@ from autopar.base.plan_records import PlanRecord
 from autopar.base.records import differences
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.what_if import Simulation, what_if
-from autopar.plans import plan_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -79,7 +78,9 @@ class Plan(PlanRecord):
         return Differences(differences(self.to_dict(), other.to_dict()))
 
     def __str__(self) -> str:
-        return plan_text.render(self)
+        from autopar.report.plan_tables import plan_text  # it loads Rich
+
+        return plan_text(self)
 
     def __repr__(self) -> str:
         meshes = "; ".join(

@@ -1,15 +1,20 @@
-"""Bars with their values: what is communicated, and which plans were considered."""
+"""Bars with their values: memory, what is communicated, and which plans were considered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.base.plan_records import Candidate
+from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
-from autopar.plans.plan import Plan
-from autopar.plans.summaries import CollectiveGroup, memory_limit
-from autopar.report.palette import GREY, INK, KINDS, MINE, QUIET
+from autopar.report.palette import GREY, INK, KINDS, MINE, PARTS, QUIET
+from autopar.report.path_folding import short_path
+from autopar.report.summaries import (
+    CollectiveGroup,
+    TransferGroup,
+    input_categories,
+    memory_limit,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +61,27 @@ def draw_communication(
         footnote(axes, f"and {len(groups) - len(shown)} smaller")
 
 
-def draw_candidates(axes: Axes, plan: Plan, *, rows: int = MAX_BARS) -> None:
+def draw_transfers(axes: Axes, groups: Sequence[TransferGroup], *, rows: int) -> None:
+    """Draws what crosses between stages, by its bytes."""
+    heading(axes, "Sent between stages in a step", above=10)
+    if not groups:
+        axes.axis("off")
+        axes.text(0, 0.9, "nothing", fontsize=11, color=QUIET, transform=axes.transAxes, va="top")
+        return
+    shown = sorted(groups, key=lambda group: -group.bytes)[:MAX_BARS]
+    draw_bars(
+        axes,
+        [float(group.bytes) for group in shown],
+        [f"{_last_names(group.what)}\n{group.routes}" for group in shown],
+        [f"{format_bytes(group.bytes)}, {group.count} x" for group in shown],
+        [MINE] * len(shown),
+        rows=rows,
+    )
+    if len(groups) > len(shown):
+        footnote(axes, f"and {len(groups) - len(shown)} smaller")
+
+
+def draw_candidates(axes: Axes, plan: PlanRecord, *, rows: int = MAX_BARS) -> None:
     """Draws the plans that were considered, by their seconds, the chosen one first."""
     possible = [(item.step_seconds, item) for item in plan.candidates if item.step_seconds]
     possible = sorted(possible, key=lambda pair: (not pair[1].chosen, pair[0]))
@@ -80,7 +105,7 @@ def draw_candidates(axes: Axes, plan: Plan, *, rows: int = MAX_BARS) -> None:
         footnote(axes, "and " + ", ".join(notes))
 
 
-def _candidate_label(item: Candidate, plan: Plan) -> str:
+def _candidate_label(item: Candidate, plan: PlanRecord) -> str:
     mesh = "x".join(map(str, item.logical_mesh))
     parts = format_microbatches(item.num_microbatches)
     if plan.pipeline is not None and item.note:
@@ -96,6 +121,69 @@ def _candidate_value(item: Candidate, limit: int | None) -> str:
         if limit is not None and item.peak_bytes_per_device > limit:
             parts.append("too large")
     return ", ".join([*parts, "chosen"] if item.chosen else parts)
+
+
+def _last_names(what: str, width: int = 24) -> str:
+    """The end of a path that is too long for a label."""
+    names = short_path(what).split("/")
+    while len(names) > 1 and len("/".join(names)) > width:
+        del names[0]
+    return "/".join(names)
+
+
+def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
+    """Draws what fills a device at the peak, side by side."""
+    parts = _memory_parts(plan)
+    limit = memory_limit(plan)
+    total = sum(size for _, size in parts)
+    heading(axes, "Memory of a device", above=22)
+    left = 0.0
+    for (name, size), color in zip(parts, PARTS, strict=False):
+        label = f"{name}  {format_bytes(size)}"
+        axes.barh(0, size, left=left, color=color, height=1, label=label, edgecolor="white")
+        left += size
+    axes.set_ylim(-0.5, 0.5)
+    axes.set_xlim(0, max(total * 1.02, 1))
+    axes.axis("off")
+    caption = f"{format_bytes(plan.estimates.peak_bytes_per_device)} at the peak"
+    if limit:
+        share = plan.estimates.peak_bytes_per_device / limit
+        caption += f", {f'{share:.1%}' if share >= 0.001 else 'little'} of {format_bytes(limit)}"
+    axes.annotate(
+        caption,
+        (0, 1),
+        (0, 6),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=10,
+        color=QUIET,
+        annotation_clip=False,
+    )
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(-0.01, -0.08),
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+        handlelength=1,
+        columnspacing=1.2,
+        labelcolor=INK,
+    )
+
+
+def _memory_parts(plan: PlanRecord) -> list[tuple[str, int]]:
+    """What fills a device at the peak: parts of the state, other inputs, and what is computed."""
+    categories = input_categories(plan)
+    sizes: dict[str, int] = {}
+    for tensor in plan.inputs:
+        name = categories[tensor.path]
+        sizes[name] = sizes.get(name, 0) + tensor.bytes_per_device
+    peak = max(plan.estimates.peak_bytes_per_device, sum(sizes.values()))
+    parts = sorted(sizes.items(), key=lambda item: -item[1])
+    large = [(name, size) for name, size in parts[:5] if size > 0.001 * peak]
+    small = sum(sizes.values()) - sum(size for _, size in large)
+    rest = [("other inputs", small), ("computed values", peak - sum(sizes.values()))]
+    return [*large, *((name, size) for name, size in rest if size)]
 
 
 def draw_bars(

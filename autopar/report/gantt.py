@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autopar.base.units import format_bytes, format_seconds
-from autopar.plans.stage_summaries import format_stages
 from autopar.report.palette import INK, MESHES, QUIET, WAITING
+from autopar.report.summaries import format_stages
 from autopar.report.task_spans import TASKS, Span, task_spans
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ def plot_timeline(timeline: Timeline, title: str = "") -> Figure:
     """
     from matplotlib.figure import Figure
 
-    rows = rows_height(timeline)
+    rows, across = rows_height(timeline), WIDTH - LEFT - RIGHT
     height = rows + _MEMORY_HEIGHT + 1.6
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
     draw_timeline(
-        _axes(figure, 0.5, rows),
+        place(figure, LEFT, 0.5, across, rows),
         timeline,
         title or f"{timeline.program.schedule.name}: {step_caption(timeline)}",
     )
-    draw_memory(_axes(figure, 0.5 + rows + 0.8, _MEMORY_HEIGHT), timeline)
+    draw_memory(place(figure, LEFT, 0.5 + rows + 0.8, across, _MEMORY_HEIGHT), timeline)
     return figure
 
 
@@ -61,11 +61,12 @@ def step_caption(timeline: Timeline) -> str:
     return f"{format_seconds(timeline.step_seconds)} a step, {timeline.bubble_fraction:.0%} bubble"
 
 
-def _axes(figure: Figure, top: float, height: float) -> Axes:
-    """Axes as wide as the figure, at so many inches from its top."""
+def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes whose upper left corner is so many inches from that of the figure."""
     whole = figure.get_figheight()
-    width = 1 - (LEFT + RIGHT) / WIDTH
-    return figure.add_axes((LEFT / WIDTH, 1 - (top + height) / whole, width, height / whole))
+    return figure.add_axes(
+        (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
+    )
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, title: str) -> None:

@@ -1,29 +1,54 @@
-"""A plan as a picture: how tensors are cut, what fills the memory, what moves, what was tried."""
+"""A plan as a picture: how tensors are cut, what fills the memory, what moves, what was tried.
+
+Several stages are shown first, with the simulated step.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autopar.base.plan_records import PlanRecord, StagePlan
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
-from autopar.plans.plan import Plan
-from autopar.plans.summaries import (
-    describe_cluster,
-    group_collectives,
-    input_categories,
-    memory_limit,
+from autopar.passes.pipeline.timeline import Timeline
+from autopar.report.bars import (
+    MAX_BARS,
+    draw_candidates,
+    draw_communication,
+    draw_memory_parts,
+    draw_transfers,
 )
-from autopar.report.bars import draw_candidates, draw_communication, heading
-from autopar.report.palette import INK, PARTS, QUIET
-from autopar.report.pipeline_plots import plot_pipeline
-from autopar.report.tiles import draw_tiles
+from autopar.report.gantt import (
+    LEFT,
+    RIGHT,
+    WIDTH,
+    draw_memory,
+    draw_timeline,
+    place,
+    rows_height,
+    step_caption,
+)
+from autopar.report.palette import INK, QUIET
+from autopar.report.stage_cards import cards_height, draw_cards
+from autopar.report.summaries import (
+    describe_cluster,
+    describe_pipeline,
+    group_collectives,
+    group_transfers,
+    simulated,
+)
+from autopar.report.tiles import draw_tiles, tiles_height
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Inches.
+_EDGE, _TITLE, _MEMORY = 0.4, 1.15, 1.2
+_ROW_OF_TILES, _BAR, _AROUND_BARS = 1.7, 0.385, 0.8
 
-def plot_plan(plan: Plan) -> Figure:
+
+def plot_plan(plan: PlanRecord) -> Figure:
     """A picture of a plan, for `figure.savefig` or a notebook.
 
     A pipelined plan shows its stages, what crosses between them and the simulated step first.
@@ -32,16 +57,21 @@ def plot_plan(plan: Plan) -> Figure:
     with the part that device 0 holds in a darker colour. On the right are memory, communication and
     the alternatives that were considered.
     """
-    from matplotlib.figure import Figure
+    return _plot_one_mesh(plan) if len(plan.stages) == 1 else _plot_stages(plan)
 
-    if plan.pipeline is not None:
-        return plot_pipeline(plan)
-    figure = Figure(figsize=(16, 9.6), facecolor="white")
+
+def save_plot(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
+    """Writes the picture of a plan; the file's ending (`.png`, `.svg`, `.pdf`) is its format."""
+    plot_plan(plan).savefig(path, dpi=110)
+
+
+def _plot_one_mesh(plan: PlanRecord) -> Figure:
+    figure = _figure(9.6)
     _draw_title(figure, plan)
     draw_tiles(figure.add_axes((0.025, 0.02, 0.61, 0.835)), plan)
     left, width = 0.755, 0.225
-    _draw_memory(figure.add_axes((left, 0.76, width, 0.055)), plan)
-    groups = group_collectives(plan.stages[0].collectives)
+    draw_memory_parts(figure.add_axes((left, 0.76, width, 0.055)), plan)
+    groups = group_collectives(plan.stages)
     draw_communication(
         figure.add_axes((left, 0.355, width, 0.265)), groups, "Communication in a step"
     )
@@ -49,75 +79,79 @@ def plot_plan(plan: Plan) -> Figure:
     return figure
 
 
-def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes the picture of a plan; the file's ending (`.png`, `.svg`, `.pdf`) is its format."""
-    plot_plan(plan).savefig(path, dpi=110)
+def _plot_stages(plan: PlanRecord) -> Figure:
+    timeline = simulated(plan)
+    cards = cards_height(plan)
+    rows = 0.9 if isinstance(timeline, str) else rows_height(timeline) + _MEMORY + 1.45
+    number, stage = _busiest(plan.stages)
+    collectives = group_collectives([stage])
+    sent = group_transfers(plan.pipeline.transfers, len(plan.stages)) if plan.pipeline else ()
+    tried = [item for item in plan.candidates if item.step_seconds]
+    bars = [min(max(len(shown), 1), MAX_BARS) for shown in (sent, collectives, tried)]
+    below = max(
+        tiles_height(plan) * _ROW_OF_TILES, sum(_BAR * rows + _AROUND_BARS for rows in bars)
+    )
+    figure = _figure(_TITLE + cards + rows + below + 0.5)
+    _draw_title(figure, plan)
+    draw_cards(place(figure, _EDGE, _TITLE, WIDTH - 2 * _EDGE, cards), plan)
+    _draw_step(figure, timeline, _TITLE + cards + 0.5)
+    top = _TITLE + cards + rows + 0.4
+    draw_tiles(place(figure, _EDGE, top, 9.75, below), plan, height=below / _ROW_OF_TILES)
+    places = []
+    for num_rows in bars:
+        places.append(place(figure, 12.1, top, 3.55, _BAR * num_rows))
+        top += _BAR * num_rows + _AROUND_BARS
+    draw_transfers(places[0], sent, rows=bars[0])
+    title = f"Communication in a step of stage {number}"
+    draw_communication(places[1], collectives, title, rows=bars[1])
+    draw_candidates(places[2], plan, rows=bars[2])
+    return figure
 
 
-def _draw_title(figure: Figure, plan: Plan) -> None:
+def _figure(height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH, height), facecolor="white")
+
+
+def _draw_step(figure: Figure, timeline: Timeline | str, top: float) -> None:
+    """The simulated step and its memory, or why there is none."""
+    if isinstance(timeline, str):
+        axes = place(figure, _EDGE, top, WIDTH - 2 * _EDGE, 0.1)
+        axes.axis("off")
+        axes.text(0, 0, f"No simulated step: {timeline}", fontsize=10, color=QUIET)
+        return
+    across, height = WIDTH - LEFT - RIGHT, rows_height(timeline)
+    title = f"A step as it is simulated: {step_caption(timeline)}"
+    draw_timeline(place(figure, LEFT, top, across, height), timeline, title)
+    draw_memory(place(figure, LEFT, top + height + 0.75, across, _MEMORY), timeline)
+
+
+def _draw_title(figure: Figure, plan: PlanRecord) -> None:
     estimates = plan.estimates
-    stage = plan.stages[0]
-    mesh = format_mesh(stage.logical_mesh, stage.axis_names)
+    where = f"{plan.method} on {describe_cluster(plan.cluster)}"
     parts = format_microbatches(plan.num_microbatches)
-    title = f"{plan.method} on {describe_cluster(plan.cluster)}, mesh {mesh}, {parts}"
-    step = (
-        f"about {format_seconds(estimates.step_seconds)} a step "
-        f"({format_seconds(estimates.communication_seconds)} of communication) "
-        f"and {format_bytes(estimates.peak_bytes_per_device)} on each device"
-    )
-    figure.text(0.025, 0.957, title, fontsize=18, weight="bold", color=INK, va="center")
-    figure.text(0.025, 0.918, step, fontsize=12.5, color=QUIET, va="center")
+    seconds = f"about {format_seconds(estimates.step_seconds)} a step"
+    size = format_bytes(estimates.peak_bytes_per_device)
+    if plan.pipeline is None:
+        stage = plan.stages[0]
+        title = f"{where}, mesh {format_mesh(stage.logical_mesh, stage.axis_names)}, {parts}"
+        communication = format_seconds(estimates.communication_seconds)
+        step = f"{seconds} ({communication} of communication) and {size} on each device"
+    else:
+        stages = describe_pipeline(plan.pipeline, len(plan.stages)).split(",")[0]
+        title = f"{where}: {stages}, {parts}"
+        schedule = plan.pipeline.schedule
+        step = f"schedule {schedule}, {seconds}, and {size} on the fullest devices"
+    x, height = _EDGE / WIDTH, figure.get_figheight()
+    figure.text(x, 1 - 0.42 / height, title, fontsize=18, weight="bold", color=INK, va="center")
+    figure.text(x, 1 - 0.79 / height, step, fontsize=12.5, color=QUIET, va="center")
 
 
-def _draw_memory(axes: Axes, plan: Plan) -> None:
-    parts = _memory_parts(plan)
-    limit = memory_limit(plan)
-    total = sum(size for _, size in parts)
-    heading(axes, "Memory of a device", above=22)
-    left = 0.0
-    for (name, size), color in zip(parts, PARTS, strict=False):
-        label = f"{name}  {format_bytes(size)}"
-        axes.barh(0, size, left=left, color=color, height=1, label=label, edgecolor="white")
-        left += size
-    axes.set_ylim(-0.5, 0.5)
-    axes.set_xlim(0, max(total * 1.02, 1))
-    axes.axis("off")
-    caption = f"{format_bytes(plan.estimates.peak_bytes_per_device)} at the peak"
-    if limit:
-        share = plan.estimates.peak_bytes_per_device / limit
-        caption += f", {f'{share:.1%}' if share >= 0.001 else 'little'} of {format_bytes(limit)}"
-    axes.annotate(
-        caption,
-        (0, 1),
-        (0, 6),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=10,
-        color=QUIET,
-        annotation_clip=False,
-    )
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(-0.01, -0.08),
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-        handlelength=1,
-        columnspacing=1.2,
-        labelcolor=INK,
-    )
+def _busiest(stages: Sequence[StagePlan]) -> tuple[int, StagePlan]:
+    """The first stage of those that communicate most."""
 
+    def seconds(item: tuple[int, StagePlan]) -> float:
+        return sum(each.seconds * each.times for each in item[1].collectives)
 
-def _memory_parts(plan: Plan) -> list[tuple[str, int]]:
-    """What fills a device at the peak: parts of the state, other inputs, and what is computed."""
-    categories = input_categories(plan)
-    sizes: dict[str, int] = {}
-    for tensor in plan.inputs:
-        name = categories[tensor.path]
-        sizes[name] = sizes.get(name, 0) + tensor.bytes_per_device
-    peak = max(plan.estimates.peak_bytes_per_device, sum(sizes.values()))
-    parts = sorted(sizes.items(), key=lambda item: -item[1])
-    large = [(name, size) for name, size in parts[:5] if size > 0.001 * peak]
-    small = sum(sizes.values()) - sum(size for _, size in large)
-    rest = [("other inputs", small), ("computed values", peak - sum(sizes.values()))]
-    return [*large, *((name, size) for name, size in rest if size)]
+    return max(enumerate(stages), key=seconds)

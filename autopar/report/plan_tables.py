@@ -1,46 +1,52 @@
-"""A plan as Rich tables for a terminal or a notebook."""
+"""A plan as tables: what `print(plan)` shows as text, and `print_plan` in a terminal's colours."""
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from autopar.base.plan_records import Candidate, TensorPlan
+from autopar.base.plan_records import PlanRecord, TensorPlan
 from autopar.base.units import format_bytes, format_flops, format_seconds
-from autopar.plans.plan import Plan
-from autopar.plans.plan_text import describe_pipeline, describe_solver
-from autopar.plans.stage_summaries import format_homes, format_stages, group_stage_collectives
-from autopar.plans.summaries import (
+from autopar.report.path_folding import relative_path
+from autopar.report.summaries import (
     describe_cluster,
+    describe_pipeline,
+    describe_solver,
     fold_tensors,
+    format_homes,
+    format_layers,
+    format_stages,
     group_certificate,
+    group_collectives,
+    group_transfers,
     input_categories,
     memory_limit,
     most_bytes_per_device,
-    relative_path,
     results_of,
-)
-from autopar.report.stage_tables import (
-    TimelineRows,
     simulated,
-    stages_table,
-    table,
-    transfers_table,
+    stage_contents,
+    task_seconds,
 )
+from autopar.report.task_spans import TASKS
+from autopar.report.timeline_rows import TimelineRows
 
 # One colour for each mesh axis, in every table.
 _AXIS_STYLES = ("bold cyan", "bold magenta", "bold yellow")
 _BAR_WIDTH = 20
+_TEXT_WIDTH = 120
+_MAX_NAMES = 3
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: PlanRecord, console: Console | None = None) -> None:
     """Prints a plan as tables.
 
     Args:
@@ -50,134 +56,260 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     (console or Console()).print(plan_tables(plan))
 
 
-def plan_tables(plan: Plan) -> RenderableType:
-    """The summary, stages, tensors, collectives, certificate and candidates of a plan."""
-    styles = _axis_styles(plan)
-    parts: list[RenderableType] = [_summary(plan, styles)]
-    if plan.pipeline is not None:
-        parts += [stages_table(plan, styles), _timeline(plan), transfers_table(plan)]
-    for title, tensors in (("Inputs", plan.inputs), ("Results", results_of(plan))):
-        if tensors:
-            parts.append(_tensors(title, tensors, plan))
-    parts.append(_collectives(plan, styles))
-    if plan.certificate:
-        parts.append(_certificate(plan))
-    if plan.candidates:
-        parts.append(_candidates(plan.candidates))
-    return Group(*parts)
-
-
-def _axis_styles(plan: Plan) -> dict[str, str]:
-    names = dict.fromkeys(name for stage in plan.stages for name in stage.axis_names)
-    return {name: _AXIS_STYLES[i % len(_AXIS_STYLES)] for i, name in enumerate(names)}
-
-
-def _summary(plan: Plan, styles: Mapping[str, str]) -> Panel:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    grid.add_row("method", Text(plan.method, style="bold"))
-    shapes = dict.fromkeys((stage.axis_names, stage.logical_mesh) for stage in plan.stages)
-    for i, (names, sizes) in enumerate(shapes):
-        mesh = Text()
-        for name, size in zip(names, sizes, strict=True):
-            mesh.append(f"{name}={size}  ", style=styles[name])
-        grid.add_row("mesh" if i == 0 else "", mesh)
-    mesh.append(describe_cluster(plan.cluster))
-    if plan.pipeline is not None:
-        grid.add_row("pipeline", describe_pipeline(plan.pipeline, len(plan.stages)))
-    microbatches = Text(str(plan.num_microbatches), style="bold")
-    grid.add_row("microbatches", microbatches.append(f"  {plan.reason_for_microbatches}", "dim"))
-    grid.add_row("step", _step(plan))
-    grid.add_row("memory", _memory(plan))
-    if plan.solver is not None:
-        grid.add_row("solver", describe_solver(plan.solver))
-    return Panel(grid, title="autopar plan", title_align="left", border_style="blue")
-
-
-def _step(plan: Plan) -> Text:
-    estimates = plan.estimates
-    text = Text(format_seconds(estimates.step_seconds), style="bold")
-    text.append(" estimated  ", "dim")
-    text.append_text(
-        _bar(
-            (estimates.compute_seconds, "green"),
-            (estimates.communication_seconds, "red"),
-            total=estimates.compute_seconds + estimates.communication_seconds,
-        )
+def plan_text(plan: PlanRecord) -> str:
+    """The same tables as text without colours, 120 columns wide at most."""
+    text = io.StringIO()
+    plain = Console(
+        width=_TEXT_WIDTH, file=text, color_system=None, force_terminal=False, force_jupyter=False
     )
-    text.append(f"  compute {format_seconds(estimates.compute_seconds)}", "green")
-    text.append(f"  communication {format_seconds(estimates.communication_seconds)}", "red")
-    return text.append(f"  {format_flops(estimates.flops)}", "dim")
+    plain.print(plan_tables(plan))
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def _memory(plan: Plan) -> Text:
-    estimates = plan.estimates
-    state, peak = estimates.state_bytes_per_device, estimates.peak_bytes_per_device
-    limit = memory_limit(plan)
-    text = Text(format_bytes(peak), style="bold")
-    text.append(" a device  ", "dim")
-    text.append_text(_bar((state, "blue"), (peak - state, "yellow"), total=limit or peak))
-    text.append(f"  state {format_bytes(state)}", "blue")
-    text.append(f"  the rest {format_bytes(max(peak - state, 0))}", "yellow")
-    return text.append(f"  of {format_bytes(limit)}" if limit else "", "dim")
+def plan_tables(plan: PlanRecord) -> RenderableType:
+    """The summary, stages, tensors, collectives, certificate and candidates of a plan."""
+    return Group(*_Tables(plan).all())
+
+
+class _Tables:
+    """The tables of one plan, which share the colours of its mesh axes."""
+
+    def __init__(self, plan: PlanRecord) -> None:
+        self.plan = plan
+        names = dict.fromkeys(name for stage in plan.stages for name in stage.axis_names)
+        self.styles = {name: _AXIS_STYLES[i % len(_AXIS_STYLES)] for i, name in enumerate(names)}
+        self.meshes = [stage.mesh for stage in plan.stages]
+        self.staged = len(plan.stages) > 1
+
+    def all(self) -> Iterator[RenderableType]:
+        yield self.summary()
+        if self.staged:
+            yield self.stages()
+            timeline = simulated(self.plan)
+            if isinstance(timeline, str):
+                yield Text(f"\nA step, simulated: {timeline}\n", "dim")
+            else:
+                yield TimelineRows(timeline)
+            yield self.transfers()
+        yield self.tensors("Inputs", self.plan.inputs)
+        if results := results_of(self.plan):
+            yield self.tensors("Results", results)
+        yield self.collectives()
+        if self.plan.certificate:
+            yield self.certificate()
+        if self.plan.candidates:
+            yield self.candidates()
+
+    def summary(self) -> Panel:
+        plan, grid = self.plan, Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column()
+        _add(grid, "method", Text(plan.method, style="bold"))
+        shapes = dict.fromkeys((stage.axis_names, stage.logical_mesh) for stage in plan.stages)
+        meshes = [self.mesh(*shape) for shape in shapes]
+        meshes[-1].append(f"  {describe_cluster(plan.cluster)}")
+        for i, mesh in enumerate(meshes):
+            _add(grid, "mesh" if i == 0 else "", mesh)
+        if plan.pipeline is not None:
+            _add(grid, "pipeline", describe_pipeline(plan.pipeline, len(plan.stages)))
+        reason = (f"  {plan.reason_for_microbatches}", "dim")
+        _add(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
+        _add(grid, "step", self.step())
+        _add(grid, "memory", self.memory())
+        if plan.solver is not None:
+            _add(grid, "solver", describe_solver(plan.solver))
+        return Panel.fit(grid, title="autopar plan", title_align="left", border_style="blue")
+
+    def mesh(self, names: Sequence[str], sizes: Sequence[int]) -> Text:
+        axes = zip(names, sizes, strict=True)
+        return Text("  ").join(Text(f"{name}={size}", self.styles[name]) for name, size in axes)
+
+    def step(self) -> Text:
+        estimates = self.plan.estimates
+        compute, communication = estimates.compute_seconds, estimates.communication_seconds
+        bar = _bar((compute, "green"), (communication, "red"), total=compute + communication)
+        return Text.assemble(
+            (format_seconds(estimates.step_seconds), "bold"),
+            (" estimated  ", "dim"),
+            bar,
+            (f"  compute {format_seconds(compute)}", "green"),
+            (f"  communication {format_seconds(communication)}", "red"),
+            (f"  {format_flops(estimates.flops)}", "dim"),
+        )
+
+    def memory(self) -> Text:
+        state = self.plan.estimates.state_bytes_per_device
+        peak = self.plan.estimates.peak_bytes_per_device
+        limit = memory_limit(self.plan)
+        return Text.assemble(
+            (format_bytes(peak), "bold"),
+            (" a device  ", "dim"),
+            _bar((state, "blue"), (peak - state, "yellow"), total=limit or peak),
+            (f"  state {format_bytes(state)}", "blue"),
+            (f"  the rest {format_bytes(max(peak - state, 0))}", "yellow"),
+            (f"  of {format_bytes(limit)}" if limit else "", "dim"),
+        )
+
+    def stages(self) -> Table:
+        """A row for each stage: what it holds, on which mesh, how long it takes, its memory."""
+        seconds = task_seconds(self.plan.pipeline)
+        kinds = [kind for kind in TASKS if kind in seconds and kind in "FBW"]
+        headings = [TASKS[kind].short_name for kind in kinds]
+        right = ("stage", *headings, "peak")
+        table = _table("Stages", "stage", "layers", "state", "mesh", *headings, "peak", right=right)
+        table.collapse_padding = True
+        for column in table.columns:
+            column.no_wrap = column.header != "state"
+        contents = stage_contents(self.plan)
+        for number, stage in enumerate(self.plan.stages):
+            names = list(contents[number][:_MAX_NAMES])
+            if more := len(contents[number]) - len(names):
+                names.append(f"{more} more")
+            mesh = self.mesh(stage.axis_names, stage.logical_mesh)
+            _add(
+                table,
+                str(number),
+                format_layers(stage.layers),
+                ", ".join(names),
+                Text.assemble((f"{stage.mesh}  ", "dim"), mesh),
+                *(format_seconds(seconds[kind].get(number, 0.0)) for kind in kinds),
+                format_bytes(stage.peak_bytes_per_device),
+            )
+        tasks = f"{', '.join(headings)}: of one microbatch; " if kinds else ""
+        return _captioned(table, f"{tasks}peak: of a device's memory")
+
+    def transfers(self) -> RenderableType:
+        """A row for each kind of value that crosses between stages."""
+        pipeline = self.plan.pipeline
+        groups = group_transfers(pipeline.transfers, len(self.plan.stages)) if pipeline else ()
+        if not groups:
+            return Text("\nNothing is sent between stages.", "bold")
+        columns, right = ("from and to", "what", "value"), ("a step", "bytes")
+        table = _table("Sent between stages", *columns, *right, right=right)
+        for i, group in enumerate(groups):
+            if i and groups[i - 1].per_microbatch != group.per_microbatch:
+                table.add_section()
+            size = format_bytes(group.bytes)
+            _add(table, group.routes, group.what, group.value, f"{group.count} x", size)
+        return table
+
+    def tensors(self, title: str, tensors: Sequence[TensorPlan]) -> Table:
+        """A row for each group of tensors, under headings for parts of the state and roles."""
+        categories = input_categories(self.plan)
+        columns, right = ("path", "type", "shape, cut along"), ("tensors", "all", "per device")
+        stage = ("stage",) if self.staged else ()
+        table = _table(title, *columns, *right, *stage, right=right)
+        members: dict[str, list[TensorPlan]] = {}
+        for tensor in tensors:
+            members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
+        for category, kind in members.items():
+            donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
+            table.add_section()
+            _add(table, category + donated, "", "", *self.totals(kind), style="bold")
+            for group in fold_tensors(kind, self.meshes):
+                _add(
+                    table,
+                    _Path(relative_path(group.path, category)),
+                    _short_dtype(group.tensor.dtype),
+                    _shape(group.tensor, self.styles),
+                    str(group.count),
+                    format_bytes(group.bytes),
+                    format_bytes(group.bytes_per_device),
+                    *((format_homes(group.stages),) if self.staged else ()),
+                )
+        if len(members) > 1:
+            table.add_section()
+            _add(table, "together", "", "", *self.totals(tensors), style="bold")
+        if any(tensor.donated for tensor in tensors):
+            note = "donated: the step reuses the buffer, the caller's array is gone"
+            return _captioned(table, note)
+        return table
+
+    def totals(self, tensors: Sequence[TensorPlan]) -> tuple[str, str, str]:
+        size = sum(tensor.bytes for tensor in tensors)
+        per_device = most_bytes_per_device(tensors, self.meshes)
+        return str(len(tensors)), format_bytes(size), format_bytes(per_device)
+
+    def collectives(self) -> RenderableType:
+        groups = group_collectives(self.plan.stages)
+        if not groups:
+            return Text("\nNo communication between devices.", "bold")
+        right = ("a step", "bytes", "estimate")
+        title = "Communication within stages" if self.staged else "Communication"
+        columns = ("purpose", "collective", "along", *right, *(("stage",) if self.staged else ()))
+        table = _table(f"{title} in a step", *columns, right=right)
+        for group in groups:
+            _add(
+                table,
+                group.purpose,
+                group.kind,
+                Text(" ").join(Text(axis, self.styles[axis]) for axis in group.axes),
+                f"{group.count} x",
+                format_bytes(group.bytes),
+                format_seconds(group.seconds),
+                *((format_stages(group.stages),) if self.staged else ()),
+            )
+        return table
+
+    def certificate(self) -> Table:
+        title = "How outputs come out of the microbatches"
+        table = _table(title, "how", "outputs", "which", right=("outputs",))
+        for how, count, names in group_certificate(self.plan):
+            _add(table, how, str(count), "\n".join(names))
+        return table
+
+    def candidates(self) -> Table:
+        right = ("microbatches", "step", "peak memory")
+        table = _table("Considered", "", "method", "mesh", *right, "note", right=right)
+        for item in self.plan.candidates:
+            step, peak = item.step_seconds, item.peak_bytes_per_device
+            _add(
+                table,
+                "▶" if item.chosen else "",
+                item.method,
+                " x ".join(map(str, item.logical_mesh)),
+                str(item.num_microbatches),
+                "-" if step is None else format_seconds(step),
+                "-" if peak is None else format_bytes(peak),
+                item.note,
+                style="bold green" if item.chosen else "",
+            )
+        return table
+
+
+def _table(title: str, *columns: str, right: Sequence[str]) -> Table:
+    """An empty table as all of a plan's tables look; `right` names columns of numbers."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1)
+    )
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: RenderableType, style: str = "") -> None:
+    """Adds a row whose texts are shown as they are: brackets in them are no markup."""
+    shown = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+    table.add_row(*shown, style=style)
+
+
+def _captioned(table: Table, caption: str) -> Table:
+    table.caption, table.caption_justify = f"{caption}\n", "left"
+    return table
 
 
 def _bar(*parts: tuple[float, str], total: float) -> Text:
-    """Parts of a total side by side, each in its colour; what is left stays dim."""
+    """Parts of a total side by side, each in its colour and its own line; the rest stays thin."""
     text = Text()
-    for size, style in parts:
+    for (size, style), line in zip(parts, "━═", strict=True):
         share = size / total if total else 0.0
-        text.append("━" * min(round(share * _BAR_WIDTH), _BAR_WIDTH - len(text)), style)
-    return text.append("━" * (_BAR_WIDTH - len(text)), "bright_black")
-
-
-def _tensors(title: str, tensors: Sequence[TensorPlan], plan: Plan) -> Table:
-    """A row for each group of tensors, under a heading for each part of the state and each role."""
-    styles = _axis_styles(plan)
-    categories = input_categories(plan)
-    right = ("tensors", "all", "per device")
-    staged = plan.pipeline is not None
-    columns = ("path", "type", "shape, cut along", *right, *(("stage",) if staged else ()))
-    meshes = [stage.mesh for stage in plan.stages]
-    made = table(title, *columns, right=right)
-    members: dict[str, list[TensorPlan]] = {}
-    for tensor in tensors:
-        members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
-    for category, kind in members.items():
-        donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
-        made.add_section()
-        made.add_row(category + donated, "", "", *_totals(kind, meshes), style="bold")
-        for group in fold_tensors(kind, meshes):
-            made.add_row(
-                _Path(relative_path(group.path, category)),
-                _short_dtype(group.tensor.dtype),
-                _shape(group.tensor, styles),
-                str(group.count),
-                format_bytes(group.bytes),
-                format_bytes(group.bytes_per_device),
-                *((format_homes(group.stages),) if staged else ()),
-            )
-    if len(members) > 1:
-        made.add_section()
-        made.add_row("together", "", "", *_totals(tensors, meshes), style="bold")
-    if any(tensor.donated for tensor in tensors):
-        made.caption = "donated: the step reuses the buffer, the caller's array is gone\n"
-        made.caption_justify = "left"
-    return made
-
-
-def _totals(tensors: Sequence[TensorPlan], meshes: Sequence[int]) -> tuple[str, str, str]:
-    return (
-        str(len(tensors)),
-        format_bytes(sum(tensor.bytes for tensor in tensors)),
-        format_bytes(most_bytes_per_device(tensors, meshes)),
-    )
+        text.append(line * min(round(share * _BAR_WIDTH), _BAR_WIDTH - len(text)), style)
+    return text.append("─" * (_BAR_WIDTH - len(text)), "bright_black")
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A path, indented; a narrow column breaks it behind `/` and `,` rather than inside a name."""
+    """A path, indented; a narrow column breaks it after `/` and `,` rather than inside a name."""
 
     path: str
 
@@ -212,59 +344,3 @@ def _shape(tensor: TensorPlan, styles: Mapping[str, str]) -> Text:
         for axis in axes:
             text.append("/", "dim").append(axis, styles[axis])
     return text if tensor.shape else Text("scalar", "dim")
-
-
-def _timeline(plan: Plan) -> RenderableType:
-    found = simulated(plan)
-    if isinstance(found, str):
-        return Text(f"\nA step, simulated: {found}\n", "dim")
-    return TimelineRows(found)
-
-
-def _collectives(plan: Plan, styles: Mapping[str, str]) -> RenderableType:
-    rows = group_stage_collectives(plan.stages)
-    if not rows:
-        return Text("\nNo communication between devices.", "bold")
-    staged = plan.pipeline is not None
-    right = ("a step", "bytes", "estimate")
-    title = "Communication within stages" if staged else "Communication"
-    columns = ("purpose", "collective", "along", *right, *(("stage",) if staged else ()))
-    made = table(f"{title} in a step", *columns, right=right)
-    for group, stages in rows:
-        along = Text(" ").join(Text(axis, styles[axis]) for axis in group.axes)
-        made.add_row(
-            group.purpose,
-            group.kind,
-            along,
-            f"{group.count} x",
-            format_bytes(group.bytes),
-            format_seconds(group.seconds),
-            *((format_stages(stages),) if staged else ()),
-        )
-    return made
-
-
-def _certificate(plan: Plan) -> Table:
-    right = ("outputs",)
-    made = table("How outputs come out of the microbatches", "how", *right, "which", right=right)
-    for how, count, names in group_certificate(plan):
-        made.add_row(how, str(count), "\n".join(names))
-    return made
-
-
-def _candidates(candidates: Sequence[Candidate]) -> Table:
-    right = ("microbatches", "step", "peak memory")
-    made = table("Considered", "", "method", "mesh", *right, "note", right=right)
-    for item in candidates:
-        step, peak = item.step_seconds, item.peak_bytes_per_device
-        made.add_row(
-            "▶" if item.chosen else "",
-            item.method,
-            " x ".join(map(str, item.logical_mesh)),
-            str(item.num_microbatches),
-            "-" if step is None else format_seconds(step),
-            "-" if peak is None else format_bytes(peak),
-            item.note,
-            style="bold green" if item.chosen else "",
-        )
-    return made

@@ -6,12 +6,10 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from autopar.base.plan_records import PlanRecord
 from autopar.base.units import format_bytes, format_mesh, format_seconds
-from autopar.plans.plan import Plan
-from autopar.plans.stage_summaries import format_layers, stage_contents
-from autopar.plans.summaries import memory_limit
 from autopar.report.palette import GREY, INK, MINE, OTHERS, QUIET, TASK_COLORS
-from autopar.report.stage_tables import task_seconds
+from autopar.report.summaries import format_layers, memory_limit, stage_contents, task_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,13 +21,13 @@ _HEIGHT, _SPACE = 2.2, 0.3
 _PADDING = 0.14
 
 
-def cards_height(plan: Plan) -> float:
+def cards_height(plan: PlanRecord) -> float:
     """Inches that the cards of a plan need."""
     rows = min(math.ceil(len(plan.stages) / _CARDS_IN_ROW), _MAX_ROWS)
     return rows * (_HEIGHT + _SPACE) - _SPACE
 
 
-def draw_cards(axes: Axes, plan: Plan) -> None:
+def draw_cards(axes: Axes, plan: PlanRecord) -> None:
     """Draws the stages in rows, with arrows for what crosses between neighbours."""
     from matplotlib.figure import Figure
 
@@ -54,7 +52,9 @@ def draw_cards(axes: Axes, plan: Plan) -> None:
         axes.text(across, cards_height(plan) + 0.2, more, ha="right", fontsize=9, color=QUIET)
 
 
-def _draw_card(axes: Axes, plan: Plan, number: int, left: float, top: float, width: float) -> None:
+def _draw_card(
+    axes: Axes, plan: PlanRecord, number: int, left: float, top: float, width: float
+) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     stage = plan.stages[number]
@@ -82,7 +82,7 @@ def _draw_card(axes: Axes, plan: Plan, number: int, left: float, top: float, wid
     mesh = format_mesh(stage.logical_mesh, stage.axis_names)
     axes.text(x, top + 0.98, f"mesh {stage.mesh}:  {mesh}", color=QUIET, **small)
     _draw_devices(axes, stage.logical_mesh, x, top + 1.1, right - x)
-    seconds = task_seconds(plan.pipeline) if plan.pipeline else {}
+    seconds = task_seconds(plan.pipeline)
     tasks = [
         (seconds[kind][number], color)
         for kind, color in zip("FBW", TASK_COLORS, strict=False)
@@ -92,7 +92,7 @@ def _draw_card(axes: Axes, plan: Plan, number: int, left: float, top: float, wid
     _draw_memory(axes, plan, stage.peak_bytes_per_device, x, top + 1.88, right - x)
 
 
-def _contents(plan: Plan, number: int, width: float) -> list[str]:
+def _contents(plan: PlanRecord, number: int, width: float) -> list[str]:
     """The state of a stage in at most two lines (one where cards are narrow)."""
     text = ", ".join(stage_contents(plan)[number])
     most = 1 if width < 2.2 else 2
@@ -143,7 +143,9 @@ def _draw_shares(
         left += share
 
 
-def _draw_memory(axes: Axes, plan: Plan, peak: int, left: float, top: float, width: float) -> None:
+def _draw_memory(
+    axes: Axes, plan: PlanRecord, peak: int, left: float, top: float, width: float
+) -> None:
     from matplotlib.patches import Rectangle
 
     limit = memory_limit(plan)
@@ -157,7 +159,7 @@ def _draw_memory(axes: Axes, plan: Plan, peak: int, left: float, top: float, wid
 
 
 def _draw_crossing(
-    axes: Axes, plan: Plan, number: int, left: float, top: float, gap: float
+    axes: Axes, plan: PlanRecord, number: int, left: float, top: float, gap: float
 ) -> None:
     """Arrows there and back, with the bytes that cross in a step, all microbatches together."""
     assert plan.pipeline is not None

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.plans.plan import Plan
-from autopar.plans.summaries import TensorGroup, fold_tensors, input_categories, relative_path
+from autopar.base.plan_records import PlanRecord
 from autopar.report.palette import AXIS_COLORS, INK, MINE, OTHERS, QUIET, WHOLE
+from autopar.report.path_folding import relative_path
+from autopar.report.summaries import TensorGroup, fold_tensors, input_categories
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +23,13 @@ _CUT: dict[str, Any] = {"linewidth": 1.4, "solid_capstyle": "butt"}
 # Tiles. Coordinates are in cells: one unit is the width of a column and the height of a row.
 
 
-def tiles_height(plan: Plan) -> float:
+def tiles_height(plan: PlanRecord) -> float:
     """How many rows high the tiles of a plan are, with their headings."""
     bands = _bands(plan)
     return len(bands) + _HEADING * sum(any(title for title, _, _ in band) for band in bands)
 
 
-def draw_tiles(axes: Axes, plan: Plan, *, height: float = 3.2) -> None:
+def draw_tiles(axes: Axes, plan: PlanRecord, *, height: float = 3.2) -> None:
     """Draws the state and the batch of a plan as rows of tiles, with a legend above them.
 
     Few tiles stay at the top instead of growing: the axes are at least so many rows high.
@@ -57,7 +58,7 @@ _Segment = tuple[str, list[TensorGroup], str]
 """A heading (empty in a category's second row), the tensors below it, and their category."""
 
 
-def _bands(plan: Plan) -> list[list[_Segment]]:
+def _bands(plan: PlanRecord) -> list[list[_Segment]]:
     """Rows of tiles. Categories of few tensors come last and share the last rows."""
     category = input_categories(plan)
     members: dict[str, list[TensorGroup]] = {}
@@ -108,7 +109,7 @@ def _places(counts: Sequence[int]) -> list[int]:
 
 def _draw_tile(
     axes: Axes,
-    plan: Plan,
+    plan: PlanRecord,
     group: TensorGroup,
     category: str,
     column: int,
@@ -197,7 +198,7 @@ def _name_lines(path: str, category: str, width: int = 26) -> list[str]:
     return [line if len(line) <= width + 3 else f"..{line[-width:]}" for line in lines]
 
 
-def _draw_legend(axes: Axes, plan: Plan) -> None:
+def _draw_legend(axes: Axes, plan: PlanRecord) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -231,6 +232,6 @@ def _draw_legend(axes: Axes, plan: Plan) -> None:
     )
 
 
-def _axis_colors(plan: Plan) -> dict[str, str]:
+def _axis_colors(plan: PlanRecord) -> dict[str, str]:
     names = dict.fromkeys(name for stage in plan.stages for name in stage.axis_names)
     return dict(zip(names, AXIS_COLORS, strict=False))
