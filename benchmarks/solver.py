@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from contest import load_problem
+from plain_model import plain
 from solver_families import FAMILIES, with_limit
 
 from autopar.passes.solver import (
@@ -38,7 +40,6 @@ from autopar.passes.solver import (
     evaluate,
     is_allowed,
     peak_usage,
-    plain,
     solve,
 )
 
@@ -64,7 +65,7 @@ MEMORY_PROGRAMS = ("mlp", "linen_gpt", "unet", "moe_one_hot")
 
 def measure(path: Path, reference: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     start, cpu = time.monotonic(), time.process_time()
-    problem = Problem.load(path)
+    problem = load_problem(path)
     loaded = time.monotonic() - start
     time_limit = options.time_limit
     if time_limit is None and options.work_limit is None:

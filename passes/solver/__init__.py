@@ -1,20 +1,34 @@
 """The solver for one strategy per node, node and edge costs, and memory over time under a limit.
 
 It is pure: a `Problem` goes in, a `Solution` with a proven lower bound comes out, and nothing of
-JAX is needed. `solve` is the solver, `plain` the plain OR-Tools model to compare it with.
+JAX is needed.
 """
 
-from autopar.passes.solver.plain import plain
-from autopar.passes.solver.problem import (
-    FORBIDDEN,
-    Problem,
-    ProblemError,
-    evaluate,
-    is_allowed,
-    peak_usage,
-)
-from autopar.passes.solver.search import solve
-from autopar.passes.solver.solution import Infeasible, Solution
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.base import lazy as _lazy
+
+if TYPE_CHECKING:
+    from .problem import FORBIDDEN, Problem, ProblemError, evaluate, is_allowed, peak_usage
+    from .search import solve
+    from .solution import Infeasible, Solution
+else:
+    __getattr__, __dir__ = _lazy.exports(
+        __name__,
+        {
+            "FORBIDDEN": ".problem",
+            "Infeasible": ".solution",
+            "Problem": ".problem",
+            "ProblemError": ".problem",
+            "Solution": ".solution",
+            "evaluate": ".problem",
+            "is_allowed": ".problem",
+            "peak_usage": ".problem",
+            "solve": ".search",
+        },
+    )
 
 __all__ = [
     "FORBIDDEN",
@@ -25,6 +39,5 @@ __all__ = [
     "evaluate",
     "is_allowed",
     "peak_usage",
-    "plain",
     "solve",
 ]

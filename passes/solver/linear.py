@@ -17,16 +17,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from autopar.passes.solver.arrays import Floats
 from autopar.passes.solver.dual import Dual, Excesses, first_least
 from autopar.passes.solver.model import INFINITE
 from autopar.passes.solver.problem import Integers
+
+if TYPE_CHECKING:
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
 
 SCALE = 1e5
 """The objective is scaled so that the bound is about this."""
@@ -116,6 +118,8 @@ def relaxation(
     time_limit: float | None = None,
 ) -> Relaxed:
     """Solves the linear relaxation over some strategies and pairs (places in `high`)."""
+    from ortools.math_opt.python import mathopt
+
     start = time.monotonic()
     arrays = dual.arrays
     program, constant, scale, slots_low, slots_high = _program(dual, strategies, pairs)
@@ -163,6 +167,8 @@ def best_in_core(
     and where there is a price: the choice found may have to be repaired. SCIP works in floating
     point, so what it proves is no more than a reason not to look further.
     """
+    from ortools.math_opt.python import mathopt
+
     start = time.monotonic()
     profile = dual.arrays.profile(keep)
     reach = max(1, len(profile) // 40)
@@ -201,6 +207,8 @@ def _program(
     Columns: strategies, pairs, unused room. Rows: one strategy per node, the pairs of a strategy on
     an edge are as much as the strategy (from both ends), memory.
     """
+    from ortools.math_opt import model_pb2
+
     arrays, low, high = dual.arrays, dual.arrays.low, dual.arrays.high
     nodes, points = arrays.num_nodes, len(arrays.room)
     column_of = np.full(len(arrays.costs), -1)
@@ -293,6 +301,8 @@ def _solved(
     seconds: float | None,
 ) -> Any:
     """The result, as a message, of what may take these seconds (None: as long as it takes)."""
+    from ortools.math_opt.python import mathopt
+
     if seconds is not None:
         parameters.time_limit = timedelta(seconds=max(0.001, seconds))
     model = mathopt.Model.from_model_proto(program)

@@ -14,11 +14,11 @@ import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, Floats, flatten
 from autopar.passes.solver.budget import Budget
+from autopar.passes.solver.cp_sat import solve_cp_sat
 from autopar.passes.solver.dual import Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
 from autopar.passes.solver.exclude import excluded
 from autopar.passes.solver.model import Contradiction, Model, saturated
-from autopar.passes.solver.plain import solve_cp_sat
 from autopar.passes.solver.primal import improve
 from autopar.passes.solver.problem import Integers
 from autopar.passes.solver.reduce import reduce

@@ -22,6 +22,7 @@ from autopar.passes.solver.arrays import Arrays, flatten
 from autopar.passes.solver.ascent import SMALL_STEP, STEP, ascend
 from autopar.passes.solver.budget import Budget, OutOfTime, Stop
 from autopar.passes.solver.certificate import certified_bound
+from autopar.passes.solver.cp_sat import solve_cp_sat
 from autopar.passes.solver.dual import Dual
 from autopar.passes.solver.elimination import eliminate, elimination_order
 from autopar.passes.solver.exclude import excluded
@@ -29,7 +30,6 @@ from autopar.passes.solver.flat import Flat
 from autopar.passes.solver.model import Contradiction, Model
 from autopar.passes.solver.neighbourhood import Neighbourhoods
 from autopar.passes.solver.peak import smallest_peak
-from autopar.passes.solver.plain import solve_cp_sat
 from autopar.passes.solver.polish import polish
 from autopar.passes.solver.problem import Integers, Problem
 from autopar.passes.solver.reduce import reduce

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline.pipeline_models import Model, model
+from pipeline_models import Model, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline import instructions

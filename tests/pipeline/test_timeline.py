@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from pipeline.pipeline_models import model
+from pipeline_models import model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Free, Recv, Run, Send

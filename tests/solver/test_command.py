@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from contest import main, save_problem
 from solver_instances import make
-
-from autopar.passes.solver.__main__ import main
 
 
 def test_json_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json.gz"
-    make([[3, 1], [2, 5]], {(0, 1): [[0, 0], [9, 1]]}).save(path)
+    save_problem(make([[3, 1], [2, 5]], {(0, 1): [[0, 0], [9, 1]]}), path)
     assert main([str(path), "--time-limit", "60", "--json"]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
@@ -25,7 +24,7 @@ def test_json_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_infeasible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
-    make([[3, 1]], usages=[[7, 8]], limit=5).save(path)
+    save_problem(make([[3, 1]], usages=[[7, 8]], limit=5), path)
     assert main([str(path), "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["status"] == "infeasible"
