@@ -243,9 +243,7 @@ def test_a_large_infeasible_problem_is_proven_infeasible() -> None:
 
 
 def test_the_solver_does_not_import_jax_and_ortools_only_when_it_is_used() -> None:
-    code = (
-        "import autopar.passes.solver.search, sys; assert not {'jax', 'ortools'} & {*sys.modules}"
-    )
+    code = "import autopar.passes.solver.search, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     loaded = set(done.stdout.split())
     assert "autopar.passes.solver.search" in loaded
