@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lattices import downsets, inclusion_lattice
 from numpy.typing import NDArray
 
-from autopar.passes.planner.lattice import Lattice, downsets, inclusion_lattice
-from autopar.passes.planner.stage_problem import StageKind, StagePath, StageProblem
+from autopar.passes.planner.stage_problem import StageKind, StagePath, StageProblem, Successors
 from autopar.passes.planner.stage_search import best_path
 
 Floats = NDArray[np.float64]
@@ -157,7 +157,9 @@ def _best(workload: Workload, sets: NDArray[np.bool_]) -> StagePath | None:
     return best_path(problem)
 
 
-def _loads(workload: Workload, sets: NDArray[np.bool_], lattice: Lattice) -> tuple[Floats, Floats]:
+def _loads(
+    workload: Workload, sets: NDArray[np.bool_], lattice: Successors
+) -> tuple[Floats, Floats]:
     """`[cuts, cuts]`: the load of an accelerator with what lies between two cuts, and its bytes."""
     members = sets[:, workload.colour].astype(np.float32)
     read = members @ workload.consumers.T.astype(np.float32)
@@ -165,7 +167,7 @@ def _loads(workload: Workload, sets: NDArray[np.bool_], lattice: Lattice) -> tup
     latency, bytes_ = workload.values("fpgaLatency"), workload.values("size")
     loads = np.full((len(sets), len(sets)), np.inf)
     sizes = np.zeros((len(sets), len(sets)))
-    for start, after in enumerate(lattice.successors):
+    for start, after in enumerate(lattice):
         inside = members[after] - members[start]
         # How many of each node's readers are inside: sends if not all, is received if any.
         inside_readers = read[after] - read[start]

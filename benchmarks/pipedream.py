@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lattices import from_predecessors
 from numpy.typing import NDArray
 
-from autopar.passes.planner.lattice import Lattice
 from autopar.passes.planner.stage_problem import StageKind, StagePath, StageProblem
-from autopar.passes.planner.stage_search import best_path, least_bottlenecks
+from autopar.passes.planner.stage_search import best_path
+from autopar.passes.planner.stage_sweep import bottleneck_cost, sweep, tabulate
 
 Floats = NDArray[np.float64]
 
@@ -120,7 +121,7 @@ def _problem(
             )
         )
     return StageProblem(
-        Lattice.from_predecessors(profile.predecessors),
+        from_predecessors(profile.predecessors),
         tuple(kinds),
         machines,
         max_count=0 if limit is None else machines,
@@ -130,7 +131,7 @@ def _problem(
 
 
 def _in_flight(replicas: int, machines: int) -> int:
-    """The machines behind a stage over its replicas, rounded up; `machines` includes its own."""
+    """The machines after a stage over its replicas, rounded up; `machines` includes its own."""
     return -(-machines // replicas) - 1
 
 
@@ -138,7 +139,7 @@ def _in_flight(replicas: int, machines: int) -> int:
 class _Inner:
     """The inner level: the devices of one machine, between any two cuts.
 
-    The first stage behind the first cut moves nothing, all others pay for what they receive and
+    The first stage after the first cut moves nothing, all others pay for what they receive and
     send. What a stage costs so depends on the first cut alone, and a sweep that runs from the last
     cut to the first, over the mirrored lattice, has the optima of all last cuts.
     """
@@ -172,8 +173,8 @@ class _Inner:
             part = seconds[start : stop + 1, start : stop + 1]
             kinds.append(StageKind(replicas, 0, part[::-1, ::-1].T[None]))
         possible = np.isfinite(kinds[0].bottleneck[0])
-        lattice = Lattice(tuple(np.flatnonzero(row) for row in possible))
-        return StageProblem(lattice, tuple(kinds), self.devices, max_count=0)
+        successors = tuple(np.flatnonzero(row) for row in possible)
+        return StageProblem(successors, tuple(kinds), self.devices, max_count=0)
 
 
 def _seconds(
@@ -185,7 +186,7 @@ def _seconds(
     first: int,
     first_sync: int = 1,
 ) -> Floats:
-    """`[cuts, cuts]`: seconds of a stage of so many replicas; the one behind cut `first` is first.
+    """`[cuts, cuts]`: seconds of a stage of so many replicas; the one after cut `first` is first.
 
     The first stage's weight exchange is divided by `first_sync`, as in the published recurrence.
     """
@@ -199,6 +200,16 @@ def _seconds(
         charged[first] = seconds[first]
         return charged
     return seconds
+
+
+def least_bottlenecks(problem: StageProblem) -> Floats:
+    """For each state, the least bottleneck of the stages from it to the end, on all devices.
+
+    One sweep answers for every start, so that one level of a planner can be the cost of the next
+    (PipeDream's machines of several devices). Infinite where there is no such path.
+    """
+    value = sweep(tabulate(problem), bottleneck_cost, np.maximum)[:, :, problem.num_devices]
+    return value.min(axis=1) if problem.count is None else value[:, problem.count]
 
 
 def _replicas(case: dict[str, Any], machines: int) -> range:

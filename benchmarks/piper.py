@@ -2,7 +2,7 @@
 
 A stage of d replicas, each of t devices, takes its compute, its transfers and its share of the
 gradients' exchange per microbatch; the slowest stage counts. What it keeps per microbatch in flight
-depends on the replicas behind it. Which of its nodes are recomputed is chosen exactly: nodes whose
+depends on the replicas after it. Which of its nodes are recomputed is chosen exactly: nodes whose
 recomputation saves the same memory are interchangeable, so of each such group the k cheapest are
 recomputed, for every k.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lattices import downsets, inclusion_lattice
 from numpy.typing import NDArray
 
-from autopar.passes.planner.lattice import Lattice, downsets, inclusion_lattice
-from autopar.passes.planner.stage_problem import StageKind, StageProblem
+from autopar.passes.planner.stage_problem import StageKind, StageProblem, Successors
 from autopar.passes.planner.stage_search import best_path
 
 Floats = NDArray[np.float64]
@@ -41,7 +41,7 @@ class Workload:
     nodes: list[dict[str, Any]]
     edges: list[tuple[int, int, float]]
     sets: NDArray[np.bool_]
-    lattice: Lattice
+    lattice: Successors
 
     def total(self, values: Floats) -> Floats:
         """`[cuts, cuts]`: the sum of a value per node over the nodes between two cuts."""
@@ -143,7 +143,7 @@ def _choices(workload: Workload, case: dict[str, Any], degree: int) -> Choices:
             if min(change) < 0:
                 changes[node] = change
     found: Choices = {}
-    for start, after in enumerate(workload.lattice.successors):
+    for start, after in enumerate(workload.lattice):
         for stop in after:
             inside = np.flatnonzero(workload.sets[stop] & ~workload.sets[start])
             groups: dict[tuple[float, ...], list[int]] = defaultdict(list)
@@ -187,7 +187,7 @@ def _kind(
     workload: Workload, case: dict[str, Any], degree: int, replicas: int, choices: Choices
 ) -> StageKind:
     """The stages of `replicas` replicas of `degree` devices each."""
-    cuts = workload.lattice.num_states
+    cuts = len(workload.lattice)
     seconds, fixed, per_microbatch = np.zeros(
         (3, max(map(len, choices.values())), cuts, cuts), dtype=np.float64
     )
@@ -218,9 +218,9 @@ def _transfers(workload: Workload, degree: int) -> Floats:
     sets = workload.sets.astype(np.float64)
     transfers = np.zeros((len(sets), len(sets)))
     for producer, consumer, size in workload.edges:
-        before, behind = workload.nodes[producer]["id"], workload.nodes[consumer]["id"]
+        before, after = workload.nodes[producer]["id"], workload.nodes[consumer]["id"]
         extra_in = _the(workload, consumer, degree, "syncTimeFw")[str(before)]
-        extra_out = _the(workload, producer, degree, "syncTimeBw")[str(behind)]
+        extra_out = _the(workload, producer, degree, "syncTimeBw")[str(after)]
         crosses = sets[:, producer] * (1 - sets[:, consumer])
         transfers += 2 * (size + extra_in) * np.outer(crosses, sets[:, consumer])
         transfers += 2 * (size + extra_out) * np.outer(1 - sets[:, producer], crosses)

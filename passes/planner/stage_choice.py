@@ -1,6 +1,6 @@
 """`best_stages`: which consecutive layers form a stage, on how many devices, for least step time.
 
-The search is exact (see `search`): over every split of the layers, every assignment of submesh
+The search (`stage_search`) is exact: over every split of the layers, every assignment of submesh
 sizes and every option that the oracle offers, under the memory limit with the microbatches that the
 schedule keeps in flight on each stage. The objective is Alpa's (Zheng et al., OSDI 2022, section
 5.2), with what a stage does once a step added to its share.
@@ -16,7 +16,6 @@ import numpy as np
 
 from autopar.base.errors import MemoryLimitError, OptionError
 from autopar.base.units import format_bytes, format_seconds
-from autopar.passes.planner.lattice import Lattice
 from autopar.passes.planner.stage_problem import StageKind, StagePath, StageProblem
 from autopar.passes.planner.stage_search import best_path, least_memory_path
 
@@ -169,7 +168,7 @@ def best_stages(
     }
     most_stages = min(num_layers, num_devices // sizes[0])
     problem = StageProblem(
-        Lattice.chain(num_layers),
+        tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1)),
         tuple(_kind(size, num_layers, options, num_microbatches, in_flight) for size in sizes),
         num_devices,
         max_count=most_stages if num_stages is None else num_stages,

@@ -1,8 +1,9 @@
-"""What the search is given: a lattice of cuts, and what every possible stage costs and takes.
+"""What the search is given: the cuts between stages, and what every possible stage costs and takes.
 
-A plan is a path from the first state of the lattice to the last. Each of its steps is a stage of
-one *kind* (its number of devices, and whatever else sets its costs) that runs with one *option*
-(its logical mesh, rematerialization, ...). The cost of a plan is
+A state says what has run before a cut: of layers in a row, the first so many of them. A plan is a
+path from the first state to the last. Each of its steps is a stage of one *kind* (its number of
+devices, and whatever else sets its costs) that runs with one *option* (its logical mesh,
+rematerialization, ...). The cost of a plan is
 
     sum of its stages' `summed`  +  the largest of its stages' `bottleneck`
 
@@ -12,7 +13,7 @@ the slowest stage alone (PipeDream, SOSP 2019; Piper, NeurIPS 2021): they leave 
 
 Memory depends on where in the pipeline a stage stands. Every kind has a `weight`; the *count* of a
 stage is the weight of itself and of all later stages, and the microbatches that it holds in flight
-are a function of that count: of the stages behind it where weights are 1, of the devices behind it
+are a function of that count: of the stages after it where weights are 1, of the devices after it
 (PipeDream) or of the replicas (Piper).
 """
 
@@ -25,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.planner.lattice import Lattice
-
 Floats = NDArray[np.float64]
+
+Successors = tuple[NDArray[np.intp], ...]
+"""For each cut state, the states that may be the next cut, ascending and later than it."""
 
 
 def _one(count: int) -> int:
@@ -72,10 +74,11 @@ class StageKind:
 
 @dataclass(frozen=True, eq=False)
 class StageProblem:
-    """A lattice, the kinds of stages on it, and the limits of a plan.
+    """The cuts, the kinds of stages between them, and the limits of a plan.
 
     Args:
-      lattice: the cuts.
+      successors: the cuts in a topological order, the first of which is the program's start, the
+        last its end.
       kinds: the kinds of stages; where plans are equally good, earlier kinds and options win.
       num_devices: the devices that the stages share.
       max_count: the largest weight that the stages of a plan may have together.
@@ -84,7 +87,7 @@ class StageProblem:
       memory_limit: bytes per device; None: no limit.
     """
 
-    lattice: Lattice
+    successors: Successors
     kinds: tuple[StageKind, ...]
     num_devices: int
     max_count: int
@@ -93,18 +96,23 @@ class StageProblem:
     memory_limit: float | None = None
 
     def __post_init__(self) -> None:
-        states = self.lattice.num_states
+        states = len(self.successors)
+        if not states:
+            raise ValueError("a problem needs a state")
+        for state, after in enumerate(self.successors):
+            if not (np.diff(np.concatenate(([state], after, [states]))) > 0).all():
+                raise ValueError(
+                    f"the successors of state {state} must be later, each once: {after}"
+                )
         for kind in self.kinds:
             if kind.bottleneck.ndim != 3 or kind.bottleneck.shape[1:] != (states, states):
-                raise ValueError(
-                    f"costs of shape {kind.bottleneck.shape} for a lattice of {states} states"
-                )
+                raise ValueError(f"costs of shape {kind.bottleneck.shape} for {states} states")
         if self.count is not None and not 0 <= self.count <= self.max_count:
             raise ValueError(f"a count of {self.count} is not between 0 and {self.max_count}")
 
 
-class Step(NamedTuple):
-    """One stage of a plan: the cuts before and behind it, and the indices of what it runs as."""
+class PathStep(NamedTuple):
+    """One stage of a plan: the cuts before and after it, and the indices of what it runs as."""
 
     start: int
     stop: int
@@ -123,7 +131,7 @@ class StagePath:
       bottleneck: the largest bottleneck of a stage.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
     summed: float
     bottleneck: float
 

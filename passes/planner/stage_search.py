@@ -18,10 +18,10 @@ import math
 
 import numpy as np
 
-from autopar.passes.planner.stage_problem import Floats, StagePath, StageProblem, Step
+from autopar.passes.planner.stage_problem import PathStep, StagePath, StageProblem
 from autopar.passes.planner.stage_sweep import (
-    Cell,
-    Tables,
+    StageCosts,
+    StageTables,
     bottleneck_cost,
     costs_of,
     least,
@@ -45,18 +45,22 @@ def best_path(problem: StageProblem) -> StagePath | None:
     Where only bottlenecks count, one sweep of minima over maxima is exact. Otherwise the plan is
     optimal up to the rounding to ticks and the charge per stage, a relative 1e-12 for each stage.
 
-    >>> from autopar.passes.inter_op import Lattice, StageKind
+    >>> from autopar.passes.planner.stage_problem import StageKind
     >>> seconds = np.full((1, 4, 4), np.inf)
     >>> for i, j in ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)):
     ...     seconds[0, i, j] = sum([2.0, 1.0, 1.0][i:j])
     >>> kind = StageKind(devices=1, weight=1, bottleneck=7 * seconds, summed=seconds)
-    >>> path = best_path(StageProblem(Lattice.chain(3), (kind,), num_devices=2, max_count=2))
+    >>> chain = tuple(np.arange(cut + 1, 4) for cut in range(4))
+    >>> path = best_path(StageProblem(chain, (kind,), num_devices=2, max_count=2))
     >>> [(step.start, step.stop) for step in path.steps], path.cost
     ([(0, 1), (1, 3)], 18.0)
     """
     tables = tabulate(problem)
-    narrow = _narrowest(tables)
-    if narrow is None or all(kind.summed is None for kind in problem.kinds):
+    value = sweep(tables, bottleneck_cost, np.maximum)
+    if math.isinf(least(tables, value)[0]):
+        return None
+    narrow = _path(tables, trace(tables, value, bottleneck_cost, np.maximum))
+    if all(kind.summed is None for kind in problem.kinds):
         return narrow
     unlimited = summed_cost(np.inf)
     value = sweep(tables, unlimited, np.add)
@@ -67,16 +71,6 @@ def best_path(problem: StageProblem) -> StagePath | None:
     slack = bound * (1 + 1e-12)
     ticks = _in_ticks(tables, tick, slack, slack - lowest_sum)
     return _path(tables, _bisect(ticks))
-
-
-def least_bottlenecks(problem: StageProblem) -> Floats:
-    """For each state, the least bottleneck of the stages from it to the end, on all devices.
-
-    One sweep answers for every start, so that one level of a planner can be the cost of the next
-    (PipeDream's machines of several devices). Infinite where there is no such path.
-    """
-    value = sweep(tabulate(problem), bottleneck_cost, np.maximum)[:, :, problem.num_devices]
-    return value.min(axis=1) if problem.count is None else value[:, problem.count]
 
 
 def least_memory_path(problem: StageProblem) -> StagePath | None:
@@ -91,22 +85,16 @@ def least_memory_path(problem: StageProblem) -> StagePath | None:
     return StagePath(trace(tables, value, memory_cost, np.maximum), 0.0, least(tables, value)[0])
 
 
-def _narrowest(tables: Tables) -> StagePath | None:
-    """The plan of least bottleneck."""
-    value = sweep(tables, bottleneck_cost, np.maximum)
-    if math.isinf(least(tables, value)[0]):
-        return None
-    return _path(tables, trace(tables, value, bottleneck_cost, np.maximum))
-
-
-def _path(tables: Tables, steps: tuple[Step, ...]) -> StagePath:
+def _path(tables: StageTables, steps: tuple[PathStep, ...]) -> StagePath:
     return StagePath(steps, *costs_of(tables, steps))
 
 
-def _in_ticks(tables: Tables, tick: float, largest: float, largest_bottleneck: float) -> Tables:
+def _in_ticks(
+    tables: StageTables, tick: float, largest: float, largest_bottleneck: float
+) -> StageTables:
     """The costs in whole ticks, without the stages that no plan as good as `largest` can have."""
 
-    def rounded(cell: Cell) -> Cell:
+    def rounded(cell: StageCosts) -> StageCosts:
         possible = (cell.summed + cell.bottleneck <= largest) & (
             cell.bottleneck <= largest_bottleneck
         )
@@ -122,7 +110,7 @@ def _in_ticks(tables: Tables, tick: float, largest: float, largest_bottleneck: f
     return tables._replace(cells=cells)
 
 
-def _bisect(tables: Tables) -> tuple[Step, ...]:
+def _bisect(tables: StageTables) -> tuple[PathStep, ...]:
     """The best plan over all limits on the bottleneck.
 
     An interval of limits carries a lower bound of the sum of every plan under them; together with
@@ -132,7 +120,7 @@ def _bisect(tables: Tables) -> tuple[Step, ...]:
     limits = np.concatenate([cell.bottleneck.ravel() for row in tables.cells for cell in row])
     limits = np.unique(limits)
     limits = limits[np.isfinite(limits)]
-    best: tuple[float, int, tuple[Step, ...]] = (math.inf, 0, ())
+    best: tuple[float, int, tuple[PathStep, ...]] = (math.inf, 0, ())
     intervals: list[tuple[float, int, int, float]] = []
 
     def enqueue(first: int, last: int, lowest_sum: float) -> None:

@@ -1,6 +1,6 @@
 """The recursion over states, from the end: the best rest of a plan for every cut and budget.
 
-`value[state, count, devices]` is the best that the stages behind a cut can do if their weights add
+`value[state, count, devices]` is the best that the stages after a cut can do if their weights add
 up to `count` and they share `devices`. A stage's place counted from the end is part of the state,
 so the microbatches that it holds in flight are known when it is chosen, and memory is exact.
 """
@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.planner.stage_problem import Floats, StageProblem, Step
+from autopar.passes.planner.stage_problem import Floats, PathStep, StageProblem
 
 
-class Cell(NamedTuple):
+class StageCosts(NamedTuple):
     """The stages of one kind that begin at one state, as arrays `[options, successors]`.
 
     `room` is the largest number of microbatches in flight that fits; -1: not even none.
@@ -29,30 +29,33 @@ class Cell(NamedTuple):
     room: Floats
 
 
-class Tables(NamedTuple):
-    """A problem as the sweeps read it: cells `[state][kind]`, in-flight counts `[kind][count]`."""
+class StageTables(NamedTuple):
+    """A problem as the sweeps read it: cells `[state][kind]`, in-flight counts `[kind][count]`.
+
+    `longest` is, for each state, the most stages of a path from it to the end; -1: there is none.
+    """
 
     problem: StageProblem
-    cells: tuple[tuple[Cell, ...], ...]
+    cells: tuple[tuple[StageCosts, ...], ...]
     in_flight: tuple[Floats, ...]
     longest: NDArray[np.intp]
 
 
-Cost = Callable[[Cell, Floats], Floats]
+Cost = Callable[[StageCosts, Floats], Floats]
 """From a cell and in-flight counts `[counts]` to costs `[options, successors, counts or 1]`."""
 
 Join = np.ufunc
-"""How a stage's cost joins that of the stages behind it: `np.add` or `np.maximum`."""
+"""How a stage's cost joins that of the stages after it: `np.add` or `np.maximum`."""
 
 
-def tabulate(problem: StageProblem) -> Tables:
+def tabulate(problem: StageProblem) -> StageTables:
     """Arranges a problem's costs by the state at which a stage begins."""
     in_flight = []
     for kind in problem.kinds:
         counts = range(kind.weight, problem.max_count + 1)
         in_flight.append(np.array([kind.in_flight(count) for count in counts], dtype=np.float64))
     cells = []
-    for state, after in enumerate(problem.lattice.successors):
+    for state, after in enumerate(problem.successors):
         row = []
         for kind in problem.kinds:
             bottleneck = kind.bottleneck[:, state, after]
@@ -62,10 +65,14 @@ def tabulate(problem: StageProblem) -> Tables:
                 for array in (kind.summed, kind.bytes_fixed, kind.bytes_per_microbatch)
             )
             room = _room(fixed, per_microbatch, problem.memory_limit)
-            row.append(Cell(summed, bottleneck, fixed, per_microbatch, room))
+            row.append(StageCosts(summed, bottleneck, fixed, per_microbatch, room))
         cells.append(tuple(row))
-    longest = problem.lattice.longest_paths()
-    return Tables(problem, tuple(cells), tuple(in_flight), longest)
+    longest = np.full(len(problem.successors), -1)
+    longest[-1] = 0
+    for state in reversed(range(len(longest) - 1)):
+        best = longest[problem.successors[state]].max(initial=-1)
+        longest[state] = best + 1 if best >= 0 else -1
+    return StageTables(problem, tuple(cells), tuple(in_flight), longest)
 
 
 def _room(fixed: Floats, per_microbatch: Floats, limit: float | None) -> Floats:
@@ -81,47 +88,47 @@ def _room(fixed: Floats, per_microbatch: Floats, limit: float | None) -> Floats:
 def summed_cost(threshold: float) -> Cost:
     """What adds up, for stages that fit and whose bottleneck is at most `threshold`."""
 
-    def cost(cell: Cell, in_flight: Floats) -> Floats:
+    def cost(cell: StageCosts, in_flight: Floats) -> Floats:
         allowed = np.where(cell.bottleneck <= threshold, cell.summed, np.inf)
         return _where_it_fits(allowed, cell, in_flight)
 
     return cost
 
 
-def bottleneck_cost(cell: Cell, in_flight: Floats) -> Floats:
+def bottleneck_cost(cell: StageCosts, in_flight: Floats) -> Floats:
     """The bottleneck of stages that fit."""
     return _where_it_fits(cell.bottleneck, cell, in_flight)
 
 
-def memory_cost(cell: Cell, in_flight: Floats) -> Floats:
+def memory_cost(cell: StageCosts, in_flight: Floats) -> Floats:
     """The bytes per device of a stage, whether they fit or not."""
     used = cell.fixed[:, :, None] + cell.per_microbatch[:, :, None] * in_flight
     return np.where(np.isfinite(cell.bottleneck)[:, :, None], used, np.inf)
 
 
-def _where_it_fits(costs: Floats, cell: Cell, in_flight: Floats) -> Floats:
+def _where_it_fits(costs: Floats, cell: StageCosts, in_flight: Floats) -> Floats:
     if in_flight.size == 0 or cell.room.min(initial=np.inf) >= in_flight.max():
         return costs[:, :, None]
     return np.where(cell.room[:, :, None] >= in_flight, costs[:, :, None], np.inf)
 
 
-def sweep(tables: Tables, cost: Cost, join: Join) -> Floats:
+def sweep(tables: StageTables, cost: Cost, join: Join) -> Floats:
     """The best rest of a plan: float64 `[states, counts, devices]`, infinite where there is none.
 
     Args:
       tables: the problem.
       cost: the cost of a stage.
-      join: how it joins the cost of the stages behind it.
+      join: how it joins the cost of the stages after it.
     """
     problem = tables.problem
-    num_states = problem.lattice.num_states
+    num_states = len(problem.successors)
     value = np.full((num_states, problem.max_count + 1, problem.num_devices + 1), np.inf)
     value[-1, 0, : 1 if problem.all_devices else None] = 0.0
     heaviest = max((kind.weight for kind in problem.kinds), default=0)
     for state in reversed(range(num_states - 1)):
         # No path from here can have a larger count.
         counts = min(problem.max_count, max(0, tables.longest[state]) * heaviest) + 1
-        after = problem.lattice.successors[state]
+        after = problem.successors[state]
         for kind, cell, in_flight in zip(
             problem.kinds, tables.cells[state], tables.in_flight, strict=True
         ):
@@ -134,8 +141,8 @@ def sweep(tables: Tables, cost: Cost, join: Join) -> Floats:
             if not possible.size:
                 continue
             stage = stage[possible[0] : possible[-1] + 1]
-            behind = _as_slice(after[possible[0] : possible[-1] + 1])
-            rest = value[behind, :rest_counts, :rest_devices]
+            later = _as_slice(after[possible[0] : possible[-1] + 1])
+            rest = value[later, :rest_counts, :rest_devices]
             best = join(stage[:, :, None], rest).min(axis=0)
             here = value[state, kind.weight : counts, kind.devices :]
             np.minimum(here, best, out=here)
@@ -148,7 +155,7 @@ def _as_slice(states: NDArray[np.intp]) -> slice | NDArray[np.intp]:
     return slice(first, last + 1) if last - first + 1 == len(states) else states
 
 
-def least(tables: Tables, value: Floats) -> tuple[float, int]:
+def least(tables: StageTables, value: Floats) -> tuple[float, int]:
     """The best value of a whole plan, and the least count that reaches it."""
     problem = tables.problem
     values = value[0, :, problem.num_devices]
@@ -158,7 +165,7 @@ def least(tables: Tables, value: Floats) -> tuple[float, int]:
     return float(values[count]), count
 
 
-def trace(tables: Tables, value: Floats, cost: Cost, join: Join) -> tuple[Step, ...]:
+def trace(tables: StageTables, value: Floats, cost: Cost, join: Join) -> tuple[PathStep, ...]:
     """The first plan, in lexicographic order, among those of the least value and then count.
 
     Plans are compared by their stages: where the first ends, its kind, its option, then the second.
@@ -166,9 +173,9 @@ def trace(tables: Tables, value: Floats, cost: Cost, join: Join) -> tuple[Step, 
     problem = tables.problem
     target, count = least(tables, value)
     state, devices = 0, problem.num_devices
-    steps: list[Step] = []
-    while state != problem.lattice.num_states - 1:
-        after = problem.lattice.successors[state]
+    steps: list[PathStep] = []
+    while state != len(problem.successors) - 1:
+        after = problem.successors[state]
         found: list[tuple[int, int, int, float]] = []
         for index, kind in enumerate(problem.kinds):
             if kind.weight > count or kind.devices > devices:
@@ -182,7 +189,7 @@ def trace(tables: Tables, value: Floats, cost: Cost, join: Join) -> tuple[Step, 
                 option = int(fits[:, position].argmax())
                 found.append((int(after[position]), index, option, float(rest[position])))
         stop, index, option, rest_value = min(found)
-        steps.append(Step(state, stop, index, option, count))
+        steps.append(PathStep(state, stop, index, option, count))
         state = stop
         count -= problem.kinds[index].weight
         devices -= problem.kinds[index].devices
@@ -191,11 +198,11 @@ def trace(tables: Tables, value: Floats, cost: Cost, join: Join) -> tuple[Step, 
     return tuple(steps)
 
 
-def costs_of(tables: Tables, steps: Sequence[Step]) -> tuple[float, float]:
+def costs_of(tables: StageTables, steps: Sequence[PathStep]) -> tuple[float, float]:
     """What adds up over the stages of a plan, and its largest bottleneck."""
     summed = bottleneck = 0.0
     for step in steps:
-        after = tables.problem.lattice.successors[step.start]
+        after = tables.problem.successors[step.start]
         position = int(np.searchsorted(after, step.stop))
         cell = tables.cells[step.start][step.kind]
         summed += float(cell.summed[step.option, position])

@@ -6,39 +6,36 @@ import doctest
 import itertools
 import random
 
+import lattices
 import numpy as np
 import pytest
+from lattices import downsets, from_predecessors, inclusion_lattice
 
-from autopar.passes.planner import lattice
-from autopar.passes.planner.lattice import Lattice, downsets, inclusion_lattice
-
-
-def test_a_chain_has_every_range_of_layers() -> None:
-    chain = Lattice.chain(3)
-    assert [after.tolist() for after in chain.successors] == [[1, 2, 3], [2, 3], [3], []]
-    assert chain.longest_paths().tolist() == [3, 2, 1, 0]
+from autopar.passes.planner.stage_problem import StageProblem
+from autopar.passes.planner.stage_sweep import tabulate
 
 
 def test_predecessors() -> None:
-    found = Lattice.from_predecessors([(), (0,), (0,), (2,), (0, 1)])
-    assert [after.tolist() for after in found.successors] == [[1, 2, 4], [4], [3], [], []]
+    found = from_predecessors([(), (0,), (0,), (2,), (0, 1)])
+    assert [after.tolist() for after in found] == [[1, 2, 4], [4], [3], [], []]
     # State 2 leads to 3 alone, which is not the end.
-    assert found.longest_paths().tolist() == [2, 1, -1, -1, 0]
+    problem = StageProblem(found, (), num_devices=1, max_count=1)
+    assert tabulate(problem).longest.tolist() == [2, 1, -1, -1, 0]
 
 
 @pytest.mark.parametrize("predecessors", [[[0]], [[1], []], [[], [-1]]])
 def test_predecessors_must_be_earlier(predecessors: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="cannot precede"):
-        Lattice.from_predecessors(predecessors)
+        from_predecessors(predecessors)
 
 
 def test_successors_must_be_later_and_in_order() -> None:
     with pytest.raises(ValueError, match="successors of state 0"):
-        Lattice((np.array([2, 1]), np.array([2]), np.array([], dtype=np.intp)))
+        StageProblem((np.array([2, 1]), np.array([2]), np.array([], dtype=np.intp)), (), 1, 1)
     with pytest.raises(ValueError, match="successors of state 1"):
-        Lattice((np.array([1]), np.array([1])))
+        StageProblem((np.array([1]), np.array([1])), (), 1, 1)
     with pytest.raises(ValueError, match="needs a state"):
-        Lattice(())
+        StageProblem((), (), 1, 1)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -56,7 +53,7 @@ def test_downsets_are_all_sets_closed_under_predecessors(seed: int) -> None:
     sets = [frozenset(np.flatnonzero(row).tolist()) for row in found]
     assert set(sets) == closed
     assert len(sets) == len(closed)
-    after = inclusion_lattice(found).successors
+    after = inclusion_lattice(found)
     for state, members in enumerate(sets):
         assert after[state].tolist() == [k for k, other in enumerate(sets) if members < other]
 
@@ -74,4 +71,4 @@ def test_a_cycle_is_refused() -> None:
 
 
 def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(lattice).failed == 0
+    assert doctest.testmod(lattices).failed == 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import planner_cases
 import pytest
 from inter_op import planner_instances, planner_objectives
 
@@ -23,16 +22,6 @@ OBJECTIVES: dict[str, Any] = {
 }
 SLOW_PROFILES = ("resnet18", "gnmt")
 SLOW_FILES = ("bert_l-3_inference_operators.json",)
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    """The benchmark's module, which imports its neighbours."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("planner_cases")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
 
 
 def published_cases() -> list[Any]:
@@ -63,9 +52,9 @@ def test_the_published_cases_are_there() -> None:
 
 
 @pytest.mark.parametrize(("planner", "case"), published_cases())
-def test_never_worse_than_published(benchmark: Any, planner: str, case: dict[str, Any]) -> None:
-    instance = benchmark.PLANNERS[planner].load(CASES / planner, case)
-    row = benchmark.solve(planner, instance, case)
+def test_never_worse_than_published(planner: str, case: dict[str, Any]) -> None:
+    instance = planner_cases.PLANNERS[planner].load(CASES / planner, case)
+    row = planner_cases.solve(planner, instance, case)
     assert not row["worse"]
     if row["ours"] is None:
         assert row["published"] is None
@@ -98,13 +87,12 @@ def random_cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_equals_the_best_of_all_plans(
-    benchmark: Any,
     random_cases: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["planner_cases", "--json", "--cases", str(random_cases)])
-    benchmark.main()
+    planner_cases.main()
     *table, last = capsys.readouterr().out.splitlines()
     assert "30 cases: 0 worse than published, 0 better." in table
     rows = json.loads(last)["cases"]
@@ -116,12 +104,11 @@ def test_equals_the_best_of_all_plans(
 
 
 def test_a_folder_without_cases_is_refused(
-    benchmark: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["planner_cases", "--cases", str(tmp_path)])
     with pytest.raises(SystemExit):
-        benchmark.main()
+        planner_cases.main()
     assert "there is no expected.json" in capsys.readouterr().err

@@ -11,24 +11,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lattices import from_predecessors
+from pipedream import least_bottlenecks
 
 from autopar.passes.planner import stage_search as search
-from autopar.passes.planner.lattice import Lattice
-from autopar.passes.planner.stage_problem import StageKind, StageProblem
-from autopar.passes.planner.stage_search import best_path, least_bottlenecks, least_memory_path
+from autopar.passes.planner.stage_problem import StageKind, StageProblem, Successors
+from autopar.passes.planner.stage_search import best_path, least_memory_path
 
 Path = tuple[tuple[int, int, int, int], ...]
 """Stages as (start, stop, kind, option)."""
 
 
+def chain(num_layers: int) -> Successors:
+    """Every cut of layers in a row."""
+    return tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1))
+
+
 def random_problem(source: random.Random, sums: bool) -> StageProblem:
     """A lattice of five states with two or three kinds of stages, of whole costs."""
     states = 5
-    lattice = Lattice.from_predecessors(
+    lattice = from_predecessors(
         [[k for k in range(state) if source.random() < 0.8] for state in range(states)]
     )
     allowed = np.zeros((states, states), dtype=bool)
-    for state, after in enumerate(lattice.successors):
+    for state, after in enumerate(lattice):
         allowed[state, after] = True
     kinds = []
     for _ in range(source.randint(1, 3)):
@@ -72,9 +78,9 @@ def paths(problem: StageProblem, start: int) -> Iterator[Path]:
     """All plans from a state to the end, whatever memory they need."""
 
     def extend(state: int) -> Iterator[Path]:
-        if state == problem.lattice.num_states - 1:
+        if state == len(problem.successors) - 1:
             yield ()
-        for stop in problem.lattice.successors[state]:
+        for stop in problem.successors[state]:
             for rest in extend(int(stop)):
                 for index, kind in enumerate(problem.kinds):
                     for option in range(len(kind.bottleneck)):
@@ -155,7 +161,7 @@ def test_one_sweep_has_the_bottleneck_from_every_state(seed: int) -> None:
     problem = random_problem(random.Random(seed), sums=False)
     limit = math.inf if problem.memory_limit is None else problem.memory_limit
     found = least_bottlenecks(problem)
-    for state in range(problem.lattice.num_states - 1):
+    for state in range(len(problem.successors) - 1):
         costs = [
             bottleneck(problem, path)
             for path in paths(problem, state)
@@ -169,7 +175,7 @@ def test_costs_far_apart_stay_exact() -> None:
     seconds = np.full((2, 3, 3), 1e300)
     seconds[0, 0, 1], seconds[0, 1, 2], seconds[0, 0, 2] = 1e-6, 1.0000001e-6, 2.0000002e-6
     kind = StageKind(devices=1, weight=1, bottleneck=np.zeros((2, 3, 3)), summed=seconds)
-    found = best_path(StageProblem(Lattice.chain(2), (kind,), 2, 2, all_devices=False))
+    found = best_path(StageProblem(chain(2), (kind,), 2, 2, all_devices=False))
     assert found is not None
     assert [step.stop for step in found.steps] == [1, 2]
 
@@ -184,10 +190,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
         StageKind(1, 1, ones, summed=ones * np.nan)
     with pytest.raises(ValueError, match="shapes differ"):
         StageKind(1, 1, ones, summed=np.ones((2, 3, 3)))
-    with pytest.raises(ValueError, match="for a lattice of 5 states"):
-        StageProblem(Lattice.chain(4), (StageKind(1, 1, ones),), 2, 2)
+    with pytest.raises(ValueError, match="for 5 states"):
+        StageProblem(chain(4), (StageKind(1, 1, ones),), 2, 2)
     with pytest.raises(ValueError, match="a count of 3 is not between 0 and 2"):
-        StageProblem(Lattice.chain(2), (StageKind(1, 1, ones),), 2, 2, count=3)
+        StageProblem(chain(2), (StageKind(1, 1, ones),), 2, 2, count=3)
 
 
 def test_examples_in_the_docstrings() -> None:
