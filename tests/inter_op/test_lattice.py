@@ -6,17 +6,16 @@ import doctest
 import itertools
 import random
 
-import lattices
 import numpy as np
 import pytest
-from lattices import downsets, from_predecessors, inclusion_lattice
+from benchmark_modules import lattices
 
 from autopar.passes.planner.stage_problem import StageProblem
 from autopar.passes.planner.stage_sweep import tabulate
 
 
 def test_predecessors() -> None:
-    found = from_predecessors([(), (0,), (0,), (2,), (0, 1)])
+    found = lattices.from_predecessors([(), (0,), (0,), (2,), (0, 1)])
     assert [after.tolist() for after in found] == [[1, 2, 4], [4], [3], [], []]
     # State 2 leads to 3 alone, which is not the end.
     problem = StageProblem(found, (), num_devices=1, max_count=1)
@@ -26,7 +25,7 @@ def test_predecessors() -> None:
 @pytest.mark.parametrize("predecessors", [[[0]], [[1], []], [[], [-1]]])
 def test_predecessors_must_be_earlier(predecessors: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="cannot precede"):
-        from_predecessors(predecessors)
+        lattices.from_predecessors(predecessors)
 
 
 def test_successors_must_be_later_and_in_order() -> None:
@@ -48,26 +47,26 @@ def test_downsets_are_all_sets_closed_under_predecessors(seed: int) -> None:
         for members in itertools.combinations(range(6), size)
         if all(set(predecessors[node]) <= set(members) for node in members)
     }
-    found = downsets(predecessors, limit=64)
+    found = lattices.downsets(predecessors, limit=64)
     assert found is not None
     sets = [frozenset(np.flatnonzero(row).tolist()) for row in found]
     assert set(sets) == closed
     assert len(sets) == len(closed)
-    after = inclusion_lattice(found)
+    after = lattices.inclusion_lattice(found)
     for state, members in enumerate(sets):
         assert after[state].tolist() == [k for k, other in enumerate(sets) if members < other]
 
 
 def test_more_downsets_than_the_limit() -> None:
-    assert downsets([[], [], []], limit=7) is None
-    found = downsets([[], [], []], limit=8)
+    assert lattices.downsets([[], [], []], limit=7) is None
+    found = lattices.downsets([[], [], []], limit=8)
     assert found is not None
     assert len(found) == 8
 
 
 def test_a_cycle_is_refused() -> None:
     with pytest.raises(ValueError, match="cycle"):
-        downsets([[], [2], [1]], limit=10)
+        lattices.downsets([[], [2], [1]], limit=10)
 
 
 def test_examples_in_the_docstrings() -> None:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import planner_cases
 import pytest
+from benchmark_modules import planner_cases
 from inter_op import planner_instances, planner_objectives
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from benchmark_modules import lattices, pipedream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lattices import from_predecessors
-from pipedream import least_bottlenecks
 
 from autopar.passes.planner import stage_search as search
 from autopar.passes.planner.stage_problem import StageKind, StageProblem, Successors
@@ -30,7 +29,7 @@ def chain(num_layers: int) -> Successors:
 def random_problem(source: random.Random, sums: bool) -> StageProblem:
     """A lattice of five states with two or three kinds of stages, of whole costs."""
     states = 5
-    lattice = from_predecessors(
+    lattice = lattices.from_predecessors(
         [[k for k in range(state) if source.random() < 0.8] for state in range(states)]
     )
     allowed = np.zeros((states, states), dtype=bool)
@@ -160,7 +159,7 @@ def test_equals_the_best_of_all_paths(seed: int, sums: bool) -> None:
 def test_one_sweep_has_the_bottleneck_from_every_state(seed: int) -> None:
     problem = random_problem(random.Random(seed), sums=False)
     limit = math.inf if problem.memory_limit is None else problem.memory_limit
-    found = least_bottlenecks(problem)
+    found = pipedream.least_bottlenecks(problem)
     for state in range(len(problem.successors) - 1):
         costs = [
             bottleneck(problem, path)

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from contest import main, save_problem
+from benchmark_modules import contest
 from solver_instances import make
 
 
 def test_json_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json.gz"
-    save_problem(make([[3, 1], [2, 5]], {(0, 1): [[0, 0], [9, 1]]}), path)
-    assert main([str(path), "--time-limit", "60", "--json"]) == 0
+    contest.save_problem(make([[3, 1], [2, 5]], {(0, 1): [[0, 0], [9, 1]]}), path)
+    assert contest.main([str(path), "--time-limit", "60", "--json"]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     assert result["status"] == "optimal"
@@ -24,8 +24,8 @@ def test_json_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_infeasible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
-    save_problem(make([[3, 1]], usages=[[7, 8]], limit=5), path)
-    assert main([str(path), "--json"]) == 1
+    contest.save_problem(make([[3, 1]], usages=[[7, 8]], limit=5), path)
+    assert contest.main([str(path), "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["status"] == "infeasible"
     assert result["smallest_usage"] == result["usage_lower_bound"] == 7
@@ -35,7 +35,7 @@ def test_infeasible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.json"
     path.write_text('{"problem": ')
-    assert main([str(path)]) == 2
+    assert contest.main([str(path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "not valid JSON" in " ".join(captured.err.split())
@@ -44,5 +44,5 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("limit", ["0", "-3", "nan"])
 def test_limits_must_be_positive(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["p.json", "--time-limit", limit])
+        contest.main(["p.json", "--time-limit", limit])
     assert "must be positive" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contest import load_problem, problem_from_json, problem_to_json, save_problem
+from benchmark_modules import contest
 from hypothesis import given, settings
 from solver_instances import make, problems
 
@@ -40,7 +40,7 @@ DOCUMENT: dict[str, Any] = {
 
 
 def test_costs_and_peak_of_a_problem_computed_by_hand() -> None:
-    problem = problem_from_json(DOCUMENT)
+    problem = contest.problem_from_json(DOCUMENT)
     assert evaluate(problem, (0, 0, 0)) == (1 + 10 + 7) + 1 + 9
     assert evaluate(problem, (1, 2, 0)) == (2 + 30 + 7) + 6 + 7
     assert peak_usage(problem, (0, 0, 0)) == (10, (5, 6))
@@ -63,7 +63,7 @@ def test_an_empty_interval_uses_nothing() -> None:
 @settings(max_examples=30, deadline=None)
 @given(problem=problems())
 def test_json_round_trip(problem: Problem) -> None:
-    again = problem_from_json(json.loads(json.dumps(problem_to_json(problem))))
+    again = contest.problem_from_json(json.loads(json.dumps(contest.problem_to_json(problem))))
     assert again.intervals == problem.intervals
     assert again.edges == problem.edges
     assert again.usage_limit == problem.usage_limit
@@ -77,15 +77,15 @@ def test_json_round_trip(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
 def test_files(tmp_path: Path, name: str) -> None:
-    problem = problem_from_json(DOCUMENT)
-    save_problem(problem, tmp_path / name)
-    assert problem_to_json(load_problem(tmp_path / name)) == DOCUMENT
+    problem = contest.problem_from_json(DOCUMENT)
+    contest.save_problem(problem, tmp_path / name)
+    assert contest.problem_to_json(contest.load_problem(tmp_path / name)) == DOCUMENT
 
 
 def test_an_edge_of_one_node_is_a_node_cost() -> None:
     document = copy.deepcopy(DOCUMENT)
     document["problem"]["edges"] = {"nodes": [[0]], "costs": [[100, FORBIDDEN]]}
-    problem = problem_from_json(document)
+    problem = contest.problem_from_json(document)
     assert problem.edges == ()
     assert problem.node_costs[0].tolist() == [101, FORBIDDEN + 2]
 
@@ -93,7 +93,7 @@ def test_an_edge_of_one_node_is_a_node_cost() -> None:
 def test_costs_beyond_64_bits_are_forbidden() -> None:
     document = copy.deepcopy(DOCUMENT)
     document["problem"]["nodes"]["costs"][0][1] = 10**30
-    assert problem_from_json(document).node_costs[0].tolist() == [1, FORBIDDEN]
+    assert contest.problem_from_json(document).node_costs[0].tolist() == [1, FORBIDDEN]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_bad_documents(path: list[Any], value: Any, message: str) -> None:
         target = target[key]
     target[path[-1]] = value
     with pytest.raises(ProblemError) as caught:
-        problem_from_json(document)
+        contest.problem_from_json(document)
     assert message in " ".join(str(caught.value).split())
 
 
@@ -140,7 +140,7 @@ def test_bad_documents(path: list[Any], value: Any, message: str) -> None:
 )
 def test_documents_of_another_kind(document: Any, message: str) -> None:
     with pytest.raises(ProblemError, match=message):
-        problem_from_json(document)
+        contest.problem_from_json(document)
 
 
 def test_broken_files(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(data)[:-20])
     (tmp_path / "plain.json.gz").write_bytes(data)
     with pytest.raises(ProblemError, match=r"not\s+valid\s+JSON"):
-        load_problem(tmp_path / "cut.json")
+        contest.load_problem(tmp_path / "cut.json")
     with pytest.raises(ProblemError, match=r"not\s+a\s+complete\s+gzip\s+file"):
-        load_problem(tmp_path / "cut.json.gz")
+        contest.load_problem(tmp_path / "cut.json.gz")
     with pytest.raises(ProblemError, match=r"not\s+a\s+complete\s+gzip\s+file"):
-        load_problem(tmp_path / "plain.json.gz")
+        contest.load_problem(tmp_path / "plain.json.gz")
     with pytest.raises(ProblemError, match=r"No\s+such\s+file"):
-        load_problem(tmp_path / "none.json")
+        contest.load_problem(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400"])
@@ -163,7 +163,7 @@ def test_numbers_that_json_writers_make_up(tmp_path: Path, value: str) -> None:
     text = json.dumps(DOCUMENT).replace("[1, 2]", f"[1, {value}]", 1)
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ProblemError, match="expected an integer"):
-        load_problem(tmp_path / "p.json")
+        contest.load_problem(tmp_path / "p.json")
 
 
 def test_arrays_of_other_types_are_refused() -> None:

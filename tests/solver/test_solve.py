@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmark_modules import plain_model
 from hypothesis import given, settings
-from plain_model import plain
 from solver_instances import assignments, brute_force, grid, make, problems, transformer
 
 from autopar.passes.solver import (
@@ -59,7 +59,7 @@ def test_equals_brute_force_where_memory_binds(tightness: float) -> None:
 def test_equals_the_plain_model(engine: str) -> None:
     problem = grid(3, 5, 3, seed=3, tightness=0.6)
     mine = solve(problem)
-    theirs = plain(problem, engine=engine)  # type: ignore[arg-type]
+    theirs = plain_model.plain(problem, engine=engine)  # type: ignore[arg-type]
     check(problem, mine.assignment, mine.cost)
     assert mine.cost == theirs.cost == mine.lower_bound
 
@@ -67,7 +67,7 @@ def test_equals_the_plain_model(engine: str) -> None:
 def test_without_time_the_plain_model_has_no_solution() -> None:
     problem = grid(3, 5, 3, seed=3, tightness=0.6)
     with pytest.raises(Infeasible, match="no solution in time") as caught:
-        plain(problem, time_limit=0.0)
+        plain_model.plain(problem, time_limit=0.0)
     assert not caught.value.proven
 
 

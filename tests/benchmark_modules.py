@@ -1,0 +1,21 @@
+"""The benchmarks' modules that tests check, imported as the benchmarks import each other.
+
+Their folder is on `sys.path` meanwhile only: some of its scripts have names of folders of tests.
+"""
+
+import sys
+from pathlib import Path
+
+FOLDER = str(Path(__file__).resolve().parents[1] / "benchmarks")
+
+sys.path.append(FOLDER)
+try:
+    import contest
+    import lattices
+    import pipedream
+    import plain_model
+    import planner_cases
+finally:
+    sys.path.remove(FOLDER)
+
+__all__ = ["contest", "lattices", "pipedream", "plain_model", "planner_cases"]
