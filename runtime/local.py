@@ -20,7 +20,7 @@ from autopar.arrays.split_array import SplitArray, SplitSharding, put_parts
 from autopar.base.errors import DeviceError
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.pieces.pieces import Runnable
-from autopar.passes.pipeline import Accumulate, Buffer, Recv, Reshard, Run, Send
+from autopar.passes.pipeline.instructions import Accumulate, Buffer, Recv, Reshard, Run, Send
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.sharding.spmd_program import Program
 from autopar.passes.slicing.stage_graphs import LeafRows

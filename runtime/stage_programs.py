@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
-from autopar.passes.pipeline import Accumulate, Buffer, Free, PipelineProgram, Reshard, Run
+from autopar.passes.pipeline.instructions import (
+    Accumulate,
+    Buffer,
+    Free,
+    PipelineProgram,
+    Reshard,
+    Run,
+)
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import Program, Version
 from autopar.runtime.spmd import block_function, partition_spec, typed

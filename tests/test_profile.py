@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_schedules import simulate_schedule
 
 import autopar
 from autopar.base.cluster import Cluster
 from autopar.base.errors import DonatedBufferError, TraceError
 from autopar.passes.pipeline.instructions import Accumulate, Buffer, Recv, Reshard, Run
-from autopar.passes.pipeline.simulate import simulate, simulate_schedule
+from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline
-from autopar.passes.schedules import make_schedule
+from autopar.passes.schedules.make import make_schedule
 from autopar.profile import Profile
 from autopar.runtime.event_times import Times, alone, events, in_line, together
 from autopar.runtime.local_pipeline import PipelineStep

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_schedules import simulate_schedule
 
 import autopar
 from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.passes.pipeline.instructions import Run
-from autopar.passes.pipeline.simulate import simulate_schedule
 from autopar.passes.pipeline.timeline import Event, Timeline
-from autopar.passes.schedules import make_schedule
+from autopar.passes.schedules.make import make_schedule
 from autopar.plans.plan import Plan
 
 WIDTH, ROWS = 256, 64

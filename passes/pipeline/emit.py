@@ -4,13 +4,13 @@ Every list has three parts: the prologue pieces in the order of their dependenci
 tasks, and the epilogue pieces, which may go back and forth between meshes in rounds (a global
 norm). Around the runs stand
 
-- a `Send` right behind the last run that writes what it sends (for an input: at the start). All
+- a `Send` right after the last run that writes what it sends (for an input: at the start). All
   that goes from there to one mesh is packed; what exists once a step and what exists per
   microbatch, or belongs to another microbatch, is packed apart, so that the transfers of all
   microbatches are alike;
 - the `Recv` right before the first run that reads anything of it, at the end for mere outputs;
 - a `Reshard` right before the first reader, where another stage of the same mesh wants the value;
-- a `Free` right behind the last use of what is neither an output nor an input that the caller
+- a `Free` right after the last use of what is neither an output nor an input that the caller
   keeps.
 
 What nobody reads is not sent. A transfer of a value that has itself been received starts from where
@@ -113,7 +113,7 @@ def emit(
 
     Args:
       schedule: the order of the tasks. A task whose stage has no piece of its kind is skipped; a W
-        piece runs right behind its B where the schedule does not split the backward pass.
+        piece runs right after its B where the schedule does not split the backward pass.
       values: everything that the pieces read and write.
       pieces: at most one F, B and W per stage, and any number of prologue and epilogue pieces.
       transfers: which values other stages receive.
@@ -135,13 +135,13 @@ def emit(
     validate(schedule, table, pieces, transfers, inputs, outputs, donated)
     parts = _Parts(schedule, table, tuple(pieces), _origins(transfers), tuple(outputs))
     runs = _runs(parts)
-    before, behind = _communication(parts, runs, transfers)
+    before, after = _communication(parts, runs, transfers)
     names = buffer_names(tuple(values))
     lists: list[tuple[Instruction, ...]] = []
     for mesh, mesh_runs in enumerate(runs):
-        instructions = list(behind[mesh, -1])
+        instructions = list(after[mesh, -1])
         for position, run in enumerate(mesh_runs):
-            instructions += [*before[mesh, position], run, *behind[mesh, position]]
+            instructions += [*before[mesh, position], run, *after[mesh, position]]
         instructions += before[mesh, len(mesh_runs)]
         given = {b for n in inputs if parts.mesh(n) == mesh for b in parts.all_of(n)}
         gone = {b for n in donated if parts.mesh(n) == mesh for b in parts.all_of(n)}
@@ -195,7 +195,7 @@ def _runs(parts: _Parts) -> list[list[Run]]:
 
 
 def _in_order(parts: _Parts, kind: PieceKind) -> list[Piece]:
-    """The prologue or epilogue pieces of all meshes, each behind those whose values it reads."""
+    """The prologue or epilogue pieces of all meshes, each after those whose values it reads."""
     pieces = [piece for piece in parts.pieces if piece.kind == kind]
     writer = {number: i for i, piece in enumerate(pieces) for number in piece.writes}
     needs = [
@@ -230,11 +230,11 @@ _Around = Mapping[tuple[int, int], list[Instruction]]  # (mesh, position among i
 def _communication(
     parts: _Parts, runs: Sequence[Sequence[Run]], transfers: Sequence[Transfer]
 ) -> tuple[_Around, _Around]:
-    """What stands before and behind each run (-1 is the start, one past the last is the end)."""
+    """What stands before and after each run (-1 is the start, one past the last is the end)."""
     written: dict[Buffer, int] = {}
     first_read: dict[Buffer, int] = {}
     before: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    behind: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    after: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     sums: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     for mesh, mesh_runs in enumerate(runs):
         for number in parts.outputs:
@@ -274,7 +274,7 @@ def _communication(
         firsts = tuple(targets_of[source][0] for source in sources)
         send = Send(tag, mesh, sources)
         if microbatch >= 0:
-            behind[home, position].append(send)
+            after[home, position].append(send)
         else:
             apart.append(((home, position), send))
         reader = min(first_read[t] for targets in targets_of.values() for t in targets)
@@ -284,17 +284,17 @@ def _communication(
             arrival += [Reshard(first, other) for other in targets_of[source][1:]]
         before[mesh, reader][:0] = arrival
     for where, additions in sums.items():
-        behind[where] += additions
+        after[where] += additions
     for where, send in apart:
         # A sum over microbatches is sent once its last part has been added.
-        behind[where].append(send)
-    return before, behind
+        after[where].append(send)
+    return before, after
 
 
 def _release(
     instructions: Sequence[Instruction], *, kept: set[Buffer], given: set[Buffer]
 ) -> tuple[Instruction, ...]:
-    """Puts a `Free` behind every last use, and lets runs donate what nothing else needs."""
+    """Puts a `Free` after every last use, and lets runs donate what nothing else needs."""
     last_use: dict[Buffer, int] = dict.fromkeys(sorted(given, key=_sort_key), -1)
     for index, instruction in enumerate(instructions):
         last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), index))

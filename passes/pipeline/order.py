@@ -16,7 +16,7 @@ from autopar.passes.pipeline.instructions import Instruction, Names, Recv, Run, 
 def dispatch_order(
     meshes: Sequence[Sequence[Instruction]], names: Names = str
 ) -> tuple[tuple[int, int], ...]:
-    """(mesh, index) of every instruction, each `Recv` behind its `Send`.
+    """(mesh, index) of every instruction, each `Recv` after its `Send`.
 
     Raises:
       ScheduleError: the meshes wait for each other in a cycle, or for something that nobody sends.
@@ -71,7 +71,7 @@ def deadlock(
             )
         home, index = sender[recv.tag]
         maker = _last_run(meshes[home], index)
-        sentences[mesh] = f"- {waiting}, sent behind {maker}, which mesh {home} has not reached"
+        sentences[mesh] = f"- {waiting}, sent after {maker}, which mesh {home} has not reached"
         mesh = home
         if position[home] > index:
             return ScheduleError(
@@ -81,7 +81,7 @@ def deadlock(
     return ScheduleError(
         "The instructions deadlock.",
         why="meshes wait for each other in a cycle:\n" + "\n".join(sentences[m] for m in cycle),
-        hint="let the schedule run each task behind those whose values its stage receives.",
+        hint="let the schedule run each task after those whose values its stage receives.",
     )
 
 

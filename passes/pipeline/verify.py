@@ -23,7 +23,7 @@ from autopar.passes.pipeline.instructions import (
 def verify(program: PipelineProgram) -> None:
     """Prove that a program can run: in its dispatch order, every buffer is there when it is used.
 
-    Proved are: `order` holds every instruction once, each mesh's in sequence and each `Recv` behind
+    Proved are: `order` holds every instruction once, each mesh's in sequence and each `Recv` after
     its one `Send`; no buffer is read before it is written or after it is freed or donated; every
     buffer is freed or donated exactly once, except the outputs and the inputs that the caller
     keeps, which remain.

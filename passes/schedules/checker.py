@@ -1,77 +1,29 @@
-"""The checker: proves that a schedule is complete, free of deadlocks, and inside memory.
+"""The checker: proves that a schedule is complete and free of deadlocks.
 
 It takes any schedule, whoever wrote it, and is the only judge: named schedules pass through it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from autopar.base.errors import ScheduleError
-from autopar.base.units import format_bytes
 from autopar.passes.schedules.schedule import Schedule, Task
 
 _SHOWN = 6  # tasks that a message lists before it says how many more there are
 
 
-def check(
-    schedule: Schedule,
-    *,
-    activation_bytes: Sequence[int] | int | None = None,
-    memory_limit: Sequence[int] | int | None = None,
-    retained_bytes: Sequence[int] | int | None = None,
-) -> None:
-    """Prove that a schedule runs every task once, in an order without deadlock, inside memory.
+def check(schedule: Schedule) -> None:
+    """Prove that a schedule runs every task once, in an order without deadlock.
 
     Args:
       schedule: any schedule.
-      activation_bytes: bytes per device that one microbatch in flight holds on each stage, from its
-        F to its B, or one number for all stages.
-      memory_limit: bytes per device that microbatches in flight may hold on each mesh, or one
-        number for all meshes. Not checked when None.
-      retained_bytes: bytes per device that a microbatch still holds on each stage between its B and
-        its W, where the backward pass is split; by default `activation_bytes`.
 
     Raises:
-      ScheduleError: a task is missing, duplicated, unknown or on the wrong mesh; tasks wait for
-        each other in a cycle (which is named); or a mesh exceeds the limit (the mesh, the task and
-        the microbatches in flight are named).
+      ScheduleError: a task is missing, duplicated, unknown or on the wrong mesh; or tasks wait for
+        each other in a cycle (which is named).
     """
     _check_shape(schedule)
     _check_complete(schedule)
     _check_progress(schedule)
-    if memory_limit is None:
-        return
-    if activation_bytes is None:
-        raise ScheduleError(
-            "memory_limit cannot be checked without activation_bytes.",
-            hint="pass the bytes that one microbatch in flight holds on each stage.",
-        )
-    activation = _per_stage("activation_bytes", activation_bytes, schedule.num_stages)
-    retained = (
-        activation
-        if retained_bytes is None
-        else _per_stage("retained_bytes", retained_bytes, schedule.num_stages)
-    )
-    limits = _per_stage("memory_limit", memory_limit, schedule.num_meshes)
-    for mesh, limit in enumerate(limits):
-        _check_memory(schedule, mesh, activation, retained, limit)
-
-
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most microbatches that each mesh holds between their F and their B, over all its stages.
-
-    Without a backward pass nothing is held: a forward pass counts while it runs.
-    """
-    peaks = []
-    for tasks in schedule.tasks:
-        held = peak = 0
-        for task in tasks:
-            held += task.kind == "F"
-            peak = max(peak, held)
-            held -= task.kind == "B" or schedule.forward_only
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -121,7 +73,13 @@ def _check_complete(schedule: Schedule) -> None:
                     f"Schedule {schedule.name!r} runs {task} twice.", where=f"mesh {mesh}"
                 )
             seen.add(task)
-    missing = [task for task in _wanted(schedule) if task not in seen]
+    missing = [
+        task
+        for stage in range(schedule.num_stages)
+        for microbatch in range(schedule.num_microbatches)
+        for kind in schedule.kinds
+        if (task := Task(kind, stage, microbatch)) not in seen
+    ]
     if missing:
         shown = ", ".join(map(str, missing[:_SHOWN]))
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -134,13 +92,6 @@ def _check_complete(schedule: Schedule) -> None:
             hint="leave out all W tasks to keep the backward pass whole, and all B tasks as well "
             "for a program without one.",
         )
-
-
-def _wanted(schedule: Schedule) -> Iterator[Task]:
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            for kind in schedule.kinds:
-                yield Task(kind, stage, microbatch)
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -175,52 +126,10 @@ def _check_progress(schedule: Schedule) -> None:
         home = schedule.mesh_of_stage[wanted.stage]
         front = schedule.tasks[home][position[home]]
         sentences.append(
-            f"- {head} on mesh {mesh} waits for {wanted}, which stands behind {front} on mesh "
-            f"{home}"
+            f"- {head} on mesh {mesh} waits for {wanted}, which stands after {front} on mesh {home}"
         )
     raise ScheduleError(
         f"Schedule {schedule.name!r} deadlocks.",
         why="tasks wait for each other in a cycle:\n" + "\n".join(sentences),
         hint="F(s,i) needs F(s-1,i); B(s,i) needs F(s,i) and B(s+1,i); W(s,i) needs B(s,i).",
     )
-
-
-def _check_memory(
-    schedule: Schedule,
-    mesh: int,
-    activation: Sequence[int],
-    retained: Sequence[int],
-    limit: int,
-) -> None:
-    held = 0
-    flying: set[tuple[int, int]] = set()
-    splits, forward_only = schedule.splits_backward, schedule.forward_only
-    for task in schedule.tasks[mesh]:
-        stage, key = task.stage, (task.stage, task.microbatch)
-        if task.kind == "F":
-            held += activation[stage]
-            flying.add(key)
-        if held > limit:
-            raise ScheduleError(
-                f"Schedule {schedule.name!r} exceeds the memory of mesh {mesh} at {task}.",
-                why=f"{len(flying)} microbatches are in flight there and hold {format_bytes(held)} "
-                f"per device ({held:,} bytes); the limit is {format_bytes(limit)} ({limit:,} "
-                "bytes).",
-                hint="use more, smaller microbatches, a schedule with fewer of them in flight "
-                "(1f1b), or rematerialization.",
-            )
-        if forward_only or task.kind == "W" or (task.kind == "B" and not splits):
-            held -= retained[stage] if task.kind == "W" else activation[stage]
-            flying.discard(key)
-        elif task.kind == "B":
-            held += retained[stage] - activation[stage]
-
-
-def _per_stage(name: str, values: Sequence[int] | int, count: int) -> Sequence[int]:
-    if isinstance(values, int):
-        return (values,) * count
-    if len(values) != count:
-        raise ScheduleError(
-            f"{name} has {len(values)} entries.", why=f"one number or {count} of them are needed."
-        )
-    return values

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.schedules.checker import check
 from autopar.passes.schedules.named import CHUNKED, SCHEDULES
-from autopar.passes.schedules.schedule import Schedule, Task, TaskKind
+from autopar.passes.schedules.schedule import Schedule, Task
 
 ScheduleFunction = Callable[..., Schedule | Iterable[Iterable[tuple[str, int, int]]]]
-Durations = Mapping[TaskKind, Sequence[float]]
 
 
 def make_schedule(
@@ -22,7 +21,6 @@ def make_schedule(
     num_microbatches: int,
     *,
     num_chunks: int = 1,
-    durations: Durations | None = None,
 ) -> Schedule:
     """The schedule of that name, or the one that a function makes, proved runnable.
 
@@ -32,10 +30,8 @@ def make_schedule(
         for every mesh its tasks in order, as `Task`s or as tuples such as ("F", stage, microbatch).
       num_meshes: meshes that work in parallel.
       num_microbatches: microbatches of one step.
-      num_chunks: stages per mesh. Stage s then lies on mesh s % num_meshes.
-      durations: seconds of each kind of task on every stage. The named schedules have fixed orders
-        and do not look at it; a function that has an argument `durations` (or `num_chunks`) gets
-        it.
+      num_chunks: stages per mesh. Stage s then lies on mesh s % num_meshes. A function that has an
+        argument `num_chunks` gets it.
 
     Returns:
       A schedule that `check` has passed.
@@ -55,7 +51,7 @@ def make_schedule(
     if isinstance(name_or_function, str):
         schedule = _named(name_or_function, num_meshes, num_microbatches, num_chunks)
     elif callable(name_or_function):
-        schedule = _custom(name_or_function, num_meshes, num_microbatches, num_chunks, durations)
+        schedule = _custom(name_or_function, num_meshes, num_microbatches, num_chunks)
     else:
         raise ScheduleError(
             f"schedule={name_or_function!r} is neither a name nor a function.",
@@ -98,13 +94,14 @@ def _custom(
     num_meshes: int,
     num_microbatches: int,
     num_chunks: int,
-    durations: Durations | None,
 ) -> Schedule:
     name = getattr(function, "__name__", type(function).__name__)
-    extras = {"num_chunks": num_chunks, "durations": durations}
-    result = function(
-        num_meshes, num_microbatches, **{k: v for k, v in extras.items() if k in _takes(function)}
-    )
+    try:
+        takes_chunks = "num_chunks" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        takes_chunks = False  # some callables written in C have no signature
+    extras = {"num_chunks": num_chunks} if takes_chunks else {}
+    result = function(num_meshes, num_microbatches, **extras)
     if isinstance(result, Schedule):
         schedule = result
     else:
@@ -135,14 +132,6 @@ def _custom(
             hint="return the tasks of every mesh.",
         )
     return schedule
-
-
-def _takes(function: ScheduleFunction) -> Sequence[str]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        # Some callables written in C have no signature: they get the two numbers.
-        return ()
 
 
 def _task_lists(name: str, result: Any) -> tuple[tuple[Task, ...], ...]:

@@ -19,7 +19,7 @@ the first mesh waits longer for its first B: the bubbles are (p - 1)B and (p - 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from autopar.passes.schedules.schedule import Task, TaskKind
@@ -30,7 +30,8 @@ TaskLists = list[list[Task]]
 def gpipe(num_meshes: int, num_microbatches: int) -> TaskLists:
     """All forward passes, then all backward passes (Huang et al., arXiv:1811.06965)."""
     return [
-        [Task(kind, mesh, i) for kind in _kinds("FB") for i in range(num_microbatches)]
+        [Task("F", mesh, i) for i in range(num_microbatches)]
+        + [Task("B", mesh, i) for i in range(num_microbatches)]
         for mesh in range(num_meshes)
     ]
 
@@ -92,7 +93,7 @@ def zero_bubble_h1(num_meshes: int, num_microbatches: int) -> TaskLists:
 
     Mesh s starts with p - s forward passes and computes weight gradients s backward passes late.
     """
-    return _zero_bubble(
+    return _alternating(
         num_meshes, num_microbatches, lambda mesh: num_meshes - mesh, lambda mesh: mesh
     )
 
@@ -103,7 +104,7 @@ def zero_bubble_h2(num_meshes: int, num_microbatches: int) -> TaskLists:
     Mesh s starts with 2(p - s) - 1 forward passes and computes weight gradients 2s backward passes
     late.
     """
-    return _zero_bubble(
+    return _alternating(
         num_meshes,
         num_microbatches,
         lambda mesh: 2 * (num_meshes - mesh) - 1,
@@ -122,41 +123,26 @@ SCHEDULES: Mapping[str, Callable[..., TaskLists]] = MappingProxyType(
         "inference": inference,
     }
 )
-"""The functions behind the names that `make_schedule` knows."""
+"""The functions of the names that `make_schedule` knows."""
 
 CHUNKED: frozenset[str] = frozenset({"interleaved_1f1b", "inference"})
 """The schedules that can run several chunks per mesh."""
 
 
-def _kinds(text: str) -> Sequence[TaskKind]:
-    every: tuple[TaskKind, ...] = ("F", "B", "W")
-    return [kind for kind in every if kind in text]
-
-
-def _alternating(num_meshes: int, num_microbatches: int, ahead: Callable[[int], int]) -> TaskLists:
-    """`ahead(mesh)` microbatches in flight, then one backward and one forward pass in turn."""
-    lists = []
-    for mesh in range(num_meshes):
-        first = min(ahead(mesh), num_microbatches)
-        tasks = [Task("F", mesh, i) for i in range(first)]
-        for i in range(num_microbatches):
-            tasks.append(Task("B", mesh, i))
-            if first + i < num_microbatches:
-                tasks.append(Task("F", mesh, first + i))
-        lists.append(tasks)
-    return lists
-
-
-def _zero_bubble(
+def _alternating(
     num_meshes: int,
     num_microbatches: int,
     ahead: Callable[[int], int],
-    delay: Callable[[int], int],
+    delay: Callable[[int], int] | None = None,
 ) -> TaskLists:
-    """As `_alternating`, with the weight gradients of `delay(mesh)` backward passes before."""
+    """`ahead(mesh)` microbatches in flight, then one backward and one forward pass in turn.
+
+    With `delay`, weight gradients are tasks of their own, `delay(mesh)` backward passes late.
+    """
     lists = []
     for mesh in range(num_meshes):
-        first, late = min(ahead(mesh), num_microbatches), delay(mesh)
+        first = min(ahead(mesh), num_microbatches)
+        late = num_microbatches if delay is None else delay(mesh)
         tasks = [Task("F", mesh, i) for i in range(first)]
         for i in range(num_microbatches):
             tasks.append(Task("B", mesh, i))
@@ -164,7 +150,8 @@ def _zero_bubble(
                 tasks.append(Task("W", mesh, i - late))
             if first + i < num_microbatches:
                 tasks.append(Task("F", mesh, first + i))
-        behind = range(max(num_microbatches - late, 0), num_microbatches)
-        tasks += [Task("W", mesh, i) for i in behind]
+        if delay is not None:
+            left = range(max(num_microbatches - late, 0), num_microbatches)
+            tasks += [Task("W", mesh, i) for i in left]
         lists.append(tasks)
     return lists

@@ -6,8 +6,8 @@ costs, of which sequential reweighted message passing computes a bound (V. Kolmo
 at reweighted message passing", 2015): a message per slot moves cost between an edge and its nodes,
 so the sum of all minima, of edges and of nodes, is a lower bound whatever the messages are.
 
-A pass goes over all levels. At a node it first *pulls* from the edges behind it what they cost at
-least, then *pushes* to each edge ahead an equal part of what the node has.
+A pass goes over all levels. At a node it first *pulls* from the edges before it what they cost at
+least, then *pushes* to each edge after it an equal part of what the node has.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autopar.passes.solver.problem import Integers
 
 @dataclass(frozen=True)
 class Level:
-    """A level in a pass, between its pull and its push; slots and cells are those behind it."""
+    """A level in a pass, between its pull and its push; slots and cells are those before it."""
 
     nodes: slice
     strategies: slice
     slots: slice
     cells: slice
     costs: Floats  # [strategies of the level] what its nodes have
-    left: Floats  # [cells] what the edges behind would have kept without the pull
+    left: Floats  # [cells] what the edges before would have kept without the pull
     pulled: Floats  # [slots] what each of their slots gave
 
 
@@ -48,7 +48,7 @@ class State:
 class Visitor(Protocol):
     """Something that looks at each level in a pass."""
 
-    def __call__(self, level: Level, behind: Side, /) -> None: ...
+    def __call__(self, level: Level, before: Side, /) -> None: ...
 
 
 class Dual:
@@ -63,9 +63,9 @@ class Dual:
         self.nodes = self.priced.copy()  # `priced` plus all messages to the node
         degree = np.maximum(arrays.low.node_degree, arrays.high.node_degree)
         self.share = 1.0 / np.maximum(degree, 1)[arrays.owner]
-        ahead = arrays.low.node_degree[arrays.owner] * self.share
-        behind = arrays.high.node_degree[arrays.owner] * self.share
-        self.left_ahead, self.left_behind = 1.0 - ahead, 1.0 - behind
+        after = arrays.low.node_degree[arrays.owner] * self.share
+        before = arrays.high.node_degree[arrays.owner] * self.share
+        self.left_after, self.left_before = 1.0 - after, 1.0 - before
         if prices is not None:
             self.set_prices(prices)
 
@@ -108,34 +108,34 @@ class Dual:
     def sweep(self, forward: bool, visit: Visitor | None = None) -> float:
         """One pass; returns the bound after it, in floating point."""
         arrays = self.arrays
-        behind, ahead = (arrays.high, arrays.low) if forward else (arrays.low, arrays.high)
-        from_behind, from_ahead = (self.high, self.low) if forward else (self.low, self.high)
-        left = self.left_ahead if forward else self.left_behind
+        before, after = (arrays.high, arrays.low) if forward else (arrays.low, arrays.high)
+        from_before, from_after = (self.high, self.low) if forward else (self.low, self.high)
+        left = self.left_after if forward else self.left_before
         nodes, share = self.nodes, self.share
         levels = range(arrays.num_levels)
         for index in levels if forward else reversed(levels):
             n0, n1 = arrays.level_nodes[index : index + 2]
             f0, f1 = arrays.first[n0], arrays.first[n1]
-            s0, s1 = behind.level_slots[index : index + 2]
-            c0, c1 = behind.level_cells[index : index + 2]
+            s0, s1 = before.level_slots[index : index + 2]
+            c0, c1 = before.level_cells[index : index + 2]
             here = nodes[f0:f1]
-            cells = behind.cells[c0:c1]
-            pulled = from_behind[s0:s1]
+            cells = before.cells[c0:c1]
+            pulled = from_before[s0:s1]
             if s1 > s0:
-                cells = cells - from_ahead.take(behind.cell_far_slot[c0:c1])
-                pulled = np.minimum.reduceat(cells, behind.level_starts[index])
-                change = pulled - from_behind[s0:s1]
-                from_behind[s0:s1] = pulled
-                here += np.bincount(behind.slot_node[s0:s1] - f0, change, f1 - f0)
+                cells = cells - from_after.take(before.cell_far_slot[c0:c1])
+                pulled = np.minimum.reduceat(cells, before.level_starts[index])
+                change = pulled - from_before[s0:s1]
+                from_before[s0:s1] = pulled
+                here += np.bincount(before.slot_node[s0:s1] - f0, change, f1 - f0)
             if visit is not None:
                 level = Level(
                     slice(n0, n1), slice(f0, f1), slice(s0, s1), slice(c0, c1), here, cells, pulled
                 )
-                visit(level, behind)
-            s0, s1 = ahead.level_slots[index : index + 2]
+                visit(level, before)
+            s0, s1 = after.level_slots[index : index + 2]
             if s1 > s0:
                 pushed = here * share[f0:f1]
-                from_ahead[s0:s1] -= pushed.take(ahead.slot_node[s0:s1] - f0)
+                from_after[s0:s1] -= pushed.take(after.slot_node[s0:s1] - f0)
                 here *= left[f0:f1]
         # Each edge was pulled empty after its last push, so the nodes hold all that is left.
         bound = float(np.minimum.reduceat(nodes, arrays.first[:-1]).sum())
@@ -152,12 +152,12 @@ class Chooser:
         self.arrays = arrays
         self.choice = np.zeros(arrays.num_nodes, np.int64)
 
-    def __call__(self, level: Level, behind: Side) -> None:
+    def __call__(self, level: Level, before: Side) -> None:
         arrays, start = self.arrays, level.strategies.start
-        far = behind.slot_far[level.slots]
-        cells = behind.cells[behind.slot_start[level.slots] + self.choice[far] - arrays.first[far]]
+        far = before.slot_far[level.slots]
+        cells = before.cells[before.slot_start[level.slots] + self.choice[far] - arrays.first[far]]
         conditional = level.costs + np.bincount(
-            behind.slot_node[level.slots] - start, cells - level.pulled, len(level.costs)
+            before.slot_node[level.slots] - start, cells - level.pulled, len(level.costs)
         )
         self.choice[level.nodes] = start + first_least(
             conditional, arrays.first[level.nodes] - start
@@ -168,7 +168,7 @@ class Excesses:
     """Finds along a pass how much more than the bound each strategy and each pair costs at least.
 
     The bound is the one before the pass, which no pull or push makes smaller. Just after its pull,
-    a node has all that its edges behind could give and they have nothing left, so what a strategy
+    a node has all that its edges before could give and they have nothing left, so what a strategy
     has above the node's least, and a pair above zero, is what choosing it would add.
     """
 
@@ -178,7 +178,7 @@ class Excesses:
         self.strategies = np.zeros(len(arrays.costs))
         self.pairs = np.zeros(len(arrays.high.cells))  # in the order of `high`, or of `low`
 
-    def __call__(self, level: Level, behind: Side) -> None:
+    def __call__(self, level: Level, before: Side) -> None:
         arrays, nodes = self.dual.arrays, self.dual.nodes
         start = level.strategies.start
         starts = arrays.first[level.nodes] - start
@@ -186,14 +186,14 @@ class Excesses:
         excess = level.costs - np.repeat(np.minimum.reduceat(level.costs, starts), sizes)
         self.strategies[level.strategies] = excess
         if level.slots.stop > level.slots.start:
-            near = excess[behind.slot_node[level.slots] - start] - level.pulled
-            widths = np.diff(np.append(behind.slot_start[level.slots], level.cells.stop))
-            far = behind.slot_far[level.slots]
+            near = excess[before.slot_node[level.slots] - start] - level.pulled
+            widths = np.diff(np.append(before.slot_start[level.slots], level.cells.stop))
+            far = before.slot_far[level.slots]
             least = np.minimum.reduceat(nodes, arrays.first[:-1])
             offset = np.repeat(near - least[far], widths)
             position = (
                 np.arange(level.cells.start, level.cells.stop)
-                - np.repeat(behind.slot_start[level.slots], widths)
+                - np.repeat(before.slot_start[level.slots], widths)
                 + np.repeat(arrays.first[far], widths)
             )
             self.pairs[level.cells] = level.left + offset + nodes[position]

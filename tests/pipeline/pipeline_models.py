@@ -28,7 +28,7 @@ from autopar.passes.pipeline.instructions import (
     Transfer,
     Value,
 )
-from autopar.passes.schedules import Schedule
+from autopar.passes.schedules.schedule import Schedule
 
 PRIME = 2**61 - 1
 

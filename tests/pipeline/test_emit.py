@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import Model, evaluate, execute, model
+from pipeline.pipeline_models import Model, evaluate, execute, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
@@ -22,7 +22,8 @@ from autopar.passes.pipeline.instructions import (
     Send,
     Transfer,
 )
-from autopar.passes.schedules import Schedule, make_schedule
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import Schedule
 
 NAMES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference")
 
@@ -297,8 +298,8 @@ def test_a_value_that_a_mesh_reads_too_early_deadlocks_and_is_named() -> None:
         made.emit(make_schedule("inference", 2, 1))
     assert str(caught.value).splitlines()[1:4] == [
         "  why:   meshes wait for each other in a cycle:",
-        "         - mesh 0 waits for early.0[0] from mesh 1 before F0[0], sent behind F1[0],",
-        "         which mesh 1 has not reached",
+        "         - mesh 0 waits for early.0[0] from mesh 1 before F0[0], sent after F1[0], which",
+        "         mesh 1 has not reached",
     ]
 
 

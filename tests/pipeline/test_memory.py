@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import Model, model
+from pipeline.pipeline_models import Model, model
 
 from autopar.passes.pipeline.buffer_memory import input_bytes, live_bytes, peak_bytes
 from autopar.passes.pipeline.instructions import Accumulate, Buffer, Free, PipelineProgram, Run
 from autopar.passes.pipeline.simulate import simulate
-from autopar.passes.schedules import make_schedule
+from autopar.passes.schedules.make import make_schedule
 
 
 def training_step() -> Model:

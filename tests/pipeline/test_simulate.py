@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bare_schedules import simulate_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import Model, model
+from pipeline.pipeline_models import Model, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline import instructions
@@ -24,8 +25,8 @@ from autopar.passes.pipeline.instructions import (
     Run,
     Send,
 )
-from autopar.passes.pipeline.simulate import simulate, simulate_schedule
-from autopar.passes.schedules import make_schedule
+from autopar.passes.pipeline.simulate import simulate
+from autopar.passes.schedules.make import make_schedule
 
 
 def apart(num_meshes: int, num_microbatches: int = 1) -> PipelineProgram:
@@ -170,7 +171,7 @@ def test_a_deadlock_is_named_and_not_waited_for(cores: int | None) -> None:
     assert caught.value.why is not None
     assert caught.value.why.endswith("before F1[0], and no mesh sends it.")
 
-    # Each mesh waits first for what the other sends only behind that.
+    # Each mesh waits first for what the other sends only after that.
     recv = {
         mesh: next(x for x in row if isinstance(x, Recv))
         for mesh, row in enumerate((first, second))

@@ -6,13 +6,14 @@ import json
 from dataclasses import replace
 
 import pytest
-from pipeline_models import model
+from bare_schedules import simulate_schedule
+from pipeline.pipeline_models import model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Free, Recv, Run, Send
-from autopar.passes.pipeline.simulate import simulate, simulate_schedule
+from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Event, Timeline, difference
-from autopar.passes.schedules import make_schedule
+from autopar.passes.schedules.make import make_schedule
 
 
 def simulated() -> Timeline:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipeline_models import execute, model
+from pipeline.pipeline_models import execute, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
@@ -21,7 +21,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.pipeline.order import dispatch_order
 from autopar.passes.pipeline.verify import verify
-from autopar.passes.schedules import make_schedule
+from autopar.passes.schedules.make import make_schedule
 
 PROGRAM = model(3).emit(make_schedule("1f1b", 3, 2))
 

@@ -1,4 +1,4 @@
-"""The checker finds what is missing, doubled, deadlocked or too large, and says where."""
+"""The checker finds what is missing, doubled or deadlocked, and says where."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import re
 from dataclasses import replace
 
 import pytest
+from bare_schedules import simulate_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules.reference_clock import has_cycle
 
 from autopar.base.errors import ScheduleError
-from autopar.passes.schedules import Schedule, Task, check, make_schedule, schedule_times
+from autopar.passes.schedules.checker import check
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import Schedule, Task
 
 NAMES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference")
 
@@ -86,14 +89,14 @@ def test_another_order_is_refused_exactly_if_it_has_a_cycle(
     with pytest.raises(ScheduleError, match="deadlocks") as caught:
         check(changed)
     assert_names_a_cycle(changed, caught.value)
-    with pytest.raises(ScheduleError, match="deadlocks"):
-        schedule_times(changed, 1, 1, 1)
+    with pytest.raises(ScheduleError):
+        simulate_schedule(changed, 1, 1, 1)
 
 
 def assert_names_a_cycle(schedule: Schedule, error: ScheduleError) -> None:
     """Each line's wait is real, and its last mesh is the next line's first, round the cycle."""
     line = re.compile(
-        r"- (\S+) on mesh (\d+) waits for (\S+), which stands behind (\S+) on mesh (\d+)"
+        r"- (\S+) on mesh (\d+) waits for (\S+), which stands after (\S+) on mesh (\d+)"
     )
     task_of = {str(task): task for tasks in schedule.tasks for task in tasks}
     assert error.why is not None
@@ -119,8 +122,8 @@ def test_a_cycle_between_two_meshes_reads_well() -> None:
     assert str(caught.value).splitlines() == [
         "Schedule 'mine' deadlocks.",
         "  why:   tasks wait for each other in a cycle:",
-        "         - B(0,0) on mesh 0 waits for B(1,0), which stands behind F(1,1) on mesh 1",
-        "         - F(1,1) on mesh 1 waits for F(0,1), which stands behind B(0,0) on mesh 0",
+        "         - B(0,0) on mesh 0 waits for B(1,0), which stands after F(1,1) on mesh 1",
+        "         - F(1,1) on mesh 1 waits for F(0,1), which stands after B(0,0) on mesh 0",
         "  try:   F(s,i) needs F(s-1,i); B(s,i) needs F(s,i) and B(s+1,i); W(s,i) needs B(s,i).",
     ]
 
@@ -149,57 +152,3 @@ def test_stages_and_meshes_must_exist() -> None:
     odd = (Task("X", 0, 0), *made.tasks[0])  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match=r"task X\(0,0\) that cannot exist"):
         check(replace(made, tasks=(odd, made.tasks[1])))
-
-
-def test_memory_over_the_limit_names_mesh_task_and_microbatches_in_flight() -> None:
-    made = make_schedule("1f1b", 3, 5)
-    check(made, activation_bytes=10, memory_limit=30)
-    check(made, activation_bytes=(10, 15, 30), memory_limit=(30, 30, 30))
-    with pytest.raises(ScheduleError) as caught:
-        check(made, activation_bytes=(10, 15, 30), memory_limit=(30, 29, 30))
-    text = str(caught.value)
-    assert "memory of mesh 1 at F(1,1)" in text
-    assert "2 microbatches are in flight" in text
-    assert "30 bytes" in text
-    assert "29 bytes" in text
-
-
-def test_weight_gradients_keep_what_they_need() -> None:
-    made = make_schedule("zb_h1", 3, 6)
-    # Until W, every mesh of H1 holds p microbatches: as much as the first mesh of 1F1B.
-    check(made, activation_bytes=10, memory_limit=30)
-    for mesh in range(3):
-        limits = [30, 30, 30]
-        limits[mesh] = 29
-        with pytest.raises(ScheduleError, match=f"memory of mesh {mesh}"):
-            check(made, activation_bytes=10, memory_limit=limits)
-    check(made, activation_bytes=10, memory_limit=(30, 24, 18), retained_bytes=4)
-    order = [
-        ("F", 0),
-        ("B", 0),
-        ("W", 0),
-        ("F", 1),
-        ("F", 2),
-        ("B", 1),
-        ("W", 1),
-        ("B", 2),
-        ("W", 2),
-    ]
-    late = Schedule("late", 1, 3, (0,), (tuple(Task(kind, 0, i) for kind, i in order),))  # type: ignore[arg-type]
-    check(late, activation_bytes=10, memory_limit=20, retained_bytes=4)
-    with pytest.raises(ScheduleError, match=r"at F\(0,2\)"):
-        check(late, activation_bytes=10, memory_limit=19, retained_bytes=4)
-
-
-def test_a_forward_pass_keeps_nothing() -> None:
-    check(make_schedule("inference", 2, 6), activation_bytes=10, memory_limit=10)
-
-
-def test_limits_need_bytes_of_the_right_length() -> None:
-    made = make_schedule("1f1b", 2, 2)
-    with pytest.raises(ScheduleError, match="without activation_bytes"):
-        check(made, memory_limit=10)
-    with pytest.raises(ScheduleError, match="activation_bytes has 3 entries"):
-        check(made, activation_bytes=(1, 2, 3), memory_limit=10)
-    with pytest.raises(ScheduleError, match="memory_limit has 1 entries"):
-        check(made, activation_bytes=1, memory_limit=(10,))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autopar.base.errors import AutoparError, ScheduleError
-from autopar.passes.schedules import Schedule, Task, make_schedule
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import Schedule, Task
 
 
 def reversed_gpipe(num_meshes: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
@@ -45,17 +46,11 @@ def test_a_function_may_return_a_schedule() -> None:
     assert make_schedule(lambda p, m: whole, 2, 2) is whole
 
 
-def test_a_function_gets_durations_and_chunks_if_it_has_arguments_for_them() -> None:
-    seen: list[Any] = []
-
-    def custom(p: int, m: int, num_chunks: int, durations: Any = None) -> Schedule:
-        seen.append((num_chunks, durations))
+def test_a_function_gets_chunks_if_it_has_an_argument_for_them() -> None:
+    def custom(p: int, m: int, num_chunks: int) -> Schedule:
         return make_schedule("interleaved_1f1b", p, m, num_chunks=num_chunks)
 
-    durations = {"F": [1.0] * 4, "B": [2.0] * 4, "W": [0.0] * 4}
-    made = make_schedule(custom, 2, 2, num_chunks=2, durations=durations)  # type: ignore[arg-type]
-    assert made.num_stages == 4
-    assert seen == [(2, durations)]
+    assert make_schedule(custom, 2, 2, num_chunks=2).num_stages == 4
 
 
 def test_an_unknown_name_lists_the_names() -> None:

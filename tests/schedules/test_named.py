@@ -5,19 +5,16 @@ from __future__ import annotations
 import doctest
 from collections.abc import Callable
 
+import bare_schedules
 import pytest
+from bare_schedules import simulate_schedule
 from schedules.reference_clock import times
 
-from autopar.passes.schedules import (
-    SCHEDULES,
-    Schedule,
-    in_flight,
-    make_schedule,
-    schedule,
-    schedule_times,
-)
 from autopar.passes.schedules import make as make_module
-from autopar.passes.schedules import times as times_module
+from autopar.passes.schedules import schedule
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.named import SCHEDULES
+from autopar.passes.schedules.schedule import Schedule
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 5, 8, 12)]
 TASK_SECONDS = [(1, 2), (3, 3), (7, 4)]
@@ -33,7 +30,7 @@ def spans(made: Schedule, seconds: dict[str, int]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("module", [schedule, make_module, times_module])
+@pytest.mark.parametrize("module", [schedule, make_module, bare_schedules])
 def test_docstrings(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -44,7 +41,7 @@ def test_makespan_is_that_of_a_full_pipeline(name: str) -> None:
         for f, b in TASK_SECONDS:
             made = make_schedule(name, p, m)
             expected = (m + p - 1) * (f + b)
-            assert schedule_times(made, f, b).step_seconds == expected, (p, m, f, b)
+            assert simulate_schedule(made, f, b).step_seconds == expected, (p, m, f, b)
             assert max(spans(made, {"F": f, "B": b})) == expected, (p, m, f, b)
 
 
@@ -61,7 +58,8 @@ def test_makespan_is_that_of_a_full_pipeline(name: str) -> None:
 )
 def test_microbatches_in_flight(name: str, expected: Callable[[int, int, int], int]) -> None:
     for p, m in SIZES:
-        assert in_flight(make_schedule(name, p, m)) == tuple(expected(p, m, s) for s in range(p))
+        timeline = simulate_schedule(make_schedule(name, p, m), 1.0, 2.0)
+        assert timeline.peak_bytes == tuple(expected(p, m, s) for s in range(p))
 
 
 def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
@@ -73,7 +71,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
                     made = make_schedule("interleaved_1f1b", p, m, num_chunks=v)
                     # Per mesh f and b are v times those of a chunk.
                     expected = m * v * (f + b) + (p - 1) * (f + b)
-                    assert schedule_times(made, f, b).step_seconds == expected, (p, m, v, f, b)
+                    assert simulate_schedule(made, f, b).step_seconds == expected, (p, m, v, f, b)
                     assert max(spans(made, {"F": f, "B": b})) == expected
 
 
@@ -85,7 +83,7 @@ def test_zero_bubble_schedules_have_their_bubble(name: str, weight: int) -> None
                 made = make_schedule(name, p, m)
                 bubble = max(spans(made, {"F": F, "B": B, "W": W})) - m * (F + B + W)
                 assert bubble == (p - 1) * (F + B - weight * W), (p, m, F, B, W)
-                quick = schedule_times(made, F, B, W)
+                quick = simulate_schedule(made, F, B, W)
                 assert max(quick.span) - m * (F + B + W) == bubble
 
 
@@ -120,7 +118,7 @@ def test_inference_passes_every_microbatch_once() -> None:
             # Full groups leave no gaps: every mesh works from its first task to its last.
             if m % p == 0:
                 assert spans(made, {"F": 2}) == [2 * m * v] * p
-            assert schedule_times(made, 2).step_seconds == max(
+            assert simulate_schedule(made, 2).step_seconds == max(
                 end for _, end in times(made.tasks, made.num_stages, {"F": [2] * p * v}).values()
             )
 

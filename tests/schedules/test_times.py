@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from bare_schedules import simulate_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules.reference_clock import times
 
-from autopar.base.errors import ScheduleError
-from autopar.passes.pipeline.simulate import simulate_schedule
-from autopar.passes.schedules import make_schedule, schedule_times
+from autopar.passes.schedules.make import make_schedule
 
 NAMES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference")
 
@@ -25,20 +23,9 @@ def test_times_are_those_of_the_longest_path(
     F, B, W = data.draw(whole), data.draw(whole), data.draw(whole)
     fused = B if schedule.splits_backward else [b + w for b, w in zip(B, W, strict=True)]
     expected = times(schedule.tasks, p * chunks, {"F": F, "B": fused, "W": W}, latency)
-    found = schedule_times(schedule, F, B, W, latency)
+    found = simulate_schedule(schedule, F, B, W, latency)
     assert found.step_seconds == max(end for _, end in expected.values())
     for mesh, tasks in enumerate(schedule.tasks):
         rows = [expected[task] for task in tasks]
         assert found.span[mesh] == rows[-1][1] - rows[0][0]
         assert found.busy[mesh] == sum(end - start for start, end in rows)
-    timeline = simulate_schedule(schedule, F, B, W, latency)
-    assert (timeline.step_seconds, timeline.span, timeline.busy) == (
-        found.step_seconds,
-        found.span,
-        found.busy,
-    )
-
-
-def test_seconds_per_stage_must_fit() -> None:
-    with pytest.raises(ScheduleError, match="T_B has 3 entries"):
-        schedule_times(make_schedule("1f1b", 2, 2), 1.0, [1.0, 2.0, 3.0])
