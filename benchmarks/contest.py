@@ -1,4 +1,4 @@
-"""The solver's command on files of the ASPLOS / EuroSys 2025 contest, and how these are read.
+"""The solver's command on files of the ASPLOS / EuroSys 2025 contest; how they are read and scored.
 
     python benchmarks/contest.py INSTANCE.json[.gz] [--time-limit 60] [--json]
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import sys
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,42 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     if problem.usage_limit is not None:
         body["usage_limit"] = problem.usage_limit
     return {"problem": body}
+
+
+def evaluate(problem: Problem, assignment: Sequence[int]) -> int:
+    """The exact cost of an assignment: the chosen node and edge costs, forbidden ones included."""
+    cost = sum(int(c[s]) for c, s in zip(problem.node_costs, assignment, strict=True))
+    for (u, v), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+        cost += int(matrix[assignment[u], assignment[v]])
+    return cost
+
+
+def is_allowed(problem: Problem, assignment: Sequence[int]) -> bool:
+    """Whether an assignment chooses no forbidden strategy and no forbidden pair."""
+    return all(
+        c[s] < FORBIDDEN for c, s in zip(problem.node_costs, assignment, strict=True)
+    ) and all(
+        matrix[assignment[u], assignment[v]] < FORBIDDEN
+        for (u, v), matrix in zip(problem.edges, problem.edge_costs, strict=True)
+    )
+
+
+def peak_usage(problem: Problem, assignment: Sequence[int]) -> tuple[int, tuple[int, int]]:
+    """The largest total usage over time, and the first interval in which it is reached."""
+    changes: dict[int, int] = {}
+    for (start, end), usage, strategy in zip(
+        problem.intervals, problem.usages, assignment, strict=True
+    ):
+        if start < end:
+            changes[start] = changes.get(start, 0) + int(usage[strategy])
+            changes[end] = changes.get(end, 0) - int(usage[strategy])
+    times = sorted(changes)
+    peak, where, total = 0, (0, 0), 0
+    for start, end in itertools.pairwise(times):
+        total += changes[start]
+        if total > peak:
+            peak, where = total, (start, end)
+    return peak, where
 
 
 def _member(value: Any, key: str, kind: type, where: str) -> Any:

@@ -12,9 +12,10 @@ from datetime import timedelta
 from typing import Literal
 
 import numpy as np
+from contest import evaluate
 from ortools.math_opt.python import mathopt
 
-from autopar.passes.solver import Infeasible, Problem, Solution, evaluate
+from autopar.passes.solver import Infeasible, Problem, Solution
 from autopar.passes.solver.cp_sat import BUILD_PART, CpSatAnswer, memory_terms, solve_cp_sat
 from autopar.passes.solver.model import INFINITE, Model
 from autopar.passes.solver.solution import relative_gap

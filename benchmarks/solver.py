@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contest import load_problem
+from contest import evaluate, is_allowed, load_problem, peak_usage
 from plain_model import plain
 from solver_families import FAMILIES, with_limit
 
@@ -37,9 +37,6 @@ from autopar.passes.solver import (
     Infeasible,
     Problem,
     Solution,
-    evaluate,
-    is_allowed,
-    peak_usage,
     solve,
 )
 

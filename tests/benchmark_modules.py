@@ -15,7 +15,17 @@ try:
     import pipedream
     import plain_model
     import planner_cases
+    from contest import evaluate, is_allowed, peak_usage
 finally:
     sys.path.remove(FOLDER)
 
-__all__ = ["contest", "lattices", "pipedream", "plain_model", "planner_cases"]
+__all__ = [
+    "contest",
+    "evaluate",
+    "is_allowed",
+    "lattices",
+    "peak_usage",
+    "pipedream",
+    "plain_model",
+    "planner_cases",
+]

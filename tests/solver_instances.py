@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+from benchmark_modules import evaluate, is_allowed, peak_usage
 from hypothesis import strategies as st
 
-from autopar.passes.solver import FORBIDDEN, Problem, evaluate, is_allowed, peak_usage
+from autopar.passes.solver import FORBIDDEN, Problem
 
 
 def brute_force(problem: Problem) -> tuple[int | None, int | None]:

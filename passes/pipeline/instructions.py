@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from autopar.base.units import format_bytes
 from autopar.passes.schedules.schedule import Schedule
@@ -88,8 +88,19 @@ class Transfer:
     target: int
 
 
+class _Printed:
+    """An instruction that prints itself with its buffers' numbers."""
+
+    def text(self, names: Names) -> str:
+        """The instruction in one line, its buffers by these names."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text(str)
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(_Printed):
     """Run a piece; a buffer that it donates is gone, or overwritten if it is also written."""
 
     piece: str
@@ -110,12 +121,9 @@ class Run:
         writes, reads = _listed(self.writes, names), _listed(self.reads, names)
         return f"run        {self.label}: ({reads}) -> ({writes}){donates}"
 
-    def __str__(self) -> str:
-        return self.text(str)
-
 
 @dataclass(frozen=True)
-class Send:
+class Send(_Printed):
     """Start one packed transfer to another mesh; the sender goes on without waiting.
 
     Args:
@@ -127,6 +135,7 @@ class Send:
     tag: int
     to: int
     buffers: Buffers
+    writes: ClassVar[Buffers] = ()
 
     @property
     def label(self) -> str:
@@ -136,19 +145,12 @@ class Send:
     def reads(self) -> Buffers:
         return self.buffers
 
-    @property
-    def writes(self) -> Buffers:
-        return ()
-
     def text(self, names: Names) -> str:
         return f"send       #{self.tag} to mesh {self.to}: {_listed(self.buffers, names)}"
 
-    def __str__(self) -> str:
-        return self.text(str)
-
 
 @dataclass(frozen=True)
-class Recv:
+class Recv(_Printed):
     """Wait for the transfer with this tag.
 
     Args:
@@ -160,14 +162,11 @@ class Recv:
     tag: int
     source: int
     buffers: Buffers
+    reads: ClassVar[Buffers] = ()
 
     @property
     def label(self) -> str:
         return f"recv {self.tag} from mesh {self.source}"
-
-    @property
-    def reads(self) -> Buffers:
-        return ()
 
     @property
     def writes(self) -> Buffers:
@@ -176,12 +175,9 @@ class Recv:
     def text(self, names: Names) -> str:
         return f"recv       #{self.tag} from mesh {self.source}: {_listed(self.buffers, names)}"
 
-    def __str__(self) -> str:
-        return self.text(str)
-
 
 @dataclass(frozen=True)
-class Reshard:
+class Reshard(_Printed):
     """Give another stage of the same mesh a buffer, in the layout in which that stage wants it."""
 
     source: Buffer
@@ -202,12 +198,9 @@ class Reshard:
     def text(self, names: Names) -> str:
         return f"reshard    {names(self.source)} -> {names(self.target)}"
 
-    def __str__(self) -> str:
-        return self.text(str)
-
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(_Printed):
     """Add a microbatch's part to a sum; a target that does not exist yet begins as the part."""
 
     target: Buffer
@@ -228,12 +221,9 @@ class Accumulate:
     def text(self, names: Names) -> str:
         return f"accumulate {names(self.target)} += {names(self.addend)}"
 
-    def __str__(self) -> str:
-        return self.text(str)
-
 
 @dataclass(frozen=True)
-class Free:
+class Free(_Printed):
     """Forget buffers: this list does not use them again (a transfer of one may still be under way).
 
     An `Accumulate` may have made two buffers of one array, so this drops references and nothing
@@ -241,24 +231,12 @@ class Free:
     """
 
     buffers: Buffers
-
-    @property
-    def label(self) -> str:
-        return "free"
-
-    @property
-    def reads(self) -> Buffers:
-        return ()
-
-    @property
-    def writes(self) -> Buffers:
-        return ()
+    reads: ClassVar[Buffers] = ()
+    writes: ClassVar[Buffers] = ()
+    label: ClassVar[str] = "free"
 
     def text(self, names: Names) -> str:
         return f"free       {_listed(self.buffers, names)}"
-
-    def __str__(self) -> str:
-        return self.text(str)
 
 
 Instruction: TypeAlias = Run | Send | Recv | Reshard | Accumulate | Free

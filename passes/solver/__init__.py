@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autopar.base import lazy as _lazy
 
 if TYPE_CHECKING:
-    from .problem import FORBIDDEN, Problem, ProblemError, evaluate, is_allowed, peak_usage
+    from .problem import FORBIDDEN, Problem, ProblemError
     from .search import solve
     from .solution import Infeasible, Solution
 else:
@@ -23,9 +23,6 @@ else:
             "Problem": ".problem",
             "ProblemError": ".problem",
             "Solution": ".solution",
-            "evaluate": ".problem",
-            "is_allowed": ".problem",
-            "peak_usage": ".problem",
             "solve": ".search",
         },
     )
@@ -36,8 +33,5 @@ __all__ = [
     "Problem",
     "ProblemError",
     "Solution",
-    "evaluate",
-    "is_allowed",
-    "peak_usage",
     "solve",
 ]

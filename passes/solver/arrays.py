@@ -100,9 +100,9 @@ class Arrays:
         return self.first[:-1] + np.array([chosen[u] for u in self.names.tolist()], np.int64)
 
 
-def flatten(model: Model, order: list[int] | None = None) -> Arrays:
-    """The arrays of a model, its nodes in the given order (by default see `interleaved`)."""
-    order = interleaved(model.nodes) if order is None else order
+def flatten(model: Model) -> Arrays:
+    """The arrays of a model, its nodes numbered in the order `interleaved`."""
+    order = interleaved(model.nodes)
     rank = {u: i for i, u in enumerate(order)}
     level = np.zeros(len(order), np.int64)
     for i, u in enumerate(order):

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, Floats
 from autopar.passes.solver.budget import Budget
-from autopar.passes.solver.dual import Chooser, Dual, State
+from autopar.passes.solver.dual import Chooser, Dual, DualState
 from autopar.passes.solver.primal import ALLOWED, improve, repair
 from autopar.passes.solver.problem import Integers
 
@@ -34,7 +34,7 @@ class Ascent:
 
     dual: Dual
     bound: float = -np.inf
-    best: State | None = None
+    best: DualState | None = None
     choice: Integers | None = None  # the cheapest feasible one
 
 
@@ -45,7 +45,6 @@ def ascend(
     found: Callable[[Integers], float],
     *,
     upper: float = np.inf,
-    missed: Callable[[Integers], None] | None = None,
     repair_every: int = 10,
     until: float = 1.0,
     known: bool = False,
@@ -55,8 +54,8 @@ def ascend(
     """Runs passes until `sweeps` or the part `until` of the budget is used.
 
     `found` takes each feasible choice and returns the least cost known so far. Until there is one
-    (`known` says that there was one before), `missed` takes each allowed choice that did not fit
-    but came nearer than those before. `step` is the first exponent's factor on the relative excess
+    (`known` says that there was one before), it also takes each allowed choice that does not fit
+    but comes nearer than those before. `step` is the first exponent's factor on the relative excess
     of usage over room. Once a choice fits, `enough` passes are enough. The dual is left in the
     state of the best bound.
     """
@@ -95,11 +94,11 @@ def ascend(
                     cheapest, result.choice = cost, choice
                 best, known = found(choice), True
                 upper = min(upper, best)
-            elif missed is not None and not known:
+            elif not known:
                 missing = float((arrays.profile(choice) - arrays.room).max())
                 if missing < nearest:
                     nearest = missing
-                    missed(choice)
+                    found(choice)
             repair_seconds = budget.seconds - start
         if progress >= 1.0 or budget.exhausted:
             break

@@ -35,7 +35,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class State:
+class DualState:
     """Prices and messages, and what they make of the node costs."""
 
     prices: Floats
@@ -69,11 +69,13 @@ class Dual:
         if prices is not None:
             self.set_prices(prices)
 
-    def state(self) -> State:
+    def state(self) -> DualState:
         """A copy of prices and messages, for `restore`."""
-        return State(self.prices, self.low.copy(), self.high.copy(), self.nodes.copy(), self.priced)
+        return DualState(
+            self.prices, self.low.copy(), self.high.copy(), self.nodes.copy(), self.priced
+        )
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: DualState) -> None:
         """Goes back to an earlier state."""
         self.prices, self.priced = state.prices, state.priced
         self.low[:], self.high[:], self.nodes[:] = state.low, state.high, state.nodes

@@ -20,7 +20,7 @@ from autopar.passes.solver.problem import Integers
 
 
 @dataclass(frozen=True)
-class Step:
+class EliminationStep:
     """Eliminate `node` when `neighbours` are what is left around it."""
 
     node: int
@@ -28,15 +28,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Order:
+class EliminationOrder:
     """An elimination order, the cells of its largest table and of all tables together."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[EliminationStep, ...]
     largest_cells: int
     total_cells: int
 
 
-def elimination_order(model: Model, max_cells: int, max_total: int) -> Order | None:
+def elimination_order(model: Model, max_cells: int, max_total: int) -> EliminationOrder | None:
     """A greedy order, None if a table would have more than `max_cells` (`max_total` in all)."""
     domains = {u: len(model.cost_of(u)) for u in model.nodes}
     around = {u: set(model.edges[u]) for u in domains}
@@ -46,7 +46,7 @@ def elimination_order(model: Model, max_cells: int, max_total: int) -> Order | N
 
     heap = [(cells(u), u) for u in domains]
     heapq.heapify(heap)
-    steps: list[Step] = []
+    steps: list[EliminationStep] = []
     largest = total = 0
     while heap:
         size, u = heapq.heappop(heap)
@@ -61,14 +61,14 @@ def elimination_order(model: Model, max_cells: int, max_total: int) -> Order | N
             around[v].update(w for w in neighbours if w != v)
         for v in neighbours:
             heapq.heappush(heap, (cells(v), v))
-        steps.append(Step(u, neighbours))
-    return Order(tuple(steps), largest, total)
+        steps.append(EliminationStep(u, neighbours))
+    return EliminationOrder(tuple(steps), largest, total)
 
 
 Table = tuple[tuple[int, ...], Integers]  # its nodes, one axis each
 
 
-def eliminate(model: Model, order: Order, stop: Stop = never) -> dict[int, int] | None:
+def eliminate(model: Model, order: EliminationOrder, stop: Stop = never) -> dict[int, int] | None:
     """The optimal choice for the nodes that are left, ignoring memory; None if it had to stop.
 
     Raises:

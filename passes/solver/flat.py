@@ -73,11 +73,16 @@ class Flat:
         return None if (costs >= FORBIDDEN).any() else sum(costs.tolist())
 
     def peak(self, assignment: Integers) -> tuple[int, tuple[int, int]]:
-        """The largest total usage over time, and the first interval in which it is reached."""
+        """The largest total usage over time, and the first interval in which it is reached.
+
+        Usages whose sum does not fit into 64 bits are added as Python integers.
+        """
         used = self.usages.cells[self.usages.first[:-1] + assignment]
-        if len(self.times) < 2 or float(used.sum(dtype=np.float64)) >= 2.0**62:
-            return self._exact_peak(used)
-        changes = np.zeros(len(self.times), np.int64)
+        if len(self.times) < 2:
+            return 0, (0, 0)
+        fits = float(used.sum(dtype=np.float64)) < 2.0**62
+        used = used if fits else used.astype(object)
+        changes = np.zeros(len(self.times), used.dtype)
         np.add.at(changes, self.start, used)
         np.subtract.at(changes, self.end, used)
         total = np.cumsum(changes[:-1])
@@ -85,18 +90,3 @@ class Flat:
         if total[point] <= 0:
             return 0, (0, 0)
         return int(total[point]), (int(self.times[point]), int(self.times[point + 1]))
-
-    def _exact_peak(self, used: Integers) -> tuple[int, tuple[int, int]]:
-        """The same in Python integers, for usages whose sum does not fit into 64 bits."""
-        changes = [0] * len(self.times)
-        for start, end, amount in zip(
-            self.start.tolist(), self.end.tolist(), used.tolist(), strict=True
-        ):
-            changes[start] += amount
-            changes[end] -= amount
-        peak, where, total = 0, (0, 0), 0
-        for point, (start, end) in enumerate(itertools.pairwise(self.times.tolist())):
-            total += changes[point]
-            if total > peak:
-                peak, where = total, (start, end)
-        return peak, where

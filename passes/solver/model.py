@@ -173,6 +173,11 @@ class Model:
         """The nodes that are left."""
         return [u for u, costs in enumerate(self.costs) if costs is not None]
 
+    @property
+    def num_cells(self) -> int:
+        """The pairs of strategies on all edges that are left."""
+        return sum(m.size for u in self.nodes for m in self.edges[u].values()) // 2
+
     def cost_of(self, u: int) -> Integers:
         costs = self.costs[u]
         assert costs is not None, f"node {u} is gone"
@@ -419,11 +424,14 @@ class Model:
                 [Rows(starts[i : i + 1], ends[i : i + 1], usage[None, :])] if alive[i] else []
             )
 
-    def forget_memory(self) -> None:
-        """Relaxes the memory limit."""
-        self.limit = None
-        self.memory = [[] for _ in self.costs]
-        self.base = np.zeros(0, np.int64)
+    def without_memory(self) -> Model:
+        """A copy of the model without the memory limit, to be reduced anew."""
+        twin = self.copy()
+        twin.limit = None
+        twin.memory = [[] for _ in self.costs]
+        twin.base = np.zeros(0, np.int64)
+        twin.dirty_nodes.update(twin.nodes)
+        return twin
 
     def copy(self) -> Model:
         """A model that can be reduced further without changing this one."""

@@ -139,9 +139,7 @@ class Neighbourhoods:
             dual.sweep(sweep % 2 == 0)
         budget.spend(14 * (1e-8 * len(arrays.low.cells) + 6e-5 * arrays.num_levels))
         less = excluded(small, dual, float(upper - 1 - small.offset), stop)
-        relaxed = less.copy()
-        relaxed.forget_memory()
-        relaxed.dirty_nodes.update(relaxed.nodes)
+        relaxed = less.without_memory()
         if not reduce(relaxed, stop=stop) or budget.exhausted:
             return None, False
         order = elimination_order(relaxed, TABLE_CELLS, ALL_CELLS)
@@ -156,7 +154,7 @@ class Neighbourhoods:
             chosen = {u: assignment[u] for u in less.nodes}
             if less.fits(chosen):
                 return _before(less, chosen, small), True
-        cells = sum(m.size for u in less.nodes for m in less.edges[u].values()) // 2
+        cells = less.num_cells
         if cells > CP_SAT_CELLS:
             return None, False
         work, seconds = budget.share(1.0)

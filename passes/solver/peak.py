@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.passes.solver.budget import Stop, never
-from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem, peak_usage
+from autopar.passes.solver.flat import Flat
+from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
 
 Feasible = Callable[[Problem], tuple[tuple[int, ...] | None, bool]]
 """Finds an assignment; if there is none, says whether that is proven."""
 
 
 @dataclass(frozen=True)
-class Peak:
+class SmallestPeak:
     """The smallest peak found, where it is, and the proven bound below which no peak is."""
 
     usage: int
@@ -28,7 +29,7 @@ class Peak:
 
 def smallest_peak(
     problem: Problem, feasible: Feasible, stop: Stop = never, steps: int = 64
-) -> Peak | None:
+) -> SmallestPeak | None:
     """The smallest peak usage of any allowed assignment, None if `feasible` finds no assignment."""
     if stop():
         return None
@@ -41,8 +42,11 @@ def smallest_peak(
     assignment, _ = feasible(free)
     if assignment is None:
         return None
-    usage, interval = peak_usage(free, assignment)
-    least = peak_usage(replace(free, usages=tuple(_least(u) for u in free.usages)), assignment)[0]
+    flat = Flat(free)
+    usage, interval = flat.peak(np.array(assignment, np.int64))
+    least, _ = Flat(
+        replace(free, usages=tuple(np.full_like(u, u.min()) for u in free.usages))
+    ).peak(np.zeros(free.num_nodes, np.int64))
     proven = tried = least
     for _ in range(steps):
         if tried >= usage or stop():
@@ -50,17 +54,13 @@ def smallest_peak(
         middle = (tried + usage) // 2
         assignment, certain = feasible(replace(free, usage_limit=middle))
         if assignment is not None:
-            usage, interval = peak_usage(free, assignment)
+            usage, interval = flat.peak(np.array(assignment, np.int64))
         else:
             tried = middle + 1
             if certain:
                 proven = tried
-    return Peak(usage, interval, min(proven, usage))
+    return SmallestPeak(usage, interval, min(proven, usage))
 
 
 def _only_forbidden(costs: Integers) -> Integers:
     return np.where(costs >= FORBIDDEN, FORBIDDEN, 0).astype(np.int64)
-
-
-def _least(usage: Integers) -> Integers:
-    return np.full_like(usage, usage.min())

@@ -7,12 +7,10 @@ that don't touch each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.passes.solver.arrays import Arrays, Floats
+from autopar.passes.solver.budget import Stop
 from autopar.passes.solver.dual import first_least
 from autopar.passes.solver.model import INFINITE
 from autopar.passes.solver.problem import Integers
@@ -21,12 +19,12 @@ ALLOWED = float(INFINITE >> 1)
 """Costs from here up contain a forbidden pair."""
 
 
-def conditional_costs(arrays: Arrays, choice: Integers, costs: Floats) -> Floats:
+def conditional_costs(arrays: Arrays, choice: Integers) -> Floats:
     """What each strategy costs, with its edges, given the other nodes' choice."""
-    total = costs.copy()
+    total = arrays.costs.copy()
     for side in (arrays.low, arrays.high):
         cells = side.cells[side.slot_start + choice[side.slot_far] - arrays.first[side.slot_far]]
-        total += np.bincount(side.slot_node, cells, minlength=len(costs))
+        total += np.bincount(side.slot_node, cells, minlength=len(total))
     return total
 
 
@@ -52,21 +50,15 @@ def least_in_rows(arrays: Arrays, slack: Floats) -> Floats:
     return least
 
 
-def improve(
-    arrays: Arrays, choice: Integers, stop: Callable[[], bool], prices: Floats | None = None
-) -> Integers:
-    """Changes one node after the other while that lowers the cost and still fits.
-
-    With `prices` (what each strategy costs in addition) it is the priced cost that must fall.
-    """
+def improve(arrays: Arrays, choice: Integers, stop: Stop) -> Integers:
+    """Changes one node after the other while that lowers the cost and still fits."""
     choice = choice.copy()
-    costs = arrays.costs if prices is None else arrays.costs + prices
     slack = arrays.room - arrays.profile(choice)
     while not stop():
-        conditional = conditional_costs(arrays, choice, costs)
+        conditional = conditional_costs(arrays, choice)
         changes = usage_changes(arrays, choice)
         too_much = changes > np.maximum(least_in_rows(arrays, slack), 0)[arrays.usage_row]
-        fits = np.bincount(arrays.usage_strategy, too_much, len(costs)) == 0
+        fits = np.bincount(arrays.usage_strategy, too_much, len(arrays.costs)) == 0
         best = first_least(np.where(fits, conditional, np.inf), arrays.first[:-1])
         gain = conditional[choice] - conditional[best]
         order = np.flatnonzero(gain > 0)
@@ -75,7 +67,7 @@ def improve(
     return choice
 
 
-def repair(arrays: Arrays, choice: Integers, stop: Callable[[], bool]) -> tuple[Integers, bool]:
+def repair(arrays: Arrays, choice: Integers, stop: Stop) -> tuple[Integers, bool]:
     """Changes nodes until memory fits, those first that cost least per unit of excess removed.
 
     A change may not make any excess larger. Returns what was reached and whether it fits.
@@ -94,7 +86,7 @@ def repair(arrays: Arrays, choice: Integers, stop: Callable[[], bool]) -> tuple[
         count = len(arrays.costs)
         fits = np.bincount(arrays.usage_strategy, too_much, count) == 0
         saved = -np.bincount(arrays.usage_strategy, changes * row_weight[arrays.usage_row], count)
-        conditional = conditional_costs(arrays, choice, arrays.costs)
+        conditional = conditional_costs(arrays, choice)
         extra = conditional - conditional[choice][arrays.owner]
         useful = fits & (saved > 0) & (conditional < ALLOWED)
         if not useful.any():
@@ -148,8 +140,3 @@ def _apply(
                 touched[i] = True
                 applied += 1
     return applied
-
-
-def is_allowed_choice(arrays: Arrays, choice: Integers) -> NDArray[np.bool_] | bool:
-    """Whether a choice contains no forbidden pair."""
-    return arrays.costs_of(choice) < ALLOWED

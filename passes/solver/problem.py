@@ -6,8 +6,6 @@ Everything here is exact: costs and usages are 64-bit integers, sums are Python 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,39 +107,3 @@ class Problem:
             f"{self.name}: {self.num_nodes} nodes, {strategies} strategies, "
             f"{len(self.edges)} edges, usage limit {self.usage_limit}"
         )
-
-
-def evaluate(problem: Problem, assignment: Sequence[int]) -> int:
-    """The exact cost of an assignment: the chosen node and edge costs, forbidden ones included."""
-    cost = sum(int(c[s]) for c, s in zip(problem.node_costs, assignment, strict=True))
-    for (u, v), matrix in zip(problem.edges, problem.edge_costs, strict=True):
-        cost += int(matrix[assignment[u], assignment[v]])
-    return cost
-
-
-def is_allowed(problem: Problem, assignment: Sequence[int]) -> bool:
-    """Whether an assignment chooses no forbidden strategy and no forbidden pair."""
-    return all(
-        c[s] < FORBIDDEN for c, s in zip(problem.node_costs, assignment, strict=True)
-    ) and all(
-        matrix[assignment[u], assignment[v]] < FORBIDDEN
-        for (u, v), matrix in zip(problem.edges, problem.edge_costs, strict=True)
-    )
-
-
-def peak_usage(problem: Problem, assignment: Sequence[int]) -> tuple[int, tuple[int, int]]:
-    """The largest total usage over time, and the first interval in which it is reached."""
-    changes: dict[int, int] = {}
-    for (start, end), usage, strategy in zip(
-        problem.intervals, problem.usages, assignment, strict=True
-    ):
-        if start < end:
-            changes[start] = changes.get(start, 0) + int(usage[strategy])
-            changes[end] = changes.get(end, 0) - int(usage[strategy])
-    times = sorted(changes)
-    peak, where, total = 0, (0, 0), 0
-    for start, end in itertools.pairwise(times):
-        total += changes[start]
-        if total > peak:
-            peak, where = total, (start, end)
-    return peak, where

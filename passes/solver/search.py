@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from autopar.passes.solver.budget import Budget, OutOfTime, Stop
 from autopar.passes.solver.certificate import certified_bound
 from autopar.passes.solver.cp_sat import solve_cp_sat
 from autopar.passes.solver.dual import Dual
-from autopar.passes.solver.elimination import eliminate, elimination_order
+from autopar.passes.solver.elimination import EliminationOrder, eliminate, elimination_order
 from autopar.passes.solver.exclude import excluded
 from autopar.passes.solver.flat import Flat
 from autopar.passes.solver.model import Contradiction, Model
@@ -122,7 +123,7 @@ def solve(
     """
     if work_limit is None and time_limit is None:
         work_limit = DEFAULT_WORK
-    search = _Search(problem, Budget(work_limit, time_limit), seed, progress)
+    search = _Solve(problem, Budget(work_limit, time_limit), seed, progress)
     try:
         search.run()
     except Contradiction:
@@ -135,7 +136,7 @@ def solve(
 
 
 @dataclass
-class _Search:
+class _Solve:
     """The state of one call of `solve`: the best assignment and bound so far, in the problem."""
 
     problem: Problem
@@ -212,17 +213,7 @@ class _Search:
                 self.offer(model, arrays.chosen(choice))
                 return self.upper(model)
 
-            ascend(
-                Dual(arrays), FIRST_SWEEPS, self.budget, found, missed=self.missed(model, arrays)
-            )
-
-    def missed(self, model: Model, arrays: Arrays) -> Callable[[Integers], None]:
-        """Takes note of the peak usage of choices that do not fit."""
-
-        def note(choice: Integers) -> None:
-            self.offer(model, arrays.chosen(choice))
-
-        return note
+            ascend(Dual(arrays), FIRST_SWEEPS, self.budget, found)
 
     def stopper(self, until: float = 1.0) -> Stop:
         return self.budget.stopper(REDUCTION_WORK, until)
@@ -233,23 +224,28 @@ class _Search:
 
     def try_elimination(self, model: Model) -> bool:
         """Whether the model's optimum without memory was found and fits: it is the answer then."""
-        cells = ALL_CELLS
+        left = math.inf
         if self.problem.usage_limit is not None:
             left = self.budget.least_left(self.budget.used + FREE_PART)
-            cells = int(min(cells, left / ELIMINATION_WORK))
-        order = elimination_order(model, TABLE_CELLS, cells)
-        if order is None:
+        best = self.optimum_without_memory(model, left)
+        if best is None or not self.offer(model, best[0]):
             return False
+        self.stats |= {"method": "elimination", "largest_table": best[1].largest_cells}
+        return True
+
+    def optimum_without_memory(
+        self, model: Model, left: float
+    ) -> tuple[dict[int, int], EliminationOrder] | None:
+        """The model's optimum if memory is no matter; None if `left` does not suffice for it."""
+        order = elimination_order(model, TABLE_CELLS, int(min(ALL_CELLS, left / ELIMINATION_WORK)))
+        if order is None:
+            return None
         self.budget.spend(ELIMINATION_WORK * order.total_cells)
         chosen = eliminate(model, order, self.budget.stopper(0.0))
         if chosen is None:
-            return False
+            return None
         self.raise_bound(model, model.value(chosen))
-        if not self.offer(model, chosen):
-            return False
-        self.stats["method"] = "elimination"
-        self.stats["largest_table"] = order.largest_cells
-        return True
+        return chosen, order
 
     def rounds(self, model: Model) -> tuple[dict[int, int] | None, Dual]:
         """Ascents on smaller and smaller models; the best choice for the first, and its dual."""
@@ -285,7 +281,6 @@ class _Search:
                 self.budget,
                 found,
                 upper=upper,
-                missed=self.missed(current, arrays),
                 until=until,
                 known=self.best is not None,
                 step=SMALL_STEP if turn and few else STEP,
@@ -315,7 +310,7 @@ class _Search:
             current = excluded(current, dual, self.upper(current), self.stopper())
             if self.budget.used >= 1.0:
                 break
-            left = sum(m.size for u in current.nodes for m in current.edges[u].values()) // 2
+            left = current.num_cells
             self.stats["excluded_nodes"] = len(current.nodes)
             self.stats["excluded_cells"] = left
             shrunk = left <= 0.8 * cells
@@ -330,21 +325,11 @@ class _Search:
 
     def eliminated(self, model: Model, take: Take) -> bool:
         """Whether the model's optimum without memory fits, or closes the gap: it is solved then."""
-        relaxed = model.copy()
-        relaxed.forget_memory()
-        relaxed.dirty_nodes.update(relaxed.nodes)
+        relaxed = model.without_memory()
         if not reduce(relaxed, stop=self.stopper()):
             return False
-        cells = min(ALL_CELLS, self.budget.least_left(1.0) / ELIMINATION_WORK)
-        order = elimination_order(relaxed, TABLE_CELLS, int(cells))
-        if order is None:
-            return False
-        self.budget.spend(ELIMINATION_WORK * order.total_cells)
-        chosen = eliminate(relaxed, order, self.budget.stopper(0.0))
-        if chosen is None:
-            return False
-        self.raise_bound(relaxed, relaxed.value(chosen))
-        if not (take(relaxed, chosen) or self.closed):
+        best = self.optimum_without_memory(relaxed, self.budget.least_left(1.0))
+        if best is None or not (take(relaxed, best[0]) or self.closed):
             return False
         self.bound = self.best_cost
         self.stats["method"] = "ascent and elimination"
@@ -352,7 +337,7 @@ class _Search:
 
     def exact(self, model: Model, take: Take, part: float = 0.2) -> bool:
         """Whether the model, small by now, was solved exactly with a part of the budget."""
-        cells = sum(m.size for u in model.nodes for m in model.edges[u].values()) // 2
+        cells = model.num_cells
         work, seconds = self.budget.share(part)
         least = min(share for share in (work, seconds, np.inf) if share is not None)
         if cells > EXACT_CELLS or EXACT_WORK * cells > least:
@@ -430,7 +415,7 @@ class _Search:
 
     def feasible(self, problem: Problem) -> tuple[tuple[int, ...] | None, bool]:
         """An assignment of a related problem, or None and whether it is proven to have none."""
-        search = _Search(problem, Budget(PEAK_WORK, self.budget.share(1.0)[1]), self.seed, None)
+        search = _Solve(problem, Budget(PEAK_WORK, self.budget.share(1.0)[1]), self.seed, None)
         try:
             search.run()
         except Contradiction:
@@ -480,7 +465,7 @@ class _Search:
 class _Offers:
     """Passes better and better choices of a model on, at intervals: to check one takes a while."""
 
-    def __init__(self, search: _Search) -> None:
+    def __init__(self, search: _Solve) -> None:
         self.search = search
         self.model: Model | None = None
         self.pending: dict[int, int] | None = None

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmark_modules import evaluate, is_allowed, peak_usage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from solver_instances import brute_force, grid, make, problems
 
-from autopar.passes.solver import FORBIDDEN, Problem, evaluate, is_allowed, peak_usage
+from autopar.passes.solver import FORBIDDEN, Problem
 from autopar.passes.solver.arrays import flatten, interleaved
 from autopar.passes.solver.budget import Budget, OutOfTime
 from autopar.passes.solver.certificate import certified_bound

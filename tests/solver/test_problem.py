@@ -10,20 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmark_modules import contest
+from benchmark_modules import contest, evaluate, is_allowed, peak_usage
 from hypothesis import given, settings
 from solver_instances import make, problems
 
 from autopar.base.errors import AutoparError
-from autopar.passes.solver import (
-    FORBIDDEN,
-    Problem,
-    ProblemError,
-    evaluate,
-    is_allowed,
-    peak_usage,
-    solve,
-)
+from autopar.passes.solver import FORBIDDEN, Problem, ProblemError, solve
 
 DOCUMENT: dict[str, Any] = {
     "problem": {

@@ -9,19 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmark_modules import plain_model
+from benchmark_modules import evaluate, is_allowed, peak_usage, plain_model
 from hypothesis import given, settings
 from solver_instances import assignments, brute_force, grid, make, problems, transformer
 
-from autopar.passes.solver import (
-    FORBIDDEN,
-    Infeasible,
-    Problem,
-    evaluate,
-    is_allowed,
-    peak_usage,
-    solve,
-)
+from autopar.passes.solver import FORBIDDEN, Infeasible, Problem, solve
 
 
 @settings(max_examples=150, deadline=None)
