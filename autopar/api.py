@@ -348,7 +348,7 @@ def _plan_again(
     Raises:
       AutoparError: no plan fits these processes and what the user asked for.
     """
-    from autopar.runtime.ray.parts import num_processes
+    from autopar.runtime.ray.actor.actor_plan import num_processes
 
     before = sum(num_processes(compiled.runnable, cluster.devices_per_node))
     devices = max(cluster.num_devices * num_actors // before, 1)

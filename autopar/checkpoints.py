@@ -32,7 +32,7 @@ from autopar.runtime.checkpoint_files import (
     steps_in,
     write_item,
 )
-from autopar.runtime.ray.tiles import host_numbers, is_key, plain
+from autopar.runtime.ray.transport.host_tiles import host_numbers, is_key, plain
 
 logger = logging.getLogger("autopar")
 

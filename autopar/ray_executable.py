@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from autopar.arrays.ray_array import Place, RayArray, RaySharding
+from autopar.arrays.ray_array import LeafPlace, RayArray, RaySharding
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.executable import Executable
@@ -18,8 +18,8 @@ from autopar.plans.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
-    from autopar.runtime.ray.pipeline import RayPipeline
-    from autopar.runtime.ray.step import Recovery
+    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
+    from autopar.runtime.ray.driver.ray_step import Recovery
 
 
 class RayExecutable(Executable):
@@ -103,7 +103,7 @@ class RayExecutable(Executable):
 
     def _placed_leaf(self, leaf: Any, index: int) -> RayArray:
         """A leaf of the arguments, copied to where it belongs."""
-        placed: RayArray = self._compiled.place(leaf, Place("argument", index))
+        placed: RayArray = self._compiled.place(leaf, LeafPlace("argument", index))
         return placed
 
     # Trees of arrays on actors
@@ -268,7 +268,7 @@ def _on_actors(
     replan: Callable[[int], Compiled],
 ) -> RayPipeline:
     """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
-    from autopar.runtime.ray.pipeline import RayPipeline
+    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 
     def again(num_actors: int) -> RayPipeline:
         return _on_actors(replan(num_actors), twins, runtime, name, replan)

@@ -54,8 +54,8 @@ import autopar
 from autopar.passes.pipeline.instructions import Recv, Send
 from autopar.profile import Profile
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.cluster import start_local
-from autopar.runtime.ray.transport import Sockets
+from autopar.runtime.ray.driver.ray_cluster import start_local
+from autopar.runtime.ray.transport.sockets import Sockets
 
 SNAPSHOT_EVERY = 10
 

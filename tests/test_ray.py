@@ -22,7 +22,7 @@ import autopar
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import DonatedBufferError, OptionError, TraceError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.actors import Actors
+from autopar.runtime.ray.driver.actors import Actors
 
 RAY = autopar.Ray(deadline=60)
 FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)

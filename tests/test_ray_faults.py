@@ -24,7 +24,7 @@ import autopar
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import ClusterError, LostActorError, StageError, TraceError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray import starting
+from autopar.runtime.ray.driver import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 
@@ -245,7 +245,7 @@ def test_too_few_gpus(ray_cluster: None) -> None:
 
 
 def test_other_versions_on_a_node(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "versions", lambda: (("jax", "0.1.2"),))
+    monkeypatch.setattr(launch, "versions", lambda: (("jax", "0.1.2"),))
     with pytest.raises(ClusterError, match="runs other versions") as found:
         on_actors(autopar.Ray(deadline=60))
     assert found.value.why is not None

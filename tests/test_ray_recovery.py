@@ -27,7 +27,7 @@ import autopar
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import LostActorError, StageError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.lineage import Lineage
+from autopar.runtime.ray.recovery.lineage import Lineage
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 

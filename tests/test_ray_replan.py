@@ -19,7 +19,7 @@ from ray_runtime.training import batch, train
 import autopar
 from autopar.base.errors import ClusterError, OptionError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.cluster import _loopback
+from autopar.runtime.ray.driver.ray_cluster import _loopback
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_schedules import simulate_schedule
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
@@ -32,8 +33,7 @@ from autopar.base.plan_records import (
     check,
 )
 from autopar.base.units import format_bytes
-from autopar.passes.pipeline.simulate import simulate_schedule
-from autopar.passes.schedules import make_schedule
+from autopar.passes.schedules.make import make_schedule
 from autopar.plans.plan import Plan
 from autopar.report import plot_plan, plot_timeline, print_plan, save_plot, save_timeline
 

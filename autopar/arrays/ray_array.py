@@ -132,7 +132,7 @@ class Resident:
             self.owner.forget(self)
 
 
-class Place(NamedTuple):
+class LeafPlace(NamedTuple):
     """The leaf of a step in whose place an array lies, which says more than a sharding can.
 
     Args:
@@ -158,7 +158,7 @@ class ArrayKind(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     sharding: RaySharding
-    place: Place
+    place: LeafPlace
     weak_type: bool
 
 
@@ -168,11 +168,11 @@ class Keeper(Protocol):
     def attempt(self, do: Callable[[], T]) -> T:
         """What `do` returns; where actors are lost meanwhile, after a recovery that allows it."""
 
-    def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
+    def place(self, leaf: Any, place: LeafPlace, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors."""
 
     def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Any:
-        """Let the actors write arrays into a folder; returns a `runtime.ray.saving.Saving`."""
+        """Let the actors write arrays into a folder; returns a `runtime.ray.driver.save.Saving`."""
 
     def ping(self) -> None:
         """Notice a lost actor."""
@@ -239,7 +239,7 @@ class RayArray:
         return self.kind.sharding
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LeafPlace:
         """The leaf of the step that it is, or is in the place of."""
         return self.kind.place
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import ray
 
-from autopar.runtime.ray.cluster import start_local
+from autopar.runtime.ray.driver.ray_cluster import start_local
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ from ray_runtime.small_step import check_one_step, on_actors
 
 import autopar
 from autopar.base.errors import ClusterError
-from autopar.runtime.ray.group import reserve_port
+from autopar.runtime.ray.transport.group import reserve_port
 
 CLUSTER = """
 import ray, sys
-from autopar.runtime.ray.cluster import start_local
+from autopar.runtime.ray.driver.ray_cluster import start_local
 start_local(2)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()

@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from autopar.base.errors import TraceError
-from autopar.runtime.ray import pickling
+from autopar.runtime.ray.transport import pickling
 
 
 def function(key: Any, x: Any) -> Any:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.ray.routes import Move, Route, Spread, arrival, departure, route, slices
-from autopar.runtime.ray.tiles import (
+from autopar.runtime.ray.transport.host_tiles import (
     assembled,
     copied,
     cut,
@@ -22,6 +21,15 @@ from autopar.runtime.ray.tiles import (
     taken,
     to_host,
     unpacked,
+)
+from autopar.runtime.ray.transport.routes import (
+    Move,
+    Route,
+    Spread,
+    arrival,
+    departure,
+    route,
+    slices,
 )
 
 MESHES = ((1,), (2,), (4,), (2, 2), (1, 3), (2, 1, 2), (3,), (6,), (3, 2))

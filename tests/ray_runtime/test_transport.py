@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.runtime.ray.group import is_of_group
-from autopar.runtime.ray.store import KEYS, Missing, Store
-from autopar.runtime.ray.transport import Sockets, TransportError
+from autopar.runtime.ray.actor.store import KEYS, Missing, Store
+from autopar.runtime.ray.transport.group import is_of_group
+from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 
 TOKEN = bytes(range(32))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autopar.runtime.ray import actors
-from autopar.runtime.ray.messages import Message, packed
+from autopar.runtime.ray.actor.messages import Message, packed
+from autopar.runtime.ray.driver import actors
 
 
 def noted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:

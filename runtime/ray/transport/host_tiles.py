@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays.ray_array import key_implementation
 from autopar.arrays.split_array import SplitArray
-from autopar.runtime.ray.routes import Box, Move, Tile, slices
+from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
 
 def is_key(dtype: Any) -> bool:

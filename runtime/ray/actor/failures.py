@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from autopar.base.errors import LostActorError, StageError
 from autopar.passes.pipeline.instructions import Recv, Run, Send
-from autopar.runtime.ray.parts import ProcessPart
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
 
 Kind = Literal["error", "late", "lost", "group", "aborted"]
 
@@ -94,7 +94,7 @@ def is_over(outcome: Outcome) -> bool:
 def first_error(
     name: str,
     deadline: float,
-    parts: Sequence[ProcessPart],
+    parts: Sequence[ActorPlan],
     outcomes: Sequence[Outcome],
     late: Spot | None,
 ) -> StageError:
@@ -200,7 +200,7 @@ def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
     )
 
 
-def last_spot(part: ProcessPart, failures: Sequence[Failure]) -> Spot:
+def last_spot(part: ActorPlan, failures: Sequence[Failure]) -> Spot:
     """Where a lost actor was at the latest, from what the others still waited for."""
     waited = {x.tag for x in failures if x.peer == part.actor and x.tag is not None}
     last = None

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from ray.exceptions import RayError
 
-from autopar.arrays.ray_array import Place, RayArray
-from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.lineage import Lineage, Mark, Saved, StepEntry
-from autopar.runtime.ray.reading import Copies
+from autopar.arrays.ray_array import LeafPlace, RayArray
+from autopar.runtime.ray.driver.actors import Actors
+from autopar.runtime.ray.driver.fetch import Copies
+from autopar.runtime.ray.recovery.lineage import Lineage, Mark, Saved, StepEntry
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Coming:
 
     mark: Mark
     known: dict[int, Saved]
-    arrays: tuple[tuple[int, int, int, Place, bool], ...]
+    arrays: tuple[tuple[int, int, int, LeafPlace, bool], ...]
     copies: Copies
 
 

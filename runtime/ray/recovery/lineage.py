@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.arrays.ray_array import Keeper, Place, RayArray
+from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray
 from autopar.base.errors import LostActorError, StageError
-from autopar.runtime.ray.running import Running
-from autopar.runtime.ray.saving import Saving
-from autopar.runtime.ray.tiles import host_numbers
+from autopar.runtime.ray.driver.running import Running
+from autopar.runtime.ray.driver.save import Saving
+from autopar.runtime.ray.transport.host_tiles import host_numbers
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PlaceEntry:
     """A leaf that was put on the actors, or copied there; arguments as of `Running.place`."""
 
     leaf: Given
-    place: Place
+    place: LeafPlace
     weak: bool
     results: tuple[int, ...]
 
@@ -74,7 +74,7 @@ class MakeEntry:
     """A function that made arrays on the actors; arguments as of `Running.make`."""
 
     function: bytes
-    places: tuple[Place, ...]
+    places: tuple[LeafPlace, ...]
     weak: tuple[bool, ...]
     results: tuple[int, ...]
 
@@ -113,7 +113,7 @@ class Saved:
     """
 
     numbers: np.ndarray
-    place: Place
+    place: LeafPlace
     weak: bool
 
 
@@ -345,7 +345,7 @@ def _apart(
             own = {id(resident) for resident in leaf.residents}
             if not seen.isdisjoint(own):
                 found[position] = running.place(
-                    leaf, Place("argument", position), leaf.weak_type, keeper
+                    leaf, LeafPlace("argument", position), leaf.weak_type, keeper
                 )
             seen |= own
     return found

@@ -15,8 +15,8 @@ from typing import Any
 
 import ray
 
-from autopar.runtime.ray.failures import Failure, Spot
-from autopar.runtime.ray.heap import give_back, keep_freed_memory
+from autopar.runtime.ray.actor.failures import Failure, Spot
+from autopar.runtime.ray.actor.heap import give_back, keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class StageActor:
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
         from autopar.runtime.checkpoint_files import write_item
-        from autopar.runtime.ray.group import reserve_port
-        from autopar.runtime.ray.outside import Outside
-        from autopar.runtime.ray.transport import Sockets
-        from autopar.runtime.ray.writer import Writer
+        from autopar.runtime.ray.actor.writer import Writer
+        from autopar.runtime.ray.actor.writer_process import Outside
+        from autopar.runtime.ray.transport.group import reserve_port
+        from autopar.runtime.ray.transport.sockets import Sockets
 
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
         self._writer = Writer(Outside() if world.place[1] > 1 else write_item)
@@ -136,9 +136,9 @@ class StageActor:
         """
         import traceback
 
-        from autopar.runtime.ray import pickling
-        from autopar.runtime.ray.group import join
-        from autopar.runtime.ray.process_step import ProcessStep
+        from autopar.runtime.ray.actor.process_step import ProcessStep
+        from autopar.runtime.ray.transport import pickling
+        from autopar.runtime.ray.transport.group import join
 
         start = time.perf_counter()
         try:
@@ -158,7 +158,7 @@ class StageActor:
 
     def step(self, message: Any) -> Failure | None:
         """Run a step. After one that failed, none runs before `reset`."""
-        from autopar.runtime.ray.messages import unpacked
+        from autopar.runtime.ray.actor.messages import unpacked
 
         message = unpacked(message)
         if self._broken_from is not None:
@@ -185,7 +185,7 @@ class StageActor:
 
     def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
         """See `ProcessStep.copies`; None: one is lost."""
-        from autopar.runtime.ray.store import Missing
+        from autopar.runtime.ray.actor.store import Missing
 
         try:
             copies: list[Any] = self._step.copies(wanted)
@@ -200,7 +200,7 @@ class StageActor:
 
     def reach(self, addresses: Mapping[int, tuple[str, int]], deadline: float) -> Failure | None:
         """Connect to actors to which no array goes."""
-        from autopar.runtime.ray.transport import TransportError
+        from autopar.runtime.ray.transport.sockets import TransportError
 
         try:
             self._transport.connect(addresses, deadline)
@@ -220,7 +220,7 @@ class StageActor:
 
         from jax.extend.core import jaxpr_as_fun
 
-        from autopar.runtime.ray import pickling
+        from autopar.runtime.ray.transport import pickling
 
         try:
             closed, arguments = pickling.loads(function)

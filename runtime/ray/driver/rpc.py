@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from autopar.runtime.ray.failures import Gone, Outcome, Silent, Spot, lost_error
-from autopar.runtime.ray.parts import ProcessPart
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.failures import Gone, Outcome, Silent, Spot, lost_error
 
 POLL_SECONDS = 1.0
 """A wait for actors looks around that often."""
@@ -30,7 +30,7 @@ class Watch:
     def __init__(
         self,
         handles: Sequence[Any],
-        parts: Sequence[ProcessPart],
+        parts: Sequence[ActorPlan],
         deadline: float,
         of_instructions: bool,
     ) -> None:
@@ -76,7 +76,7 @@ def overdue(answers: Iterable[tuple[Spot | None, float]], deadline: float) -> Sp
 def results_of(
     refs: Sequence[Any],
     handles: Sequence[Any],
-    parts: Sequence[ProcessPart],
+    parts: Sequence[ActorPlan],
     name: str,
     doing: str,
     deadline: float,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from autopar.arrays.ray_array import Keeper
 from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.runtime.event_times import Place, Times
-from autopar.runtime.ray.running import Running
-from autopar.runtime.ray.timing import turns
+from autopar.runtime.ray.actor.timing import turns
+from autopar.runtime.ray.driver.running import Running
 
 
 class Measured(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from autopar.runtime.ray.parts import ProcessPart
-from autopar.runtime.ray.routes import Box, slices
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.transport.routes import Box, slices
 
 
 class Wanted(NamedTuple):
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
         return whole
 
 
-def wanted(part: ProcessPart, value: int) -> Wanted:
+def wanted(part: ActorPlan, value: int) -> Wanted:
     """How an array is read that lies where a value does; `part` is one of its mesh."""
     return Wanted(part.sources(value), part.shape_of(value), part.dtype_of(value))
 

@@ -13,8 +13,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import CheckpointError
 from autopar.runtime.checkpoint_files import LostItem, StoredPiece
-from autopar.runtime.ray.actors import Actors
-from autopar.runtime.ray.store import Missing
+from autopar.runtime.ray.actor.store import Missing
+from autopar.runtime.ray.driver.actors import Actors
 
 
 class Saving:

@@ -36,7 +36,8 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.spmd_program import Block, Program, Version
 from autopar.passes.slicing.stage_graphs import LeafRows
-from autopar.runtime.ray.routes import (
+from autopar.runtime.ray.transport.host_tiles import plain
+from autopar.runtime.ray.transport.routes import (
     Arrival,
     Box,
     Departure,
@@ -46,7 +47,6 @@ from autopar.runtime.ray.routes import (
     departure,
     route,
 )
-from autopar.runtime.ray.tiles import plain
 from autopar.runtime.stage_programs import spec_of
 
 FIRST_OWN_TAG = 1 << 32
@@ -91,7 +91,7 @@ class HandOn:
 
 
 @dataclass(frozen=True)
-class ProcessPart:
+class ActorPlan:
     """What a process of one mesh must know.
 
     Args:
@@ -237,7 +237,7 @@ def take_apart(
     num_leaves: int,
     counts: Sequence[int],
     carried: Mapping[int, int] | None = None,
-) -> tuple[ProcessPart, ...]:
+) -> tuple[ActorPlan, ...]:
     """The part of every process, by actor.
 
     Args:
@@ -263,7 +263,7 @@ def take_apart(
         numbers = {value.number for value in program.values if value.stage in own}
         instructions = program.meshes[mesh]
         parts.append(
-            ProcessPart(
+            ActorPlan(
                 mesh=mesh,
                 process=process,
                 processes=processes,

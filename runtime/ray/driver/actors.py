@@ -29,17 +29,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from autopar.arrays.ray_array import RayArray, RaySharding, Resident
 from autopar.base.errors import LostActorError, StageError
 from autopar.base.ray_options import Ray
-from autopar.runtime.ray import starting
-from autopar.runtime.ray.calls import (
-    POLL_SECONDS,
-    Watch,
-    outcome_of,
-    overdue,
-    reason_of,
-    results_of,
-)
-from autopar.runtime.ray.cluster import Connection
-from autopar.runtime.ray.failures import (
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.failures import (
     Failure,
     Outcome,
     Silent,
@@ -50,12 +41,21 @@ from autopar.runtime.ray.failures import (
     lost_error,
     stage_error,
 )
-from autopar.runtime.ray.messages import Message, packed
-from autopar.runtime.ray.parts import ProcessPart
-from autopar.runtime.ray.reading import Copies, Wanted, wanted
-from autopar.runtime.ray.routes import Box
-from autopar.runtime.ray.store import FIRST_OTHER, KEYS
-from autopar.runtime.ray.tiles import cut, host_numbers
+from autopar.runtime.ray.actor.messages import Message, packed
+from autopar.runtime.ray.actor.store import FIRST_OTHER, KEYS
+from autopar.runtime.ray.driver import launch
+from autopar.runtime.ray.driver.fetch import Copies, Wanted, wanted
+from autopar.runtime.ray.driver.ray_cluster import Connection
+from autopar.runtime.ray.driver.rpc import (
+    POLL_SECONDS,
+    Watch,
+    outcome_of,
+    overdue,
+    reason_of,
+    results_of,
+)
+from autopar.runtime.ray.transport.host_tiles import cut, host_numbers
+from autopar.runtime.ray.transport.routes import Box
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Actors:
 
     Args:
       parts: what the actors run, by actor.
-      blobs: what each of them is sent once (`starting.contents`).
+      blobs: what each of them is sent once (`launch.contents`).
       options: the cluster and the deadline.
       name: of the step.
       config: values of `jax.config` for the actors.
@@ -100,7 +100,7 @@ class Actors:
 
     def __init__(
         self,
-        parts: Sequence[ProcessPart],
+        parts: Sequence[ActorPlan],
         blobs: Sequence[bytes],
         options: Ray,
         name: str,
@@ -121,13 +121,13 @@ class Actors:
         self._closed: str | None = None
         self._handles: list[Any] = []
         self._connection = Connection(options.address, gpus_of(parts, options), self._deadline)
-        self._finalizer = weakref.finalize(self, starting.end, self._handles, self._connection)
+        self._finalizer = weakref.finalize(self, launch.end, self._handles, self._connection)
         try:
-            self._handles += starting.start(
+            self._handles += launch.start(
                 self._connection, parts, name, config, cache, options.devices
             )
             self.is_local = self._connection.is_local
-            self._addresses, self.pids, self.compile_seconds = starting.load(
+            self._addresses, self.pids, self.compile_seconds = launch.load(
                 self._handles, parts, blobs, name, self._deadline
             )
         except BaseException:
@@ -142,7 +142,7 @@ class Actors:
         consumed: Sequence[Resident],
         outputs: Outputs,
         arrange: Callable[[list[Resident]], T],
-        record: Callable[[ProcessPart], Any] | None = None,
+        record: Callable[[ActorPlan], Any] | None = None,
         carried: int | None = None,
     ) -> T:
         """Tell all actors to run a step.
@@ -205,7 +205,7 @@ class Actors:
             return result
 
     def _entries(
-        self, part: ProcessPart, given: Mapping[int, Sequence[Any]], carried: int | None
+        self, part: ActorPlan, given: Mapping[int, Sequence[Any]], carried: int | None
     ) -> tuple[Any, ...]:
         """What `Message.given` says of its slots."""
         entries: list[Any] = []
@@ -217,7 +217,7 @@ class Actors:
                 entries.append(found.key if is_home else None)
         return tuple(entries)
 
-    def _cut(self, part: ProcessPart, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _cut(self, part: ActorPlan, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """What a process holds of an array that lies where a value does."""
         key = part.actor, value
         if key not in self._held:
@@ -494,7 +494,7 @@ class Actors:
             )
 
     def sources(self, resident: Resident) -> tuple[tuple[int, Box | None], ...]:
-        """See `ProcessPart.sources`."""
+        """See `ActorPlan.sources`."""
         return self._wanted(resident).sources
 
     def save(
@@ -659,6 +659,6 @@ class Actors:
         self._finalizer()
 
 
-def gpus_of(parts: Sequence[ProcessPart], options: Ray) -> list[int]:
+def gpus_of(parts: Sequence[ActorPlan], options: Ray) -> list[int]:
     """How many GPUs each actor wants."""
     return [len(part.own) if options.devices == "gpu" else 0 for part in parts]

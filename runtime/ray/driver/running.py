@@ -7,19 +7,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autopar.arrays.ray_array import Keeper, Place, RayArray, Resident
-from autopar.runtime.ray.actors import Actors, Outputs
-from autopar.runtime.ray.parts import ProcessPart
-from autopar.runtime.ray.store import KEYS
+from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, Resident
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.store import KEYS
+from autopar.runtime.ray.driver.actors import Actors, Outputs
 
 if TYPE_CHECKING:
-    from autopar.runtime.ray.pipeline import RayPipeline
+    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 
 
 _IS_DELETED, _KEY, _OWNER = map(operator.attrgetter, ("is_deleted", "key", "owner"))
 
 
-class Carried(NamedTuple):
+class CarriedArrays(NamedTuple):
     """All that a step returned for the next one to take over: its number, and the arrays."""
 
     serial: int
@@ -53,7 +53,7 @@ class Running:
         leaves: Sequence[Any],
         donated: Collection[int],
         keeper: Keeper,
-        record: Callable[[ProcessPart], Any] | None = None,
+        record: Callable[[ActorPlan], Any] | None = None,
     ) -> list[RayArray]:
         """One step; returns when the actors have been told.
 
@@ -77,7 +77,7 @@ class Running:
         ]
         return actors.step(given, consumed, self._outputs, self._arranged(keeper), record)
 
-    def carried(self, arrays: Sequence[Any]) -> Carried | None:
+    def carried(self, arrays: Sequence[Any]) -> CarriedArrays | None:
         """What all these arrays are, if one step returned them for the next one to take over.
 
         Args:
@@ -99,9 +99,11 @@ class Running:
             or actors.called_off(serial)
         ):
             return None
-        return Carried(serial, residents)
+        return CarriedArrays(serial, residents)
 
-    def carry(self, carried: Carried, fresh: Mapping[int, Any], keeper: Keeper) -> list[RayArray]:
+    def carry(
+        self, carried: CarriedArrays, fresh: Mapping[int, Any], keeper: Keeper
+    ) -> list[RayArray]:
         """One step that takes over what an earlier one returned for it; the usual step, and quick.
 
         Args:
@@ -128,7 +130,7 @@ class Running:
 
         return arrange
 
-    def place(self, leaf: Any, place: Place, weak: bool, keeper: Keeper) -> RayArray:
+    def place(self, leaf: Any, place: LeafPlace, weak: bool, keeper: Keeper) -> RayArray:
         """A leaf, copied to a place on the actors.
 
         Args:
@@ -142,7 +144,7 @@ class Running:
         return RayArray(tuple(residents), kind, keeper)
 
     def make(
-        self, function: bytes, places: Sequence[Place], weak: Sequence[bool], keeper: Keeper
+        self, function: bytes, places: Sequence[LeafPlace], weak: Sequence[bool], keeper: Keeper
     ) -> list[RayArray]:
         """What a function gives that runs on the actors.
 

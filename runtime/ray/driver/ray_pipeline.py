@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from autopar.arrays.ray_array import ArrayKind, MeshSharding, Place, RaySharding
+from autopar.arrays.ray_array import ArrayKind, LeafPlace, MeshSharding, RaySharding
 from autopar.base.ray_options import Ray
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.plans.plan import Plan
-from autopar.runtime.ray.parts import (
+from autopar.runtime.ray.actor.actor_plan import (
     ends_of,
     home_values,
     num_processes,
@@ -21,7 +21,7 @@ from autopar.runtime.ray.parts import (
     result_values,
     spec,
 )
-from autopar.runtime.ray.step import RayStep
+from autopar.runtime.ray.driver.ray_step import RayStep
 
 Parts = tuple[MeshSharding, ...]
 
@@ -70,13 +70,16 @@ class RayPipeline:
         )
         versions = runnable.pieces.versions
         self._kinds = tuple(
-            _kind_of(group, versions[values[0]].atom.aval, sharding, Place("argument", number))
+            _kind_of(group, versions[values[0]].atom.aval, sharding, LeafPlace("argument", number))
             for number, (group, values, sharding) in enumerate(
                 zip(runnable.leaves, self.homes, self.in_shardings, strict=True)
             )
         )
         self.results = tuple(
-            (values, _kind_of(group, versions[values[0]].atom.aval, sharding, Place("result", n)))
+            (
+                values,
+                _kind_of(group, versions[values[0]].atom.aval, sharding, LeafPlace("result", n)),
+            )
             for n, (group, values, sharding) in enumerate(
                 zip(runnable.results, returned, self.out_shardings, strict=True)
             )
@@ -93,7 +96,7 @@ class RayPipeline:
         is_own = all(count[value] == 1 for x in found.values() for value in self.results[x][0])
         return found if is_own else {}
 
-    def at(self, place: Place, weak: bool) -> tuple[tuple[int, ...], ArrayKind]:
+    def at(self, place: LeafPlace, weak: bool) -> tuple[tuple[int, ...], ArrayKind]:
         """What lies in a place: the values of its parts, and its kind but for the weak type."""
         if place.kind == "argument":
             values, kind = self.homes[place.leaf], self._kinds[place.leaf]
@@ -142,7 +145,7 @@ class RayPipeline:
 
 
 def _kind_of(
-    group: Sequence[LeafRows], aval: Any, sharding: RaySharding, place: Place
+    group: Sequence[LeafRows], aval: Any, sharding: RaySharding, place: LeafPlace
 ) -> ArrayKind:
     """The kind of an array; `aval` is that of its first part."""
     shape = list(aval.shape)

@@ -22,22 +22,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import ray
 
-from autopar.arrays.ray_array import Place, RayArray
+from autopar.arrays.ray_array import LeafPlace, RayArray
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import AutoparError, CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
-from autopar.runtime.ray import pickling, starting
-from autopar.runtime.ray.actors import Actors, gpus_of
-from autopar.runtime.ray.cluster import Connection, NoRoom, await_room, free_actors
-from autopar.runtime.ray.lineage import Lineage, MakeEntry, PlaceEntry, SaveEntry, StepEntry
-from autopar.runtime.ray.parts import take_apart
-from autopar.runtime.ray.profiling import Measured, profiled
-from autopar.runtime.ray.running import Running
-from autopar.runtime.ray.saving import Saving
-from autopar.runtime.ray.snapshots import Snapshots
+from autopar.runtime.ray.actor.actor_plan import take_apart
+from autopar.runtime.ray.driver import launch
+from autopar.runtime.ray.driver.actors import Actors, gpus_of
+from autopar.runtime.ray.driver.profiling import Measured, profiled
+from autopar.runtime.ray.driver.ray_cluster import Connection, NoRoom, await_room, free_actors
+from autopar.runtime.ray.driver.running import Running
+from autopar.runtime.ray.driver.save import Saving
+from autopar.runtime.ray.recovery.lineage import (
+    Lineage,
+    MakeEntry,
+    PlaceEntry,
+    SaveEntry,
+    StepEntry,
+)
+from autopar.runtime.ray.recovery.snapshots import Snapshots
+from autopar.runtime.ray.transport import pickling
 
 if TYPE_CHECKING:
-    from autopar.runtime.ray.pipeline import RayPipeline
+    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 
 T = TypeVar("T")
 logger = logging.getLogger("autopar")
@@ -95,7 +102,7 @@ class RayStep:
         self._replan = replan
         self.order(donated, kept)
         self._prepare(pipeline)
-        self._config = starting.settings()  # actors that start later are to be like the first
+        self._config = launch.settings()  # actors that start later are to be like the first
         self._lock = threading.RLock()
         self._is_shut = False
         self._savings: list[Saving] = []
@@ -112,8 +119,8 @@ class RayStep:
             gpus = gpus_of(self._parts, options)
             self._cluster = Connection(options.address, gpus, options.deadline, reserve=False)
             weakref.finalize(self, self._cluster.close)
-            if not starting.has_cache():
-                self._cache = starting.cache_folder()
+            if not launch.has_cache():
+                self._cache = launch.cache_folder()
                 weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
         try:
             self._running = self._start()
@@ -129,7 +136,7 @@ class RayStep:
         """What the actors of a plan are to be sent."""
         self._pipeline, count = pipeline, len(self._shapes)
         self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes, pipeline.carried)
-        self._blobs = starting.contents(
+        self._blobs = launch.contents(
             pipeline.runnable,
             self._parts,
             pipeline.in_shardings,
@@ -224,7 +231,7 @@ class RayStep:
                 f"{aval.dtype}{list(aval.shape)}"
             )
 
-    def place(self, leaf: Any, place: Place, weak: bool | None = None) -> RayArray:
+    def place(self, leaf: Any, place: LeafPlace, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors.
 
         Args:
@@ -259,7 +266,7 @@ class RayStep:
           TraceError: it cannot be sent to another process.
         """
         function = pickling.dumps((closed, arguments), "The init function")
-        places = tuple(Place("argument", index) for index in indices)
+        places = tuple(LeafPlace("argument", index) for index in indices)
         weak = tuple(bool(aval.weak_type) for aval in closed.out_avals)
 
         def do() -> list[RayArray]:

@@ -18,13 +18,13 @@ import ray
 from autopar.arrays.ray_array import RaySharding
 from autopar.base.errors import ClusterError
 from autopar.passes.pieces.pieces import Runnable
-from autopar.runtime.ray import pickling
-from autopar.runtime.ray.actor import GROUPS, StageActor, World, versions
-from autopar.runtime.ray.calls import results_of
-from autopar.runtime.ray.cluster import Connection
-from autopar.runtime.ray.failures import Failure, stage_error
-from autopar.runtime.ray.parts import ProcessPart
-from autopar.runtime.ray.tiles import cut, to_host
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.failures import Failure, stage_error
+from autopar.runtime.ray.actor.stage_actor import GROUPS, StageActor, World, versions
+from autopar.runtime.ray.driver.ray_cluster import Connection
+from autopar.runtime.ray.driver.rpc import results_of
+from autopar.runtime.ray.transport import pickling
+from autopar.runtime.ray.transport.host_tiles import cut, to_host
 
 START_SECONDS = 120.0
 """How long actors may take to start, at the least: they import JAX."""
@@ -86,7 +86,7 @@ def _is_running(pid: int) -> bool:
 
 def contents(
     runnable: Runnable,
-    parts: Sequence[ProcessPart],
+    parts: Sequence[ActorPlan],
     shardings: Sequence[RaySharding],
     num_leaves: int,
     constants: Sequence[Any],
@@ -114,7 +114,7 @@ def settings() -> dict[str, Any]:
 
 def start(
     connection: Connection,
-    parts: Sequence[ProcessPart],
+    parts: Sequence[ActorPlan],
     name: str,
     config: Mapping[str, Any],
     cache: str | None,
@@ -146,7 +146,7 @@ def start(
 
 def load(
     handles: Sequence[Any],
-    parts: Sequence[ProcessPart],
+    parts: Sequence[ActorPlan],
     blobs: Sequence[bytes],
     name: str,
     deadline: float,

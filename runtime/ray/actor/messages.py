@@ -6,9 +6,9 @@ import pickle
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autopar.runtime.ray.parts import ProcessPart
-from autopar.runtime.ray.store import KEYS
-from autopar.runtime.ray.timing import Turns
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.store import KEYS
+from autopar.runtime.ray.actor.timing import Turns
 
 LARGE = 1 << 20
 """From so many bytes on, copying them takes longer than what Ray does to avoid that."""
@@ -38,7 +38,7 @@ class Message:
     record: Literal["together"] | Turns | None = None
 
 
-def spelled_out(message: Message, part: ProcessPart) -> Message:
+def spelled_out(message: Message, part: ActorPlan) -> Message:
     """The message with all slots."""
     if message.carried is None:
         return message

@@ -37,13 +37,13 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.event_times import Place, Times
-from autopar.runtime.ray.failures import Failure, Spot
-from autopar.runtime.ray.group import is_of_group
-from autopar.runtime.ray.messages import Message, spelled_out
-from autopar.runtime.ray.parts import FIRST_OWN_TAG, PASSED_ON, ProcessPart, held_shape
-from autopar.runtime.ray.routes import Arrival, Box, Departure, Move
-from autopar.runtime.ray.store import KEYS, Missing, Store
-from autopar.runtime.ray.tiles import (
+from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, PASSED_ON, ActorPlan, held_shape
+from autopar.runtime.ray.actor.failures import Failure, Spot
+from autopar.runtime.ray.actor.messages import Message, spelled_out
+from autopar.runtime.ray.actor.store import KEYS, Missing, Store
+from autopar.runtime.ray.actor.timing import Alone, Together, Turns
+from autopar.runtime.ray.transport.group import is_of_group
+from autopar.runtime.ray.transport.host_tiles import (
     as_bytes,
     assembled,
     copied,
@@ -55,8 +55,8 @@ from autopar.runtime.ray.tiles import (
     to_host,
     unpacked,
 )
-from autopar.runtime.ray.timing import Alone, Together, Turns
-from autopar.runtime.ray.transport import Sockets, Ticket, TransportError
+from autopar.runtime.ray.transport.routes import Arrival, Box, Departure, Move
+from autopar.runtime.ray.transport.sockets import Sockets, Ticket, TransportError
 from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
 
 Action = Callable[[dict[Buffer, Any], int], None]
@@ -76,7 +76,7 @@ class ProcessStep:
 
     def __init__(
         self,
-        part: ProcessPart,
+        part: ActorPlan,
         constants: Sequence[tuple[int, Sequence[np.ndarray]]],
         transport: Sockets,
         deadline: float,
@@ -479,7 +479,7 @@ def _num_bytes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> int
     )
 
 
-def _actors(part: ProcessPart, mesh: int) -> str:
+def _actors(part: ActorPlan, mesh: int) -> str:
     found = part.processes[mesh]
     return f"actor{'' if len(found) == 1 else 's'} {', '.join(map(str, found))}"
 
@@ -488,7 +488,7 @@ def _local(action: stages.Action) -> Action:
     return lambda buffers, step: action(buffers)
 
 
-def _stage(x: Instruction, part: ProcessPart) -> int:
+def _stage(x: Instruction, part: ActorPlan) -> int:
     if isinstance(x, Run):
         return x.stage
     buffers = (*x.reads, *x.writes)
@@ -511,7 +511,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _devices(part: ProcessPart) -> list[jax.Device]:
+def _devices(part: ActorPlan) -> list[jax.Device]:
     """Those of the mesh, in all its processes."""
     platform = str(jax.config.jax_platforms)  # type: ignore[attr-defined]
     try:
@@ -529,7 +529,7 @@ def _devices(part: ProcessPart) -> list[jax.Device]:
     return found[: part.num_devices]
 
 
-def _mesh(part: ProcessPart, stage: int, devices: Sequence[jax.Device]) -> Mesh:
+def _mesh(part: ActorPlan, stage: int, devices: Sequence[jax.Device]) -> Mesh:
     program = part.pieces.programs[stage]
     own = devices[: int(np.prod(program.mesh))]
     return Mesh(

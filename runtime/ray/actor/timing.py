@@ -18,8 +18,8 @@ import numpy as np
 from autopar.passes.pipeline.instructions import Buffer, Free, PipelineProgram, Send
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime.event_times import Place, Times, Waiter, telling
-from autopar.runtime.ray.parts import ProcessPart
-from autopar.runtime.ray.transport import Sockets, Ticket
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.transport.sockets import Sockets, Ticket
 
 TURN = 1 << 41
 """This bit of a tag says that it is the receiver's turn; the rest counts instructions."""
@@ -38,7 +38,7 @@ class Turns:
     told: dict[int, tuple[tuple[int, ...], int]]
 
 
-def turns(program: PipelineProgram, part: ProcessPart) -> Turns:
+def turns(program: PipelineProgram, part: ActorPlan) -> Turns:
     """The turns of an actor in the order of a program; each process of a mesh has the mesh's."""
     awaited: dict[int, tuple[int, int]] = {}
     told: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -56,7 +56,7 @@ def turns(program: PipelineProgram, part: ProcessPart) -> Turns:
 class Together:
     """Notes when instructions are dispatched and when their results are there."""
 
-    def __init__(self, part: ProcessPart) -> None:
+    def __init__(self, part: ActorPlan) -> None:
         self._part = part
         self._waited = lasting_writes(part.program)
         self.times = Times({}, {})
@@ -84,7 +84,7 @@ class Alone:
 
     def __init__(
         self,
-        part: ProcessPart,
+        part: ActorPlan,
         order: Turns,
         transport: Sockets,
         step: int,

@@ -1,0 +1,1 @@
+"""How bytes and programs get from process to process: routes, tiles, sockets, pickles, groups."""
