@@ -19,7 +19,7 @@ from ray_runtime.training import batch, train
 import autopar
 from autopar.base.errors import ClusterError, OptionError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.driver.ray_cluster import _loopback
+from autopar.runtime.ray.driver.ray_cluster import loopback, taken_as_it_is
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray its
 def lose_a_node() -> Iterator[Callable[[], None]]:
     """A cluster of two nodes with a CPU each; what takes away the one where no driver is."""
     address = {"node_ip_address": "127.0.0.1", "num_cpus": 1}
-    with _loopback():
+    with loopback():
         nodes = Cluster(True, head_node_args={**address, "include_dashboard": False})
         other = nodes.add_node(**address)
-        ray.init(nodes.address, logging_level="error", log_to_driver=False)
+        ray.init(taken_as_it_is(nodes.address), logging_level="error", log_to_driver=False)
     try:
         yield lambda: nodes.remove_node(other, allow_graceful=False)
     finally:

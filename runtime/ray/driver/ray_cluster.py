@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from autopar.base.errors import ClusterError
@@ -54,18 +53,18 @@ class Connection:
         with _lock:
             if ray.is_initialized():
                 _check_same(address)
-            elif address is None and not os.environ.get("RAY_ADDRESS"):
-                found = {} if any(gpus) else {"num_gpus": 0}  # Ray counts them itself
-                start_local(max(os.cpu_count() or 1, len(gpus)), **found)
-                _users, self._is_counted = 1, True
+                self._is_counted = _users > 0
             else:
-                _connect(address, deadline)
-                _users, self._is_counted = 1, True
-            if _users and not self._is_counted:
-                _users, self._is_counted = _users + 1, True
+                if address is None and not os.environ.get("RAY_ADDRESS"):
+                    found = {} if any(gpus) else {"num_gpus": 0}  # Ray counts them itself
+                    start_local(max(os.cpu_count() or 1, len(gpus)), **found)
+                else:
+                    _connect(address, deadline)
+                _users, self._is_counted = 0, True
+            _users += self._is_counted
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
-            self.is_local = all(n["NodeManagerAddress"] == "127.0.0.1" for n in nodes)
+            self.is_local = all(n["NodeManagerAddress"] == LOOPBACK for n in nodes)
             if reserve:
                 self._reserve(gpus, deadline)
         except BaseException:
@@ -152,13 +151,12 @@ def start_local(num_cpus: int, **options: Any) -> None:
     Raises:
       ClusterError: Ray does not start.
     """
-    with _loopback():
+    with loopback():
         try:
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
-                _node_ip_address="127.0.0.1",
                 _system_config={"worker_niceness": 0},  # they are no background work
                 **{"logging_level": "warning", **options},
             )
@@ -202,25 +200,36 @@ def _room(resources: Mapping[str, float], gpus: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Ray takes loopback addresses as they are.
+def loopback() -> Iterator[None]:
+    """Let a cluster that starts meanwhile be at 127.0.0.1, where no other machine reaches it.
 
-    It replaces them by the machine's outward address, except where it believes that there are no
-    clusters of several nodes, as on macOS.
+    Ray asks for the machine's outward address, except where it believes that there are no clusters
+    of several nodes, as on macOS.
     """
-    known = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    outward: Any = ray.util.get_node_ip_address
+    setattr(ray.util, "get_node_ip_address", lambda address=None: LOOPBACK)  # noqa: B010
     os.environ[_CLUSTERS] = "0"  # for the processes that it starts
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own about its future defaults
             yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = known
+        setattr(ray.util, "get_node_ip_address", outward)  # noqa: B010
         del os.environ[_CLUSTERS]
 
 
+LOOPBACK = "127.0.0.1"
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def taken_as_it_is(address: str) -> str:
+    """The same address, spelled so that Ray does not replace it by the machine's outward one.
+
+    >>> taken_as_it_is("127.0.0.1:6379"), taken_as_it_is("10.0.0.1:6379")
+    ('[::ffff:127.0.0.1]:6379', '10.0.0.1:6379')
+    """
+    host, _, port = address.rpartition(":")
+    return f"[::ffff:{LOOPBACK}]:{port}" if host in (LOOPBACK, "localhost") else address
 
 
 def _connect(address: str | None, deadline: float) -> None:
@@ -231,15 +240,14 @@ def _connect(address: str | None, deadline: float) -> None:
             socket.create_connection((host, int(port)), timeout=min(deadline, 10.0)).close()
         except (OSError, ValueError, OverflowError) as error:
             raise _unreachable(address, str(error)) from error
-    is_loopback = host in ("127.0.0.1", "localhost", "::1", "[::1]")
-    with _loopback() if is_loopback else contextlib.nullcontext():
-        _try(address, deadline)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ray.init(address=address, logging_level="warning")
-        except Exception as error:
-            raise _unreachable(address, f"{type(error).__name__}: {error}") from error
+    spelled = taken_as_it_is(address)
+    _try(spelled, address, deadline)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(address=spelled, logging_level="warning")
+    except Exception as error:
+        raise _unreachable(address, f"{type(error).__name__}: {error}") from error
 
 
 TRIAL = """
@@ -249,11 +257,11 @@ ray.shutdown()
 """
 
 
-def _try(address: str, deadline: float) -> None:
+def _try(spelled: str, address: str, deadline: float) -> None:
     """Connect in a process that can be ended: `ray.init` may try for many minutes."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", TRIAL, address], capture_output=True, text=True, timeout=deadline
+            [sys.executable, "-c", TRIAL, spelled], capture_output=True, text=True, timeout=deadline
         )
     except subprocess.TimeoutExpired:
         raise _unreachable(
@@ -278,7 +286,7 @@ def _check_same(address: str | None) -> None:
     if address in (None, "auto"):
         return
     connected = ray.get_runtime_context().gcs_address
-    if address != connected:
+    if connected not in (address, taken_as_it_is(address)):
         raise ClusterError(
             f"This process is connected to another Ray cluster, at {connected}.",
             where=f"address={address!r}",
