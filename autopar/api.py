@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import types
@@ -14,7 +13,6 @@ import jax
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
     AutoparError,
-    ClusterError,
     DeviceError,
     OptionError,
 )
@@ -24,7 +22,6 @@ from autopar.executable import Executable, SignatureMismatch
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.planner.compiler import Compiled, compile_graph
-from autopar.passes.planner.layouts import submesh
 from autopar.passes.trace.signature import Convention, Signature, signature_of
 from autopar.passes.trace.trace import Traced, trace
 from autopar.plans.plan import Plan
@@ -318,69 +315,21 @@ def _build(
         compiled = _plan(traced, request, cluster, made, progress)
         if isinstance(runtime, Ray):
             from autopar.ray_executable import RayExecutable
+            from autopar.runtime.ray.recovery.replan import replan
 
-            def replan(num_actors: int) -> Compiled:
+            def again(num_actors: int) -> Compiled:
                 with Progress(f"planning {name_of(fn)} again", request.progress) as progress:
-                    return _plan_again(traced, request, compiled, cluster, num_actors, progress)
+                    return replan(
+                        traced.graph,
+                        request.options,
+                        cluster,
+                        compiled,
+                        num_actors,
+                        progress.report,
+                    )
 
-            return RayExecutable(fn, traced, compiled, progress, runtime, replan)
+            return RayExecutable(fn, traced, compiled, progress, runtime, again)
         return Executable(fn, traced, compiled, progress)
-
-
-def _plan_again(
-    traced: Traced,
-    request: PlanRequest,
-    compiled: Compiled,
-    cluster: Cluster,
-    num_actors: int,
-    progress: Progress,
-) -> Compiled:
-    """A plan for a part of a cluster: as asked for, with as many stages as there are processes.
-
-    Args:
-      traced: the step.
-      request: what the user asked for. A number of stages is an upper bound here.
-      compiled: the plan for the whole cluster.
-      cluster: the whole cluster.
-      num_actors: how many processes can run.
-      progress: is told what is done.
-
-    Raises:
-      AutoparError: no plan fits these processes and what the user asked for.
-    """
-    from autopar.runtime.ray.actor.actor_plan import num_processes
-
-    before = sum(num_processes(compiled.runnable, cluster.devices_per_node))
-    devices = max(cluster.num_devices * num_actors // before, 1)
-    if devices > cluster.devices_per_node:
-        devices -= devices % cluster.devices_per_node  # whole nodes
-    part, options = submesh(cluster, devices), request.options
-    if isinstance(options.stages, int):
-        chunks = options.num_chunks if isinstance(options.num_chunks, int) else 1
-        most = min(options.stages, num_actors * chunks)
-        # Meshes are equal, and each has as many stages as there are chunks.
-        possible = [n for n in range(chunks, most + 1, chunks) if devices % (n // chunks) == 0]
-        fewer: dict[str, Any] = {"stages": max(possible, default=1)}
-        if fewer["stages"] == 1:  # what only several stages can have
-            fewer.update(schedule="auto", num_chunks="auto", remat="auto")
-        options = dataclasses.replace(options, **fewer)
-    progress.report("planning for what is left")
-    try:
-        request = dataclasses.replace(request, options=options)
-        found = _plan(traced, request, part, None, progress)
-    except AutoparError as error:
-        error.add_note(f"Planned again for {devices} of {cluster.num_devices} devices.")
-        raise
-    after = sum(num_processes(found.runnable, part.devices_per_node))
-    if after > num_actors:
-        raise ClusterError(
-            f"A plan with {after} actors cannot run on what is left of the Ray cluster.",
-            where=f"stages={request.options.stages!r}",
-            why="every mesh is a process, or one for each node, and there is room for "
-            f"{num_actors}.",
-            hint="with a number of stages, or 'auto', a plan may have fewer of them.",
-        )
-    return found
 
 
 def _check_devices(cluster: Cluster, made: Plan | None) -> None:

@@ -37,7 +37,7 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.event_times import Place, Times
-from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, PASSED_ON, ActorPlan, held_shape
+from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, PASSED_ON, ActorPlan
 from autopar.runtime.ray.actor.failures import Failure, Spot
 from autopar.runtime.ray.actor.messages import Message, spelled_out
 from autopar.runtime.ray.actor.store import KEYS, Missing, Store
@@ -363,11 +363,12 @@ class ProcessStep:
         for process, actor in others:
             receive(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
         for (buffer, _), got, way in zip(items, found, ways, strict=True):
-            version = part.pieces.versions[buffer.value]
-            stage = part.program.value_of[buffer.value].stage
-            shape = held_shape(version, part.pieces.programs[stage])
-            sharding = self.programs.places[buffer.value].sharding
-            buffers[buffer] = placed(got, way.tiles, shape, version.atom.aval.dtype, sharding)
+            aval, place = (
+                part.pieces.versions[buffer.value].atom.aval,
+                self.programs.places[buffer.value],
+            )
+            shape = tuple(aval.shape) if place.partial == 1 else (place.partial, *aval.shape)
+            buffers[buffer] = placed(got, way.tiles, shape, aval.dtype, place.sharding)
 
     def _place_host(self, value: int, tiles: Sequence[np.ndarray]) -> jax.Array:
         aval, held = self.part.pieces.versions[value].atom.aval, self.part.held(value)

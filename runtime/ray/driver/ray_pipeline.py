@@ -13,15 +13,14 @@ from autopar.base.ray_options import Ray
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.plans.plan import Plan
-from autopar.runtime.ray.actor.actor_plan import (
+from autopar.runtime.ray.actor.partition import (
     ends_of,
     home_values,
-    num_processes,
-    processes_of,
     result_values,
-    spec,
 )
 from autopar.runtime.ray.driver.ray_step import RayStep
+from autopar.runtime.ray.transport.mesh_processes import actors_of_meshes, num_processes
+from autopar.runtime.stage_programs import spec_of
 
 Parts = tuple[MeshSharding, ...]
 
@@ -57,7 +56,9 @@ class RayPipeline:
     ) -> None:
         self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
         self._replan = replan
-        self.num_processes = num_processes(runnable, devices_per_node)
+        self.num_processes = num_processes(
+            runnable.program.schedule, runnable.pieces.programs, devices_per_node
+        )
         self.homes, returned = home_values(runnable), result_values(runnable)
         known: dict[Parts, Parts] = {}
         self.in_shardings = tuple(
@@ -115,11 +116,11 @@ class RayPipeline:
             parts.append(
                 MeshSharding(
                     program.mesh_of(value),
-                    processes_of(self.num_processes)[program.mesh_of(value)],
+                    actors_of_meshes(self.num_processes)[program.mesh_of(value)],
                     stage,
                     sharded.mesh,
                     sharded.axis_names,
-                    spec(pieces.versions[value], sharded),
+                    spec_of(pieces.versions[value], sharded)[0],
                 )
             )
         # Equal parts are one object: calls compare the shardings of leaves. The

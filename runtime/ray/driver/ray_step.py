@@ -26,7 +26,7 @@ from autopar.arrays.ray_array import LeafPlace, RayArray
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import AutoparError, CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
-from autopar.runtime.ray.actor.actor_plan import take_apart
+from autopar.runtime.ray.actor.partition import partition_plan
 from autopar.runtime.ray.driver import launch
 from autopar.runtime.ray.driver.actors import Actors, gpus_of
 from autopar.runtime.ray.driver.profiling import Measured, profiled
@@ -135,7 +135,9 @@ class RayStep:
     def _prepare(self, pipeline: RayPipeline) -> None:
         """What the actors of a plan are to be sent."""
         self._pipeline, count = pipeline, len(self._shapes)
-        self._parts = take_apart(pipeline.runnable, count, pipeline.num_processes, pipeline.carried)
+        self._parts = partition_plan(
+            pipeline.runnable, count, pipeline.num_processes, pipeline.carried
+        )
         self._blobs = launch.contents(
             pipeline.runnable,
             self._parts,
