@@ -18,8 +18,8 @@ from autopar.plans.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
-    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
-    from autopar.runtime.ray.driver.ray_step import Recovery
+    from autopar.runtime.ray.driver.ray_step import RayProgram
+    from autopar.runtime.ray.driver.restarts import Recovery
 
 
 class RayExecutable(Executable):
@@ -74,7 +74,7 @@ class RayExecutable(Executable):
         """Take over the plan that runs now, if it was planned again."""
         if not hasattr(self, "_compiled"):
             return  # the first one is not there yet
-        pipeline = self._compiled.pipeline
+        pipeline = self._compiled.running.pipeline
         if pipeline is not self._pipeline:
             self._pipeline, self.plan = pipeline, pipeline.plan
             self._in_shardings = pipeline.in_shardings[: self._traced.num_arrays]
@@ -221,13 +221,13 @@ class RayExecutable(Executable):
     @property
     def actor_pids(self) -> tuple[int, ...]:
         """The process ids of the actors, those of one mesh side by side."""
-        pids: tuple[int, ...] = self._compiled.actors.pids
+        pids: tuple[int, ...] = self._compiled.running.pool.pids
         return pids
 
     @property
     def compile_seconds(self) -> tuple[float, ...]:
         """What compiling its pieces took each actor."""
-        seconds: tuple[float, ...] = self._compiled.actors.compile_seconds
+        seconds: tuple[float, ...] = self._compiled.running.pool.compile_seconds
         return seconds
 
     @property
@@ -266,19 +266,19 @@ def _on_actors(
     runtime: Ray,
     name: str,
     replan: Callable[[int], Compiled],
-) -> RayPipeline:
+) -> RayProgram:
     """A plan for Ray actors. It is no method, for nothing of theirs may refer to the step."""
-    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
+    from autopar.runtime.ray.driver.ray_step import RayProgram
 
-    def again(num_actors: int) -> RayPipeline:
+    def again(num_actors: int) -> RayProgram:
         return _on_actors(replan(num_actors), twins, runtime, name, replan)
 
-    return RayPipeline(
+    return RayProgram(
         compiled.runnable,
         twins,
         compiled.plan.cluster["devices_per_node"],
         runtime,
         name,
         compiled.plan,
-        again if runtime.on_loss == "replan" else None,
+        replan=again if runtime.on_loss == "replan" else None,
     )

@@ -22,7 +22,7 @@ import autopar
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import DonatedBufferError, OptionError, TraceError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.driver.actors import Actors
+from autopar.runtime.ray.driver.step_queue import StepQueue
 
 RAY = autopar.Ray(deadline=60)
 FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)
@@ -123,14 +123,14 @@ def test_who_waits_for_a_step_asks_no_actor_for_its_arrays(
     state = step.initialize(init, jax.random.key(0))
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(Actors, "_read", ask)
+            patch.setattr(StepQueue, "result", ask)
             assert jax.block_until_ready(state) is not None
             state, metrics = step(state, BATCH)
             jax.block_until_ready((state, metrics))
         assert step.gather(metrics["step"]).is_ready()
     assert_close((state, metrics), plain(3))
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="is asked"):
-        patch.setattr(Actors, "_read", ask)
+        patch.setattr(StepQueue, "result", ask)
         jax.device_get(step(state, BATCH)[1])
 
 
@@ -231,10 +231,10 @@ def test_a_state_that_is_dropped_is_forgotten(step: RayExecutable) -> None:
         state, metrics = step(state, BATCH)
     step.finish()
     arrays = list(map(weakref.ref, jax.tree.leaves((state, metrics))))
-    before = len(step._compiled.actors._forgotten)
+    before = len(step._compiled.running.arrays._forgotten)
     del state, metrics
     assert not any(array() is not None for array in arrays)
-    assert len(step._compiled.actors._forgotten) == before + len(arrays)
+    assert len(step._compiled.running.arrays._forgotten) == before + len(arrays)
 
 
 def test_one_array_in_two_places_of_the_state(step: RayExecutable) -> None:

@@ -24,7 +24,7 @@ import autopar
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import ClusterError, LostActorError, StageError, TraceError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.driver import launch
+from autopar.runtime.ray.driver import actor_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 
@@ -88,8 +88,10 @@ def test_a_result_of_a_failed_step_says_so(step: RayExecutable) -> None:
 def num_arrays(step: RayExecutable) -> list[int]:
     """How many each actor keeps."""
     step.finish()
-    handles = step._compiled.actors._handles
-    count = [x.__ray_call__.remote(lambda self: len(self._step.store._arrays)) for x in handles]
+    handles = step._compiled.running.pool.handles
+    count = [
+        x.__ray_call__.remote(lambda self: len(self._step.arrays.store._arrays)) for x in handles
+    ]
     return list(ray.get(count, timeout=60))
 
 
@@ -113,10 +115,10 @@ def test_failed_steps_leave_no_arrays_behind(
         state, loss = step(state, BATCH)
         assert num_arrays(step) == expected
     step.finish()
-    actors = step._compiled.actors
+    pool = step._compiled.running.pool
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no way there"):
-        first, last = actors._handles
-        patch.setattr(actors, "_handles", [first, Unreachable(last)])
+        first, last = pool.handles
+        patch.setattr(pool, "handles", [first, Unreachable(last)])
         step(state, BATCH)
     del state
     state, loss = step(step.initialize(init), BATCH)
@@ -245,7 +247,7 @@ def test_too_few_gpus(ray_cluster: None) -> None:
 
 
 def test_other_versions_on_a_node(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "versions", lambda: (("jax", "0.1.2"),))
+    monkeypatch.setattr(actor_pool, "versions", lambda: (("jax", "0.1.2"),))
     with pytest.raises(ClusterError, match="runs other versions") as found:
         on_actors(autopar.Ray(deadline=60))
     assert found.value.why is not None

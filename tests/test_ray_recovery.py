@@ -212,7 +212,7 @@ def test_more_losses_than_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def disturbed(self: Lineage, running: Any, keeper: Any) -> Any:
         if kills:
-            kill(running.actors.pids[kills.pop()])
+            kill(running.pool.pids[kills.pop()])
         return replay(self, running, keeper)
 
     monkeypatch.setattr(Lineage, "replay", disturbed)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.runtime.ray.actor.messages import Message, packed
-from autopar.runtime.ray.driver import actors
+from autopar.runtime.ray.driver import running
 
 
 def noted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
@@ -18,5 +18,5 @@ def noted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
         found.append(message)
         return packed(message)
 
-    monkeypatch.setattr(actors, "packed", noted)
+    monkeypatch.setattr(running, "packed", noted)
     return found

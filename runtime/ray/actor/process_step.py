@@ -11,10 +11,7 @@ what they compute together are arrays of which each holds its devices' shards.
 
 from __future__ import annotations
 
-import functools
-import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,26 +34,19 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.event_times import Place, Times
-from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, PASSED_ON, ActorPlan
-from autopar.runtime.ray.actor.failures import Failure, Spot
+from autopar.runtime.ray.actor.actor_arrays import ActorArrays
+from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, ActorPlan
+from autopar.runtime.ray.actor.exchange import Exchange
+from autopar.runtime.ray.actor.failures import Failure, Spot, failure_of
 from autopar.runtime.ray.actor.messages import Message, spelled_out
-from autopar.runtime.ray.actor.store import KEYS, Missing, Store
+from autopar.runtime.ray.actor.store import KEYS
 from autopar.runtime.ray.actor.timing import Alone, Together, Turns
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.host_tiles import (
-    as_bytes,
-    assembled,
     copied,
-    is_key,
-    numbers,
-    placed,
     resharded,
-    taken,
-    to_host,
-    unpacked,
 )
-from autopar.runtime.ray.transport.routes import Arrival, Box, Departure, Move
-from autopar.runtime.ray.transport.sockets import Sockets, Ticket, TransportError
+from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
 
 Action = Callable[[dict[Buffer, Any], int], None]
@@ -81,28 +71,25 @@ class ProcessStep:
         transport: Sockets,
         deadline: float,
     ) -> None:
-        self.part, self.transport, self.deadline = part, transport, deadline
-        self.store = Store()
+        self.part = part
         devices = _devices(part)
         meshes = {stage: _mesh(part, stage, devices) for stage in part.stages}
-        self.numbers = {device: number for number, device in enumerate(devices)}
         self.programs = StagePrograms(part.pieces, part.program, meshes)
         with no_mesh():
             self.variants = self.programs.variants()
         self.names = buffer_names(part.program.values)
-        self.tickets: dict[int, list[Ticket]] = {}
-        self.handed_on: list[Ticket] = []
-        self.passed_on: list[Ticket] = []
+        self.arrays = ActorArrays(part, self.programs)
+        self._store = self.arrays.store
+        numbers = {device: number for number, device in enumerate(devices)}
+        self._exchange = Exchange(part, self.programs, numbers, transport, deadline)
         self.actions = tuple(self._actions())
         self.index: int | None = None
         self.doing = "idle"
         self.since = time.monotonic()
         self.times: Times | dict[Place, float] | None = None
         self.constants = {
-            Buffer(number, None): self._place_host(number, value) for number, value in constants
+            Buffer(number, None): self.arrays.placed(number, value) for number, value in constants
         }
-
-    # -- a step ----------------------------------------------------------------------------------
 
     def run(self, message: Message) -> Failure | None:
         """One step; what went wrong, if anything did."""
@@ -115,7 +102,7 @@ class ProcessStep:
     def skip(self, message: Message) -> None:
         """What is left of a step that fails, or is not run: what it takes over is gone."""
         message = spelled_out(message, self.part)
-        self.store.drop((*message.forgotten, *message.consumed))
+        self._store.drop((*message.forgotten, *message.consumed))
 
     def _outcome(self, message: Message) -> Failure | None:
         try:
@@ -128,19 +115,16 @@ class ProcessStep:
         except BaseException as error:
             if len(self.part.siblings) > 1 and is_of_group(error):
                 return Failure("group", self.spot(), message.step, str(error))
-            text = "".join(traceback.format_exception(error))
-            return Failure("error", self.spot(), message.step, _described(error), text)
+            return failure_of(error, self.spot(), message.step)
         finally:
-            self.tickets.clear()
-            self.handed_on.clear()
-            self.passed_on.clear()
+            self._exchange.clear()
             self._at(None, "idle")
         return None
 
     def _run(self, message: Message) -> None:
         step = message.step
         self._at(None, "the start of the step")
-        self.store.drop(message.forgotten)
+        self._store.drop(message.forgotten)
         buffers = self._inputs(message)
         if message.record is None:
             for index, action in enumerate(self.actions):
@@ -149,8 +133,7 @@ class ProcessStep:
         else:
             self._run_recorded(message, buffers)
         self._at(None, "the end of the step")
-        for tickets in (*self.tickets.values(), self.handed_on, self.passed_on):
-            self._wait(tickets)
+        self._exchange.wait_for_all()
         outputs = {value: buffers[Buffer(value, None)] for value in self.part.outputs}
         consumed = set(message.consumed)
         lasting = {
@@ -162,11 +145,15 @@ class ProcessStep:
             outputs[value] = copied(outputs[value])
         jax.block_until_ready(list(outputs.values()))
         for value, array in outputs.items():
-            self.store.put(step * KEYS + value, array)
-        self.store.complete(step)
+            self._store.put(step * KEYS + value, array)
+        self._store.complete(step)
 
     def _run_recorded(self, message: Message, buffers: dict[Buffer, Any]) -> None:
-        recorder = self._recorder(message)
+        recorder: Together | Alone
+        if isinstance(message.record, Turns):
+            recorder = Alone(self.part, message.record, self._exchange, message.step)
+        else:
+            recorder = Together(self.part)
         try:
             for index, action in enumerate(self.actions):
                 self._at(None, "a profile, waiting for its turn")
@@ -176,24 +163,6 @@ class ProcessStep:
                 recorder.after(index, buffers)
         finally:
             self.times = recorder.end()
-
-    def _recorder(self, message: Message) -> Together | Alone:
-        """What notes the times of a step."""
-        if message.record == "together":
-            return Together(self.part)
-        assert isinstance(message.record, Turns)
-        return Alone(
-            self.part,
-            message.record,
-            self.transport,
-            message.step,
-            self.deadline,
-            lambda tag: self.tickets[tag],
-        )
-
-    def _wait(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            self.transport.wait(ticket, self.deadline)
 
     def _inputs(self, message: Message) -> dict[Buffer, Any]:
         """The values with which the step begins."""
@@ -206,21 +175,21 @@ class ProcessStep:
             if found is None:
                 arriving.add((slot.leaf, slot.part, slot.value))
             elif isinstance(found, int):
-                array = self.store[found]
+                array = self._store[found]
                 if slot.value in taken_over and found not in consumed:
                     array = copied(array)
                 buffers[buffer] = array
                 resident.add((slot.leaf, slot.part))
             else:
-                buffers[buffer] = self._place_host(slot.value, found)
-        self.store.drop(message.consumed)
+                buffers[buffer] = self.arrays.placed(slot.value, found)
+        self._store.drop(message.consumed)
         tag = FIRST_OWN_TAG + part.mesh
         for to, items in part.hand_on.items():
             sent = [x for x in items if (x.leaf, x.part) in resident]
             if sent:
                 arrays = [buffers[Buffer(x.value, None)] for x in sent]
                 ways = [x.way for x in sent]
-                self.handed_on += self._send(to, message.step, tag, arrays, ways)
+                self._exchange.handed_on += self._exchange.send(to, message.step, tag, arrays, ways)
         for leaf, number, home, value in part.copies:
             if (leaf, number, value) in arriving:
                 sharding = self.programs.places[value].sharding
@@ -233,10 +202,8 @@ class ProcessStep:
                     None, f"the start of the step, waiting for leaves of {_actors(part, source)}"
                 )
                 pairs = [(Buffer(x.value, None), x.way) for x in wanted]
-                self._receive(buffers, source, message.step, FIRST_OWN_TAG + source, pairs)
+                self._exchange.receive(buffers, source, message.step, FIRST_OWN_TAG + source, pairs)
         return buffers
-
-    # -- instructions ----------------------------------------------------------------------------
 
     def _actions(self) -> Iterator[Action]:
         part, programs = self.part, self.programs
@@ -262,13 +229,14 @@ class ProcessStep:
         # Where a mesh of CPUs has several processes, dozens of queued programs wait for each other
         # without end (jaxlib 0.10.2); so each is awaited.
         is_awaited = len(self.part.siblings) > 1 and jax.default_backend() == "cpu"
+        exchange = self._exchange
 
         def action(buffers: dict[Buffer, Any], step: int) -> None:
             for tag in tags:
-                self._wait(self.tickets[tag])
-            if x.donates and self.handed_on:
-                self._wait(self.handed_on)
-                self.handed_on.clear()
+                exchange.wait(exchange.tickets[tag])
+            if x.donates and exchange.handed_on:
+                exchange.wait(exchange.handed_on)
+                exchange.handed_on.clear()
             run(buffers)
             if is_awaited:
                 jax.block_until_ready([buffers[buffer] for buffer in x.writes])
@@ -288,7 +256,7 @@ class ProcessStep:
 
         def action(buffers: dict[Buffer, Any], step: int) -> None:
             arrays = [buffers[b] for b in x.buffers]
-            self.tickets[x.tag] = self._send(x.to, step, x.tag, arrays, ways)
+            self._exchange.tickets[x.tag] = self._exchange.send(x.to, step, x.tag, arrays, ways)
 
         return action
 
@@ -296,158 +264,9 @@ class ProcessStep:
         items = list(zip(x.buffers, self.part.ways[x.tag], strict=True))
 
         def action(buffers: dict[Buffer, Any], step: int) -> None:
-            self._receive(buffers, x.source, step, x.tag, items)
+            self._exchange.receive(buffers, x.source, step, x.tag, items)
 
         return action
-
-    # -- arrays ----------------------------------------------------------------------------------
-
-    def _send(
-        self,
-        mesh: int,
-        step: int,
-        tag: int,
-        arrays: Sequence[Any],
-        ways: Sequence[Departure | Arrival],
-    ) -> list[Ticket]:
-        """Send to each process of another mesh what it gets from this one."""
-        tickets = []
-        itemsizes = [numbers(array).dtype.itemsize for array in arrays]
-        for process, actor in enumerate(self.part.processes[mesh]):
-            moves = [way.moves[process] for way in ways]
-            size = _num_bytes(moves, itemsizes)
-
-            def data(moves: Sequence[Sequence[Move]] = moves) -> Iterator[np.ndarray]:
-                for array, own in zip(arrays, moves, strict=True):
-                    yield from taken(array, own, self.numbers)
-
-            if size:
-                tickets.append(self.transport.send(actor, step, tag, size, data))
-        return tickets
-
-    def _receive(
-        self,
-        buffers: dict[Buffer, Any],
-        mesh: int,
-        step: int,
-        tag: int,
-        items: Sequence[tuple[Buffer, Departure | Arrival]],
-    ) -> None:
-        """Receive from each process of another mesh; exchange with those of this one."""
-        part = self.part
-        ways = [way for _, way in items if isinstance(way, Arrival)]
-        dtypes = [part.dtype_of(buffer.value) for buffer, _ in items]
-        found: list[list[tuple[Move, np.ndarray]]] = [[] for _ in items]
-
-        def receive(actor: int, tag: int, moves: Sequence[Sequence[Move]]) -> None:
-            size = _num_bytes(moves, [dtype.itemsize for dtype in dtypes])
-            data = self.transport.receive(actor, step, tag, self.deadline) if size else _NOTHING
-            start = 0
-            for got, own, dtype in zip(found, moves, dtypes, strict=True):
-                count = _num_bytes([own], [dtype.itemsize])
-                got += unpacked(data[start : start + count], own, dtype)
-                start += count
-
-        for process, actor in enumerate(part.processes[mesh]):
-            receive(actor, tag, [way.moves[process] for way in ways])
-        others = [pair for pair in enumerate(part.siblings) if pair[0] != part.process]
-        for process, actor in others:
-            bytes_ = [
-                as_bytes(value) for got in found for move, value in got if process in move.processes
-            ]
-            size = sum(each.size for each in bytes_)
-            if size:
-                data = functools.partial(iter, bytes_)
-                ticket = self.transport.send(actor, step, tag | PASSED_ON, size, data)
-                self.passed_on.append(ticket)
-        for process, actor in others:
-            receive(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
-        for (buffer, _), got, way in zip(items, found, ways, strict=True):
-            aval, place = (
-                part.pieces.versions[buffer.value].atom.aval,
-                self.programs.places[buffer.value],
-            )
-            shape = tuple(aval.shape) if place.partial == 1 else (place.partial, *aval.shape)
-            buffers[buffer] = placed(got, way.tiles, shape, aval.dtype, place.sharding)
-
-    def _place_host(self, value: int, tiles: Sequence[np.ndarray]) -> jax.Array:
-        aval, held = self.part.pieces.versions[value].atom.aval, self.part.held(value)
-        sharding = self.programs.places[value].sharding
-        pairs = zip(tiles, held.values(), strict=True)
-        return assembled(pairs, tuple(aval.shape), aval.dtype, sharding)
-
-    # -- between steps ---------------------------------------------------------------------------
-
-    def keep(self, key: int, value: int, tiles: Sequence[np.ndarray]) -> None:
-        """Put an array from the driver into the store, where `value` lives."""
-        self.store.complete(key // KEYS - 1)
-        self.store.put(key, self._place_host(value, tiles))
-
-    def duplicate(self, key: int, copy: int) -> None:
-        """Put a copy of an array into the store, unless the array is lost."""
-        try:
-            array = self.store[key]
-        except Missing:
-            self.store.lose(copy, copy + 1)
-            return
-        self.store.put(copy, copied(array))
-
-    def copies(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
-        """The numbers of arrays, or boxes, in memory that no later step overwrites.
-
-        Raises:
-          Missing: one is lost.
-        """
-        return [np.array(to_host(self.store[key], box)) for key, box in wanted]
-
-    def make(
-        self,
-        function: Callable[..., Sequence[Any]],
-        arguments: Sequence[Any],
-        wanted: Sequence[tuple[int, int, int, tuple[slice, ...] | None]],
-    ) -> None:
-        """Run a function whose results, or rows of them, stay here.
-
-        Args:
-          function: of arrays; it is compiled for the mesh of each stage.
-          arguments: its arguments.
-          wanted: (key, value, number of the result, rows) of what stays.
-        """
-        implementations = [
-            jax.random.key_impl(x) if is_key(getattr(x, "dtype", None)) else None for x in arguments
-        ]
-        # NumPy's arrays are taken for the same in every process.
-        plain_arguments = [np.asarray(numbers(jax.numpy.asarray(x))) for x in arguments]
-        by_stage: dict[int, list[tuple[int, int, int, tuple[slice, ...] | None]]] = {}
-        for item in wanted:
-            by_stage.setdefault(self.part.program.value_of[item[1]].stage, []).append(item)
-        for items in by_stage.values():
-
-            def part(*plain: Any, _items: Any = tuple(items)) -> list[Any]:
-                args = [
-                    x if kind is None else jax.random.wrap_key_data(x, impl=kind)
-                    for x, kind in zip(plain, implementations, strict=True)
-                ]
-                made = function(*args)
-                return [made[n] if rows is None else made[n][rows] for _, _, n, rows in _items]
-
-            shardings = [self.programs.places[value].sharding for _, value, _, _ in items]
-            with no_mesh():
-                results = jax.jit(part, out_shardings=shardings)(*plain_arguments)
-            jax.block_until_ready(results)
-            for (key, *_), result in zip(items, results, strict=True):
-                self.store.put(key, result)
-
-    def fetch(self, key: int, boxes: Sequence[Box | None]) -> list[np.ndarray]:
-        """The numbers of an array of the store; waits until it is there and computed."""
-        array = self.store.wait(key)
-        return [to_host(array, box) for box in boxes]
-
-    def ready(self, key: int) -> None:
-        """Wait until an array of the store is there and computed."""
-        self.store.wait(key).block_until_ready()
-
-    # -- where it is -----------------------------------------------------------------------------
 
     def _at(self, index: int | None, doing: str) -> None:
         self.index, self.doing, self.since = index, doing, time.monotonic()
@@ -467,17 +286,6 @@ class ProcessStep:
     def _tag(self) -> int | None:
         x = None if self.index is None else self.part.instructions[self.index]
         return x.tag if isinstance(x, (Send, Recv)) else None
-
-
-_NOTHING = np.zeros(0, np.uint8)
-
-
-def _num_bytes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> int:
-    return sum(
-        math.prod(move.shape) * itemsize
-        for own, itemsize in zip(moves, itemsizes, strict=True)
-        for move in own
-    )
 
 
 def _actors(part: ActorPlan, mesh: int) -> str:
@@ -501,15 +309,6 @@ def _microbatch(x: Instruction) -> int | None:
         return x.microbatch
     found = {buffer.microbatch for buffer in (*x.reads, *x.writes)} - {None}
     return found.pop() if len(found) == 1 else None
-
-
-def _described(error: BaseException) -> str:
-    if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
-        kind = error.args[-1]
-        return f"FloatingPointError: {kind} in its results, and jax_debug_{kind}s is set."
-    if isinstance(error, Missing):
-        return "an array that it needs is no longer there."
-    return f"{type(error).__name__}: {error}"
 
 
 def _devices(part: ActorPlan) -> list[jax.Device]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from autopar.runtime.ray.actor.failures import Failure, Spot
+from autopar.runtime.ray.actor.failures import Failure, Spot, failure_of
 from autopar.runtime.ray.actor.heap import give_back, keep_freed_memory
 
 
@@ -90,8 +90,6 @@ class StageActor:
     def __repr__(self) -> str:  # Ray puts it before every line that the actor prints
         return self._world.label
 
-    # -- in the order of the driver's calls ------------------------------------------------------
-
     def start(self) -> Hello:
         """Prepare JAX and listen."""
         world = self._world
@@ -134,8 +132,6 @@ class StageActor:
           coordinator: where the processes of its mesh meet; None: it is the only one.
           deadline: seconds that connecting, and any wait in a step, may take.
         """
-        import traceback
-
         from autopar.runtime.ray.actor.process_step import ProcessStep
         from autopar.runtime.ray.transport import pickling
         from autopar.runtime.ray.transport.group import join
@@ -151,9 +147,7 @@ class StageActor:
             self._step = ProcessStep(part, constants, self._transport, deadline)
             give_back()
         except Exception as error:
-            spot = Spot(self._world.actor, self._world.label, None, "compiling")
-            text = "".join(traceback.format_exception(error))
-            return Failure("error", spot, 0, f"{type(error).__name__}: {error}", text)
+            return failure_of(error, self._spot("compiling"))
         return time.perf_counter() - start
 
     def step(self, message: Any) -> Failure | None:
@@ -172,31 +166,33 @@ class StageActor:
     def reset(self, step: int, lost: tuple[int, int]) -> None:
         """Go on after a failure: steps begin again at `step`, keys between `lost` are gone."""
         self._transport.reset(step)
-        self._step.store.lose(*lost)
+        self._step.arrays.store.lose(*lost)
         self._broken_from = None
 
     def keep(self, key: int, value: int, tiles: Any) -> None:
-        """See `ProcessStep.keep`."""
-        self._step.keep(key, value, tiles)
+        """See `ActorArrays.keep`."""
+        self._step.arrays.keep(key, value, tiles)
 
     def duplicate(self, key: int, copy: int) -> None:
-        """See `ProcessStep.duplicate`."""
-        self._step.duplicate(key, copy)
+        """See `ActorArrays.duplicate`."""
+        self._step.arrays.duplicate(key, copy)
 
     def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
-        """See `ProcessStep.copies`; None: one is lost."""
+        """See `ActorArrays.copies`; None: one is lost."""
         from autopar.runtime.ray.actor.store import Missing
 
         try:
-            copies: list[Any] = self._step.copies(wanted)
+            copies: list[Any] = self._step.arrays.copies(wanted)
         except Missing:
             return None
         return copies
 
     def save(self, folder: str, items: Sequence[tuple[str, int, Any]]) -> None:
-        """Begin to write arrays, as (name, key, box), as they are behind the steps so far."""
+        """Begin to write arrays, as (name, key, box), as they are after the steps so far."""
         names, wanted = [name for name, *_ in items], [(key, box) for _, key, box in items]
-        self._writer.begin(folder, lambda: dict(zip(names, self._step.copies(wanted), strict=True)))
+        self._writer.begin(
+            folder, lambda: dict(zip(names, self._step.arrays.copies(wanted), strict=True))
+        )
 
     def reach(self, addresses: Mapping[int, tuple[str, int]], deadline: float) -> Failure | None:
         """Connect to actors to which no array goes."""
@@ -205,8 +201,7 @@ class StageActor:
         try:
             self._transport.connect(addresses, deadline)
         except TransportError as error:
-            spot = Spot(self._world.actor, self._world.label, None, "connecting")
-            return Failure("error", spot, 0, error.detail)
+            return Failure("error", self._spot("connecting"), 0, error.detail)
         return None
 
     def times(self) -> Any:
@@ -214,8 +209,7 @@ class StageActor:
         return self._step.times
 
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
-        """See `ProcessStep.make`."""
-        import traceback
+        """See `ActorArrays.make`."""
         from concurrent.futures import ThreadPoolExecutor
 
         from jax.extend.core import jaxpr_as_fun
@@ -227,19 +221,20 @@ class StageActor:
             # In a thread of its own: where jax.random is traced, JAX (0.10.2) no longer looks for
             # NaNs in what compiled programs give, whatever jax_debug_nans says.
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(self._step.make, jaxpr_as_fun(closed), arguments, wanted).result()
+                thread.submit(
+                    self._step.arrays.make, jaxpr_as_fun(closed), arguments, wanted
+                ).result()
         except Exception as error:
-            spot = Spot(self._world.actor, self._world.label, None, "initialize")
-            text = "".join(traceback.format_exception(error))
-            return Failure("error", spot, 0, f"{type(error).__name__}: {error}", text)
+            return failure_of(error, self._spot("initialize"))
         return None
 
-    # -- at any time -----------------------------------------------------------------------------
+    def _spot(self, doing: str) -> Spot:
+        return Spot(self._world.actor, self._world.label, None, doing)
 
     @ray.method(concurrency_group="aside")
-    def fetch(self, key: int, boxes: Sequence[Any]) -> Any:
-        """See `ProcessStep.fetch`."""
-        return self._step.fetch(key, boxes)
+    def fetch(self, wanted: Sequence[tuple[int, Any]]) -> Any:
+        """See `ActorArrays.fetch`."""
+        return self._step.arrays.fetch(wanted)
 
     @ray.method(concurrency_group="aside")
     def saved(self, folder: str) -> None:
@@ -248,8 +243,8 @@ class StageActor:
 
     @ray.method(concurrency_group="aside")
     def ready(self, key: int) -> None:
-        """See `ProcessStep.ready`."""
-        self._step.ready(key)
+        """See `ActorArrays.ready`."""
+        self._step.arrays.ready(key)
 
     @ray.method(concurrency_group="control")
     def where(self) -> tuple[Spot | None, float]:

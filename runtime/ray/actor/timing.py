@@ -8,18 +8,16 @@ the process of one mesh tells those of the next in the program's order when it i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from autopar.passes.pipeline.instructions import Buffer, Free, PipelineProgram, Send
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime.event_times import Place, Times, Waiter, telling
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.transport.sockets import Sockets, Ticket
+from autopar.runtime.ray.actor.exchange import Exchange
 
 TURN = 1 << 41
 """This bit of a tag says that it is the receiver's turn; the rest counts instructions."""
@@ -36,6 +34,11 @@ class Turns:
 
     awaited: dict[int, tuple[int, int]]
     told: dict[int, tuple[tuple[int, ...], int]]
+
+    @property
+    def others(self) -> set[int]:
+        """The actors that it tells."""
+        return {actor for actors, _ in self.told.values() for actor in actors}
 
 
 def turns(program: PipelineProgram, part: ActorPlan) -> Turns:
@@ -82,18 +85,9 @@ class Together:
 class Alone:
     """Notes how long each instruction takes while no actor does anything else."""
 
-    def __init__(
-        self,
-        part: ActorPlan,
-        order: Turns,
-        transport: Sockets,
-        step: int,
-        deadline: float,
-        tickets: Callable[[int], Sequence[Ticket]],
-    ) -> None:
+    def __init__(self, part: ActorPlan, order: Turns, exchange: Exchange, step: int) -> None:
         self._part, self._order = part, order
-        self._transport, self._step, self._deadline = transport, step, deadline
-        self._tickets = tickets
+        self._exchange, self._step = exchange, step
         self._start = 0.0
         self.seconds: dict[Place, float] = {}
 
@@ -101,15 +95,14 @@ class Alone:
         """Wait for the actor's turn."""
         if index in self._order.awaited:
             actor, number = self._order.awaited[index]
-            self._transport.receive(actor, self._step, TURN | number, self._deadline)
+            self._exchange.turn(actor, self._step, TURN | number)
         self._start = time.perf_counter()
 
     def after(self, index: int, buffers: dict[Buffer, Any]) -> None:
         """Wait for the instruction, and say that it is done."""
         instruction = self._part.instructions[index]
         if isinstance(instruction, Send):
-            for ticket in self._tickets(instruction.tag):
-                self._transport.wait(ticket, self._deadline)
+            self._exchange.wait(self._exchange.tickets[instruction.tag])
         else:
             jax.block_until_ready([buffers[b] for b in instruction.writes if b in buffers])
         passed = time.perf_counter() - self._start
@@ -117,11 +110,8 @@ class Alone:
         if index in self._order.told:
             actors, number = self._order.told[index]
             for actor in actors:
-                self._transport.send(actor, self._step, TURN | number, 1, lambda: [_DONE])
+                self._exchange.give_turn(actor, self._step, TURN | number)
 
     def end(self) -> dict[Place, float]:
         """The seconds of every instruction."""
         return self.seconds
-
-
-_DONE = np.zeros(1, np.uint8)

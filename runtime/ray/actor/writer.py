@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from autopar.runtime.checkpoint_files import LostItem
+from autopar.runtime.ray.actor.store import Missing
+
 
 class Writer:
     """Writes items on an actor.
@@ -28,6 +31,9 @@ class Writer:
         """Copy arrays, and start to write them."""
         try:
             arrays = copies()
+        except Missing as error:
+            self._end(folder, LostItem(str(error)))
+            return
         except Exception as error:
             self._end(folder, error)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,35 +10,44 @@ import numpy as np
 import ray
 
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.store import KEYS
 from autopar.runtime.ray.transport.routes import Box, slices
 
 
 class Wanted(NamedTuple):
-    """An array that is read: its parts, each as (actor, box), its shape and its dtype."""
+    """An array that is read: its key, its parts, each as (actor, box), its shape and its dtype."""
 
+    key: int
     sources: tuple[tuple[int, Box | None], ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def by_actor(self) -> dict[int, list[Box | None]]:
-        """What each actor gives."""
-        found: dict[int, list[Box | None]] = {}
-        for actor, box in self.sources:
-            found.setdefault(actor, []).append(box)
-        return found
 
-    def joined(self, given: dict[int, Sequence[np.ndarray]]) -> np.ndarray:
-        """The array, in memory of its own, from what each actor gives."""
-        left = {actor: iter(arrays) for actor, arrays in given.items()}
-        whole = np.empty(self.shape, self.dtype)
-        for actor, box in self.sources:
+def wanted(plan: ActorPlan, key: int) -> Wanted:
+    """How an array is read; `plan` is one of its mesh."""
+    value = key % KEYS
+    return Wanted(key, plan.sources(value), plan.shape_of(value), plan.dtype_of(value))
+
+
+def by_actor(arrays: Sequence[Wanted]) -> dict[int, list[tuple[int, Box | None]]]:
+    """What each actor gives of some arrays: (key, box)."""
+    items: dict[int, list[tuple[int, Box | None]]] = {}
+    for array in arrays:
+        for actor, box in array.sources:
+            items.setdefault(actor, []).append((array.key, box))
+    return items
+
+
+def joined(arrays: Sequence[Wanted], given: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """The arrays, in memory of their own, from what each actor gives (`by_actor`)."""
+    left = {actor: iter(parts) for actor, parts in given.items()}
+    found = []
+    for array in arrays:
+        whole = np.empty(array.shape, array.dtype)
+        for actor, box in array.sources:
             whole[... if box is None else slices(box)] = next(left[actor])
-        return whole
-
-
-def wanted(part: ActorPlan, value: int) -> Wanted:
-    """How an array is read that lies where a value does; `part` is one of its mesh."""
-    return Wanted(part.sources(value), part.shape_of(value), part.dtype_of(value))
+        found.append(whole)
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,4 @@ class Copies:
           RayError: an actor is lost.
         """
         given = dict(zip(self.refs, ray.get(list(self.refs.values())), strict=True))
-        if None in given.values():
-            return None
-        left = {actor: iter(arrays) for actor, arrays in given.items()}
-        return [
-            array.joined(
-                {
-                    actor: [next(left[actor]) for _ in boxes]
-                    for actor, boxes in array.by_actor().items()
-                }
-            )
-            for array in self.arrays
-        ]
+        return None if None in given.values() else joined(self.arrays, given)

@@ -1,4 +1,4 @@
-"""Starts the actors of a pipeline, lets all of them compile at the same time, and ends them."""
+"""Starts the processes of actors and ends them: what they are sent, and how they are set up."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ import numpy as np
 import ray
 
 from autopar.arrays.ray_array import RaySharding
-from autopar.base.errors import ClusterError
 from autopar.passes.pieces.pieces import Runnable
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.failures import Failure, stage_error
-from autopar.runtime.ray.actor.stage_actor import GROUPS, StageActor, World, versions
+from autopar.runtime.ray.actor.stage_actor import GROUPS, StageActor, World
 from autopar.runtime.ray.driver.ray_cluster import Connection
-from autopar.runtime.ray.driver.rpc import results_of
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.ray.transport.host_tiles import cut, to_host
-
-START_SECONDS = 120.0
-"""How long actors may take to start, at the least: they import JAX."""
 
 CONFIG = (
     "jax_enable_x64",
@@ -120,7 +114,7 @@ def start(
     cache: str | None,
     devices: str,
 ) -> list[Any]:
-    """Actor handles, of processes that are only about to start; arguments as of `Actors`."""
+    """Actor handles, of processes that are only about to start; arguments as of `ActorPool`."""
     token, tail = secrets.token_bytes(32), secrets.token_hex(3)
     if cache is not None and connection.is_local:
         config = {**config, **CACHE_ALL, "jax_compilation_cache_dir": cache}
@@ -144,46 +138,6 @@ def start(
     return connection.actors(StageActor, worlds, names, GROUPS)
 
 
-def load(
-    handles: Sequence[Any],
-    parts: Sequence[ActorPlan],
-    blobs: Sequence[bytes],
-    name: str,
-    deadline: float,
-) -> tuple[dict[int, tuple[str, int]], tuple[int, ...], tuple[float, ...]]:
-    """Connect the actors with each other and let them compile.
-
-    Returns:
-      Their addresses by number, their process ids, and the seconds that each took to compile.
-
-    Raises:
-      ClusterError: an actor runs other versions than this process.
-      StageError: a piece cannot be compiled.
-      LostActorError: an actor died or does not answer.
-    """
-    refs = [actor.start.remote() for actor in handles]
-    patience = max(deadline, START_SECONDS)
-    hellos = results_of(refs, handles, parts, name, "starting", patience)
-    for part, hello in zip(parts, hellos, strict=True):
-        if hello.versions != versions():
-            raise ClusterError(
-                f"The actor of {part.label} runs other versions than this process.",
-                why=f"it has {_listed(hello.versions)}; here are {_listed(versions())}.",
-                hint="install the same versions on all nodes.",
-            )
-    addresses = {part.actor: x.address for part, x in zip(parts, hellos, strict=True)}
-    coordinators = [hellos[part.siblings[0]].coordinator for part in parts]
-    refs = [
-        actor.load.remote(blob, addresses, coordinator, deadline)
-        for actor, blob, coordinator in zip(handles, blobs, coordinators, strict=True)
-    ]
-    seconds = results_of(refs, handles, parts, name, "compiling", patience)
-    for found in seconds:
-        if isinstance(found, Failure):
-            raise stage_error(found, name)
-    return addresses, tuple(hello.pid for hello in hellos), tuple(seconds)
-
-
 def end(handles: list[Any], connection: Connection) -> None:
     """End actors, and give back their CPUs."""
     if ray.is_initialized():
@@ -192,10 +146,6 @@ def end(handles: list[Any], connection: Connection) -> None:
                 ray.kill(actor, no_restart=True)
     handles.clear()
     connection.close()
-
-
-def _listed(found: Sequence[tuple[str, str]]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found)
 
 
 def _xla_flags() -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from autopar.arrays.ray_array import Keeper
 from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.runtime.event_times import Place, Times
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.actor.timing import turns
 from autopar.runtime.ray.driver.running import Running
 
@@ -42,40 +44,63 @@ def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Measure
     Raises:
       StageError: a step failed.
     """
-    actors, runnable = running.actors, running.pipeline.runnable
-    program = runnable.program
-    in_turn = {part.actor: turns(program, part) for part in actors.parts}
-    actors.reach(
+    pool, steps, program = running.pool, running.steps, running.pipeline.runnable.program
+    in_turn = {plan.actor: turns(program, plan) for plan in pool.plans}
+    steps.ask(
+        "reach",
         [
-            {actor for told, _ in in_turn[part.actor].told.values() for actor in told}
-            for part in actors.parts
-        ]
+            ({other: pool.addresses[other] for other in in_turn[plan.actor].others}, pool.deadline)
+            for plan in pool.plans
+        ],
+        "connecting",
     )
 
-    def run(record: Any) -> list[Any]:
+    def run(record: Callable[[ActorPlan], Any]) -> list[Any]:
         running.step(leaves, (), keeper, record)
-        actors.finish()
-        return actors.times()
+        steps.finish()
+        return steps.ask("times", None, "reading times")
 
-    run(lambda part: "together")  # what it needs is compiled then
+    run(lambda plan: "together")  # what it needs is compiled then
     seconds: dict[Place, float] = defaultdict(float)
-    for found in run(lambda part: in_turn[part.actor]):
+    for found in run(lambda plan: in_turn[plan.actor]):
         for place, taken in found.items():
             seconds[place] = max(seconds[place], taken)
-    ahead = actors.clocks()
+    ahead = _clocks(running)
     times = Times({}, {})
-    for found, offset in zip(run(lambda part: "together"), ahead, strict=True):
+    for found, offset in zip(run(lambda plan: "together"), ahead, strict=True):
         for place, at in found.dispatched.items():
             times.dispatched[place] = min(times.dispatched.get(place, math.inf), at - offset)
         for place, at in found.ready.items():
             times.ready[place] = max(times.ready.get(place, -math.inf), at - offset)
     temporary: dict[str, int] = {}
-    for memory in actors.describe("memory"):
+    for memory in steps.ask("describe", [("memory",)] * len(pool.plans), "describing memory"):
         for name, sizes in memory.items():
             temporary[name] = max(temporary.get(name, 0), sizes.get("temp_size_in_bytes", 0))
     machine = {
-        "shared_cores": os.cpu_count() if actors.is_local else None,
-        "devices_per_mesh": [p.num_devices for p in actors.parts if p.process == 0],
+        "shared_cores": os.cpu_count() if pool.is_local else None,
+        "devices_per_mesh": [plan.num_devices for plan in pool.plans if plan.process == 0],
         "temporary_bytes": temporary,
     }
     return Measured(program, dict(seconds), times, machine)
+
+
+def _clocks(running: Running) -> list[float]:
+    """How far each actor's clock is ahead of this process's, in seconds; 0 on one machine."""
+    pool, steps = running.pool, running.steps
+    if pool.is_local:
+        return [0.0] * len(pool.plans)
+    with steps.busy():
+        found = []
+        for number, actor in enumerate(pool.handles):
+            tries = []
+            for _ in range(_CLOCK_TRIES):
+                before = time.perf_counter()
+                there = steps.result(number, actor.clock.remote())
+                after = time.perf_counter()
+                tries.append((after - before, there - (before + after) / 2))
+            found.append(min(tries)[1])
+        return found
+
+
+_CLOCK_TRIES = 9
+"""The quickest of so many questions for the time is taken."""

@@ -1,12 +1,10 @@
-"""A pipelined plan under Ray, as the driver calls it: leaves in, leaves out."""
+"""A pipelined plan under Ray: where every leaf of a call and of its result lies."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
 
 from autopar.arrays.ray_array import ArrayKind, LeafPlace, MeshSharding, RaySharding
 from autopar.base.ray_options import Ray
@@ -18,7 +16,6 @@ from autopar.runtime.ray.actor.partition import (
     home_values,
     result_values,
 )
-from autopar.runtime.ray.driver.ray_step import RayStep
 from autopar.runtime.ray.transport.mesh_processes import actors_of_meshes, num_processes
 from autopar.runtime.stage_programs import spec_of
 
@@ -26,7 +23,7 @@ Parts = tuple[MeshSharding, ...]
 
 
 class RayPipeline:
-    """A pipelined plan for Ray actors; nothing is started before `compile`.
+    """A pipelined plan for Ray actors; nothing is started yet.
 
     Args:
       runnable: what the meshes run.
@@ -35,7 +32,6 @@ class RayPipeline:
       options: the cluster and the deadline.
       name: of the step.
       plan: its summary.
-      replan: a plan for so many actors, where less hardware is no error.
 
     Attributes:
       num_processes: how many actors each mesh has.
@@ -52,39 +48,25 @@ class RayPipeline:
         options: Ray,
         name: str,
         plan: Plan,
-        replan: Callable[[int], RayPipeline] | None = None,
     ) -> None:
         self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
-        self._replan = replan
         self.num_processes = num_processes(
             runnable.program.schedule, runnable.pieces.programs, devices_per_node
         )
         self.homes, returned = home_values(runnable), result_values(runnable)
         known: dict[Parts, Parts] = {}
-        self.in_shardings = tuple(
-            self._sharding(group, values, known)
-            for group, values in zip(runnable.leaves, self.homes, strict=True)
-        )
-        self.out_shardings = tuple(
-            self._sharding(group, values, known)
-            for group, values in zip(runnable.results, returned, strict=True)
-        )
-        versions = runnable.pieces.versions
-        self._kinds = tuple(
-            _kind_of(group, versions[values[0]].atom.aval, sharding, LeafPlace("argument", number))
-            for number, (group, values, sharding) in enumerate(
-                zip(runnable.leaves, self.homes, self.in_shardings, strict=True)
-            )
-        )
-        self.results = tuple(
-            (
-                values,
-                _kind_of(group, versions[values[0]].atom.aval, sharding, LeafPlace("result", n)),
-            )
-            for n, (group, values, sharding) in enumerate(
-                zip(runnable.results, returned, self.out_shardings, strict=True)
-            )
-        )
+        leaves = [
+            self._kind(group, values, LeafPlace("argument", number), known)
+            for number, (group, values) in enumerate(zip(runnable.leaves, self.homes, strict=True))
+        ]
+        results = [
+            self._kind(group, values, LeafPlace("result", number), known)
+            for number, (group, values) in enumerate(zip(runnable.results, returned, strict=True))
+        ]
+        self._kinds = leaves
+        self.results = tuple(zip(returned, results, strict=True))
+        self.in_shardings = tuple(kind.sharding for kind in leaves)
+        self.out_shardings = tuple(kind.sharding for kind in results)
         self.carried = self._carried(twins)
 
     def _carried(self, twins: Mapping[int, int]) -> dict[int, int]:
@@ -105,53 +87,31 @@ class RayPipeline:
             values, kind = self.results[place.leaf]
         return values, kind._replace(weak_type=weak)
 
-    def _sharding(
-        self, group: Sequence[LeafRows], values: Sequence[int], known: dict[Parts, Parts]
-    ) -> RaySharding:
+    def _kind(
+        self,
+        group: Sequence[LeafRows],
+        values: Sequence[int],
+        place: LeafPlace,
+        known: dict[Parts, Parts],
+    ) -> ArrayKind:
+        """The kind of a leaf, from the values of its parts."""
         pieces, program = self.runnable.pieces, self.runnable.program
+        processes, ends = actors_of_meshes(self.num_processes), ends_of(group)
         parts = []
         for value in values:
-            stage = program.value_of[value].stage
+            stage, mesh = program.value_of[value].stage, program.mesh_of(value)
             sharded = pieces.programs[stage]
+            spec, _ = spec_of(pieces.versions[value], sharded)
             parts.append(
-                MeshSharding(
-                    program.mesh_of(value),
-                    actors_of_meshes(self.num_processes)[program.mesh_of(value)],
-                    stage,
-                    sharded.mesh,
-                    sharded.axis_names,
-                    spec_of(pieces.versions[value], sharded)[0],
-                )
+                MeshSharding(mesh, processes[mesh], stage, sharded.mesh, sharded.axis_names, spec)
             )
         # Equal parts are one object: calls compare the shardings of leaves. The
         # shardings themselves are not: each is known as that of its leaf.
         same = known.setdefault(tuple(parts), tuple(parts))
-        return RaySharding(same, group[0].axis, ends_of(group))
-
-    def compile(
-        self,
-        name: str,
-        donated: Sequence[int],
-        kept: Sequence[int],
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        constants: Sequence[Any],
-    ) -> RayStep:
-        """Start the actors, which compile their pieces; arguments as of `LocalProgram.compile`.
-
-        Raises:
-          AutoparError: as `Actors`.
-        """
-        del name
-        return RayStep(self, donated, kept, shapes, constants, self._replan)
-
-
-def _kind_of(
-    group: Sequence[LeafRows], aval: Any, sharding: RaySharding, place: LeafPlace
-) -> ArrayKind:
-    """The kind of an array; `aval` is that of its first part."""
-    shape = list(aval.shape)
-    ends = ends_of(group)
-    if ends:
-        shape[group[0].axis] = ends[-1]
-    weak = bool(getattr(aval, "weak_type", False))
-    return ArrayKind(tuple(shape), aval.dtype, sharding, place, weak)
+        aval: Any = pieces.versions[values[0]].atom.aval
+        shape = list(aval.shape)
+        if ends:
+            shape[group[0].axis] = ends[-1]
+        weak = bool(getattr(aval, "weak_type", False))
+        sharding = RaySharding(same, group[0].axis, ends)
+        return ArrayKind(tuple(shape), aval.dtype, sharding, place, weak)

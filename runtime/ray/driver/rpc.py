@@ -11,7 +11,8 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.failures import Gone, Outcome, Silent, Spot, lost_error
+from autopar.runtime.ray.actor.failures import Spot
+from autopar.runtime.ray.driver.step_errors import Gone, Outcome, Silent, lost_error
 
 POLL_SECONDS = 1.0
 """A wait for actors looks around that often."""

@@ -13,8 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import CheckpointError
 from autopar.runtime.checkpoint_files import LostItem, StoredPiece
-from autopar.runtime.ray.actor.store import Missing
-from autopar.runtime.ray.driver.actors import Actors
+from autopar.runtime.ray.driver.resident_arrays import ResidentArrays
 
 
 class Saving:
@@ -37,31 +36,30 @@ class Saving:
         self._refs: list[Any] = []
         self._lock = threading.Lock()  # whoever waits is another thread than whoever sends
 
-    def send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
+    def send(self, resident: ResidentArrays, arrays: Sequence[RayArray], num_actors: int) -> None:
         """Tell the actors to copy and write their parts; again, unless that was done."""
         with self._lock:
             if not self.is_done:
-                self._send(actors, arrays)
+                self._send(resident, arrays, num_actors)
 
-    def _send(self, actors: Actors, arrays: Sequence[RayArray]) -> None:
-        suffix = f"try_{self.tries}"
-        names = [f"{self._label}_actor_{actor}_{suffix}" for actor in range(actors.count)]
-        items: list[list[tuple[str, int, Any]]] = [[] for _ in range(actors.count)]
+    def _send(self, resident: ResidentArrays, arrays: Sequence[RayArray], num_actors: int) -> None:
+        names = [f"{self._label}_actor_{n}_try_{self.tries}" for n in range(num_actors)]
+        items: list[list[tuple[str, int, Any]]] = [[] for _ in names]
         found = []
         for index, array in enumerate(arrays):
             pieces: list[StoredPiece] = []
             starts = (0, *array.sharding.ends)  # of its parts, along one dimension
-            for resident, first in zip(array.residents, starts, strict=False):
-                for actor, box in actors.sources(resident) if array.size else ():
+            for part, first in zip(array.residents, starts, strict=False):
+                for actor, box in resident.sources(part) if array.size else ():
                     item, name = names[actor], f"{index}.{len(pieces)}"
-                    items[actor].append((name, resident.key, box))
+                    items[actor].append((name, part.key, box))
                     start = [0] * array.ndim if box is None else [x for x, _ in box[: array.ndim]]
                     if array.sharding.ends:
                         start[array.sharding.axis] += first
                     pieces.append(StoredPiece(item, name, tuple(start)))
             found.append(tuple(pieces))
         folders = [str(self.folder / name) for name in names]
-        self._refs, self.pieces = actors.save(folders, items), found
+        self._refs, self.pieces = resident.save(folders, items), found
         self.tries += 1
 
     def is_settled(self) -> bool:
@@ -99,7 +97,7 @@ class Saving:
 
     def _fail(self, error: RayError) -> None:
         cause = error.cause if isinstance(error, RayTaskError) else None
-        if cause is None or isinstance(cause, Missing):
+        if cause is None or isinstance(cause, LostItem):
             raise LostItem from error
         if isinstance(cause, CheckpointError):
             raise cause from None

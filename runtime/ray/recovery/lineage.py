@@ -18,8 +18,7 @@ import numpy as np
 
 from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray
 from autopar.base.errors import LostActorError, StageError
-from autopar.runtime.ray.driver.running import Running
-from autopar.runtime.ray.driver.save import Saving
+from autopar.runtime.ray.recovery.runner import Runner, Unfinished
 from autopar.runtime.ray.transport.host_tiles import host_numbers
 
 
@@ -57,7 +56,7 @@ class StepEntry:
 
 @dataclass(frozen=True)
 class PlaceEntry:
-    """A leaf that was put on the actors, or copied there; arguments as of `Running.place`."""
+    """A leaf that was put on the actors, or copied there; arguments as of `Runner.place`."""
 
     leaf: Given
     place: LeafPlace
@@ -71,7 +70,7 @@ class PlaceEntry:
 
 @dataclass(frozen=True)
 class MakeEntry:
-    """A function that made arrays on the actors; arguments as of `Running.make`."""
+    """A function that made arrays on the actors; arguments as of `Runner.make`."""
 
     function: bytes
     places: tuple[LeafPlace, ...]
@@ -88,7 +87,7 @@ class SaveEntry:
     """Arrays that are written to files; it is done again unless it was done."""
 
     inputs: tuple[int, ...]
-    saving: Saving
+    saving: Unfinished
     results: tuple[int, ...] = ()
 
 
@@ -133,8 +132,6 @@ class Lineage:
         # Of JAX's arrays, which do not change: one that is given to every step is copied once.
         self._copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
 
-    # -- writing ---------------------------------------------------------------------------------
-
     def given(self, leaf: Any, keeper: Keeper) -> Given:
         """A leaf as the log holds it: the caller may change or delete it afterwards."""
         if isinstance(leaf, RayArray):
@@ -161,8 +158,6 @@ class Lineage:
     def write(self, entry: Entry) -> None:
         """Something was done."""
         self.entries.append(entry)
-
-    # -- what is needed --------------------------------------------------------------------------
 
     def live(self) -> dict[int, RayArray]:
         """The arrays that the user still holds, but for those that a failure took, by number."""
@@ -194,7 +189,12 @@ class Lineage:
             if number in dead:
                 array.lose(error)
 
-    # -- snapshots -------------------------------------------------------------------------------
+    def drop_called_off(self, runner: Runner) -> None:
+        """Take out the steps that were given up, and what needs what they made."""
+        self.drop(
+            lambda entry: isinstance(entry, StepEntry) and runner.steps.called_off(entry.serial),
+            runner.arrays.lost_array(),
+        )
 
     def mark(self) -> Mark:
         """Remember this place of the log."""
@@ -222,8 +222,6 @@ class Lineage:
         both = {**self.saved, **found}
         self.saved = {number: saved for number, saved in both.items() if number in needed}
 
-    # -- doing it again --------------------------------------------------------------------------
-
     def _prune(self, live: set[int]) -> None:
         """Take out what nobody needs: neither who holds an array nor an entry that stays."""
         needed, kept = set(live), []
@@ -235,13 +233,11 @@ class Lineage:
         self.entries = kept[::-1]
         self.saved = {number: saved for number, saved in self.saved.items() if number in needed}
 
-    # -- doing it again --------------------------------------------------------------------------
-
-    def replay(self, running: Running, keeper: Keeper) -> StageError | None:
+    def replay(self, runner: Runner, keeper: Keeper) -> StageError | None:
         """Make all that is needed once more, and hand it to those who hold it.
 
         Args:
-          running: the actors, which are new.
+          runner: the actors, which are new.
           keeper: of the arrays.
 
         Returns:
@@ -255,7 +251,7 @@ class Lineage:
         last = {n: index for index, entry in enumerate(self.entries) for n in entry.inputs}
         arrays: dict[int, RayArray] = {}
         for number, saved in self.saved.items():
-            arrays[number] = running.place(saved.numbers, saved.place, saved.weak, keeper)
+            arrays[number] = runner.place(saved.numbers, saved.place, saved.weak, keeper)
         failure: StageError | None = None
         failed: set[int] = set()
         for index, entry in enumerate(self.entries):
@@ -263,7 +259,7 @@ class Lineage:
                 failed.update(entry.results)
                 continue
             try:
-                made, serial = _again(entry, arrays, running, keeper)
+                made, serial = _again(entry, arrays, runner, keeper)
             except LostActorError:
                 raise
             except StageError as error:
@@ -278,7 +274,7 @@ class Lineage:
                     arrays.pop(number, None)
             del made
         try:
-            running.actors.finish()
+            runner.steps.finish()
         except LostActorError:
             raise
         except StageError as error:
@@ -290,7 +286,7 @@ class Lineage:
             self.drop(
                 lambda entry: (
                     not failed.isdisjoint(entry.results)
-                    or (isinstance(entry, StepEntry) and running.actors.called_off(entry.serial))
+                    or (isinstance(entry, StepEntry) and runner.steps.called_off(entry.serial))
                 ),
                 failure,
             )
@@ -302,7 +298,7 @@ def _is_alive(array: jax.Array | None) -> bool:
 
 
 def _again(
-    entry: Entry, arrays: Mapping[int, RayArray], running: Running, keeper: Keeper
+    entry: Entry, arrays: Mapping[int, RayArray], runner: Runner, keeper: Keeper
 ) -> tuple[list[RayArray], int]:
     """The results of an entry, and the number of its step."""
 
@@ -310,22 +306,22 @@ def _again(
         return arrays[given.number] if isinstance(given, Made) else given
 
     if isinstance(entry, StepEntry):
-        leaves = _apart([leaf(x) for x in entry.leaves], entry.donated, running, keeper)
-        made = running.step(leaves, entry.donated, keeper)
-        return made, running.actors.serial
+        leaves = _apart([leaf(x) for x in entry.leaves], entry.donated, runner, keeper)
+        made = runner.step(leaves, entry.donated, keeper)
+        return made, runner.steps.serial
     if isinstance(entry, PlaceEntry):
-        return [running.place(leaf(entry.leaf), entry.place, entry.weak, keeper)], 0
+        return [runner.place(leaf(entry.leaf), entry.place, entry.weak, keeper)], 0
     if isinstance(entry, SaveEntry):
         if not entry.saving.is_done:
-            entry.saving.send(running.actors, [arrays[number] for number in entry.inputs])
+            runner.save(entry.saving, [arrays[number] for number in entry.inputs])
         return [], 0
     if isinstance(entry, Mark):
         return [], 0
-    return running.make(entry.function, entry.places, entry.weak, keeper), 0
+    return runner.make(entry.function, entry.places, entry.weak, keeper), 0
 
 
 def _apart(
-    leaves: Sequence[Any], donated: Sequence[int], running: Running, keeper: Keeper
+    leaves: Sequence[Any], donated: Sequence[int], runner: Runner, keeper: Keeper
 ) -> list[Any]:
     """The leaves, with a copy of each donated one whose memory another has too.
 
@@ -344,7 +340,7 @@ def _apart(
         if isinstance(leaf, RayArray):
             own = {id(resident) for resident in leaf.residents}
             if not seen.isdisjoint(own):
-                found[position] = running.place(
+                found[position] = runner.place(
                     leaf, LeafPlace("argument", position), leaf.weak_type, keeper
                 )
             seen |= own

@@ -13,9 +13,8 @@ import numpy as np
 from ray.exceptions import RayError
 
 from autopar.arrays.ray_array import LeafPlace, RayArray
-from autopar.runtime.ray.driver.actors import Actors
-from autopar.runtime.ray.driver.fetch import Copies
-from autopar.runtime.ray.recovery.lineage import Lineage, Mark, Saved, StepEntry
+from autopar.runtime.ray.recovery.lineage import Lineage, Mark, Saved
+from autopar.runtime.ray.recovery.runner import Coming, Runner
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class _Coming:
     mark: Mark
     known: dict[int, Saved]
     arrays: tuple[tuple[int, int, int, LeafPlace, bool], ...]
-    copies: Copies
+    copies: Coming
 
 
 class Snapshots:
@@ -48,12 +47,12 @@ class Snapshots:
         self._steps = 0
         self._coming: _Coming | None = None
 
-    def stepped(self, actors: Actors) -> None:
+    def stepped(self, runner: Runner) -> None:
         """A step was asked for."""
         self._steps += 1
-        self._receive(actors)
+        self._receive(runner)
         if self._steps >= self._every and self._coming is None:
-            self._take(actors)
+            self._take(runner)
             self._steps = 0
 
     def forget(self) -> None:
@@ -61,15 +60,9 @@ class Snapshots:
         if self._coming is not None:
             self._coming, self._steps = None, self._every
 
-    def _drop_called_off(self, actors: Actors) -> None:
-        self._log.drop(
-            lambda entry: isinstance(entry, StepEntry) and actors.called_off(entry.serial),
-            actors.lost_array(),
-        )
-
-    def _take(self, actors: Actors) -> None:
+    def _take(self, runner: Runner) -> None:
         log = self._log
-        self._drop_called_off(actors)
+        log.drop_called_off(runner)
         known: dict[int, Saved] = {}
         arrays: dict[int, RayArray] = {}
         for number, array in log.live().items():
@@ -87,15 +80,15 @@ class Snapshots:
                 (n, len(x.residents), x.sharding.axis, x.place, x.weak_type)
                 for n, x in arrays.items()
             ),
-            actors.copies(residents),
+            runner.arrays.copies(residents),
         )
 
-    def _receive(self, actors: Actors) -> None:
+    def _receive(self, runner: Runner) -> None:
         """Take over a snapshot that has arrived."""
         coming = self._coming
         if coming is None or not coming.copies.is_there():
             return
-        self._drop_called_off(actors)
+        self._log.drop_called_off(runner)
         if self._log.is_saving(coming.mark):
             return  # the log can still be needed from an earlier place
         self._coming = None

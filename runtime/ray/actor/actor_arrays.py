@@ -1,0 +1,113 @@
+"""The arrays that one process has between steps, and what the driver does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.passes.graph.logical import no_mesh
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.store import KEYS, Missing, Store
+from autopar.runtime.ray.transport.host_tiles import (
+    assembled,
+    copied,
+    is_key,
+    numbers,
+    to_host,
+)
+from autopar.runtime.ray.transport.routes import Box
+from autopar.runtime.stage_programs import StagePrograms
+
+
+class ActorArrays:
+    """Arrays in the store of one process.
+
+    Args:
+      plan: what the process runs.
+      programs: on its devices.
+
+    Attributes:
+      store: the arrays, by key.
+    """
+
+    def __init__(self, plan: ActorPlan, programs: StagePrograms) -> None:
+        self._plan, self._programs = plan, programs
+        self.store = Store()
+
+    def placed(self, value: int, tiles: Sequence[np.ndarray]) -> jax.Array:
+        """An array where a value lives, of what this process holds of it."""
+        aval, held = self._plan.pieces.versions[value].atom.aval, self._plan.held(value)
+        sharding = self._programs.places[value].sharding
+        pairs = zip(tiles, held.values(), strict=True)
+        return assembled(pairs, tuple(aval.shape), aval.dtype, sharding)
+
+    def keep(self, key: int, value: int, tiles: Sequence[np.ndarray]) -> None:
+        """Put an array from the driver into the store, where `value` lives."""
+        self.store.complete(key // KEYS - 1)
+        self.store.put(key, self.placed(value, tiles))
+
+    def duplicate(self, key: int, copy: int) -> None:
+        """Put a copy of an array into the store, unless the array is lost."""
+        try:
+            array = self.store[key]
+        except Missing:
+            self.store.lose(copy, copy + 1)
+            return
+        self.store.put(copy, copied(array))
+
+    def copies(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
+        """The numbers of arrays, or boxes, in memory that no later step overwrites.
+
+        Raises:
+          Missing: one is lost.
+        """
+        return [np.array(to_host(self.store[key], box)) for key, box in wanted]
+
+    def make(
+        self,
+        function: Callable[..., Sequence[Any]],
+        arguments: Sequence[Any],
+        wanted: Sequence[tuple[int, int, int, tuple[slice, ...] | None]],
+    ) -> None:
+        """Run a function whose results, or rows of them, stay here.
+
+        Args:
+          function: of arrays; it is compiled for the mesh of each stage.
+          arguments: its arguments.
+          wanted: (key, value, number of the result, rows) of what stays.
+        """
+        implementations = [
+            jax.random.key_impl(x) if is_key(getattr(x, "dtype", None)) else None for x in arguments
+        ]
+        # NumPy's arrays are taken for the same in every process.
+        plain_arguments = [np.asarray(numbers(jax.numpy.asarray(x))) for x in arguments]
+        by_stage: dict[int, list[tuple[int, int, int, tuple[slice, ...] | None]]] = {}
+        for item in wanted:
+            by_stage.setdefault(self._plan.program.value_of[item[1]].stage, []).append(item)
+        for items in by_stage.values():
+
+            def part(*plain: Any, _items: Any = tuple(items)) -> list[Any]:
+                args = [
+                    x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+                    for x, kind in zip(plain, implementations, strict=True)
+                ]
+                made = function(*args)
+                return [made[n] if rows is None else made[n][rows] for _, _, n, rows in _items]
+
+            shardings = [self._programs.places[value].sharding for _, value, _, _ in items]
+            with no_mesh():
+                results = jax.jit(part, out_shardings=shardings)(*plain_arguments)
+            jax.block_until_ready(results)
+            for (key, *_), result in zip(items, results, strict=True):
+                self.store.put(key, result)
+
+    def fetch(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
+        """The numbers of arrays, or boxes; waits until they are there and computed."""
+        return [to_host(self.store.wait(key), box) for key, box in wanted]
+
+    def ready(self, key: int) -> None:
+        """Wait until an array of the store is there and computed."""
+        self.store.wait(key).block_until_ready()

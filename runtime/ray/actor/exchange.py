@@ -1,0 +1,170 @@
+"""What one process of a mesh sends to others in a step, and gets from them.
+
+Threads of the transport send what is computed. The *tickets* of what is under way say when it may
+be overwritten.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.passes.pipeline.instructions import (
+    Buffer,
+)
+from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
+from autopar.runtime.ray.transport.host_tiles import (
+    as_bytes,
+    numbers,
+    placed,
+    taken,
+    unpacked,
+)
+from autopar.runtime.ray.transport.routes import Arrival, Departure, Move
+from autopar.runtime.ray.transport.sockets import Sockets, Ticket
+from autopar.runtime.stage_programs import StagePrograms
+
+
+class Exchange:
+    """The messages of one process in a step.
+
+    Args:
+      plan: what the process runs.
+      programs: on its devices.
+      devices: the number of each device in the mesh.
+      transport: to the other processes.
+      deadline: seconds that one wait may take.
+
+    Attributes:
+      tickets: of the `Send`s that are under way, by tag.
+      handed_on: of the leaves that were handed on to other meshes and may still be read.
+    """
+
+    def __init__(
+        self,
+        plan: ActorPlan,
+        programs: StagePrograms,
+        devices: Mapping[jax.Device, int],
+        transport: Sockets,
+        deadline: float,
+    ) -> None:
+        self._plan, self._programs, self._devices = plan, programs, devices
+        self._transport, self._deadline = transport, deadline
+        self.tickets: dict[int, list[Ticket]] = {}
+        self.handed_on: list[Ticket] = []
+        self._passed_on: list[Ticket] = []
+
+    def wait(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until what is sent may be overwritten.
+
+        Raises:
+          TransportError: it cannot be sent, or not in time.
+        """
+        for ticket in tickets:
+            self._transport.wait(ticket, self._deadline)
+
+    def wait_for_all(self) -> None:
+        """Wait for everything that is under way."""
+        for tickets in (*self.tickets.values(), self.handed_on, self._passed_on):
+            self.wait(tickets)
+
+    def clear(self) -> None:
+        """The step is over."""
+        self.tickets.clear()
+        self.handed_on.clear()
+        self._passed_on.clear()
+
+    def turn(self, actor: int, step: int, tag: int) -> None:
+        """Wait until an actor says that this one may go on."""
+        self._transport.receive(actor, step, tag, self._deadline)
+
+    def give_turn(self, actor: int, step: int, tag: int) -> None:
+        """Say to an actor that it may go on."""
+        self._transport.send(actor, step, tag, 1, lambda: [_DONE])
+
+    def send(
+        self,
+        mesh: int,
+        step: int,
+        tag: int,
+        arrays: Sequence[Any],
+        ways: Sequence[Departure | Arrival],
+    ) -> list[Ticket]:
+        """Send to each process of another mesh what it gets from this one."""
+        tickets = []
+        itemsizes = [numbers(array).dtype.itemsize for array in arrays]
+        for process, actor in enumerate(self._plan.processes[mesh]):
+            moves = [way.moves[process] for way in ways]
+            size = _num_bytes(moves, itemsizes)
+
+            def data(moves: Sequence[Sequence[Move]] = moves) -> Iterator[np.ndarray]:
+                for array, own in zip(arrays, moves, strict=True):
+                    yield from taken(array, own, self._devices)
+
+            if size:
+                tickets.append(self._transport.send(actor, step, tag, size, data))
+        return tickets
+
+    def receive(
+        self,
+        buffers: dict[Buffer, Any],
+        mesh: int,
+        step: int,
+        tag: int,
+        items: Sequence[tuple[Buffer, Departure | Arrival]],
+    ) -> None:
+        """Receive from each process of another mesh; exchange with those of this one."""
+        plan = self._plan
+        ways = [way for _, way in items if isinstance(way, Arrival)]
+        dtypes = [plan.dtype_of(buffer.value) for buffer, _ in items]
+        found: list[list[tuple[Move, np.ndarray]]] = [[] for _ in items]
+
+        def take(actor: int, tag: int, moves: Sequence[Sequence[Move]]) -> None:
+            size = _num_bytes(moves, [dtype.itemsize for dtype in dtypes])
+            data = self._transport.receive(actor, step, tag, self._deadline) if size else _NOTHING
+            start = 0
+            for got, own, dtype in zip(found, moves, dtypes, strict=True):
+                count = _num_bytes([own], [dtype.itemsize])
+                got += unpacked(data[start : start + count], own, dtype)
+                start += count
+
+        for process, actor in enumerate(plan.processes[mesh]):
+            take(actor, tag, [way.moves[process] for way in ways])
+        others = [pair for pair in enumerate(plan.siblings) if pair[0] != plan.process]
+        for process, actor in others:
+            bytes_ = [
+                as_bytes(value) for got in found for move, value in got if process in move.processes
+            ]
+            size = sum(each.size for each in bytes_)
+            if size:
+                data = functools.partial(iter, bytes_)
+                ticket = self._transport.send(actor, step, tag | PASSED_ON, size, data)
+                self._passed_on.append(ticket)
+        for process, actor in others:
+            take(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
+        for (buffer, _), got, way in zip(items, found, ways, strict=True):
+            aval, place = (
+                plan.pieces.versions[buffer.value].atom.aval,
+                self._programs.places[buffer.value],
+            )
+            shape = tuple(aval.shape) if place.partial == 1 else (place.partial, *aval.shape)
+            buffers[buffer] = placed(got, way.tiles, shape, aval.dtype, place.sharding)
+
+
+_NOTHING = np.zeros(0, np.uint8)
+
+
+def _num_bytes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> int:
+    return sum(
+        math.prod(move.shape) * itemsize
+        for own, itemsize in zip(moves, itemsizes, strict=True)
+        for move in own
+    )
+
+
+_DONE = np.zeros(1, np.uint8)

@@ -1,0 +1,248 @@
+"""The arrays that actors have, as the driver knows them: by key, and where their numbers are."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.arrays.ray_array import RayArray, RaySharding, Resident
+from autopar.base.errors import StageError
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.store import FIRST_OTHER, KEYS
+from autopar.runtime.ray.driver.actor_pool import ActorPool
+from autopar.runtime.ray.driver.fetch import Copies, Wanted, by_actor, joined, wanted
+from autopar.runtime.ray.driver.step_errors import array_error
+from autopar.runtime.ray.driver.step_queue import StepQueue
+from autopar.runtime.ray.transport.host_tiles import cut, host_numbers
+from autopar.runtime.ray.transport.routes import Box
+
+
+class ResidentArrays:
+    """The arrays of a pool of actors; it is the `Owner` of their residents.
+
+    Args:
+      pool: the actors.
+      steps: what they were told.
+    """
+
+    def __init__(self, pool: ActorPool, steps: StepQueue) -> None:
+        self._pool, self._steps = pool, steps
+        self._others = FIRST_OTHER
+        self._firsts = {plan.mesh: plan for plan in pool.plans if plan.process == 0}
+        self._held: dict[tuple[int, int], dict[Box, list[int]]] = {}
+        self._fetches: dict[tuple[int, int], dict[int, Any]] = {}
+        self._forgotten: deque[tuple[int, int]] = deque()
+
+    # What a step is given, and what it takes
+
+    def given(self, leaf: Any, sharding: RaySharding) -> Sequence[Any]:
+        """For every part of a leaf: its resident if it lives at home, else its numbers.
+
+        Raises:
+          StageError: it was lost in a failure.
+        """
+        if isinstance(leaf, RayArray):
+            leaf.check()
+            own = True
+            for resident in leaf.residents:
+                resident.owner.check(resident)
+                own = own and resident.owner is self
+            if own and leaf.sharding == sharding:
+                return leaf.residents
+            return sharding.pieces(leaf.numbers())
+        return sharding.pieces(host_numbers(leaf))
+
+    def entries(
+        self, plan: ActorPlan, given: Mapping[int, Sequence[Any]], carried: int | None
+    ) -> tuple[Any, ...]:
+        """What `Message.given` says of an actor's slots."""
+        entries: list[Any] = []
+        for value, leaf, rows, is_home, _ in plan.slots if carried is None else plan.fresh_slots:
+            part = given[leaf][rows]
+            if type(part) is not Resident:
+                entries.append(self._cut(plan, value, part))
+            else:  # away from its home, it arrives by itself
+                entries.append(part.key if is_home else None)
+        return tuple(entries)
+
+    def _cut(self, plan: ActorPlan, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What a process holds of an array that lies where a value does."""
+        key = plan.actor, value
+        if key not in self._held:
+            self._held[key] = plan.held(value)
+        return cut(numbers, self._held[key])
+
+    def consume(self, residents: Sequence[Resident]) -> None:
+        """A step takes these over."""
+        for resident in residents:
+            if self._fetches:
+                self._fetches.pop((resident.mesh, resident.key), None)
+            resident.is_deleted = True
+
+    def forget(self, resident: Resident) -> None:
+        """See `Owner`."""
+        self._forgotten.append((resident.mesh, resident.key))
+
+    def take_forgotten(self) -> list[list[int]]:
+        """By mesh, the keys that nobody holds any more, to be told to its actors."""
+        forgotten: list[list[int]] = [[] for _ in self._firsts]
+        while self._forgotten:
+            mesh, key = self._forgotten.popleft()
+            self._fetches.pop((mesh, key), None)
+            forgotten[mesh].append(key)
+        return forgotten
+
+    def forget_later(self, forgotten: Sequence[Sequence[int]]) -> None:
+        """Undo `take_forgotten`: the actors could not be told."""
+        for mesh, keys in enumerate(forgotten):
+            self._forgotten.extend((mesh, key) for key in keys)
+
+    # Reading
+
+    def fetch(self, resident: Resident) -> np.ndarray:
+        """See `Owner`."""
+        with self._steps.busy():
+            self.start_fetch(resident)
+            refs = self._fetches.pop((resident.mesh, resident.key))
+            given = {actor: self._steps.result(actor, ref) for actor, ref in refs.items()}
+            return joined([self._wanted(resident)], given)[0]
+
+    def start_fetch(self, resident: Resident) -> None:
+        """See `Owner`."""
+        with self._steps.busy():
+            self.check(resident)
+            place = (resident.mesh, resident.key)
+            if place not in self._fetches:
+                self._fetches[place] = {
+                    actor: self._pool.handles[actor].fetch.remote(items)
+                    for actor, items in by_actor([self._wanted(resident)]).items()
+                }
+
+    def wait_ready(self, resident: Resident) -> None:
+        """See `Owner`."""
+        steps, handles = self._steps, self._pool.handles
+        with steps.busy():
+            self.check(resident)
+            if resident.is_ready:
+                return
+            siblings = self._firsts[resident.mesh].siblings
+            serial = resident.key // KEYS
+            if serial < FIRST_OTHER:  # a step ends when all that it gives is computed
+                steps.wait_for_step(serial, siblings)
+            else:
+                asked = {actor: handles[actor].ready.remote(resident.key) for actor in siblings}
+                for actor, ref in asked.items():
+                    steps.result(actor, ref)
+            self.check(resident)  # another thread may have ended the actors
+            resident.is_ready = True
+
+    def copies(self, residents: Sequence[Resident]) -> Copies:
+        """Ask for the numbers of arrays as they are after the steps so far."""
+        with self._steps.busy():
+            arrays = tuple(map(self._wanted, residents))
+            asked = by_actor(arrays).items()
+            return Copies(
+                arrays, {actor: self._pool.handles[actor].copies.remote(x) for actor, x in asked}
+            )
+
+    def sources(self, resident: Resident) -> tuple[tuple[int, Box | None], ...]:
+        """See `ActorPlan.sources`."""
+        return self._wanted(resident).sources
+
+    def _wanted(self, resident: Resident) -> Wanted:
+        return wanted(self._firsts[resident.mesh], resident.key)
+
+    # What a failure took
+
+    def is_lost(self, resident: Resident) -> bool:
+        """See `Owner`."""
+        return self._pool.closed is not None or self._steps.is_lost(resident.key)
+
+    def check(self, resident: Resident) -> None:
+        """See `Owner`."""
+        if self.is_lost(resident):
+            self._steps.check_open()
+            raise self.lost_array()
+
+    def lost_array(self) -> StageError:
+        """The error for an array of a step that was given up."""
+        return array_error(self._pool.name, self._pool.error)
+
+    # Arrays that no step makes
+
+    def save(
+        self, folders: Sequence[str], items: Sequence[Sequence[tuple[str, int, Box | None]]]
+    ) -> list[Any]:
+        """Let actors write arrays as they are after the steps so far.
+
+        Args:
+          folders: of each actor.
+          items: of each actor, (name, key, box) of what it writes.
+
+        Returns:
+          What says when those that write anything have done so.
+        """
+        with self._steps.busy():
+            refs = []
+            for actor, folder, own in zip(self._pool.handles, folders, items, strict=True):
+                if own:
+                    actor.save.remote(folder, own)
+                    refs.append(actor.saved.remote(folder))
+            return refs
+
+    def place(self, leaf: Any, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
+        """Put an array on the actors; where it lives there already, a copy of it."""
+        pool = self._pool
+        with self._steps.busy():
+            self._others += 1
+            residents = self._new(sharding, values)
+            given = self.given(leaf, sharding)
+            for resident, value, rows in zip(residents, values, given, strict=True):
+                for number in self._firsts[resident.mesh].siblings:
+                    actor = pool.handles[number]
+                    if isinstance(rows, Resident):
+                        actor.duplicate.remote(rows.key, resident.key)
+                    else:
+                        tiles = self._cut(pool.plans[number], value, rows)
+                        actor.keep.remote(resident.key, value, tiles)
+            return residents
+
+    def make(
+        self, function: bytes, wanted: Sequence[tuple[RaySharding, Sequence[int]]]
+    ) -> list[list[Resident]]:
+        """Let the actors run a traced function; the residents of each of its results.
+
+        Args:
+          function: a closed jaxpr and its arguments, pickled.
+          wanted: where each result shall be, and the values that take its parts.
+
+        Raises:
+          StageError: it fails on an actor.
+        """
+        with self._steps.busy():
+            items: list[list[tuple[int, int, int, Any]]] = [[] for _ in self._firsts]
+            made = []
+            self._others += 1
+            for number, (sharding, values) in enumerate(wanted):
+                residents = self._new(sharding, values)
+                for resident, value, rows in zip(
+                    residents, values, sharding.indices(), strict=True
+                ):
+                    items[resident.mesh].append((resident.key, value, number, rows))
+                made.append(residents)
+            arguments = [(function, items[plan.mesh]) for plan in self._pool.plans]
+            self._steps.ask("make", arguments, "initialize")
+            for resident in itertools.chain.from_iterable(made):
+                resident.is_ready = True
+            return made
+
+    def _new(self, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
+        """Residents for the parts of an array that no step makes."""
+        return [
+            Resident(self, part.mesh_number, self._others * KEYS + value)
+            for part, value in zip(sharding.parts, values, strict=True)
+        ]

@@ -1,0 +1,270 @@
+"""The actors of a step, and new ones in their place when some are lost.
+
+With `max_restarts`, what makes arrays is written into a log (`lineage.py`), and now and then the
+arrays that are alive are copied to the driver (`snapshots.py`), so that the log stays short. When
+an actor is lost, all actors are started anew, get the last snapshot, and do again what is in the
+log. The arrays that the caller holds are then those of the new actors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import ray
+
+from autopar.arrays.ray_array import Keeper
+from autopar.base.errors import AutoparError, LostActorError
+from autopar.runtime.ray.actor.partition import partition_plan
+from autopar.runtime.ray.driver import launch
+from autopar.runtime.ray.driver.actor_pool import ActorPool, gpus_of
+from autopar.runtime.ray.driver.ray_cluster import Connection, NoRoom, await_room, free_actors
+from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
+from autopar.runtime.ray.driver.running import Running
+from autopar.runtime.ray.recovery.lineage import Lineage, StepEntry
+from autopar.runtime.ray.recovery.snapshots import Snapshots
+
+T = TypeVar("T")
+logger = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a step went on after the loss of an actor.
+
+    Args:
+      lost: what was lost, and why: the error that would have been raised.
+      num_steps: how many steps were run again.
+      seconds: from the moment when the loss was noticed until all was as before.
+      compile_seconds: what compiling took each new actor; it is part of `seconds`.
+    """
+
+    lost: LostActorError
+    num_steps: int
+    seconds: float
+    compile_seconds: tuple[float, ...]
+
+
+class RestartedActors(Keeper):
+    """What runs a plan, on new actors after a loss; a `Keeper` of arrays but for what a step does.
+
+    Args:
+      pipeline: the plan.
+      shapes: of all leaves.
+      constants: values after them.
+      replan: a plan for so many actors, for `on_loss="replan"`.
+
+    Attributes:
+      recoveries: one for each time that actors were started again.
+      running: the actors, and what they do.
+
+    Raises:
+      AutoparError: as `ActorPool`; the step cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        pipeline: RayPipeline,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        constants: Sequence[Any],
+        replan: Callable[[int], RayPipeline] | None = None,
+    ) -> None:
+        options = pipeline.options
+        self._options, self._name = options, pipeline.name
+        self._shapes, self._constants = shapes, constants
+        self._replan = replan
+        self._prepare(pipeline)
+        self._config = launch.settings()  # actors that start later are to be like the first
+        self._lock = threading.RLock()
+        self._is_shut = False
+        self.recoveries: tuple[Recovery, ...] = ()
+        self._restarts, self._is_recovering = 0, False
+        self._lineage: Lineage | None = None
+        self._snapshots: Snapshots | None = None
+        self._cluster: Connection | None = None
+        self._cache: str | None = None
+        if options.max_restarts:
+            self._lineage = Lineage()
+            self._snapshots = Snapshots(self._lineage, options.snapshot_every)
+            # Without a use of its own, Ray would end between the old actors and the new ones.
+            gpus = gpus_of(self._plans, options)
+            self._cluster = Connection(options.address, gpus, options.deadline, reserve=False)
+            weakref.finalize(self, self._cluster.close)
+            if not launch.has_cache():
+                self._cache = launch.cache_folder()
+                weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
+        try:
+            self.running = self._start()
+        except BaseException:
+            self._release()
+            raise
+
+    def _prepare(self, pipeline: RayPipeline) -> None:
+        """What the actors of a plan are to be sent."""
+        self._pipeline, count = pipeline, len(self._shapes)
+        self._plans = partition_plan(
+            pipeline.runnable, count, pipeline.num_processes, pipeline.carried
+        )
+        self._blobs = launch.contents(
+            pipeline.runnable,
+            self._plans,
+            pipeline.in_shardings,
+            count,
+            self._constants,
+            self._name,
+        )
+
+    def _start(self) -> Running:
+        pool = ActorPool(
+            self._plans, self._blobs, self._options, self._name, self._config, self._cache
+        )
+        return Running(self._pipeline, pool)
+
+    def attempt(self, do: Callable[[], T]) -> T:
+        """What `do` returns; if actors are lost meanwhile, it is done again on new ones.
+
+        Args:
+          do: does nothing that lasts before it raises a `LostActorError`.
+
+        Raises:
+          LostActorError: they were lost more often than `max_restarts` allows.
+        """
+        with self._lock:
+            if self._is_recovering:
+                return do()
+            while True:
+                running = self.running
+                try:
+                    return do()
+                except LostActorError as error:
+                    if running.pool.closed is None:
+                        raise  # it is another step that lost an actor
+                    if running is self.running:  # else that was done meanwhile
+                        self._is_recovering = True
+                        try:
+                            self._recover(error)
+                        finally:
+                            self._is_recovering = False
+
+    def _recover(self, error: LostActorError) -> None:
+        """Start new actors that have what the old ones had.
+
+        Raises:
+          LostActorError: no restart is left.
+          StageError: a step that is run again fails.
+        """
+        log, lost = self._lineage, error
+        if log is None or self._is_shut or not ray.is_initialized():
+            raise error
+        assert self._snapshots is not None
+        begin = time.perf_counter()
+        self.running.pool.close(error.what)
+        self._snapshots.forget()
+        log.drop_called_off(self.running)
+        is_other_plan = False
+        while True:
+            if not is_other_plan:
+                if self._restarts == self._options.max_restarts:
+                    raise self._no_more(lost) from None
+                self._restarts += 1
+            is_other_plan = False
+            try:
+                await_room(gpus_of(self._plans, self._options), self._options.deadline)
+                running = self._start()
+                with _closed_on_error(running.pool):
+                    failure = log.replay(running, self)
+                break
+            except LostActorError as again:
+                lost = again
+            except NoRoom as refused:
+                try:
+                    self._plan_again(refused)
+                except AutoparError as final:
+                    final.add_note(f"This was met after the loss of an actor:\n{lost}")
+                    raise
+                is_other_plan = True
+        self.running = running
+        num_steps = sum(isinstance(entry, StepEntry) for entry in log.entries)
+        seconds = time.perf_counter() - begin
+        # They would keep alive whatever the caller's functions hold.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        found = Recovery(error, num_steps, seconds, running.pool.compile_seconds)
+        self.recoveries += (found,)
+        count = len(self._plans)
+        logger.warning(
+            "%s (%s): %s started again, and %s run again, in %.1f seconds; restart %d of %d.",
+            error.what.rstrip("."),
+            (error.why or "").rstrip("."),
+            "1 actor was" if count == 1 else f"{count} actors were",
+            "1 step was" if num_steps == 1 else f"{num_steps} steps were",
+            seconds,
+            self._restarts,
+            self._options.max_restarts,
+        )
+        if failure is not None:
+            raise failure
+
+    def _plan_again(self, refused: NoRoom) -> None:
+        """Plan for the actors that the cluster can have, if that is asked for.
+
+        Raises:
+          AutoparError: it is not asked for, or there is no such plan.
+        """
+        if self._replan is None:
+            raise refused
+        count = len(self._plans)
+        found = free_actors(gpus_of(self._plans, self._options), self._options.deadline)
+        if not 0 < found < count:
+            raise refused
+        self._prepare(self._replan(found))
+        if len(self._plans) > found:
+            raise refused
+        logger.warning(
+            "%s is planned again: it has %d actors, and the Ray cluster has room for %d. "
+            "The new plan has %d.",
+            self._name,
+            count,
+            found,
+            len(self._plans),
+        )
+
+    def _no_more(self, error: LostActorError) -> LostActorError:
+        count = "once" if self._restarts == 1 else f"{self._restarts} times"
+        why = error.why or ""
+        return LostActorError(
+            error.what,
+            where=error.where,
+            why=f"{why}\nThe actors were started again {count} before, and "
+            f"max_restarts={self._options.max_restarts}.",
+            hint="compile the step again, and start from a saved state.",
+            spot=error.spot,
+        )
+
+    def close(self) -> None:
+        """End all actors."""
+        self._is_shut = True
+        self.running.pool.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+        if self._cache is not None:
+            shutil.rmtree(self._cache, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _closed_on_error(pool: ActorPool) -> Any:
+    try:
+        yield
+    except BaseException as error:
+        pool.close(f"{type(error).__name__} ended a recovery.")
+        raise

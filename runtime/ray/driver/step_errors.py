@@ -1,0 +1,166 @@
+"""What became of a step on each actor, and the one error that says what came first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autopar.base.errors import LostActorError, StageError
+from autopar.passes.pipeline.instructions import Recv, Run, Send
+from autopar.runtime.ray.actor.actor_plan import ActorPlan
+from autopar.runtime.ray.actor.failures import Failure, Spot
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The actor is dead."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Silent:
+    """The actor neither finished nor gave up.
+
+    Args:
+      hears: whether it has answered at all; else it is stopped or out of reach. One that waits for
+        another process of its mesh inside a compiled program answers.
+    """
+
+    hears: bool = True
+
+
+Outcome: TypeAlias = Failure | Gone | Silent | None
+"""What became of a step, or several, on one actor; None: all went well."""
+
+
+def is_over(outcome: Outcome) -> bool:
+    """Whether an actor cannot go on, or cannot reach another."""
+    if isinstance(outcome, Failure):
+        return outcome.kind in ("lost", "group")
+    return outcome is not None
+
+
+def first_error(
+    name: str,
+    deadline: float,
+    parts: Sequence[ActorPlan],
+    outcomes: Sequence[Outcome],
+    late: Spot | None,
+) -> StageError:
+    """The error for what the other outcomes follow from.
+
+    Args:
+      name: of the step.
+      deadline: in seconds.
+      parts: what the actors run.
+      outcomes: of each actor, after everything was called off.
+      late: where the driver saw nothing happen, if that is why it was called off.
+    """
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    for part, outcome in zip(parts, outcomes, strict=True):
+        if isinstance(outcome, Gone):
+            return lost_error(name, last_spot(part, failures), outcome.reason)
+    by_kind = {failure.kind: failure for failure in reversed(failures)}
+    if "error" in by_kind:
+        return stage_error(by_kind["error"], name)
+    pairs = [
+        (x.hears, part) for part, x in zip(parts, outcomes, strict=True) if isinstance(x, Silent)
+    ]
+    silent = [part for _, part in sorted(pairs, key=lambda pair: pair[0])]
+    if "group" in by_kind:
+        failure = by_kind["group"]
+        siblings = parts[failure.spot.actor].siblings
+        gone = [part for part in silent if part.actor in siblings]
+        others = [parts[actor] for actor in siblings if actor != failure.spot.actor]
+        spot = last_spot((gone or others)[0], failures)
+        return lost_error(name, spot, f"{failure.spot} computes with it and says: {failure.what}")
+    if "late" in by_kind:
+        failure = by_kind["late"]
+        waited = f"{failure.spot} waited for it longer than {deadline:g} seconds."
+        if silent:
+            spot = last_spot(silent[0], failures)
+            return lost_error(name, spot, f"it does not answer; {waited}")
+        return late_error(failure, name, deadline)
+    if late is not None:
+        why = f"nothing has happened there for {deadline:g} seconds."
+        return lost_error(name, late, why)
+    if "lost" in by_kind:
+        peer = by_kind["lost"].peer
+        assert peer is not None
+        spot = last_spot(parts[peer], failures)
+        return lost_error(name, spot, "its connections were closed.")
+    part = (silent or parts)[0]
+    return lost_error(name, last_spot(part, failures), "the step was called off.")
+
+
+def stage_error(failure: Failure, name: str) -> StageError:
+    """The error for something that was raised on an actor."""
+    spot = failure.spot
+    error = StageError(
+        f"{name} failed in {spot.stage}: {failure.what}",
+        where=f"{spot} (call {failure.step})" if failure.step else str(spot),
+        hint="the state that this call and those behind it consumed is gone; the actors go on with "
+        "a state that is alive."
+        if failure.step
+        else None,
+        spot=spot,
+    )
+    if failure.traceback:
+        error.add_note(f"On the actor:\n{failure.traceback}")
+    return error
+
+
+def array_error(name: str, error: StageError | None) -> StageError:
+    """The error for an array whose step failed.
+
+    Args:
+      name: of the step.
+      error: why it failed.
+    """
+    return StageError(
+        f"An array of {name} is lost: the step that was to make it failed.",
+        where=None if error is None else error.where,
+        why=None if error is None else error.what,
+        hint="go on from a state that is alive.",
+        spot=None if error is None else error.spot,
+    )
+
+
+def late_error(failure: Failure, name: str, deadline: float) -> StageError:
+    """The error for a message that did not come, though its sender is alive."""
+    return StageError(
+        f"{name}: {failure.spot.stage} waited longer than {deadline:g} seconds.",
+        where=f"{failure.spot} (call {failure.step})",
+        why=f"nothing came from actor {failure.peer}.",
+        hint="say a longer deadline (autopar.Ray(deadline=...)) if a stage may take that long.",
+        spot=failure.spot,
+    )
+
+
+def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
+    """The error that says which actor is gone."""
+    return LostActorError(
+        f"{name} lost actor {spot.actor} ({spot.stage}).",
+        where=str(spot),
+        why=why,
+        hint="the arrays on the actors are gone with it: compile the step again, and start from a "
+        "saved state. With autopar.Ray(max_restarts=...) lost actors are started again.",
+        spot=spot,
+    )
+
+
+def last_spot(part: ActorPlan, failures: Sequence[Failure]) -> Spot:
+    """Where a lost actor was at the latest, from what the others still waited for."""
+    waited = {x.tag for x in failures if x.peer == part.actor and x.tag is not None}
+    last = None
+    for index, x in enumerate(part.instructions):
+        if isinstance(x, Run):
+            last = Spot(part.actor, f"stage {x.stage}", index, x.label, x.microbatch)
+        elif isinstance(x, (Send, Recv)) and x.tag in waited:
+            if last is None:
+                return Spot(part.actor, part.label, index, f"before {x.label}")
+            text = f"{last.instruction} or before it (what others waited for comes from there)"
+            return Spot(last.actor, last.stage, last.index, text, last.microbatch)
+    return Spot(part.actor, part.label, None, "at an unknown instruction (nobody waited for it)")

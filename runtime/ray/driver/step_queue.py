@@ -1,0 +1,288 @@
+"""The steps that actors were told of and have not done, and those that were given up.
+
+The driver is at most `AHEAD` steps in front of the actors, so the next batch travels while the last
+step runs, and it looks at the outcome of every step before it asks for one that is further on. An
+error is raised by whatever looks first: a later call, or reading a result.
+
+After an error in a stage all actors call the step off and can go on: what the failed step and those
+after it would have made is lost, with what they consumed. After the loss of an actor all are
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from autopar.base.errors import LostActorError, StageError
+from autopar.runtime.ray.actor.failures import Spot
+from autopar.runtime.ray.actor.messages import Message
+from autopar.runtime.ray.actor.store import KEYS
+from autopar.runtime.ray.driver.actor_pool import ActorPool
+from autopar.runtime.ray.driver.rpc import POLL_SECONDS, Watch, outcome_of, overdue, reason_of
+from autopar.runtime.ray.driver.step_errors import Outcome, Silent, first_error, is_over, lost_error
+
+AHEAD = 2
+"""Steps that the driver may be ahead of the actors."""
+GRACE_SECONDS = 10.0
+"""How long actors may take to call a step off before they are ended."""
+
+
+class StepQueue:
+    """What a pool of actors was told to do. Any thread can call it, one at a time works.
+
+    Args:
+      pool: the actors.
+
+    Attributes:
+      serial: the number of the last step.
+    """
+
+    def __init__(self, pool: ActorPool) -> None:
+        self._pool = pool
+        self._lock = threading.RLock()
+        self.serial = 0
+        self._running: deque[tuple[int, list[Any]]] = deque()
+        self._lost: list[tuple[int, int]] = []
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """One thread at a time; an interruption leaves no actor waiting for another."""
+        with self._lock:
+            self.check_open()
+            try:
+                yield
+            except (StageError, TypeError, RuntimeError):
+                raise  # looked into already, or raised before anything was sent
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+
+    def check_open(self) -> None:
+        """See that the actors have not been ended.
+
+        Raises:
+          LostActorError: they have.
+        """
+        pool = self._pool
+        if pool.closed is None and not ray.is_initialized():  # a call would start another Ray
+            pool.close("Ray was shut down in this process, and they with it.")
+        if pool.closed is not None:
+            error = pool.error
+            raise LostActorError(
+                f"The actors of {pool.name} are gone.",
+                where=None if error is None else error.where,
+                why=pool.closed,
+                hint="compile the step again, and start from a saved state.",
+                spot=None if error is None else error.spot,
+            )
+
+    # What is asked for
+
+    def make_room(self) -> None:
+        """Wait until one more step may be told.
+
+        Raises:
+          StageError: a step failed.
+        """
+        while len(self._running) >= AHEAD:
+            self.wait(self._running[0][1])
+
+    def tell(self, messages: Sequence[Message | bytes]) -> None:
+        """Tell every actor of the next step."""
+        refs: list[Any] = []
+        self.serial += 1
+        self._running.append((self.serial, refs))
+        try:
+            for actor, message in zip(self._pool.handles, messages, strict=True):
+                refs.append(actor.step.remote(message))
+        except Exception as error:  # else those that have it would wait for the others
+            self._interrupted(error)
+            raise
+
+    def ask(
+        self, method: str, arguments: Sequence[tuple[Any, ...]] | None, doing: str
+    ) -> list[Any]:
+        """See `ActorPool.call`; and raises if a step has failed."""
+        with self.busy():
+            self._look()
+            return self._pool.call(method, arguments, doing)
+
+    def result(self, actor: int, ref: Any) -> Any:
+        """What a call of one actor gives.
+
+        Raises:
+          StageError: a step failed, or the call.
+          LostActorError: the actor is gone.
+        """
+        self.wait([ref])
+        plan, name = self._pool.plans[actor], self._pool.name
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            spot = Spot(plan.actor, plan.label, None, "between steps")
+            lost = lost_error(name, spot, reason_of(error))
+            self._pool.lose(lost)
+            raise lost from None
+        except RayTaskError as error:
+            raise StageError(
+                f"An array of {name} cannot be read: {error.cause}",
+                where=f"actor {actor}, {plan.label}",
+            ) from None
+
+    def finish(self) -> None:
+        """Wait until all steps are done.
+
+        Raises:
+          StageError: one failed.
+        """
+        with self.busy():
+            while self._running:
+                self.wait(self._running[0][1])
+
+    def wait_for_step(self, serial: int, actors: Sequence[int]) -> None:
+        """Wait until some actors have done a step."""
+        running = dict(self._running)  # without it: it ended well, else it is lost
+        if serial in running:
+            self.wait([running[serial][actor] for actor in actors])
+
+    def wait(self, wanted: Sequence[Any]) -> None:
+        """Wait for some calls, and meanwhile see what becomes of the steps.
+
+        Raises:
+          StageError: a step failed.
+        """
+        pool = self._pool
+        watch = Watch(pool.handles, pool.plans, pool.deadline, of_instructions=True)
+        while True:
+            self._look()
+            _, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
+            if not left:
+                self._look()
+                return
+            pending = [ref for _, refs in self._running for ref in refs]
+            if pending:
+                _, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            either = list(dict.fromkeys([*left, *pending]))
+            ray.wait(either, num_returns=1, timeout=POLL_SECONDS)
+            late = watch.late()
+            if late is not None:
+                self._look()
+                self._fail(late)
+
+    def ping(self) -> None:
+        """Notice a lost actor, or one that is at one instruction for too long.
+
+        Raises:
+          StageError: one is, or a step failed.
+        """
+        with self.busy():
+            answers = self.ask("where", None, "telling where it is")
+            late = overdue(answers, self._pool.deadline)
+            if late is not None:
+                self._look()
+                self._fail(late)
+
+    # What was given up
+
+    def is_lost(self, key: int) -> bool:
+        """Whether an array will not come, by its key."""
+        return any(first <= key < last for first, last in self._lost)
+
+    def called_off(self, serial: int) -> bool:
+        """Whether a step was given up, so that its results will not come."""
+        return self.is_lost(serial * KEYS)
+
+    def _look(self) -> None:
+        """Take steps that are done off the list.
+
+        Raises:
+          StageError: one failed.
+        """
+        while self._running:
+            outcomes = [outcome_of(ref) for ref in self._running[0][1]]
+            if any(x is not None and not isinstance(x, Silent) for x in outcomes):
+                self._fail(None)
+            if any(outcomes):
+                return
+            self._running.popleft()
+
+    def _fail(self, late: Spot | None) -> None:
+        """Call everything off, and raise what came first.
+
+        Raises:
+          StageError: always.
+        """
+        pool = self._pool
+        first = self._running[0][0] if self._running else self.serial + 1
+        outcomes = self._call_off()
+        error = first_error(pool.name, pool.deadline, pool.plans, outcomes, late)
+        if late is not None or any(map(is_over, outcomes)):
+            if not isinstance(error, LostActorError):  # new actors would fail at this step again
+                self._give_up(first)
+                error.hint = (
+                    "other actors could not call the step off, so all of them were ended: compile "
+                    "the step again, and start from a saved state. With autopar.Ray("
+                    "max_restarts=...) the actors are started again."
+                )
+            pool.lose(error)
+        else:
+            self._begin_anew(first, error)
+        raise error
+
+    def _call_off(self) -> list[Outcome]:
+        """Abort all steps; what becomes of them on each actor."""
+        pool = self._pool
+        steps = [refs for _, refs in self._running]
+        aborts = [actor.abort.remote() for actor in pool.handles]
+        calls = [*aborts, *itertools.chain.from_iterable(steps)]
+        # Also for the aborts: one that came after the reset would call the next step off.
+        ray.wait(calls, num_returns=len(calls), timeout=min(GRACE_SECONDS, pool.deadline))
+        found: list[Outcome] = []
+        for actor, abort in enumerate(aborts):
+            outcomes = [outcome_of(refs[actor]) for refs in steps if actor < len(refs)]
+            outcome = next((x for x in outcomes if x is not None), None)
+            if isinstance(outcome, Silent) and not ray.wait([abort], timeout=0)[0]:
+                outcome = Silent(hears=False)
+            found.append(outcome)
+        return found
+
+    def _give_up(self, first: int) -> tuple[int, int]:
+        """Steps from `first` to the last will not be done: the keys that are lost."""
+        lost = (first * KEYS, (self.serial + 1) * KEYS)
+        self._lost.append(lost)
+        return lost
+
+    def _begin_anew(self, first: int, error: StageError) -> None:
+        """The actors go on with the next step, without what the failed ones would have made."""
+        self._running.clear()
+        lost = self._give_up(first)
+        # The traceback of the other keeps alive what callers hold.
+        self._pool.error = copy.copy(error)
+        for actor in self._pool.handles:
+            actor.reset.remote(self.serial + 1, lost)
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Call off what runs, after Ctrl-C or an error that nobody expected."""
+        pool, name = self._pool, type(error).__name__
+        if pool.closed is not None or not self._running:
+            return
+        try:
+            first = self._running[0][0]
+            if any(map(is_over, self._call_off())):
+                pool.close(f"{name} interrupted a step.")
+                return
+            told = StageError(
+                f"{pool.name} was interrupted by {name}.", hint="go on from a state that is alive."
+            )
+            self._begin_anew(first, told)
+        except BaseException:
+            pool.close(f"{name} interrupted a step.")
