@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Instruction, Names, Recv, Run, Send
+from autopar.passes.schedules.schedule import in_turns
 
 
 def dispatch_order(
@@ -25,23 +26,16 @@ def dispatch_order(
     clock = [(0, 0)] * len(meshes)  # runs, and instructions, on the longest path up to here
     sent: dict[int, tuple[int, int]] = {}
     keyed: list[tuple[int, int, int, int]] = []
-    progress = True
-    while progress:
-        progress = False
-        for mesh, instructions in enumerate(meshes):
-            while position[mesh] < len(instructions):
-                instruction = instructions[position[mesh]]
-                start = clock[mesh]
-                if isinstance(instruction, Recv):
-                    if instruction.tag not in sent:
-                        break
-                    start = max(start, sent[instruction.tag])
-                keyed.append((*start, mesh, position[mesh]))
-                clock[mesh] = (start[0] + isinstance(instruction, Run), start[1] + 1)
-                if isinstance(instruction, Send):
-                    sent[instruction.tag] = clock[mesh]
-                position[mesh] += 1
-                progress = True
+    for mesh, instruction in in_turns(
+        meshes, lambda x: not isinstance(x, Recv) or x.tag in sent, position
+    ):
+        start = clock[mesh]
+        if isinstance(instruction, Recv):
+            start = max(start, sent[instruction.tag])
+        keyed.append((*start, mesh, position[mesh]))
+        clock[mesh] = (start[0] + isinstance(instruction, Run), start[1] + 1)
+        if isinstance(instruction, Send):
+            sent[instruction.tag] = clock[mesh]
     if any(position[mesh] < len(instructions) for mesh, instructions in enumerate(meshes)):
         raise deadlock(meshes, position, names)
     return tuple((mesh, index) for _, _, mesh, index in sorted(keyed))

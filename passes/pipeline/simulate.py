@@ -32,6 +32,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.pipeline.order import deadlock
 from autopar.passes.pipeline.timeline import Event, Timeline
+from autopar.passes.schedules.schedule import in_turns
 
 _T = TypeVar("_T")
 _Seconds = Callable[[Instruction], float]
@@ -120,23 +121,16 @@ def _independent(
     clock = [0.0] * len(program.meshes)
     arrival: dict[int, float] = {}
     events: list[Event] = []
-    progress = True
-    while progress:
-        progress = False
-        for mesh, instructions in enumerate(program.meshes):
-            while position[mesh] < len(instructions):
-                instruction = instructions[position[mesh]]
-                start = clock[mesh]
-                if isinstance(instruction, Recv):
-                    if instruction.tag not in arrival:
-                        break
-                    start = max(start, arrival[instruction.tag])
-                clock[mesh] = start + seconds(instruction)
-                if isinstance(instruction, Send):
-                    arrival[instruction.tag] = clock[mesh] + latency(instruction)
-                events.append(Event(mesh, position[mesh], start, clock[mesh]))
-                position[mesh] += 1
-                progress = True
+    for mesh, instruction in in_turns(
+        program.meshes, lambda x: not isinstance(x, Recv) or x.tag in arrival, position
+    ):
+        start = clock[mesh]
+        if isinstance(instruction, Recv):
+            start = max(start, arrival[instruction.tag])
+        clock[mesh] = start + seconds(instruction)
+        if isinstance(instruction, Send):
+            arrival[instruction.tag] = clock[mesh] + latency(instruction)
+        events.append(Event(mesh, position[mesh], start, clock[mesh]))
     _require_end(program, position)
     return events
 

@@ -6,7 +6,7 @@ It takes any schedule, whoever wrote it, and is the only judge: named schedules 
 from __future__ import annotations
 
 from autopar.base.errors import ScheduleError
-from autopar.passes.schedules.schedule import Schedule, Task
+from autopar.passes.schedules.schedule import Schedule, Task, in_turns
 
 _SHOWN = 6  # tasks that a message lists before it says how many more there are
 
@@ -98,16 +98,10 @@ def _check_progress(schedule: Schedule) -> None:
     """Runs the lists as far as they go; complete lists that get stuck wait in a cycle."""
     done: set[Task] = set()
     position = [0] * schedule.num_meshes
-    progress = True
-    while progress:
-        progress = False
-        for mesh, tasks in enumerate(schedule.tasks):
-            while position[mesh] < len(tasks) and done.issuperset(
-                schedule.waits_for(tasks[position[mesh]])
-            ):
-                done.add(tasks[position[mesh]])
-                position[mesh] += 1
-                progress = True
+    for _, task in in_turns(
+        schedule.tasks, lambda task: done.issuperset(schedule.waits_for(task)), position
+    ):
+        done.add(task)
     stuck = [m for m, tasks in enumerate(schedule.tasks) if position[m] < len(tasks)]
     if not stuck:
         return

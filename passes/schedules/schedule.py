@@ -9,11 +9,13 @@ the previous stage waits for, and W the rest. Tasks wait for each other along th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 TaskKind = Literal["F", "B", "W"]
+T = TypeVar("T")
 
 
 class Task(NamedTuple):
@@ -105,3 +107,24 @@ class Schedule:
 
 ONE_STAGE = Schedule("one stage", 1, 1, (0,), ((),))
 """That of a step which is one piece: there are no tasks."""
+
+
+def in_turns(
+    lists: Sequence[Sequence[T]], ready: Callable[[T], bool], position: list[int]
+) -> Iterator[tuple[int, T]]:
+    """(mesh, item) of every mesh's list in order, one mesh after the other, as far as they go.
+
+    Args:
+      lists: for every mesh, its tasks or instructions.
+      ready: whether the next one of a mesh can go, after all that were given out before.
+      position: for every mesh, how many went before; it is kept up to date. Where the lists do not
+        come to their ends, it says where they are stuck.
+    """
+    progress = True
+    while progress:
+        progress = False
+        for mesh, items in enumerate(lists):
+            while position[mesh] < len(items) and ready(items[position[mesh]]):
+                yield mesh, items[position[mesh]]
+                position[mesh] += 1
+                progress = True

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solver.model import CHECK_EVERY, Model
+from autopar.passes.solver.model import Model
 from autopar.passes.solver.problem import Integers
 
 Floats = NDArray[np.float64]
@@ -105,9 +105,7 @@ def flatten(model: Model) -> Arrays:
     order = interleaved(model.nodes)
     rank = {u: i for i, u in enumerate(order)}
     level = np.zeros(len(order), np.int64)
-    for i, u in enumerate(order):
-        if i % CHECK_EVERY == 0:
-            model.check()
+    for i, u in enumerate(model.checked(order)):
         before = [level[rank[v]] for v in model.edges[u] if rank[v] < i]
         level[i] = 1 + max(before) if before else 0
     by_level = np.argsort(level, kind="stable")
@@ -119,9 +117,7 @@ def flatten(model: Model) -> Arrays:
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     exact = _concatenated([model.cost_of(u) for u in names.tolist()])
     pairs: list[tuple[int, int]] = []
-    for i, u in enumerate(order):
-        if i % CHECK_EVERY == 0:
-            model.check()
+    for u in model.checked(order):
         pairs += [(place[u], place[v]) for v in model.edges[u] if place[u] < place[v]]
     ends = np.array(pairs, np.int64).reshape(-1, 2)
     slots = [_slots_by_edge(ends[:, k], sizes) for k in (0, 1)]

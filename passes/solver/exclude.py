@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autopar.passes.solver.arrays import Arrays
 from autopar.passes.solver.budget import Stop, never
 from autopar.passes.solver.dual import Dual, Excesses
-from autopar.passes.solver.model import CHECK_EVERY, INFINITE, Model
+from autopar.passes.solver.model import INFINITE, Model
 from autopar.passes.solver.reduce import reduce
 
 
@@ -45,9 +45,7 @@ def _drop(
     forward: bool,
 ) -> None:
     """Makes strategies and pairs (in the order of `high` if `forward`) infinite, in place."""
-    for count, strategy in enumerate(np.flatnonzero(strategies).tolist()):
-        if count % CHECK_EVERY == 0:
-            model.check()
+    for strategy in model.checked(np.flatnonzero(strategies).tolist()):
         i = int(arrays.owner[strategy])
         costs = model.cost_of(int(arrays.names[i])).copy()
         costs[strategy - arrays.first[i]] = INFINITE
@@ -58,9 +56,7 @@ def _drop(
     slots = np.flatnonzero(np.diff(side.slot_edge, prepend=-1))
     starts = np.append(side.slot_start[slots], len(side.cells))
     touched = np.flatnonzero(np.logical_or.reduceat(pairs, starts[:-1]))
-    for count, e in enumerate(touched.tolist()):
-        if count % CHECK_EVERY == 0:
-            model.check()
+    for e in model.checked(touched.tolist()):
         near = int(arrays.names[arrays.owner[side.slot_node[slots[e]]]])
         far = int(arrays.names[side.slot_far[slots[e]]])
         matrix = model.edges[near][far]

@@ -11,14 +11,18 @@ Usages are relative: what every strategy of a node uses has been moved to `base`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from autopar.passes.solver.budget import unlimited
 from autopar.passes.solver.flat import Flat, Tables
 from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
+from autopar.passes.solver.usage_rows import Rows, add_rows, joined
+
+T = TypeVar("T")
 
 CHECK_EVERY = 256
 """How many steps a long loop makes between two checks of the time limit."""
@@ -28,18 +32,6 @@ LARGEST_LIMIT = 1 << 62
 
 INFINITE = 1 << 61
 """Forbidden, inside the solver: three of them still fit into int64."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Usages of a node's strategies over time: row `k` holds at the points `starts[k]:ends[k]`."""
-
-    starts: Integers  # [rows]
-    ends: Integers  # [rows]
-    usage: Integers  # [rows, strategies]
-
-    def select(self, strategies: Integers) -> Rows:
-        return Rows(self.starts, self.ends, self.usage[:, strategies])
 
 
 @dataclass(frozen=True)
@@ -80,17 +72,6 @@ class Eliminated:
         assignment[self.node] = int(total.argmin())
 
 
-@dataclass(frozen=True)
-class _Single:
-    """Nodes of one row each, the most common kind: where the row holds and what it uses."""
-
-    nodes: list[int]
-    starts: Integers
-    ends: Integers
-    largest: Integers
-    usages: list[Integers]
-
-
 class Contradiction(Exception):
     """No assignment is left; `usage` and `point` say where memory made that certain, if it did."""
 
@@ -128,9 +109,7 @@ class Model:
         self.costs: list[Integers | None] = [*self._internal(flat.nodes).split()]
         edge_costs = problem.edge_costs
         matrices = self._internal(flat.edges).split()
-        for e, (u, v) in enumerate(problem.edges):
-            if e % CHECK_EVERY == 0:
-                check()
+        for e, (u, v) in enumerate(self.checked(problem.edges)):
             if u == v:
                 self.add_costs(u, np.diagonal(matrices[e].reshape(edge_costs[e].shape)))
             else:
@@ -167,6 +146,13 @@ class Model:
             if start < end and usage.any():
                 where = np.array([index[start]]), np.array([index[end]])
                 self.memory[u] = [Rows(*where, usage[None, :])]
+
+    def checked(self, items: Iterable[T]) -> Iterator[T]:
+        """The items of a long loop; `check` is called now and then."""
+        for i, item in enumerate(items):
+            if i % CHECK_EVERY == 0:
+                self.check()
+            yield item
 
     @property
     def nodes(self) -> list[int]:
@@ -223,7 +209,7 @@ class Model:
             self.dirty_edges.add((u, v) if u < v else (v, u))
         self.dirty_nodes.add(u)
         if self.memory[u]:
-            self.memory[u] = [_joined(self.memory[u]).select(strategies)]
+            self.memory[u] = [joined(self.memory[u]).select(strategies)]
 
         self.trail.append(Kept(u, strategies))
 
@@ -237,7 +223,7 @@ class Model:
             self.remove_edge(v, w)
             self.add_edge(u, w, other[strategy_of])
         if self.memory[v]:
-            self.memory[u] = self.memory[u] + [_joined(self.memory[v]).select(strategy_of)]
+            self.memory[u] = self.memory[u] + [joined(self.memory[v]).select(strategy_of)]
             self.memory[v] = []
         self.costs[v] = None
         self.trail.append(Merged(v, u, strategy_of))
@@ -271,7 +257,7 @@ class Model:
             self.remove_edge(u, v)
             self.add_costs(v, matrix[0])
         for rows in self.memory[u]:
-            _add_rows(self.base, rows.starts, rows.ends, rows.usage[:, 0])
+            add_rows(self.base, rows.starts, rows.ends, rows.usage[:, 0])
         self.memory[u] = []
         self.costs[u] = None
         self.trail.append(Eliminated(u, costs, ()))
@@ -323,106 +309,8 @@ class Model:
         used = self.base.copy()
         for u, strategy in chosen.items():
             for rows in self.memory[u]:
-                _add_rows(used, rows.starts, rows.ends, rows.usage[:, strategy])
+                add_rows(used, rows.starts, rows.ends, rows.usage[:, strategy])
         return bool((used <= self.limit).all())
-
-    def compress_time(self) -> None:
-        """Makes each node's rows disjoint, drops the points at which memory cannot bind.
-
-        A point cannot bind if even the largest usages fit there, or if the next or previous point
-        has the same rows or more and at least the same base.
-
-        Raises:
-            Contradiction: if even the least usages do not fit.
-        """
-        if self.limit is None:
-            return
-        self.check()
-        single = self._compress_single()
-        most = np.zeros(len(self.base) + 1, np.int64)
-        opens = np.zeros(len(self.base) + 1, np.int64)
-        closes = np.zeros(len(self.base) + 1, np.int64)
-        if single is not None:
-            np.add.at(most, single.starts, single.largest)
-            np.subtract.at(most, single.ends, single.largest)
-            np.add.at(opens, single.starts, 1)
-            np.add.at(closes, single.ends, 1)
-        others = [u for u in self.nodes if self.memory[u]]
-        if single is not None:
-            others = sorted(set(others).difference(single.nodes))
-        for i, u in enumerate(others):
-            if i % CHECK_EVERY == 0:
-                self.check()
-            rows = disjoint(self.memory[u])
-            least = rows.usage.min(axis=1)
-            _add_rows(self.base, rows.starts, rows.ends, least)
-            rows = Rows(rows.starts, rows.ends, rows.usage - least[:, None])
-            varied = rows.usage.any(axis=1)
-            if not varied.all():
-                rows = Rows(rows.starts[varied], rows.ends[varied], rows.usage[varied])
-            self.memory[u] = [rows] if len(rows.starts) else []
-            largest = rows.usage.max(axis=1, initial=0)
-            np.add.at(most, rows.starts, largest)
-            np.subtract.at(most, rows.ends, largest)
-            np.add.at(opens, rows.starts, 1)
-            np.add.at(closes, rows.ends, 1)
-        if len(self.base) and int(self.base.max()) > self.limit:
-            point = int(self.base.argmax())
-            raise Contradiction(int(self.base[point]), point)
-        binding = np.flatnonzero(self.base + np.cumsum(most[:-1]) > self.limit)
-        kept = _maximal(binding, self.base, opens, closes)
-        place = np.searchsorted(kept, np.arange(len(self.base) + 1))
-        if single is not None:
-            self._place_single(single, place)
-        for u in others:
-            for rows in self.memory[u]:
-                starts, ends = place[rows.starts], place[rows.ends]
-                alive = starts < ends
-                self.memory[u] = (
-                    [Rows(starts[alive], ends[alive], rows.usage[alive])] if alive.any() else []
-                )
-        self.base = self.base[kept]
-        self.times = [self.times[i] for i in kept]
-
-    def _compress_single(self) -> _Single | None:
-        """Moves the least usage of all nodes of one row to the base, all of them at once."""
-        nodes = [
-            u for u in self.nodes if len(self.memory[u]) == 1 and len(self.memory[u][0].starts) == 1
-        ]
-        if not nodes:
-            return None
-        rows = [self.memory[u][0] for u in nodes]
-        starts = np.concatenate([row.starts for row in rows])
-        ends = np.concatenate([row.ends for row in rows])
-        usage = Tables.of([row.usage for row in rows])
-        least = usage.least()
-        changes = np.zeros(len(self.base) + 1, np.int64)
-        np.add.at(changes, starts, least)
-        np.subtract.at(changes, ends, least)
-        self.base += np.cumsum(changes[:-1])
-        largest = usage.most() - least
-        usage = Tables(usage.cells - np.repeat(least, np.diff(usage.first)), usage.first)
-        varied = np.flatnonzero(largest)
-        for i in np.flatnonzero(largest == 0).tolist():
-            self.memory[nodes[i]] = []
-        tables = usage.split()
-        kept = varied.tolist()
-        return _Single(
-            [nodes[i] for i in kept],
-            starts[varied],
-            ends[varied],
-            largest[varied],
-            [tables[i] for i in kept],
-        )
-
-    def _place_single(self, single: _Single, place: Integers) -> None:
-        """Gives the nodes of one row their usages, at the points that are left."""
-        starts, ends = place[single.starts], place[single.ends]
-        alive = (starts < ends).tolist()
-        for i, (u, usage) in enumerate(zip(single.nodes, single.usages, strict=True)):
-            self.memory[u] = (
-                [Rows(starts[i : i + 1], ends[i : i + 1], usage[None, :])] if alive[i] else []
-            )
 
     def without_memory(self) -> Model:
         """A copy of the model without the memory limit, to be reduced anew."""
@@ -445,65 +333,6 @@ class Model:
         twin.dirty_nodes = set(self.dirty_nodes)
         twin.dirty_edges = set(self.dirty_edges)
         return twin
-
-
-def disjoint(chunks: Sequence[Rows]) -> Rows:
-    """The same usages as rows that do not overlap in time, adjacent equal ones joined."""
-    rows = _joined(chunks)
-    if len(rows.starts) == 1:
-        return rows
-    breaks = np.unique(np.concatenate([rows.starts, rows.ends]))
-    changes = np.zeros((len(breaks), rows.usage.shape[1]), np.int64)
-    np.add.at(changes, np.searchsorted(breaks, rows.starts), rows.usage)
-    np.subtract.at(changes, np.searchsorted(breaks, rows.ends), rows.usage)
-    first = np.flatnonzero(changes.any(axis=1))
-    usage = np.cumsum(changes[first], axis=0)[:-1]
-    starts, ends = breaks[first[:-1]], breaks[first[1:]]
-    used = usage.any(axis=1)
-    return Rows(starts[used], ends[used], usage[used])
-
-
-def _joined(chunks: Sequence[Rows]) -> Rows:
-    if len(chunks) == 1:
-        return chunks[0]
-    return Rows(
-        np.concatenate([rows.starts for rows in chunks]),
-        np.concatenate([rows.ends for rows in chunks]),
-        np.concatenate([rows.usage for rows in chunks]),
-    )
-
-
-def _add_rows(base: Integers, starts: Integers, ends: Integers, usage: Integers) -> None:
-    """Adds `usage[k]` to `base[starts[k]:ends[k]]`, in place."""
-    if len(starts) < 8:
-        for start, end, amount in zip(starts, ends, usage, strict=True):
-            base[start:end] += amount
-        return
-    changes = np.zeros(len(base) + 1, np.int64)
-    np.add.at(changes, starts, usage)
-    np.subtract.at(changes, ends, usage)
-    base += np.cumsum(changes[:-1])
-
-
-def _maximal(points: Integers, base: Integers, opens: Integers, closes: Integers) -> Integers:
-    """The points that no neighbouring point covers: rows only opened (or closed) in between."""
-    opened, closed = np.cumsum(opens), np.cumsum(closes)
-    kept: list[int] = []
-    for point in points.tolist():
-        while kept:
-            last = kept[-1]
-            none_closes = closed[point] == closed[last]
-            none_opens = opened[point] == opened[last]
-            if none_closes and base[last] <= base[point]:
-                kept.pop()
-            elif none_opens and base[point] <= base[last]:
-                break
-            else:
-                kept.append(point)
-                break
-        else:
-            kept.append(point)
-    return np.array(kept, np.int64)
 
 
 def _min_plus(left: Integers, right: Integers) -> Integers:

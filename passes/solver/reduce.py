@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solver.budget import Stop, never
-from autopar.passes.solver.model import CHECK_EVERY, INFINITE, Contradiction, Model, disjoint
+from autopar.passes.solver.model import INFINITE, Contradiction, Model
 from autopar.passes.solver.problem import Integers
+from autopar.passes.solver.time_axis import compress_time
+from autopar.passes.solver.usage_rows import disjoint
 
 MERGE_CELLS = 200_000
 """By how many cells the edges of a model may grow when a tie merges two nodes."""
@@ -39,13 +41,13 @@ def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
     Raises:
         Contradiction: if no assignment is left.
     """
-    model.compress_time()
+    compress_time(model)
     while True:
         if not _settle(model, dominance, stop):
             _drop_forbidden(model)
             return False
         before = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
-        model.compress_time()
+        compress_time(model)
         _drop_oversized(model)
         after = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
         if not model.dirty_nodes and before == after:
@@ -54,9 +56,7 @@ def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
 
 def _drop_forbidden(model: Model) -> None:
     """Drops strategies of infinite cost, as `reduce` may leave some when it ends early."""
-    for i, u in enumerate(model.nodes):
-        if i % CHECK_EVERY == 0:
-            model.check()
+    for u in model.checked(model.nodes):
         finite = np.flatnonzero(model.cost_of(u) < INFINITE)
         if len(finite) < len(model.cost_of(u)):
             model.keep(u, finite)
@@ -217,9 +217,7 @@ def _drop_oversized(model: Model) -> None:
     if model.limit is None:
         return
     room = model.limit - model.base
-    for i, u in enumerate(model.nodes):
-        if i % CHECK_EVERY == 0:
-            model.check()
+    for u in model.checked(model.nodes):
         for rows in model.memory[u]:
             # `compress_time` has just made the rows disjoint, of least usage zero.
             left = np.array(

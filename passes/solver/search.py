@@ -8,6 +8,8 @@
 4. What the bound excludes goes, the rest is reduced again; what is left may be small enough for an
    exact model, or worth another ascent.
 5. Large-neighbourhood search on the best choice until the limit.
+
+The file is longer than others, because the parts of the budget stand beside the steps they bound.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from autopar.passes.solver.model import INFINITE, Contradiction, Model
 from autopar.passes.solver.neighbourhood import Neighbourhoods
 from autopar.passes.solver.primal import improve, repair
 from autopar.passes.solver.reduce import reduce
+from autopar.passes.solver.time_axis import compress_time
 
 
 def least_left(model: Model) -> int | None:
@@ -90,7 +91,7 @@ def test_certified_bounds_are_bounds(problem: Problem, seed: int, scale: float) 
     if least is None:
         return
     model = Model(problem)
-    model.compress_time()
+    compress_time(model)
     arrays = flatten(model)
     if not arrays.num_nodes:
         return

@@ -21,6 +21,7 @@ from autopar.passes.solver.model import Contradiction, Model
 from autopar.passes.solver.polish import polish
 from autopar.passes.solver.problem import Integers
 from autopar.passes.solver.reduce import reduce
+from autopar.passes.solver.time_axis import compress_time
 
 
 def everything(dual: Dual) -> tuple[Integers, Integers]:
@@ -61,7 +62,7 @@ def test_the_relaxation_gives_the_best_prices_and_messages(tightness: float) -> 
     least, _ = brute_force(problem)
     assert least is not None
     model = Model(problem)
-    model.compress_time()
+    compress_time(model)
     arrays = flatten(model)
     dual = Dual(arrays)
     relaxed = relaxation(dual, *everything(dual))
@@ -104,7 +105,7 @@ def test_bounds_after_a_core_are_bounds(problem: Problem, cells: int) -> None:
 def test_a_core_keeps_the_choice_that_it_must() -> None:
     problem = grid(4, 6, 4, seed=0, tightness=0.5)
     model = Model(problem)
-    model.compress_time()
+    compress_time(model)
     arrays = flatten(model)
     dual = Dual(arrays)
     core = Core(dual)
@@ -121,7 +122,7 @@ def test_a_core_keeps_the_choice_that_it_must() -> None:
 def test_branch_and_bound_over_all_equals_brute_force(tightness: float) -> None:
     problem = grid(3, 3, 3, seed=7, tightness=tightness)
     model = Model(problem)
-    model.compress_time()
+    compress_time(model)
     arrays = flatten(model)
     dual = Dual(arrays, np.full(len(arrays.room), 0.7))
     dual.sweep(True)
@@ -156,7 +157,7 @@ def test_polish_improves_bound_and_choice() -> None:
 def test_an_earlier_state_is_restored_as_it_was() -> None:
     problem = replace(grid(3, 4, 3, seed=1, tightness=0.5))
     model = Model(problem)
-    model.compress_time()
+    compress_time(model)
     dual = Dual(flatten(model))
     bound = max(dual.sweep(k % 2 == 0) for k in range(10))
     state = dual.state()
