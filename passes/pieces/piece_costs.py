@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from autopar.passes.pieces.pieces import StagePiece
 from autopar.passes.primitives.factor_rule import Rules
@@ -12,7 +11,14 @@ from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.peak_memory import peak, version_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Program, Reshard
+from autopar.passes.sharding.spmd_program import (
+    Block,
+    Compute,
+    Instruction,
+    Loop,
+    Program,
+    Reshard,
+)
 
 
 class PieceCosts:
@@ -25,7 +31,7 @@ class PieceCosts:
         """Compute and collectives of one run of a block on every device, one after the other."""
         return sum(self._instruction(instruction) for instruction in block.instructions)
 
-    def _instruction(self, instruction: Any) -> float:
+    def _instruction(self, instruction: Instruction) -> float:
         if isinstance(instruction, Reshard):
             atom = instruction.source.atom
             whole = math.prod(aval_shape(atom))
@@ -34,11 +40,11 @@ class PieceCosts:
                 alpha, beta = self.pricing.step(step)
                 total += alpha + beta * itemsize(atom.aval) * step.elements(whole)
             return total
-        if isinstance(instruction, Compute) and not instruction.eqn.outvars:
-            return 0.0  # an effect alone
-        if isinstance(instruction, Compute) and instruction.eqn.primitive.name in CONTROL_FLOW:
-            return 0.0  # a while loop: how often it runs is not known, sharding does not price it
         if isinstance(instruction, Compute):
+            if not instruction.eqn.outvars:
+                return 0.0  # an effect alone
+            if instruction.eqn.primitive.name in CONTROL_FLOW:
+                return 0.0  # a while loop: how often it runs is not known
             axes = {
                 axis
                 for version in (*instruction.operands, *instruction.results)
@@ -49,7 +55,6 @@ class PieceCosts:
         if isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]
             return length * self.seconds(instruction.body)
-        assert isinstance(instruction, Branch)
         return max(self.seconds(inner) for inner in instruction.blocks)
 
 

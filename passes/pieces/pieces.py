@@ -118,15 +118,16 @@ class Runnable:
 
 @dataclass
 class Numbers:
-    """Numbers of values, given in order."""
+    """Numbers of values, given in order from `first`."""
 
+    first: int = 0
     values: list[Value] = field(default_factory=list)
     versions: dict[int, Version] = field(default_factory=dict)
 
     def new(
         self, stage: int, version: Version, mesh: Sequence[int], per_microbatch: bool, label: str
     ) -> int:
-        number = len(self.values)
+        number = self.first + len(self.values)
         size = version_bytes(version, mesh)
         self.values.append(Value(number, stage, size, per_microbatch, label))
         self.versions[number] = version

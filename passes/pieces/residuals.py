@@ -10,11 +10,10 @@ operations have a price too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.pieces.wiring import has_effect
 from autopar.passes.primitives.table import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
@@ -54,32 +53,40 @@ def computed_again(
       Instructions of `forward`, in its order.
     """
     maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
-    cut, priced = _Cut(), set[int]()
+    nodes: dict[object, int] = {}
+    arcs: list[tuple[int, int, int | None]] = []  # without a capacity, it cannot be cut
+
+    def node(what: object) -> int:
+        return nodes.setdefault(what, len(nodes) + 2)
+
     stack = [v for v in maker if v in wanted and v not in held]
-    for v in stack:
-        cut.arc(cut.node(("kept", v)), _SINK, None)
-    seen: set[Version] = set()
+    arcs += [(node(("kept", v)), _SINK, None) for v in stack]
+    seen, priced = set[Version](), set[int]()
     while stack:
         v = stack.pop()
         if v in seen:
             continue
         seen.add(v)
-        made, number = cut.node(("made", v)), maker.get(v)
-        cut.arc(made, cut.node(("kept", v)), _KEPT * size(v))
+        made, number = node(("made", v)), maker.get(v)
+        arcs.append((made, node(("kept", v)), _KEPT * size(v)))
         price = None if number is None else _price(forward[number], size, changing)
         if number is None or price is None:
-            cut.arc(_SOURCE, made, _KEPT * size(v) + 1)  # it is never cheaper to cut here
+            arcs.append((_SOURCE, made, _KEPT * size(v) + 1))  # it is never cheaper to cut here
             continue
-        run = cut.node(number)
-        cut.arc(run, made, None)
+        arcs.append((node(number), made, None))
         if number not in priced:
             priced.add(number)
-            cut.arc(_SOURCE, run, price)
-            for operand in reads(forward[number]):
-                if operand not in held:
-                    cut.arc(cut.node(("kept", operand)), run, None)
-                    stack.append(operand)
-    return [forward[number] for number in sorted(cut.sink_side(priced))] if priced else []
+            arcs.append((_SOURCE, node(number), price))
+            operands = [v for v in reads(forward[number]) if v not in held]
+            arcs += [(node(("kept", v)), node(number), None) for v in operands]
+            stack += operands
+    if not priced:
+        return []
+    tails, heads, capacities = zip(*arcs, strict=True)
+    infinite = 1 + sum(capacity or 0 for capacity in capacities)
+    bounds = [infinite if capacity is None else capacity for capacity in capacities]
+    kept = set(source_side(tails, heads, bounds, _SOURCE, _SINK).tolist())
+    return [forward[number] for number in sorted(priced) if node(number) not in kept]
 
 
 def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) -> list[Instruction]:
@@ -106,12 +113,10 @@ def _price(
     """What running an instruction again costs; None, if it must not or should not be."""
     if not isinstance(instruction, Compute) or instruction.once or has_effect(instruction):
         return None
-    if any(v in changing for v in reads(instruction)):
-        return None
     price = _PRICES.get(instruction.eqn.primitive.name)
-    if price is None:
+    if price is None or _is_step(instruction.eqn):
         return None
-    if _is_step(instruction.eqn):
+    if any(v in changing for v in reads(instruction)):
         return None
     elements = sum(size(v) // itemsize(v.atom.aval) for v in writes(instruction))
     return elements * price
@@ -124,33 +129,9 @@ def _is_step(eqn: JaxprEqn) -> bool:
     product and a sum to one operation or not), and then no element would equal the maximum.
     """
 
-    def is_real(atom: Any) -> bool:
+    def is_real(atom: Var | Literal) -> bool:
         return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
     if eqn.primitive.name == "convert_element_type":
         return is_real(eqn.invars[0]) and not is_real(eqn.outvars[0])
     return eqn.primitive.name in STEPS and any(map(is_real, eqn.invars))
-
-
-class _Cut:
-    """A network of arcs between the values and the instructions of a forward pass."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._arcs: list[tuple[int, int, int | None]] = []
-
-    def node(self, what: Any) -> int:
-        """The number of a node, new or known."""
-        return self._numbers.setdefault(what, len(self._numbers) + 2)
-
-    def arc(self, tail: int, head: int, capacity: int | None) -> None:
-        """Without a capacity it cannot be cut."""
-        self._arcs.append((tail, head, capacity))
-
-    def sink_side(self, candidates: Iterable[Any]) -> list[Any]:
-        """Those whose nodes are behind the cheapest cut; of several, the one next to the source."""
-        infinite = 1 + sum(capacity or 0 for _, _, capacity in self._arcs)
-        tails, heads, capacities = zip(*self._arcs, strict=True)
-        bounds = [infinite if c is None else c for c in capacities]
-        before = set(source_side(tails, heads, bounds, _SOURCE, _SINK).tolist())
-        return [x for x in candidates if self.node(x) not in before]

@@ -20,7 +20,7 @@ from autopar.base.errors import MemoryLimitError, OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.cutting import residual_bytes
 from autopar.passes.pieces.piece_costs import PieceCosts
-from autopar.passes.planner.candidates import flexible_equations, label_batch, plan_stage
+from autopar.passes.planner.candidates import label_batch, plan_stage
 from autopar.passes.planner.layouts import StageLayout, submesh
 from autopar.passes.planner.stage_choice import StageChoice, StageOption, best_stages
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, memory_limit_of
@@ -208,7 +208,5 @@ def _measured(
         forward_seconds=inside * forward,
         once_seconds=prices.seconds(Block(block.inputs, tuple(outside), block.outputs)),
         bytes_fixed=state + carried,
-        bytes_per_microbatch=residual_bytes(
-            stage, program, flexible_equations(planned.built.scope)
-        ),
+        bytes_per_microbatch=residual_bytes(stage, program),
     )

@@ -36,7 +36,7 @@ from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import pins_of
-from autopar.passes.sharding.scopes import Scope
+from autopar.passes.sharding.spmd_program import Program
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
@@ -226,8 +226,7 @@ def assemble_step(
     remat: Sequence[bool],
 ) -> PlannedStep:
     """Cut the planned stages into pieces, order them, and simulate a step."""
-    flexible = [flexible_equations(p.built.scope) for p in planned]
-    pieces = take_apart(stages, [p.program for p in planned], flexible, remat)
+    pieces = take_apart(stages, [p.program for p in planned], remat)
     program = order(schedule, pieces, split)
     timeline = simulated(pieces, program, planned, cluster)
     limit = memory_limit_of(options, cluster)
@@ -238,14 +237,13 @@ def assemble_step(
 
 def take_apart(
     stages: Stages,
-    programs: Sequence[Any],
-    flexible: Sequence[frozenset[int]],
+    programs: Sequence[Program],
     remat: Sequence[bool],
 ) -> Pieces:
     """The pieces of the stages' programs; of one stage alone, one piece."""
     if len(programs) == 1:
         return uncut(stages.graphs[0], programs[0])
-    return cut(stages, programs, flexible, remat)
+    return cut(stages, programs, remat)
 
 
 def order(schedule: Schedule, pieces: Pieces, split: SplitStep) -> PipelineProgram:
@@ -279,9 +277,8 @@ def rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
         )
         if remat == candidate.remat:
             return candidate
-        flexible = [flexible_equations(p.built.scope) for p in candidate.planned]
         programs = [p.program for p in candidate.planned]
-        pieces = take_apart(candidate.stages, programs, flexible, remat)
+        pieces = take_apart(candidate.stages, programs, remat)
         program = order(candidate.schedule, pieces, candidate.split)
         candidate = dataclasses.replace(
             candidate,
@@ -330,13 +327,3 @@ def simulated(
         devices_per_mesh=sizes,
         temporary_bytes=temporary,
     )
-
-
-def flexible_equations(scope: Scope | None) -> frozenset[int]:
-    """The ids of equations that are computed wherever they are read."""
-    assert scope is not None
-    kept = {id(entry.eqn) for entry in scope.entries if entry.kind == "flexible"}
-    for entry in scope.entries:
-        for inner in entry.scopes:
-            kept |= flexible_equations(inner)
-    return frozenset(kept)

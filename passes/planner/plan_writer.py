@@ -31,7 +31,6 @@ from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.planner.candidates import (
     PlannedStep,
-    flexible_equations,
     label_batch,
     order,
     stage_options,
@@ -238,17 +237,16 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
             f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
             hint="plan again.",
         )
-    programs, flexible = [], []
+    programs = []
     for stage, written in zip(label_batch(stages), plan.stages, strict=True):
         one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if pipeline else split
         mesh = written.logical_mesh
         own = stage_options(stage, options)
         built, pricing, dims = prepare(one, mesh, own, submesh(cluster, math.prod(mesh)))
         assignment = assignment_of(written, built)
-        programs.append(lower(stage.graph, built, assignment, pricing, axis_names(mesh), dims))
-        flexible.append(flexible_equations(built.scope))
+        programs.append(lower(stage.step, built, assignment, pricing, axis_names(mesh), dims))
     remat = [stage.remat == "full" for stage in plan.stages]
-    pieces = take_apart(stages, programs, flexible, remat)
+    pieces = take_apart(stages, programs, remat)
     return Runnable(pieces, order(schedule, pieces, split), stages.leaves, stages.results)
 
 

@@ -94,7 +94,7 @@ def plan_mesh(
     def attempt(memory: int | None) -> PlannedStage:
         solution = _solve(built, memory, options)
         assignment = solution.assignment[: len(built.nodes)]
-        program = lower(split.graph, built, assignment, pricing, axis_names(mesh), dims)
+        program = lower(split.step, built, assignment, pricing, axis_names(mesh), dims)
         worst = peak(program, names, donated)
         return PlannedStage(mesh, split, built, solution, program, worst, worst.bytes <= limit)
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.base.errors import AutoparError
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Graph, user_source
+from autopar.passes.graph.graph import user_source
+from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.build import Built, stacked
 from autopar.passes.sharding.layout import Layout, replicated, without_partial
@@ -34,7 +35,7 @@ from autopar.passes.sharding.spmd_program import (
 
 
 def lower(
-    graph: Graph,
+    step: Microbatched,
     built: Built,
     assignment: Sequence[int],
     pricing: Pricing,
@@ -43,7 +44,13 @@ def lower(
 ) -> Program:
     """The program in which every group of equations takes its assigned strategy."""
     assert built.scope is not None
-    context = _Context(built, tuple(assignment), pricing, batch_dims, frozenset(graph.jaxpr.invars))
+    graph, loop = step.graph, step.loop
+    tasks = {}
+    if loop is not None and loop.tasks:
+        tasks = {id(eqn): task for eqn, task in zip(loop.body.eqns, loop.tasks, strict=True)}
+    context = _Context(
+        built, tuple(assignment), pricing, batch_dims, frozenset(graph.jaxpr.invars), tasks
+    )
     jaxpr = graph.jaxpr
     inputs = tuple(
         Version(var, built.nodes[node].layouts[assignment[node]])
@@ -75,10 +82,15 @@ class _Context:
         pricing: Pricing,
         batch_dims: Mapping[Var, frozenset[int]],
         arguments: frozenset[Var],
+        tasks: Mapping[int, Task],
     ):
         self.built, self.assignment, self.pricing = built, assignment, pricing
         self.batch_dims, self.arguments = batch_dims, arguments
-        self.mesh = built.mesh
+        self.mesh, self.tasks = built.mesh, tasks
+
+    def task(self, eqn: JaxprEqn) -> Task | None:
+        """The task of an equation of the loop over microbatches."""
+        return self.tasks.get(id(eqn))
 
     def layout(self, node: int) -> Layout:
         return self.built.nodes[node].layouts[self.assignment[node]]
@@ -147,7 +159,7 @@ class _Lowering:
         assert entry.shape is not None
         choice = st.produce(entry.shape, 0, without_partial(layout), self.context.mesh)
         made = st.strategy(entry.shape, choice, self.context.mesh)
-        self._compute(entry, made)
+        self._compute(entry, made, movable=True)
         return made.results[0]
 
     def _capture(self, atom: Var, layout: Layout) -> None:
@@ -188,13 +200,15 @@ class _Lowering:
             else:
                 self._cond(entry)
 
-    def _compute(self, entry: Entry, chosen: st.Strategy, once: bool = False) -> None:
-        eqn = entry.eqn
+    def _compute(
+        self, entry: Entry, chosen: st.Strategy, once: bool = False, movable: bool = False
+    ) -> None:
+        eqn, task = entry.eqn, self.context.task(entry.eqn)
         operands = tuple(
             self.get(atom, layout) for atom, layout in zip(eqn.invars, chosen.operands, strict=True)
         )
         results = tuple(Version(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
-        self.instructions.append(Compute(eqn, operands, results, once))
+        self.instructions.append(Compute(eqn, operands, results, once, task, movable))
         for version, layout in zip(results, chosen.results, strict=True):
             if isinstance(version.atom, jex_core.DropVar):
                 continue
@@ -279,7 +293,8 @@ class _Lowering:
             tuple(body_lowering.instructions),
             tuple(outs),
         )
-        self.instructions.append(Loop(eqn, operands, tuple(results), block))
+        task = self.context.task(eqn)
+        self.instructions.append(Loop(eqn, operands, tuple(results), block, task))
         for version, node in zip(results, entry.completions, strict=True):
             if isinstance(version.atom, jex_core.DropVar):
                 continue
@@ -351,7 +366,8 @@ class _Lowering:
             ]
             blocks.append(Block(inputs, (*duplicates, *branch.instructions), outs))
         results = tuple(Version(v, x) for v, x in zip(eqn.outvars, layouts, strict=True))
-        self.instructions.append(Branch(eqn, index, tuple(operands), results, tuple(blocks)))
+        task = self.context.task(eqn)
+        self.instructions.append(Branch(eqn, index, tuple(operands), results, tuple(blocks), task))
         for version in results:
             if not isinstance(version.atom, jex_core.DropVar):
                 self.define(version)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jex_core
 from jax.extend.core import DropVar, JaxprEqn, Literal
 
+from autopar.passes.graph.microbatched import Task
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.reshard import Step
 
@@ -27,12 +28,23 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """One equation on local slices. `once`: it has an effect, and one device alone runs it."""
+    """One equation on local slices.
+
+    Args:
+      eqn: the equation.
+      operands: what it reads.
+      results: what it makes.
+      once: it has an effect, and one device alone runs it.
+      task: what it belongs to, in the body of a stage's loop over microbatches.
+      movable: it is computed where it is read, so a later task may do that.
+    """
 
     eqn: JaxprEqn
     operands: tuple[Version, ...]
     results: tuple[Version, ...]
     once: bool = False
+    task: Task | None = None
+    movable: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ class Loop:
     operands: tuple[Version, ...]
     results: tuple[Version, ...]
     body: Block
+    task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class Branch:
     operands: tuple[Version, ...]
     results: tuple[Version, ...]
     blocks: tuple[Block, ...]
+    task: Task | None = None
 
 
 Instruction = Compute | Reshard | Loop | Branch

@@ -1,0 +1,198 @@
+"""A stage's lowered program opened at its loop, and what links change at its boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.pieces.wiring import made_by, needed, read_by
+from autopar.passes.sharding.layout import Layout, divides, without_partial
+from autopar.passes.sharding.reshard import reshard_steps
+from autopar.passes.sharding.scopes import aval_shape
+from autopar.passes.sharding.spmd_program import (
+    Instruction,
+    Loop,
+    Program,
+    Reshard,
+    Version,
+    is_literal,
+    writes,
+)
+from autopar.passes.slicing.stage_graphs import Link, StageGraph
+
+Instructions: TypeAlias = tuple[Instruction, ...]
+Pairs: TypeAlias = tuple[tuple[Version, Version], ...]
+
+
+@dataclass(frozen=True)
+class LoopEdge:
+    """Where the loop's body meets what is around it: pairs of an outer and an inner version."""
+
+    constants: Pairs = ()
+    carry: Pairs = ()
+    slices: Pairs = ()
+    carry_results: Pairs = ()
+    stacks: Pairs = ()
+
+    @property
+    def inputs(self) -> tuple[Version, ...]:
+        """What the body reads."""
+        return tuple(inner for _, inner in (*self.constants, *self.carry, *self.slices))
+
+    @property
+    def results(self) -> Pairs:
+        """What the loop makes."""
+        return (*self.carry_results, *self.stacks)
+
+
+class Exchanged(NamedTuple):
+    """What crosses a stage's boundary: a version of the loop's body (`inside`), or an outer one."""
+
+    inside: bool
+    version: Version
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """A stage's program in three parts.
+
+    Args:
+      number: the stage's.
+      graph: what the program was lowered from.
+      program: as it was lowered.
+      before: instructions before the loop over the microbatches; all, if the stage has no loop.
+      body: those of the loop's body.
+      after: those after the loop.
+      edge: where the three meet.
+      sent: what links take, by the graph's output.
+      received: what links bring, by the graph's input.
+    """
+
+    number: int
+    graph: StageGraph
+    program: Program
+    before: Instructions
+    body: Instructions = ()
+    after: Instructions = ()
+    edge: LoopEdge = LoopEdge()
+    sent: Mapping[int, Exchanged] = field(default_factory=dict)
+    received: Mapping[int, Exchanged] = field(default_factory=dict)
+
+    @property
+    def outer_outputs(self) -> list[Version]:
+        """The program's outputs, but for those that the body sends."""
+        sent = {position for position, what in self.sent.items() if what.inside}
+        return [v for i, v in enumerate(self.program.block.outputs) if i not in sent]
+
+    @property
+    def body_outputs(self) -> set[Version]:
+        """What leaves the body."""
+        results = {inner for _, inner in self.edge.results if not is_literal(inner)}
+        return results.union(what.version for what in self.sent.values() if what.inside)
+
+    @property
+    def stacked_inputs(self) -> Pairs:
+        """The loop's stacks, but for those that are received microbatch by microbatch."""
+        received = {what.version.atom for what in self.received.values() if what.inside}
+        return tuple(pair for pair in self.edge.slices if pair[1].atom not in received)
+
+
+def open_stage(number: int, graph: StageGraph, program: Program) -> OpenStage:
+    """A lowered stage as its loop divides it."""
+    outer = program.block.instructions
+    if graph.loop is None:
+        return OpenStage(number, graph, program, outer)
+    scan = graph.loop.scan
+    loop = next(x for x in outer if isinstance(x, Loop) and x.eqn is scan)
+    num_consts, num_carry = jax_compat.scan_counts(scan.params)
+    operands = tuple(zip(loop.operands, loop.body.inputs, strict=True))
+    results = tuple(zip(loop.results, loop.body.outputs, strict=True))
+    edge = LoopEdge(
+        constants=operands[:num_consts],
+        carry=operands[num_consts : num_consts + num_carry],
+        slices=operands[num_consts + num_carry :],
+        carry_results=results[:num_carry],
+        stacks=results[num_carry:],
+    )
+    place = outer.index(loop)
+    before, after = outer[:place], outer[place + 1 :]
+    return OpenStage(number, graph, program, before, loop.body.instructions, after, edge)
+
+
+def with_sent(stage: OpenStage, link: Link) -> tuple[OpenStage, Layout]:
+    """The stage sending a value: complete, and made by the body if it is sent per microbatch.
+
+    Returns:
+      The stage, and the layout in which the value is sent.
+    """
+    version, body = stage.program.block.outputs[link.source_output], stage.body
+    if link.per_microbatch:
+        inner = _inner(stage.edge.stacks, version)
+        # A stack that the plan cuts along itself never exists.
+        version = Version(inner.atom, Layout(version.layout.dims[1:]))
+        if version != inner and version not in made_by(body).union(stage.edge.inputs):
+            steps = reshard_steps(inner.layout, version.layout, stage.program.mesh)
+            body = (*body, Reshard(inner, version, steps, "activation", ""))
+    sent = {**stage.sent, link.source_output: Exchanged(link.per_microbatch, version)}
+    return replace(stage, body=body, sent=sent), version.layout
+
+
+def with_received(stage: OpenStage, link: Link, layout: Layout) -> OpenStage:
+    """The stage taking a value, sent in `layout`, over in one that sends every tile once.
+
+    The rest of the way to the planned layout happens on the stage.
+    """
+    planned, mesh = stage.program.block.inputs[link.target_input], stage.program.mesh
+    if link.per_microbatch:
+        planned = _inner(stage.edge.slices, planned)
+    version = Version(planned.atom, _arriving(planned, layout, mesh))
+    received = {**stage.received, link.target_input: Exchanged(link.per_microbatch, version)}
+    stage = replace(stage, received=received)
+    if version == planned:
+        return stage
+    before, body, after = (
+        tuple(x for x in part if version not in writes(x))
+        for part in (stage.before, stage.body, stage.after)
+    )
+    steps = reshard_steps(version.layout, planned.layout, mesh)
+    if link.per_microbatch:
+        body = (Reshard(version, planned, steps, "activation", ""), *body)
+    else:
+        before = (Reshard(version, planned, steps, "state", ""), *before)
+    return replace(stage, before=before, body=body, after=after)
+
+
+def pruned(stage: OpenStage) -> OpenStage:
+    """The stage without what nothing depends on."""
+    after = needed(stage.after, stage.outer_outputs)
+    operands = (*stage.edge.constants, *stage.edge.carry, *stage.stacked_inputs)
+    wanted = (*stage.outer_outputs, *read_by(after), *(outer for outer, _ in operands))
+    before, body = needed(stage.before, wanted), needed(stage.body, stage.body_outputs)
+    return replace(stage, before=before, body=body, after=after)
+
+
+def _inner(pairs: Pairs, stack: Version) -> Version:
+    """The body's side of a stack that crosses between stages: around the loop it is laid out."""
+    sides = [inner for outer, inner in pairs if outer.atom is stack.atom]
+    assert sides, f"what crosses for every microbatch is made or read around the loop: {stack}"
+    return sides[0]
+
+
+def _arriving(version: Version, sent: Layout, mesh: Sequence[int]) -> Layout:
+    """The sender's cuts where the meshes are alike, else ours; replicas are made here."""
+    shape = aval_shape(version.atom)
+    alike = len(sent.dims) == len(shape) and all(axis < len(mesh) for axis in sent.used)
+    alike = alike and divides(shape, sent, mesh)
+    layout = without_partial(sent if alike else version.layout)
+    for axis in range(len(mesh)):
+        if mesh[axis] == 1 or axis in layout.used:
+            continue
+        for d, cuts in enumerate(layout.dims):
+            further = tuple(sorted((*cuts, axis)))
+            trial = Layout((*layout.dims[:d], further, *layout.dims[d + 1 :]))
+            if shape[d] > 1 and divides(shape, trial, mesh):
+                layout = trial
+                break
+    return layout

@@ -1,0 +1,125 @@
+"""The pieces of a stage: one for each round around its loop, and one for each task of the body."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from autopar.passes.graph.microbatched import Task
+from autopar.passes.pieces.body_tasks import TASKS, body_tasks
+from autopar.passes.pieces.numbering import Numbered
+from autopar.passes.pieces.opened import OpenStage
+from autopar.passes.pieces.pieces import Port, StagePiece
+from autopar.passes.pieces.residuals import before_readers, computed_again
+from autopar.passes.pieces.rounds import AFTER_LOOP, Level, Rounds
+from autopar.passes.pieces.wiring import has_effect, made_by, needed, read_by
+from autopar.passes.pipeline.instructions import PieceKind
+from autopar.passes.sharding.layout import Layout
+from autopar.passes.sharding.peak_memory import version_bytes
+from autopar.passes.sharding.spmd_program import Instruction, Version, is_literal, writes
+
+_KINDS: tuple[PieceKind, PieceKind] = ("prologue", "epilogue")
+
+
+def body_by_task(stage: OpenStage, *, remat: bool) -> dict[Task, Sequence[Instruction]]:
+    """The instructions of each task that a stage has, in order; B may compute again what F made.
+
+    Args:
+      stage: the stage, pruned.
+      remat: whether the backward pass computes all of the forward pass that it reads again, from
+        what the stage receives; else it does so where that costs less than keeping it.
+    """
+    tasks = body_tasks(stage.body, stage.body_outputs)
+    groups: dict[Task, Sequence[Instruction]] = {
+        task: [x for x, other in zip(stage.body, tasks, strict=True) if other == task]
+        for task in TASKS
+        if task in tasks
+    }
+    forward, later = groups.get("F"), [task for task in groups if task != "F"]
+    if not forward or not later:
+        return groups
+    made, backward = made_by(forward), later[0]
+    read = [set(read_by(groups[task])) for task in later]
+    if remat:
+        # What F sends, collects and accumulates stays F's; effects happen once.
+        wanted = made.intersection(set().union(*read))
+        repeated = needed([x for x in forward if not has_effect(x)], wanted)
+        return groups | {backward: [*repeated, *groups[backward]]}
+    again = computed_again(
+        forward,
+        made & read[0],
+        lambda v: version_bytes(v, stage.program.mesh),
+        held={
+            *(inner for _, inner in stage.edge.constants),
+            *set().union(*read).difference(made_by(stage.body)),
+            *made.intersection(set().union(*read[1:])),
+        },
+        changing={
+            *(inner for _, inner in stage.edge.carry),
+            *(inner for _, inner in stage.edge.carry_results if not is_literal(inner)),
+        },
+    )
+    return groups | {backward: before_readers(again, groups[backward])}
+
+
+def stage_pieces(
+    stage: OpenStage,
+    rounds: Rounds,
+    tasks: Mapping[Task, Sequence[Instruction]],
+    numbered: Numbered,
+) -> list[StagePiece]:
+    """What a stage runs, in the order in which it first can; no piece does nothing."""
+
+    def around(level: Level) -> StagePiece:
+        kind = _KINDS[level[0]]
+        name = f"{kind} {stage.number}.{level[1]}"
+        group, outputs = rounds.get(level, ()), numbered.left_by_round.get(level, ())
+        return _piece(name, stage.number, kind, group, outputs, numbered.outer, numbered.stacked)
+
+    def of_body(task: Task) -> StagePiece:
+        outputs = numbered.left_by_task.get(task, ())
+        group = needed(tasks.get(task, ()), [port.version for port in outputs])
+        return _piece(f"{task}{stage.number}", stage.number, task, group, outputs, numbered.inner)
+
+    levels = sorted({*rounds, *numbered.left_by_round})
+    before, after = [x for x in levels if x < AFTER_LOOP], [x for x in levels if x >= AFTER_LOOP]
+    pieces = (*map(around, before), *map(of_body, TASKS), *map(around, after))
+    return [x for x in pieces if x.outputs or any(map(has_effect, x.instructions))]
+
+
+def _piece(
+    name: str,
+    stage: int,
+    kind: PieceKind,
+    instructions: Sequence[Instruction],
+    outputs: Sequence[Port],
+    numbers: Mapping[Version, int],
+    stacked: Collection[Version] = (),
+) -> StagePiece:
+    made = {v: time for time, x in enumerate(instructions) for v in writes(x)}
+    variables = [port.version for port in outputs if not is_literal(port.version)]
+    entering = dict.fromkeys([*read_by(instructions), *variables])
+    inputs = tuple(Port(numbers[v], v, v in stacked) for v in entering if v not in made)
+    # Compilers that schedule result by result (XLA on CPUs) do first what comes first.
+    outputs = sorted(
+        outputs, key=lambda o: -1 if is_literal(o.version) else made.get(o.version, -1)
+    )
+    donated = _donated(inputs, outputs)
+    return StagePiece(name, stage, kind, inputs, tuple(outputs), tuple(instructions), donated)
+
+
+def _donated(inputs: Sequence[Port], outputs: Sequence[Port]) -> tuple[int, ...]:
+    """Inputs in whose place an output of the same shape, dtype and layout can be written."""
+
+    def form(port: Port) -> tuple[tuple[int, ...], str, Layout]:
+        aval = port.version.atom.aval
+        return aval.shape, str(aval.dtype), port.version.layout
+
+    updated = {port.value for port in inputs} & {port.value for port in outputs}
+    free = Counter(form(p) for p in outputs if not p.stacked and p.value not in updated)
+    donated = list(updated)
+    for port in inputs:
+        if not port.stacked and port.value not in updated and free[form(port)] > 0:
+            free[form(port)] -= 1
+            donated.append(port.value)
+    return tuple(sorted(donated))
