@@ -99,7 +99,7 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
         analysis = microbatch.analyze(graph, rules, microbatches)
     with timed("split"):
         if microbatches > 1:
-            graph = microbatch.split(graph, analysis)
+            graph = microbatch.split(graph, analysis).graph
             rules = populate(graph.jaxpr)
     with timed("build"):
         dims = batch_dims(graph, rules)

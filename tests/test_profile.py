@@ -25,7 +25,7 @@ from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules.make import make_schedule
 from autopar.profile import Profile
 from autopar.runtime.event_times import Times, alone, events, in_line, together
-from autopar.runtime.local_pipeline import PipelineStep
+from autopar.runtime.local import PipelineStep
 
 WIDTH, ROWS = 512, 1024
 
@@ -204,12 +204,12 @@ def test_a_step_of_one_stage_is_one_run() -> None:
     step = compiled(4, 32, stages=1, schedule="auto")
     state, batch = make_state(32), make_batch(32)
     profile = step.profile(state, batch)
-    assert profile.timeline.run_order == profile.expected.run_order == ((0, "train_step"),)
+    assert profile.timeline.run_order == profile.expected.run_order == ((0, "step"),)
     assert len(profile.timeline.events) == len(profile.seconds) == 1
     assert profile.timeline.bubble_fraction == 0 and profile.step_seconds > 0
     state_bytes = sum(t.bytes_per_device for t in step.plan.inputs if t.donated)
     assert profile.timeline.peak_bytes[0] >= state_bytes
-    assert "train_step" in str(profile)
+    assert "step" in str(profile)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -231,7 +231,7 @@ def test_static_arguments_and_keywords() -> None:
     state, batch = jnp.ones((8, 8)), np.ones((8, 8), np.float32)
     step = autopar.compile(step_fn, state, scale=0.5, batch=batch, method="data", progress=False)
     profile = step.profile(state, batch=batch, scale=0.5)
-    assert profile.timeline.run_order == ((0, "step_fn"),)
+    assert profile.timeline.run_order == ((0, "step"),)
     assert not state.is_deleted()
 
 

@@ -10,7 +10,9 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.passes.graph import graph as graphs
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, Input, Output
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched, WholePhase
 from autopar.passes.microbatch import Analysis, analyze, split
 from autopar.passes.primitives.populate import populate
 
@@ -51,6 +53,50 @@ def run(graph: Graph, args: Sequence[Any]) -> list[np.ndarray]:
     return [_plain(result) for result in results]
 
 
+def check_phases(step: Microbatched) -> None:
+    """Assert that the phases are the program's equations in order, and that its loop is its scan.
+
+    What once a step and what once a microbatch runs takes turns, and a body's variables are either
+    the same in every microbatch, carried, or a slice.
+    """
+    eqns: list[jex_core.JaxprEqn] = []
+    for number, phase in enumerate(step.phases):
+        assert isinstance(phase, (WholePhase, LoopPhase)[number % 2])
+        eqns += [phase.scan] if isinstance(phase, LoopPhase) else phase.eqns
+    assert len(step.phases) % 2 == 1
+    assert list(map(id, eqns)) == list(map(id, step.graph.jaxpr.eqns))
+    if step.loop is None:
+        assert step.prologue == tuple(eqns)
+        assert step.epilogue == ()
+        return
+    middle = eqns.index(step.loop.scan)
+    assert (step.prologue, step.epilogue) == (tuple(eqns[:middle]), tuple(eqns[middle + 1 :]))
+    loop, scan = step.loop, step.loop.scan
+    assert loop.num_microbatches == scan.params["length"]
+    num_consts, num_carry = jax_compat.scan_counts(scan.params)
+    carries = {item.carry: item.start for item in loop.accumulators}
+    entering = {**loop.consts, **carries, **loop.slices}
+    assert list(entering) == loop.body.invars
+    assert list(entering.values()) == scan.invars
+    assert (len(loop.consts), len(loop.accumulators)) == (num_consts, num_carry)
+    leaving = [(item.result, item.total) for item in loop.accumulators] + list(loop.stacks)
+    assert [inner for inner, _ in leaving] == loop.body.outvars
+    assert [outer for _, outer in leaving] == scan.outvars
+    for inner, outer in loop.slices.items():
+        assert outer.aval.shape == (loop.num_microbatches, *inner.aval.shape)
+    for result, stack in loop.stacks:
+        assert stack.aval.shape == (loop.num_microbatches, *result.aval.shape)
+    for item in loop.accumulators:
+        read: set[Any] = {item.carry}
+        for index, eqn in enumerate(loop.body.eqns):
+            reads = any(not isinstance(v, jex_core.Literal) and v in read for v in eqn.invars)
+            assert reads == (index in item.combine)
+            if reads:
+                read.update(eqn.outvars)
+        assert item.result in read or not item.combine
+    assert loop.combining == {index for item in loop.accumulators for index in item.combine}
+
+
 def _plain(value: Any) -> np.ndarray:
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -72,14 +118,11 @@ def check_split(
     """
     graph, analysis = analyzed(function, args, microbatches, **options)
     new = split(graph, analysis)
-    graphs.check(new)
-    scans = [
-        eqn
-        for eqn in new.jaxpr.eqns
-        if eqn.primitive.name == "scan" and eqn.params["length"] == microbatches
-    ]
-    assert scans or microbatches == 1 or not analysis.phases.loop, new
-    expected, found = run(graph, args), run(new, args)
+    graphs.check(new.graph)
+    assert new.loop or microbatches == 1 or not analysis.phases.loop, new.graph
+    assert new.loop is None or new.loop.num_microbatches == microbatches
+    check_phases(new)
+    expected, found = run(graph, args), run(new.graph, args)
     for label, one, other in zip(graph.outputs, expected, found, strict=True):
         assert one.dtype == other.dtype, label
         assert one.shape == other.shape, label

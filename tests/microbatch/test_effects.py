@@ -43,7 +43,7 @@ def test_callbacks_run_once_on_whole_values() -> None:
     jax.effects_barrier()
     plain = sorted(seen, key=lambda item: item[0])
     seen.clear()
-    run(split(graph, analysis), args)
+    run(split(graph, analysis).graph, args)
     jax.effects_barrier()
     found = sorted(seen, key=lambda item: item[0])
     assert [name for name, _ in plain] == ["batch", "late", "parameter", "rows", "sum"]
@@ -69,7 +69,7 @@ def test_results_of_a_callback() -> None:
     graph, analysis = analyzed(step, args, 4)
     expected = run(graph, args)
     calls.clear()
-    for one, other in zip(expected, run(split(graph, analysis), args), strict=True):
+    for one, other in zip(expected, run(split(graph, analysis).graph, args), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
     assert len(calls) == 1
 

@@ -38,7 +38,7 @@ def sgd(params: Any, gradients: Any) -> Any:
 
 def test_one_microbatch_is_the_same_graph() -> None:
     graph, analysis = analyzed(lambda w, x: w * x.sum(), (2.0, normal(0, 8, 3)), 1)
-    assert split(graph, analysis) is graph
+    assert split(graph, analysis).graph is graph
 
 
 def test_mean_loss_and_gradients(dtype: str) -> None:
@@ -166,7 +166,7 @@ def test_batch_axis_need_not_be_the_first() -> None:
     graph = trace(step, args)
     graph = replace(graph, inputs=(graph.inputs[0], replace(graph.inputs[1], batch_axis=1)))
     analysis = analyze(graph, populate(graph.jaxpr), 3)
-    for one, other in zip(run(graph, args), run(split(graph, analysis), args), strict=True):
+    for one, other in zip(run(graph, args), run(split(graph, analysis).graph, args), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
     assert analysis.costs.loop_share > 0.8
 
@@ -204,7 +204,7 @@ def test_bfloat16_sums_are_accumulated_in_float32() -> None:
 
     args = (normal(0, 4, 4, dtype=jnp.bfloat16), normal(1, 64, 4, dtype=jnp.bfloat16))
     graph, analysis = analyzed(step, args, 8)
-    new = split(graph, analysis)
+    new = split(graph, analysis).graph
     (loop,) = [eqn for eqn in new.jaxpr.eqns if eqn.primitive.name == "scan"]
     assert [str(v.aval.dtype) for v in loop.outvars] == ["float32"]
     check_split(step, args, 8, tolerance=2e-2)
@@ -236,7 +236,7 @@ def test_clipping_and_dynamic_loss_scaling() -> None:
     assert how(analysis) == {"out[0][0]": "epilogue", "out[0][1]": "epilogue", "out[1]": "sum"}
     x[3, 2] = np.inf
     graph, analysis = analyzed(step, (state, x), 4)
-    w, scale, loss = run(split(graph, analysis), (state, x))
+    w, scale, loss = run(split(graph, analysis).graph, (state, x))
     np.testing.assert_array_equal(w, state[0])
     assert scale == 4
     assert loss == np.inf
@@ -366,7 +366,7 @@ def test_source_lines_and_name_stacks_survive() -> None:
             return jnp.sum(jnp.tanh(x @ w))
 
     graph, analysis = analyzed(step, (normal(0, 4, 4), normal(1, 8, 4)), 4)
-    new = split(graph, analysis)
+    new = split(graph, analysis).graph
     (loop,) = [eqn for eqn in new.jaxpr.eqns if eqn.primitive.name == "scan"]
     (tanh,) = [eqn for eqn in loop.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "tanh"]
     assert "head" in str(tanh.source_info.name_stack)

@@ -62,4 +62,4 @@ def test_analysis_prints(function: Callable[..., Any]) -> None:
     batch = {"x": np.ones((16, 8), np.float32), "length": np.ones(16, np.int32)}
     graph, analysis = analyzed(function, (params, batch), 4)
     assert str(analysis) == textwrap.dedent(EXPECTED[function]).strip("\n")
-    assert len(split(graph, analysis).outputs) == len(analysis.certificate)
+    assert len(split(graph, analysis).graph.outputs) == len(analysis.certificate)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 from jax.extend import core as jex_core
+from microbatch.helpers import check_phases
 from programs import PROGRAMS, Program, compare, is_variant
 
 from autopar.base.errors import InexactMicrobatchError
@@ -49,7 +50,9 @@ def test_equals_the_plain_step(program: Program, count: int) -> None:
     with program.context():
         step = traced(program, case)
         analysis = analyze(step.graph, populate(step.graph.jaxpr), count)
-        graph = split(step.graph, analysis)
+        new = split(step.graph, analysis)
+        check_phases(new)
+        graph = new.graph
         graphs.check(graph)
         evaluate = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(graph.jaxpr, ())))
 

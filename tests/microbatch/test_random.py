@@ -52,7 +52,7 @@ def test_threefry_bits_are_regenerated_in_the_loop() -> None:
         return jnp.sum(dropout(key, x))
 
     graph, analysis = analyzed(step, (jax.random.key(0), np.ones((32, 64), np.float32)), 4)
-    new = split(graph, analysis)
+    new = split(graph, analysis).graph
     largest = max(var.aval.size for eqn in new.jaxpr.eqns for var in eqn.outvars)
     assert largest == 32 * 64  # the batch itself, on its way into the loop
     assert not [eqn for eqn in walk(new.jaxpr) if eqn.primitive.name == "random_bits"]
@@ -64,9 +64,8 @@ def test_other_generators_draw_once_before_the_loop() -> None:
 
     key = jax.random.key(0, impl="rbg")
     graph, analysis = analyzed(step, (key, np.ones((32, 8), np.float32)), 4)
-    drawn = [
-        eqn for eqn in split(graph, analysis).jaxpr.eqns if eqn.primitive.name == "random_bits"
-    ]
+    eqns = split(graph, analysis).graph.jaxpr.eqns
+    drawn = [eqn for eqn in eqns if eqn.primitive.name == "random_bits"]
     assert len(drawn) == 1
 
 
@@ -115,7 +114,7 @@ def test_distributions_with_loops_inside() -> None:
     )
     for one, other in zip(
         run(graph, (jax.random.key(0), x)),
-        run(split(graph, analysis), (jax.random.key(0), x)),
+        run(split(graph, analysis).graph, (jax.random.key(0), x)),
         strict=True,
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5)

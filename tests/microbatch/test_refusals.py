@@ -102,7 +102,7 @@ def test_is_exact_where_its_price_is_accepted(step: Callable[..., Any]) -> None:
 
 def test_one_microbatch_refuses_nothing() -> None:
     graph, analysis = analyzed(contrastive, (normal(0, 8, 4), normal(1, 16, 8)), 1)
-    assert split(graph, analysis) is graph
+    assert split(graph, analysis).graph is graph
 
 
 @pytest.mark.filterwarnings("ignore::autopar.errors.UnknownPrimitiveWarning")

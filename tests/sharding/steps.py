@@ -101,6 +101,12 @@ def compiled(graph: Graph, **options: Any) -> Compiled:
     return compile_graph(graph, Options(**options), CLUSTER)
 
 
+def sharded(made: Compiled) -> Program:
+    """What one mesh runs."""
+    (program,) = made.runnable.pieces.programs
+    return program
+
+
 class Passes:
     """The sharding passes on one mesh, step by step."""
 

@@ -79,7 +79,7 @@ def test_through_scans_and_branches() -> None:
 def test_after_a_split_into_microbatches() -> None:
     graph = graph_of(momentum_step, *momentum_shapes())
     rules = populate(graph.jaxpr)
-    split = microbatch.split(graph, microbatch.analyze(graph, rules, 2))
+    split = microbatch.split(graph, microbatch.analyze(graph, rules, 2)).graph
     assert dims_of(split, "dot_general", "scan") == [
         ("scan", (32, 8), []),
         ("scan", (8, 32), []),
@@ -98,7 +98,7 @@ def test_parameters_are_what_meets_the_batch() -> None:
 
     graph = graph_of(momentum_step, *momentum_shapes())
     assert paths(graph) == ["state[0]['in']", "state[0]['out']"]
-    split = microbatch.split(graph, microbatch.analyze(graph, populate(graph.jaxpr), 2))
+    split = microbatch.split(graph, microbatch.analyze(graph, populate(graph.jaxpr), 2)).graph
     assert paths(split) == ["state[0]['in']", "state[0]['out']"]
 
     def averaged(state: Any, x: Any) -> Any:

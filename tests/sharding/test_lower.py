@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,10 +16,17 @@ from autopar.base.costs import collective_seconds
 from autopar.base.errors import AutoparError, UnknownPrimitiveWarning
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, check
+from autopar.passes.graph.microbatched import Microbatched, in_phases
+from autopar.passes.pieces.cutting import uncut
+from autopar.passes.pieces.pieces import Runnable
+from autopar.passes.planner.candidates import order
+from autopar.passes.planner.stage_shardings import SplitStep
 from autopar.passes.primitives.populate import populate
+from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives
-from autopar.runtime.local import load
+from autopar.passes.slicing.slice_stages import one_stage
+from autopar.runtime.local import LocalProgram
 from sharding.algebra import check_program
 from sharding.steps import (
     CLUSTER,
@@ -28,13 +34,12 @@ from sharding.steps import (
     arrays,
     compiled,
     graph_of,
-    linear_shapes,
-    linear_step,
     momentum_shapes,
     momentum_step,
     recurrent_shapes,
     recurrent_step,
     shaped,
+    sharded,
 )
 
 MESH = (4, 2)
@@ -44,19 +49,19 @@ STEPS = {
 }
 
 
-def split(graph: Graph, count: int) -> Graph:
+def split(graph: Graph, count: int) -> Microbatched:
     if count == 1:
-        return graph
+        return in_phases(graph)
     return microbatch.split(graph, microbatch.analyze(graph, populate(graph.jaxpr), count))
 
 
 @functools.cache
-def prepared(name: str, count: int) -> tuple[Passes, Built]:
-    step, shapes = STEPS[name]
-    graph = split(graph_of(step, *shapes), count)
-    check(graph)
-    passes = Passes(graph, MESH)
-    return passes, passes.build()
+def prepared(name: str, count: int) -> tuple[SplitStep, Passes, Built]:
+    function, shapes = STEPS[name]
+    step = split(graph_of(function, *shapes), count)
+    check(step.graph)
+    passes = Passes(step.graph, MESH)
+    return SplitStep(step, passes.rules), passes, passes.build()
 
 
 def ilp_seconds(built: Built, assignment: Any) -> float:
@@ -71,7 +76,7 @@ def ilp_seconds(built: Built, assignment: Any) -> float:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_assignment_is_a_program(name: str, count: int, seed: int) -> None:
-    passes, built = prepared(name, count)
+    _, passes, built = prepared(name, count)
     random = np.random.default_rng(seed)
     assignment = [int(random.integers(node.num_strategies)) for node in built.nodes]
     program = passes.lower(built, assignment)
@@ -91,19 +96,24 @@ def test_every_assignment_is_a_program(name: str, count: int, seed: int) -> None
 @pytest.mark.parametrize(("name", "count"), [("momentum", 2), ("recurrent", 1), ("recurrent", 2)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_assignments_compute_the_step(name: str, count: int, seed: int) -> None:
-    passes, built = prepared(name, count)
+    split_step, passes, built = prepared(name, count)
     random = np.random.default_rng(seed)
     assignment = [int(random.integers(node.num_strategies)) for node in built.nodes]
-    made = compiled(graph_of(linear_step, *linear_shapes()), method="data", microbatches=1)
-    local: Any = load(dataclasses.replace(made, runs=passes.lower(built, assignment)))
+    stages = one_stage(split_step.step, split_step.rules)
+    pieces = uncut(stages.graphs[0], passes.lower(built, assignment))
+    listed = order(ONE_STAGE, pieces, split_step)
+    local = LocalProgram(Runnable(pieces, listed, stages.leaves, stages.results))
+    (piece,) = pieces.pieces
+    made = local.function_of(piece)
     step, shapes = STEPS[name]
     values = jax.tree.leaves(arrays(shapes))
     plain = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(graph_of(step, *shapes).jaxpr, ())))(
         *values
     )
-    found = jax.jit(
-        local.local_fn, in_shardings=local.in_shardings, out_shardings=list(local.out_shardings)
-    )(*values)
+    run = jax.jit(
+        made.call, in_shardings=tuple(made.in_shardings), out_shardings=made.out_shardings
+    )
+    found = run(*values)
     for a, b in zip(found, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5 * np.abs(b).max())
 
@@ -113,7 +123,7 @@ def test_a_version_is_made_once_and_read_again() -> None:
         return weights - x.T @ jax.numpy.tanh(x @ weights) - x.T @ jax.numpy.exp(x @ weights)
 
     graph = graph_of(step, shaped(8, 8), shaped(16, 8))
-    program = compiled(graph, method="zero3", microbatches=1).program
+    program = sharded(compiled(graph, method="zero3", microbatches=1))
     assert str(program).count("all-gather") == 1  # two products read the gathered weights
 
 
@@ -124,7 +134,7 @@ def test_partial_scalars_are_completed_where_they_stop_being_linear() -> None:
         return weights * 2, jax.numpy.log(halved), halved
 
     graph = graph_of(step, shaped(8, 8), shaped(16, 8), batch_argnums=(1,))
-    program = compiled(graph, method="data", microbatches=1).program
+    program = sharded(compiled(graph, method="data", microbatches=1))
     check_program(program)
     scalars = [line for line in str(program).splitlines() if ":float32[][]" in line.split(" = ")[0]]
     operations = [line.split(" = ")[1].split()[0] for line in scalars if " = " in line]
@@ -137,7 +147,7 @@ def test_an_effect_happens_on_one_device() -> None:
         return weights - x.T @ (x @ weights)
 
     graph = graph_of(step, shaped(8, 8), shaped(16, 8))
-    program = compiled(graph, method="data", microbatches=1).program
+    program = sharded(compiled(graph, method="data", microbatches=1))
     check_program(program)
     assert sum(line.endswith(" on one device") for line in str(program).splitlines()) == 1
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from autopar.passes.planner.compiler import Compiled
 from autopar.passes.sharding.peak_memory import Peak, peak
-from sharding.steps import compiled, graph_of, linear_shapes, linear_step, shaped
+from sharding.steps import compiled, graph_of, linear_shapes, linear_step, shaped, sharded
 
 STEP_VALUE = "(a value of the step)"
 
@@ -17,7 +17,7 @@ STEP_VALUE = "(a value of the step)"
 def peak_of(made: Compiled) -> Peak:
     labels = made.graph.inputs
     names = {v: x.path for v, x in zip(made.graph.jaxpr.invars, labels, strict=True)}
-    found = peak(made.program, names, [label.donated for label in labels])
+    found = peak(sharded(made), names, [label.donated for label in labels])
     assert found.bytes == made.plan.estimates.peak_bytes_per_device
     assert sum(size for _, size in found.alive) == found.bytes
     return found

@@ -17,6 +17,7 @@ from sharding.steps import (
     linear_step,
     momentum_shapes,
     momentum_step,
+    sharded,
 )
 
 # The forward pass and the error are the same in all: rows of the batch against a whole matrix.
@@ -78,14 +79,14 @@ out v12:float32[8,8][x|-] v11:float32[8,8][x|-]"""
 )
 def test_textbook_methods(method: str, expected: str) -> None:
     graph = graph_of(linear_step, *linear_shapes())
-    program = compiled(graph, method=method, microbatches=1).program
+    program = sharded(compiled(graph, method=method, microbatches=1))
     check_program(program)
     assert str(program).splitlines() == expected.splitlines()
 
 
 def test_microbatches_synchronise_once_a_step() -> None:
     graph = graph_of(linear_step, *linear_shapes())
-    program = compiled(graph, method="data", microbatches=2).program
+    program = sharded(compiled(graph, method="data", microbatches=2))
     check_program(program)
     lines = str(program).splitlines()
     inside = [line for line in lines if line.startswith(" ")]

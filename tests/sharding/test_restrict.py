@@ -21,7 +21,15 @@ from autopar.passes.sharding.restrict import (
 )
 from autopar.passes.sharding.spmd_program import Block, Compute, Loop
 from sharding.algebra import check_program
-from sharding.steps import Passes, compiled, graph_of, momentum_shapes, momentum_step, shaped
+from sharding.steps import (
+    Passes,
+    compiled,
+    graph_of,
+    momentum_shapes,
+    momentum_step,
+    shaped,
+    sharded,
+)
 
 WHOLE, ROWS, COLUMNS = replicated(2), Layout(((0,), ())), Layout(((), (0,)))
 
@@ -95,7 +103,7 @@ def test_data_parallel_devices_draw_only_their_rows_of_dropout(microbatches: int
             elif isinstance(instruction, Compute) and instruction.eqn.primitive.name == "lt":
                 yield instruction
 
-    drawn = [x.results[0] for x in selects(made.program.block) if x.eqn.outvars[0].aval.ndim == 2]
+    drawn = [x.results[0] for x in selects(sharded(made).block) if x.eqn.outvars[0].aval.ndim == 2]
     assert drawn
     assert all(version.layout.dims[0] for version in drawn)
 
@@ -183,7 +191,7 @@ def test_a_pin_that_does_not_divide() -> None:
 def test_a_plan_keeps_its_pins(graph: Graph) -> None:
     pins = {"state/0/in": ("y", "x"), "state/0/out": (None, None), "state/1/*": ("x",)}
     made = compiled(graph, method="shard", microbatches=1, logical_mesh=(4, 2), pins=pins)
-    check_program(made.program)
+    check_program(sharded(made))
     assert [t.spec for t in made.plan.inputs[:4]] == [
         (("y",), ("x",)),
         ((), ()),

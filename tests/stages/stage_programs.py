@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import pytest
 from jax.extend import core as jex_core
+from microbatch.helpers import check_phases
 from programs import PROGRAMS, Program
 from stages.stage_reference import evaluate
 
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.microbatch import analyze, split
 from autopar.passes.primitives.populate import populate
 from autopar.passes.slicing.stage_graphs import LeafRows, Stages
@@ -23,15 +25,20 @@ MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
-class Microbatched:
-    """A program's split graph, its rules, and the graph's inputs for the first batch."""
+class SplitProgram:
+    """A program in microbatches, its rules, and its graph's inputs for the first batch."""
 
-    graph: Graph
+    step: Microbatched
     rules: Any
     inputs: list[Any]
 
+    @property
+    def graph(self) -> Graph:
+        """All of the program."""
+        return self.step.graph
 
-def microbatched(program: Program | str) -> Microbatched:
+
+def microbatched(program: Program | str) -> SplitProgram:
     """Trace and split a program of the registry; enter `program.context()` around it."""
     program = PROGRAMS[program] if isinstance(program, str) else program
     if program.missing():
@@ -45,18 +52,18 @@ def microbatched(program: Program | str) -> Microbatched:
 
 def microbatched_step(
     step: Callable[..., Any], arguments: Any, keywords: Any = None, **options: Any
-) -> Microbatched:
+) -> SplitProgram:
     """Trace and split a step."""
     keywords = keywords or {}
     traced = trace(step, arguments, keywords, **options)
-    graph = split(traced.graph, analyze(traced.graph, populate(traced.graph.jaxpr), MICROBATCHES))
+    new = split(traced.graph, analyze(traced.graph, populate(traced.graph.jaxpr), MICROBATCHES))
     leaves = jax.tree.leaves((arguments, keywords))
     arrays = [leaves[i] for i in traced.signature.array_positions]
-    return Microbatched(graph, populate(graph.jaxpr), [*arrays, *graph.constants])
+    return SplitProgram(new, populate(new.graph.jaxpr), [*arrays, *new.graph.constants])
 
 
 def assert_equal_to_whole(
-    whole: Microbatched, stages: Stages, relative: float | None = None
+    whole: SplitProgram, stages: Stages, relative: float | None = None
 ) -> None:
     """The stages, one task after the other, compute what the uncut graph computes."""
     run = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(whole.graph.jaxpr, ())))
@@ -89,10 +96,12 @@ def joined(results: Sequence[Sequence[LeafRows]], values: Sequence[Any]) -> list
 
 def check_links(stages: Stages) -> None:
     """Links agree with the graphs at both ends, and activations flow up and gradients down."""
+    check_phases(stages.whole)
     fed = {(link.target, link.target_input) for link in stages.links}
     assert len(fed) == len(stages.links)
     for number, stage in enumerate(stages.graphs):
         graphs.check(stage.graph)
+        check_phases(stage.step)
         for place, leaf in enumerate(stage.inputs):
             assert (leaf is None) == ((number, place) in fed)
     for link in stages.links:

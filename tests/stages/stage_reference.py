@@ -48,11 +48,7 @@ def one_forward_one_backward(stages: Stages) -> Iterator[tuple[str, int, int]]:
 
     W tasks come a microbatch later than they could.
     """
-    count = next(
-        stage.graph.jaxpr.eqns[stage.loop].params["length"]
-        for stage in stages.graphs
-        if stage.loop is not None
-    )
+    count = next(stage.loop.num_microbatches for stage in stages.graphs if stage.loop is not None)
     number = len(stages.graphs)
     for tick in range(count + 2 * number + 1):
         for stage in range(number):
@@ -93,13 +89,14 @@ class _Machine:
                 self.received[var] = run.links[number, place]
             else:
                 self.env[var] = inputs[whole]
-        self.waiting = [eqn for i, eqn in enumerate(self.jaxpr.eqns) if i != stage.loop]
+        loop = stage.loop
+        scan = None if loop is None else loop.scan
+        self.waiting = [eqn for eqn in self.jaxpr.eqns if eqn is not scan]
         self.flying: dict[int, dict[Var, Any]] = {}
         self.carry: list[Any] | None = None
         self.stacks: dict[Var, list[Any]] = {}
-        if stage.loop is not None:
-            self.scan = self.jaxpr.eqns[stage.loop]
-            self.body = self.scan.params["jaxpr"].jaxpr
+        if loop is not None:
+            self.scan, self.body = loop.scan, loop.body
             self.num_consts, self.num_carry = jax_compat.scan_counts(self.scan.params)
             self.stacks = {outer: [] for outer in self.scan.outvars[self.num_carry :]}
             assert len(stage.tasks) == len(self.body.eqns)

@@ -90,8 +90,7 @@ def scans(stages: Stages, task: str) -> list[list[Any]]:
     found = []
     for stage in stages.graphs:
         assert stage.loop is not None
-        body = stage.graph.jaxpr.eqns[stage.loop].params["jaxpr"].jaxpr
-        pairs = zip(body.eqns, stage.tasks, strict=True)
+        pairs = zip(stage.loop.body.eqns, stage.tasks, strict=True)
         found.append([e for e, t in pairs if t == task and e.primitive.name == "scan"])
     return found
 
@@ -107,7 +106,7 @@ PREDICTIONS = (own_weights, checkpointed, with_shared, recurrent, memory_read, b
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_stages_compute_the_same_numbers(predict: Any, number: int) -> None:
     whole = microbatched_step(step_of(predict), (parameters(), batch()))
-    stages = slice_stages(whole.graph, whole.rules, number, split_backward=True)
+    stages = slice_stages(whole.step, whole.rules, number, split_backward=True)
     assert_equal_to_whole(whole, stages)
     assert any(scans(stages, "W"))
 
@@ -115,7 +114,7 @@ def test_stages_compute_the_same_numbers(predict: Any, number: int) -> None:
 @pytest.mark.parametrize("predict", PREDICTIONS, ids=lambda f: f.__name__)
 def test_split_programs_compute_the_same_numbers(predict: Any) -> None:
     whole = microbatched_step(step_of(predict), (parameters(), batch()))
-    graph = split_backward_scans(dissect(whole.graph, whole.rules))
+    graph = split_backward_scans(dissect(whole.step)).graph
     arguments = jax.tree.leaves((parameters(), batch()))
     arguments += whole.graph.constants
 
@@ -128,7 +127,7 @@ def test_split_programs_compute_the_same_numbers(predict: Any) -> None:
 
 def test_matrix_products_are_shared_out_and_none_is_done_twice() -> None:
     whole = microbatched_step(step_of(own_weights), (parameters(), batch()))
-    stages = slice_stages(whole.graph, whole.rules, 2, split_backward=True)
+    stages = slice_stages(whole.step, whole.rules, 2, split_backward=True)
     for awaited, late in zip(scans(stages, "B"), scans(stages, "W"), strict=True):
         assert [dots(eqn) for eqn in awaited] == [1]  # the gradient of the layer's input
         assert [dots(eqn) for eqn in late] == [1]  # that of its matrix
@@ -138,11 +137,11 @@ def test_matrix_products_are_shared_out_and_none_is_done_twice() -> None:
 
 def test_a_sum_over_the_layers_waits_unless_it_is_asked_for() -> None:
     whole = microbatched_step(step_of(with_shared), (parameters(), batch()))
-    (late,) = scans(slice_stages(whole.graph, whole.rules, 1, split_backward=True), "W")
+    (late,) = scans(slice_stages(whole.step, whole.rules, 1, split_backward=True), "W")
     _, num_carry = jax_compat.scan_counts(late[-1].params)
     assert num_carry == 1  # the shared matrix's gradient
     whole = microbatched_step(step_of(memory_read), (parameters(), batch()))
-    (awaited,) = scans(slice_stages(whole.graph, whole.rules, 1, split_backward=True), "B")
+    (awaited,) = scans(slice_stages(whole.step, whole.rules, 1, split_backward=True), "B")
     _, num_carry = jax_compat.scan_counts(awaited[-1].params)
     assert num_carry == 2  # the activation's and the memory's
 
@@ -153,15 +152,15 @@ def test_what_has_no_weight_gradients_stays_whole() -> None:
         return jax.lax.scan(lambda x, _: (jnp.sin(x) + x, None), x, None, length=3)[0]
 
     whole = microbatched_step(step_of(smooth), (parameters(), batch()))
-    parts = dissect(whole.graph, whole.rules)
-    assert split_backward_scans(parts) is parts.graph
+    parts = dissect(whole.step)
+    assert split_backward_scans(parts) is parts.step
 
 
 def test_rules_are_found_for_both_parts() -> None:
     whole = microbatched_step(step_of(own_weights), (parameters(), batch()))
-    graph = split_backward_scans(dissect(whole.graph, whole.rules))
-    rules = populate(graph.jaxpr)
-    body = dissect(graph, rules).body
+    step = split_backward_scans(dissect(whole.step))
+    rules = populate(step.graph.jaxpr)
+    body = dissect(step).body
     found = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]
     assert len(found) == 3  # forward, and the two parts of the backward pass
     inner = [eqn for scan in found for eqn in scan.params["jaxpr"].jaxpr.eqns]

@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.slicing.conditionals import split_conditionals
 from autopar.passes.trace.trace import trace
 
@@ -33,7 +34,7 @@ def test_independent_results_become_conditionals_of_their_own() -> None:
     state = (square, square.T, square + 1, jnp.int32(4))
     for flag in (jnp.int32(0), jnp.int32(1)):
         graph = trace(step, (state, flag), batch_argnums=()).graph
-        split = split_conditionals(graph)
+        split = split_conditionals(in_phases(graph)).graph
         assert len(conditionals(graph)) == 1
         assert sorted(len(eqn.outvars) for eqn in conditionals(split)) == [1, 1, 2]
         jex_core.check_jaxpr(split.jaxpr)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from stages.stage_programs import microbatched_step
 
-from autopar.passes.slicing.layering import boundaries_of, layers
+from autopar.passes.slicing.anatomy import dissect
+from autopar.passes.slicing.layering import boundaries_of, layers_of
 from autopar.passes.slicing.stage_graphs import Layer, Layers
 
 WIDTH = 16
@@ -37,7 +38,7 @@ def residual_network(depth: int) -> Layers:
         return jax.tree.map(lambda p, g: p - g, params, grads), loss
 
     whole = microbatched_step(step, (params, jnp.ones((8, WIDTH))))
-    return layers(whole.graph, whole.rules)
+    return layers_of(dissect(whole.step), whole.rules)
 
 
 def test_blocks_are_layers_and_inner_ones_are_equal() -> None:
@@ -58,7 +59,7 @@ def test_stages_are_balanced(seed: int) -> None:
     """The slowest stage is within the allowed slack of the best of all partitions."""
     rng = np.random.default_rng(seed)
     flops = [int(f) for f in rng.integers(1, 1000, 9)]
-    found = Layers(0, tuple(Layer((), f, 0, int(rng.integers(1, 9)), "", "") for f in flops))
+    found = Layers(tuple(Layer((), f, 0, int(rng.integers(1, 9)), "", "") for f in flops))
     for number in (1, 2, 4, 9):
         cuts = boundaries_of(found, number)
 

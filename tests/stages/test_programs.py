@@ -56,9 +56,9 @@ def test_equals_the_uncut_graph(program: Program, number: int) -> None:
         whole = microbatched(program)
         if program.name in ONE_LAYER:
             with pytest.raises(OptionError, match="it has 1 layer"):
-                slice_stages(whole.graph, whole.rules, number)
+                slice_stages(whole.step, whole.rules, number)
             return
-        stages = slice_stages(whole.graph, whole.rules, number, split_backward=True)
+        stages = slice_stages(whole.step, whole.rules, number, split_backward=True)
         assert len(stages.graphs) == number
         assert all("F" in stage.tasks for stage in stages.graphs)
         check_links(stages)

@@ -56,7 +56,7 @@ def batch() -> tuple[jax.Array, jax.Array]:
 def sliced(step: Any, state: Any, stages: Any, split_backward: bool = False) -> Stages:
     """The stages of a step, compared with the whole step."""
     whole = microbatched_step(step, (state, batch()))
-    found = slice_stages(whole.graph, whole.rules, stages, split_backward=split_backward)
+    found = slice_stages(whole.step, whole.rules, stages, split_backward=split_backward)
     check_links(found)
     assert_equal_to_whole(whole, found)
     return found
@@ -64,7 +64,7 @@ def sliced(step: Any, state: Any, stages: Any, split_backward: bool = False) -> 
 
 def rows_of(stages: Stages, path: str) -> list[list[tuple[int, int, int | None]]]:
     """For every stage the rows (axis, start, stop) of a leaf that it holds."""
-    paths = [label.path for label in stages.whole.inputs]
+    paths = [label.path for label in stages.whole.graph.inputs]
     (group,) = [g for g in stages.leaves if paths[g[0].number].startswith(path)]
     homes = {rows.number: rows for rows in group}
     return [
@@ -113,7 +113,7 @@ def test_layers_and_their_leaves_are_cut_where_it_is_asked(stages: Any, ends: li
 
 def test_equal_iterations_are_equal_layers() -> None:
     whole = microbatched_step(sgd(mean_square), (parameters(), batch()))
-    found = slice_stages(whole.graph, whole.rules, 1).layers
+    found = slice_stages(whole.step, whole.rules, 1).layers
     inner = found.layers[1:-1]
     assert len({layer.digest for layer in inner}) == 1
     assert {layer.cut_bytes for layer in found.layers[:-1]} == {ROWS // 4 * WIDTH * 4}
@@ -150,9 +150,10 @@ def test_optimizers(name: str) -> None:
     if name != "adafactor":
         once = [k for k in found.links if not k.per_microbatch]
         assert all(link.bytes <= 8 for link in once), [str(link) for link in once]
+        graph = found.whole.graph
         whole = [
             label.path
-            for label, var in zip(found.whole.inputs, found.whole.jaxpr.invars, strict=True)
+            for label, var in zip(graph.inputs, graph.jaxpr.invars, strict=True)
             if label.role == "state" and var.aval.shape[:1] == (DEPTH,)
         ]
         assert whole == []
@@ -334,5 +335,5 @@ def test_a_scan_over_time_is_one_layer() -> None:
         return jnp.mean(states**2)
 
     whole = microbatched_step(sgd(loss_fn), (parameters(), batch()))
-    found = slice_stages(whole.graph, whole.rules, 1).layers
+    found = slice_stages(whole.step, whole.rules, 1).layers
     assert all(not layer.iterations for layer in found.layers)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Jaxpr
 from stages.stage_programs import (
-    Microbatched,
+    SplitProgram,
     assert_equal_to_whole,
     check_links,
     crossing,
@@ -20,9 +21,10 @@ from stages.stage_programs import (
 from autopar.base.errors import OptionError
 from autopar.passes.microbatch import analyze, split
 from autopar.passes.primitives.populate import populate
-from autopar.passes.slicing.layering import layers
+from autopar.passes.slicing.anatomy import dissect
+from autopar.passes.slicing.layering import layers_of
 from autopar.passes.slicing.slice_stages import slice_stages
-from autopar.passes.slicing.stage_graphs import Stages
+from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 from autopar.passes.trace.trace import trace
 
 WIDTH, DEPTH = 16, 4
@@ -43,7 +45,7 @@ def batch(rows: int = 16) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x), jnp.asarray(y)
 
 
-def train(loss_fn: Any, params: Any, clip: bool = False) -> Microbatched:
+def train(loss_fn: Any, params: Any, clip: bool = False) -> SplitProgram:
     """One step of momentum on `loss_fn(params, x, y)`."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     if clip:
@@ -58,9 +60,9 @@ def train(loss_fn: Any, params: Any, clip: bool = False) -> Microbatched:
     return microbatched_step(step, ((params, optimizer.init(params)), batch()))
 
 
-def cut(whole: Microbatched, number: int, split_backward: bool = True) -> Stages:
+def cut(whole: SplitProgram, number: int, split_backward: bool = True) -> Stages:
     """The stages, compared with the whole."""
-    stages = slice_stages(whole.graph, whole.rules, number, split_backward=split_backward)
+    stages = slice_stages(whole.step, whole.rules, number, split_backward=split_backward)
     check_links(stages)
     assert_equal_to_whole(whole, stages)
     return stages
@@ -185,9 +187,10 @@ def test_rematerialized_layers_stay_on_their_stage() -> None:
     assert abs(products[0] - products[1]) <= 1
 
 
-def body(stage: Any) -> Any:
+def body(stage: StageGraph) -> Jaxpr:
     """The jaxpr of a stage's loop."""
-    return stage.graph.jaxpr.eqns[stage.loop].params["jaxpr"].jaxpr
+    assert stage.loop is not None
+    return stage.loop.body
 
 
 def test_a_global_norm_sends_one_scalar_from_stage_to_stage() -> None:
@@ -223,31 +226,31 @@ def test_an_evaluation_is_forward_only() -> None:
 def test_bad_input() -> None:
     """More stages than layers, boundaries that are none, and a program without a loop."""
     whole = microbatched("mlp")
-    assert len(layers(whole.graph, whole.rules)) == 3
+    assert len(layers_of(dissect(whole.step), whole.rules)) == 3
     with pytest.raises(OptionError, match=r"it has \d+ layers, even if it is cut between any"):
-        slice_stages(whole.graph, whole.rules, 100)
+        slice_stages(whole.step, whole.rules, 100)
     with pytest.raises(OptionError, match="not a number of stages"):
-        slice_stages(whole.graph, whole.rules, 0)
+        slice_stages(whole.step, whole.rules, 0)
     for boundaries in ([2, 1], [0], [3], [1, 1]):
         with pytest.raises(OptionError, match="not boundaries between layers"):
-            slice_stages(whole.graph, whole.rules, boundaries)
-    assert slice_stages(whole.graph, whole.rules, [2]).boundaries == (2,)
+            slice_stages(whole.step, whole.rules, boundaries)
+    assert slice_stages(whole.step, whole.rules, [2]).boundaries == (2,)
     # With fewer heavy equations than stages, light ones are layers; the same for given boundaries.
-    four = slice_stages(whole.graph, whole.rules, 4)
-    again = slice_stages(whole.graph, whole.rules, four.boundaries)
+    four = slice_stages(whole.step, whole.rules, 4)
+    again = slice_stages(whole.step, whole.rules, four.boundaries)
     assert len(four.layers) == 4
     assert again.layers == four.layers
 
     plain = trace(lambda w, x: (w, jnp.sum(x @ w)), (parameters(1)[0], batch()[0]))
-    graph = split(plain.graph, analyze(plain.graph, populate(plain.graph.jaxpr), 1))
+    whole_batch = split(plain.graph, analyze(plain.graph, populate(plain.graph.jaxpr), 1))
     with pytest.raises(OptionError, match="no loop over microbatches"):
-        slice_stages(graph, populate(graph.jaxpr), 2)
+        slice_stages(whole_batch, populate(plain.graph.jaxpr), 2)
 
 
 def test_prints_well() -> None:
     """Layers and stages as a person reads them."""
     whole = microbatched("mlp")
-    text = str(slice_stages(whole.graph, whole.rules, 2))
+    text = str(slice_stages(whole.step, whole.rules, 2))
     assert text.startswith("2 stages of 3 layers\n  stage 0: layers 0 to 0; equations: ")
     assert "  0 -> 1 per microbatch: activation float32[8,64] (2 KiB)" in text
-    assert "3 layers, 3 of them different" in str(layers(whole.graph, whole.rules))
+    assert "3 layers, 3 of them different" in str(layers_of(dissect(whole.step), whole.rules))
