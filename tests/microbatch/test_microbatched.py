@@ -68,9 +68,9 @@ def test_what_the_body_reads_carries_and_leaves() -> None:
     made_before = {v for eqn in step.prologue for v in eqn.outvars}
     for outer in loop.consts.values():
         assert outer in made_before or outer in state
-    (rows,) = loop.slices
-    assert rows.aval.shape == (ROWS // COUNT, 4)
-    assert loop.slices[rows] in made_before
+    number, rows = loop.slices  # of the microbatch, and its rows
+    assert (number.aval.shape, rows.aval.shape) == ((), (ROWS // COUNT, 4))
+    assert made_before.issuperset(loop.slices.values())
     assert batch in {v for eqn in step.prologue for v in eqn.invars if not isinstance(v, Literal)}
     # The gradient and the loss are added up, the maximum is kept, and rows are collected.
     combined = [
