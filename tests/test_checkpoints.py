@@ -14,7 +14,7 @@ import pytest
 from ray_runtime.small_step import layers_step
 
 import autopar
-from autopar import checkpoints as module
+from autopar import checkpoint_writing as module
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import CheckpointError
 
@@ -195,7 +195,7 @@ def test_an_error_while_writing_is_told_by_who_looks_next(
 ENDS_AT_ONCE = """
 import os, sys, threading
 import jax.numpy as jnp, autopar
-from autopar import checkpoints as module
+from autopar import checkpoint_writing as module
 commit, ends = module.commit, threading.Event()
 def late(*arguments):
     assert ends.wait(100)

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.passes.pipeline.instructions import (
     Buffer,
+    Send,
 )
 from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
 from autopar.runtime.ray.transport.host_tiles import (
@@ -110,13 +111,24 @@ class Exchange:
                 tickets.append(self._transport.send(actor, step, tag, size, data))
         return tickets
 
+    def send_buffers(
+        self,
+        x: Send,
+        ways: Sequence[Departure | Arrival],
+        buffers: dict[Buffer, Any],
+        step: int,
+    ) -> None:
+        """What a `Send` says."""
+        arrays = [buffers[buffer] for buffer in x.buffers]
+        self.tickets[x.tag] = self.send(x.to, step, x.tag, arrays, ways)
+
     def receive(
         self,
-        buffers: dict[Buffer, Any],
         mesh: int,
-        step: int,
         tag: int,
         items: Sequence[tuple[Buffer, Departure | Arrival]],
+        buffers: dict[Buffer, Any],
+        step: int,
     ) -> None:
         """Receive from each process of another mesh; exchange with those of this one."""
         plan = self._plan

@@ -38,18 +38,18 @@ class Message:
     record: Literal["together"] | Turns | None = None
 
 
-def spelled_out(message: Message, part: ActorPlan) -> Message:
+def spelled_out(message: Message, plan: ActorPlan) -> Message:
     """The message with all slots."""
     if message.carried is None:
         return message
     first, given = message.carried * KEYS, iter(message.given)
     entries: list[Any] = []
-    for slot in part.slots:
+    for slot in plan.slots:
         if slot.carried is None:
             entries.append(next(given))
         else:
             entries.append(first + slot.carried if slot.is_home else None)
-    taken = [first + value for value in part.carried]
+    taken = [first + value for value in plan.carried]
     return replace(
         message, given=tuple(entries), consumed=(*message.consumed, *taken), carried=None
     )

@@ -11,13 +11,14 @@ what they compute together are arrays of which each holds its devices' shards.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.base.errors import DeviceError
 from autopar.passes.graph.logical import no_mesh
@@ -57,7 +58,7 @@ class ProcessStep:
     """The compiled share of one process.
 
     Args:
-      part: what it runs.
+      plan: what it runs.
       constants: for every constant that its mesh holds, its value's number, and the numbers that
         the process's devices hold.
       transport: to the other processes.
@@ -66,22 +67,22 @@ class ProcessStep:
 
     def __init__(
         self,
-        part: ActorPlan,
+        plan: ActorPlan,
         constants: Sequence[tuple[int, Sequence[np.ndarray]]],
         transport: Sockets,
         deadline: float,
     ) -> None:
-        self.part = part
-        devices = _devices(part)
-        meshes = {stage: _mesh(part, stage, devices) for stage in part.stages}
-        self.programs = StagePrograms(part.pieces, part.program, meshes)
+        self.plan = plan
+        devices = _devices(plan)
+        meshes = {stage: _mesh(plan, stage, devices) for stage in plan.stages}
+        self.programs = StagePrograms(plan.pieces, plan.program, meshes)
         with no_mesh():
             self.variants = self.programs.variants()
-        self.names = buffer_names(part.program.values)
-        self.arrays = ActorArrays(part, self.programs)
+        self.names = buffer_names(plan.program.values)
+        self.arrays = ActorArrays(plan, self.programs)
         self._store = self.arrays.store
         numbers = {device: number for number, device in enumerate(devices)}
-        self._exchange = Exchange(part, self.programs, numbers, transport, deadline)
+        self._exchange = Exchange(plan, self.programs, numbers, transport, deadline)
         self.actions = tuple(self._actions())
         self.index: int | None = None
         self.doing = "idle"
@@ -93,7 +94,7 @@ class ProcessStep:
 
     def run(self, message: Message) -> Failure | None:
         """One step; what went wrong, if anything did."""
-        message = spelled_out(message, self.part)
+        message = spelled_out(message, self.plan)
         failure = self._outcome(message)
         if failure is not None:
             self.skip(message)
@@ -101,7 +102,7 @@ class ProcessStep:
 
     def skip(self, message: Message) -> None:
         """What is left of a step that fails, or is not run: what it takes over is gone."""
-        message = spelled_out(message, self.part)
+        message = spelled_out(message, self.plan)
         self._store.drop((*message.forgotten, *message.consumed))
 
     def _outcome(self, message: Message) -> Failure | None:
@@ -113,7 +114,7 @@ class ProcessStep:
             spot, tag = self.spot(), self._tag()
             return Failure(kind, spot, message.step, error.detail, "", error.peer, tag)
         except BaseException as error:
-            if len(self.part.siblings) > 1 and is_of_group(error):
+            if len(self.plan.siblings) > 1 and is_of_group(error):
                 return Failure("group", self.spot(), message.step, str(error))
             return failure_of(error, self.spot(), message.step)
         finally:
@@ -134,11 +135,11 @@ class ProcessStep:
             self._run_recorded(message, buffers)
         self._at(None, "the end of the step")
         self._exchange.wait_for_all()
-        outputs = {value: buffers[Buffer(value, None)] for value in self.part.outputs}
+        outputs = {value: buffers[Buffer(value, None)] for value in self.plan.outputs}
         consumed = set(message.consumed)
         lasting = {
             slot.value
-            for slot, key in zip(self.part.slots, message.given, strict=True)
+            for slot, key in zip(self.plan.slots, message.given, strict=True)
             if isinstance(key, int) and key not in consumed
         }
         for value in lasting & outputs.keys():  # inputs that are returned as they are, and live on
@@ -151,9 +152,9 @@ class ProcessStep:
     def _run_recorded(self, message: Message, buffers: dict[Buffer, Any]) -> None:
         recorder: Together | Alone
         if isinstance(message.record, Turns):
-            recorder = Alone(self.part, message.record, self._exchange, message.step)
+            recorder = Alone(self.plan, message.record, self._exchange, message.step)
         else:
-            recorder = Together(self.part)
+            recorder = Together(self.plan)
         try:
             for index, action in enumerate(self.actions):
                 self._at(None, "a profile, waiting for its turn")
@@ -166,11 +167,11 @@ class ProcessStep:
 
     def _inputs(self, message: Message) -> dict[Buffer, Any]:
         """The values with which the step begins."""
-        part, buffers = self.part, dict(self.constants)
-        consumed, taken_over = set(message.consumed), set(part.program.donated)
+        plan, buffers = self.plan, dict(self.constants)
+        consumed, taken_over = set(message.consumed), set(plan.program.donated)
         resident: set[tuple[int, int]] = set()
         arriving: set[tuple[int, int, int]] = set()
-        for slot, found in zip(part.slots, message.given, strict=True):
+        for slot, found in zip(plan.slots, message.given, strict=True):
             buffer = Buffer(slot.value, None)
             if found is None:
                 arriving.add((slot.leaf, slot.part, slot.value))
@@ -183,43 +184,45 @@ class ProcessStep:
             else:
                 buffers[buffer] = self.arrays.placed(slot.value, found)
         self._store.drop(message.consumed)
-        tag = FIRST_OWN_TAG + part.mesh
-        for to, items in part.hand_on.items():
+        tag = FIRST_OWN_TAG + plan.mesh
+        for to, items in plan.hand_on.items():
             sent = [x for x in items if (x.leaf, x.part) in resident]
             if sent:
                 arrays = [buffers[Buffer(x.value, None)] for x in sent]
                 ways = [x.way for x in sent]
                 self._exchange.handed_on += self._exchange.send(to, message.step, tag, arrays, ways)
-        for leaf, number, home, value in part.copies:
+        for leaf, number, home, value in plan.copies:
             if (leaf, number, value) in arriving:
                 sharding = self.programs.places[value].sharding
                 array = resharded(buffers[Buffer(home, None)], sharding)
                 buffers[Buffer(value, None)] = copied(array)
-        for source, items in part.handed.items():
+        for source, items in plan.handed.items():
             wanted = [x for x in items if (x.leaf, x.part, x.value) in arriving]
             if wanted:
                 self._at(
-                    None, f"the start of the step, waiting for leaves of {_actors(part, source)}"
+                    None, f"the start of the step, waiting for leaves of {_actors(plan, source)}"
                 )
                 pairs = [(Buffer(x.value, None), x.way) for x in wanted]
-                self._exchange.receive(buffers, source, message.step, FIRST_OWN_TAG + source, pairs)
+                self._exchange.receive(source, FIRST_OWN_TAG + source, pairs, buffers, message.step)
         return buffers
 
     def _actions(self) -> Iterator[Action]:
-        part, programs = self.part, self.programs
-        pace, lasting = Pace(), lasting_writes(part.program)
-        for index, x in enumerate(part.instructions):
+        plan, programs, exchange = self.plan, self.programs, self._exchange
+        pace, lasting = Pace(), lasting_writes(plan.program)
+        for index, x in enumerate(plan.instructions):
             if isinstance(x, Run):
                 compiled = self.variants[x.piece, donated_numbers(x)]
-                waited = programs.waited(x, lasting.get((part.mesh, index), ()))
+                waited = programs.waited(x, lasting.get((plan.mesh, index), ()))
                 run = stages.run_action(compiled, x, pace, waited)
-                yield self._run_action(run, x, part.awaited.get(index, ()))
+                yield self._run_action(run, x, plan.awaited.get(index, ()))
             elif isinstance(x, Send):
-                yield self._send_action(x)
+                yield functools.partial(exchange.send_buffers, x, plan.ways[x.tag])
             elif isinstance(x, Recv):
-                yield self._recv_action(x)
+                items = list(zip(x.buffers, plan.ways[x.tag], strict=True))
+                yield functools.partial(exchange.receive, x.source, x.tag, items)
             elif isinstance(x, Reshard):
-                yield _local(self._reshard_action(x))
+                sharding = programs.places[x.target.value].sharding
+                yield functools.partial(_reshard, x, sharding)
             elif isinstance(x, Accumulate):
                 yield _local(stages.accumulate_action(x))
             else:
@@ -228,7 +231,7 @@ class ProcessStep:
     def _run_action(self, run: stages.Action, x: Run, tags: Sequence[int]) -> Action:
         # Where a mesh of CPUs has several processes, dozens of queued programs wait for each other
         # without end (jaxlib 0.10.2); so each is awaited.
-        is_awaited = len(self.part.siblings) > 1 and jax.default_backend() == "cpu"
+        is_awaited = len(self.plan.siblings) > 1 and jax.default_backend() == "cpu"
         exchange = self._exchange
 
         def action(buffers: dict[Buffer, Any], step: int) -> None:
@@ -243,65 +246,44 @@ class ProcessStep:
 
         return action
 
-    def _reshard_action(self, x: Reshard) -> stages.Action:
-        sharding = self.programs.places[x.target.value].sharding
-
-        def action(buffers: dict[Buffer, Any]) -> None:
-            buffers[x.target] = resharded(buffers[x.source], sharding)
-
-        return action
-
-    def _send_action(self, x: Send) -> Action:
-        ways = self.part.ways[x.tag]
-
-        def action(buffers: dict[Buffer, Any], step: int) -> None:
-            arrays = [buffers[b] for b in x.buffers]
-            self._exchange.tickets[x.tag] = self._exchange.send(x.to, step, x.tag, arrays, ways)
-
-        return action
-
-    def _recv_action(self, x: Recv) -> Action:
-        items = list(zip(x.buffers, self.part.ways[x.tag], strict=True))
-
-        def action(buffers: dict[Buffer, Any], step: int) -> None:
-            self._exchange.receive(buffers, x.source, step, x.tag, items)
-
-        return action
-
     def _at(self, index: int | None, doing: str) -> None:
         self.index, self.doing, self.since = index, doing, time.monotonic()
 
     def spot(self) -> Spot:
         """What is being done."""
-        part, index = self.part, self.index
+        plan, index = self.plan, self.index
         if index is None:
-            return Spot(part.actor, part.label, None, self.doing)
-        x = part.instructions[index]
-        stage = _stage(x, part)
+            return Spot(plan.actor, plan.label, None, self.doing)
+        x = plan.instructions[index]
+        stage = _stage(x, plan)
         text = x.label
         if not isinstance(x, Run):
             text += ": " + ", ".join(map(self.names, (*x.reads, *x.writes)))
-        return Spot(part.actor, f"stage {stage}", index, text, _microbatch(x))
+        return Spot(plan.actor, f"stage {stage}", index, text, _microbatch(x))
 
     def _tag(self) -> int | None:
-        x = None if self.index is None else self.part.instructions[self.index]
+        x = None if self.index is None else self.plan.instructions[self.index]
         return x.tag if isinstance(x, (Send, Recv)) else None
 
 
-def _actors(part: ActorPlan, mesh: int) -> str:
-    found = part.processes[mesh]
+def _actors(plan: ActorPlan, mesh: int) -> str:
+    found = plan.processes[mesh]
     return f"actor{'' if len(found) == 1 else 's'} {', '.join(map(str, found))}"
+
+
+def _reshard(x: Reshard, sharding: NamedSharding, buffers: dict[Buffer, Any], step: int) -> None:
+    buffers[x.target] = resharded(buffers[x.source], sharding)
 
 
 def _local(action: stages.Action) -> Action:
     return lambda buffers, step: action(buffers)
 
 
-def _stage(x: Instruction, part: ActorPlan) -> int:
+def _stage(x: Instruction, plan: ActorPlan) -> int:
     if isinstance(x, Run):
         return x.stage
     buffers = (*x.reads, *x.writes)
-    return part.program.value_of[buffers[0].value].stage if buffers else part.stages[0]
+    return plan.program.value_of[buffers[0].value].stage if buffers else plan.stages[0]
 
 
 def _microbatch(x: Instruction) -> int | None:
@@ -311,7 +293,7 @@ def _microbatch(x: Instruction) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _devices(part: ActorPlan) -> list[jax.Device]:
+def _devices(plan: ActorPlan) -> list[jax.Device]:
     """Those of the mesh, in all its processes."""
     platform = str(jax.config.jax_platforms)  # type: ignore[attr-defined]
     try:
@@ -322,15 +304,15 @@ def _devices(part: ActorPlan) -> list[jax.Device]:
             why=str(error) or None,
             hint="install JAX for GPUs (jax[cuda12]) on all nodes." if platform == "cuda" else None,
         ) from error
-    if len(found) < part.num_devices:
+    if len(found) < plan.num_devices:
         raise DeviceError(
-            f"{part.label} needs {part.num_devices} devices, and its processes have {len(found)}."
+            f"{plan.label} needs {plan.num_devices} devices, and its processes have {len(found)}."
         )
-    return found[: part.num_devices]
+    return found[: plan.num_devices]
 
 
-def _mesh(part: ActorPlan, stage: int, devices: Sequence[jax.Device]) -> Mesh:
-    program = part.pieces.programs[stage]
+def _mesh(plan: ActorPlan, stage: int, devices: Sequence[jax.Device]) -> Mesh:
+    program = plan.pieces.programs[stage]
     own = devices[: int(np.prod(program.mesh))]
     return Mesh(
         np.asarray(own).reshape(program.mesh),

@@ -10,13 +10,27 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jaxlib.version
 import ray
+from jax.extend.core import jaxpr_as_fun
 
+from autopar.base.version import __version__
+from autopar.runtime.checkpoint_files import write_item
 from autopar.runtime.ray.actor.failures import Failure, Spot, failure_of
 from autopar.runtime.ray.actor.heap import give_back, keep_freed_memory
+from autopar.runtime.ray.actor.messages import unpacked
+from autopar.runtime.ray.actor.process_step import ProcessStep
+from autopar.runtime.ray.actor.store import Missing
+from autopar.runtime.ray.actor.writer import Writer
+from autopar.runtime.ray.actor.writer_process import Outside
+from autopar.runtime.ray.transport import pickling
+from autopar.runtime.ray.transport.group import join, reserve_port
+from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,6 @@ class Hello:
 
 def versions() -> tuple[tuple[str, str], ...]:
     """What must be the same in all processes."""
-    import jax
-    import jaxlib.version
-
-    from autopar.base.version import __version__
-
     python = ".".join(map(str, sys.version_info[:2]))
     return (
         ("Python", python),
@@ -94,20 +103,12 @@ class StageActor:
         """Prepare JAX and listen."""
         world = self._world
         os.environ.update(world.environment)
-        import jax
-
         jax.config.update("jax_platforms", world.platform)
         if world.platform == "cpu":
             keep_freed_memory()
             jax.config.update("jax_num_cpu_devices", world.num_devices)
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
-        from autopar.runtime.checkpoint_files import write_item
-        from autopar.runtime.ray.actor.writer import Writer
-        from autopar.runtime.ray.actor.writer_process import Outside
-        from autopar.runtime.ray.transport.group import reserve_port
-        from autopar.runtime.ray.transport.sockets import Sockets
-
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
         self._writer = Writer(Outside() if world.place[1] > 1 else write_item)
         self._transport = Sockets(world.actor, host, world.token)
@@ -132,19 +133,15 @@ class StageActor:
           coordinator: where the processes of its mesh meet; None: it is the only one.
           deadline: seconds that connecting, and any wait in a step, may take.
         """
-        from autopar.runtime.ray.actor.process_step import ProcessStep
-        from autopar.runtime.ray.transport import pickling
-        from autopar.runtime.ray.transport.group import join
-
         start = time.perf_counter()
         try:
             if coordinator is not None:
                 join(coordinator, *self._world.place, deadline)
                 self._reserved.close()
-            part, constants = pickling.loads(data)
-            peers = {peer: addresses[peer] for peer in part.peers}
+            plan, constants = pickling.loads(data)
+            peers = {peer: addresses[peer] for peer in plan.peers}
             self._transport.connect(peers, deadline)
-            self._step = ProcessStep(part, constants, self._transport, deadline)
+            self._step = ProcessStep(plan, constants, self._transport, deadline)
             give_back()
         except Exception as error:
             return failure_of(error, self._spot("compiling"))
@@ -152,8 +149,6 @@ class StageActor:
 
     def step(self, message: Any) -> Failure | None:
         """Run a step. After one that failed, none runs before `reset`."""
-        from autopar.runtime.ray.actor.messages import unpacked
-
         message = unpacked(message)
         if self._broken_from is not None:
             self._step.skip(message)
@@ -179,8 +174,6 @@ class StageActor:
 
     def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
         """See `ActorArrays.copies`; None: one is lost."""
-        from autopar.runtime.ray.actor.store import Missing
-
         try:
             copies: list[Any] = self._step.arrays.copies(wanted)
         except Missing:
@@ -196,8 +189,6 @@ class StageActor:
 
     def reach(self, addresses: Mapping[int, tuple[str, int]], deadline: float) -> Failure | None:
         """Connect to actors to which no array goes."""
-        from autopar.runtime.ray.transport.sockets import TransportError
-
         try:
             self._transport.connect(addresses, deadline)
         except TransportError as error:
@@ -210,12 +201,6 @@ class StageActor:
 
     def make(self, function: bytes, wanted: Sequence[Any]) -> Failure | None:
         """See `ActorArrays.make`."""
-        from concurrent.futures import ThreadPoolExecutor
-
-        from jax.extend.core import jaxpr_as_fun
-
-        from autopar.runtime.ray.transport import pickling
-
         try:
             closed, arguments = pickling.loads(function)
             # In a thread of its own: where jax.random is traced, JAX (0.10.2) no longer looks for

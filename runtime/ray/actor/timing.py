@@ -41,7 +41,7 @@ class Turns:
         return {actor for actors, _ in self.told.values() for actor in actors}
 
 
-def turns(program: PipelineProgram, part: ActorPlan) -> Turns:
+def turns(program: PipelineProgram, plan: ActorPlan) -> Turns:
     """The turns of an actor in the order of a program; each process of a mesh has the mesh's."""
     awaited: dict[int, tuple[int, int]] = {}
     told: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -49,30 +49,30 @@ def turns(program: PipelineProgram, part: ActorPlan) -> Turns:
     for number, ((mesh, index), (next_mesh, next_index)) in enumerate(pairs):
         if mesh == next_mesh:
             continue
-        if mesh == part.mesh and part.process == 0:
-            told[index] = part.processes[next_mesh], number
-        if next_mesh == part.mesh:
-            awaited[next_index] = part.processes[mesh][0], number
+        if mesh == plan.mesh and plan.process == 0:
+            told[index] = plan.processes[next_mesh], number
+        if next_mesh == plan.mesh:
+            awaited[next_index] = plan.processes[mesh][0], number
     return Turns(awaited, told)
 
 
 class Together:
     """Notes when instructions are dispatched and when their results are there."""
 
-    def __init__(self, part: ActorPlan) -> None:
-        self._part = part
-        self._waited = lasting_writes(part.program)
+    def __init__(self, plan: ActorPlan) -> None:
+        self._plan = plan
+        self._waited = lasting_writes(plan.program)
         self.times = Times({}, {})
         self._waiter = Waiter(self.times.ready)
 
     def before(self, index: int) -> None:
         """An instruction is about to be dispatched."""
-        self.times.dispatched[self._part.mesh, index] = time.perf_counter()
+        self.times.dispatched[self._plan.mesh, index] = time.perf_counter()
 
     def after(self, index: int, buffers: dict[Buffer, Any]) -> None:
         """It was dispatched."""
-        place = self._part.mesh, index
-        found = telling(self._part.instructions[index], self._waited.get(place, ()), buffers)
+        place = self._plan.mesh, index
+        found = telling(self._plan.instructions[index], self._waited.get(place, ()), buffers)
         if found:
             self._waiter.put(place, found)
 
@@ -85,8 +85,8 @@ class Together:
 class Alone:
     """Notes how long each instruction takes while no actor does anything else."""
 
-    def __init__(self, part: ActorPlan, order: Turns, exchange: Exchange, step: int) -> None:
-        self._part, self._order = part, order
+    def __init__(self, plan: ActorPlan, order: Turns, exchange: Exchange, step: int) -> None:
+        self._plan, self._order = plan, order
         self._exchange, self._step = exchange, step
         self._start = 0.0
         self.seconds: dict[Place, float] = {}
@@ -100,13 +100,13 @@ class Alone:
 
     def after(self, index: int, buffers: dict[Buffer, Any]) -> None:
         """Wait for the instruction, and say that it is done."""
-        instruction = self._part.instructions[index]
+        instruction = self._plan.instructions[index]
         if isinstance(instruction, Send):
             self._exchange.wait(self._exchange.tickets[instruction.tag])
         else:
             jax.block_until_ready([buffers[b] for b in instruction.writes if b in buffers])
         passed = time.perf_counter() - self._start
-        self.seconds[self._part.mesh, index] = 0.0 if isinstance(instruction, Free) else passed
+        self.seconds[self._plan.mesh, index] = 0.0 if isinstance(instruction, Free) else passed
         if index in self._order.told:
             actors, number = self._order.told[index]
             for actor in actors:

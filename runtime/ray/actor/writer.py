@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -24,43 +25,33 @@ class Writer:
 
     def __init__(self, write: Callable[[Path, Mapping[str, np.ndarray]], None]) -> None:
         self._write_item = write
-        self._outcomes: dict[str, Exception | None] = {}
-        self._changed = threading.Condition()
+        self._outcomes: dict[str, Future[None]] = {}
 
     def begin(self, folder: str, copies: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Copy arrays, and start to write them."""
+        outcome = self._outcomes.setdefault(folder, Future())
         try:
             arrays = copies()
-        except Missing as error:
-            self._end(folder, LostItem(str(error)))
-            return
         except Exception as error:
-            self._end(folder, error)
-            return
-        threading.Thread(target=self._write, args=(folder, arrays), daemon=True).start()
+            outcome.set_exception(LostItem(str(error)) if isinstance(error, Missing) else error)
+        else:
+            arguments = (outcome, Path(folder), arrays)
+            threading.Thread(target=self._write, args=arguments, daemon=True).start()
 
     def wait(self, folder: str) -> None:
         """Wait until an item is written; it may not even have begun.
 
         Raises:
+          LostItem: an array of it was lost.
           Exception: it cannot be written.
         """
-        with self._changed:
-            while folder not in self._outcomes:
-                self._changed.wait()
-            outcome = self._outcomes.pop(folder)
-        if outcome is not None:
-            raise outcome
+        self._outcomes.setdefault(folder, Future()).result()
+        del self._outcomes[folder]
 
-    def _write(self, folder: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def _write(self, outcome: Future[None], folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         try:
-            self._write_item(Path(folder), arrays)
+            self._write_item(folder, arrays)
         except Exception as error:
-            self._end(folder, error)
+            outcome.set_exception(error)
         else:
-            self._end(folder, None)
-
-    def _end(self, folder: str, error: Exception | None) -> None:
-        with self._changed:
-            self._outcomes[folder] = error
-            self._changed.notify_all()
+            outcome.set_result(None)

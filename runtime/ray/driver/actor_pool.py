@@ -6,15 +6,18 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.base.errors import ClusterError, LostActorError, StageError
+import ray
+from ray.exceptions import RayActorError
+
+from autopar.base.errors import ClusterError, StageError
 from autopar.base.ray_options import Ray
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.failures import Failure
+from autopar.runtime.ray.actor.failures import Failure, Spot
 from autopar.runtime.ray.actor.stage_actor import versions
 from autopar.runtime.ray.driver import launch
 from autopar.runtime.ray.driver.ray_cluster import Connection
-from autopar.runtime.ray.driver.rpc import results_of
-from autopar.runtime.ray.driver.step_errors import stage_error
+from autopar.runtime.ray.driver.rpc import POLL_SECONDS, Watch, reason_of
+from autopar.runtime.ray.driver.step_errors import lost_error, stage_error
 
 START_SECONDS = 120.0
 """How long actors may take to start, at the least: they import JAX."""
@@ -114,22 +117,35 @@ class ActorPool:
             getattr(actor, method).remote(*given)
             for actor, given in zip(self.handles, each, strict=True)
         ]
-        try:
-            results = results_of(
-                refs, self.handles, self.plans, self.name, doing, patience or self.deadline
-            )
-        except LostActorError as error:
-            self.lose(error)
-            raise
-        for result in results:
+        watch = Watch(self.handles, self.plans, patience or self.deadline, of_instructions=False)
+        results: dict[Any, Any] = {}
+        left = list(refs)
+        while left:
+            done, left = ray.wait(left, num_returns=1, timeout=POLL_SECONDS)
+            for ref in done:
+                try:
+                    results[ref] = ray.get(ref)
+                except RayActorError as error:
+                    raise self.lost(refs.index(ref), doing, reason_of(error)) from None
+            late = watch.late()
+            if left and late is not None:
+                why = f"it does not answer while {doing}."
+                raise self.lose(lost_error(self.name, late, why))
+        for result in results.values():
             if isinstance(result, Failure):
                 raise stage_error(result, self.name)
-        return results
+        return [results[ref] for ref in refs]
 
-    def lose(self, error: StageError) -> None:
-        """End all actors, because of an error."""
+    def lost(self, actor: int, doing: str, why: str) -> StageError:
+        """End all actors, because one was found dead; the error that says so."""
+        spot = Spot(actor, self.plans[actor].label, None, doing)
+        return self.lose(lost_error(self.name, spot, why))
+
+    def lose(self, error: StageError) -> StageError:
+        """End all actors, because of an error, which is returned."""
         self.error = error
         self.close(error.what)
+        return error
 
     def close(
         self, why: str = "they were shut down: by shutdown(), or at the end of a with block."

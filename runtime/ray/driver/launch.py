@@ -80,7 +80,7 @@ def _is_running(pid: int) -> bool:
 
 def contents(
     runnable: Runnable,
-    parts: Sequence[ActorPlan],
+    plans: Sequence[ActorPlan],
     shardings: Sequence[RaySharding],
     num_leaves: int,
     constants: Sequence[Any],
@@ -91,14 +91,14 @@ def contents(
     Raises:
       TraceError: something in the step cannot be pickled.
     """
-    own: list[list[tuple[int, tuple[np.ndarray, ...]]]] = [[] for _ in parts]
+    own: list[list[tuple[int, tuple[np.ndarray, ...]]]] = [[] for _ in plans]
     for leaf, value in enumerate(constants, num_leaves):
         values = shardings[leaf].pieces(to_host(jax.numpy.asarray(value)))
         for rows, numbers in zip(runnable.leaves[leaf], values, strict=True):
             for number in runnable.pieces.inputs[rows.number]:
-                for actor in parts[0].processes[runnable.program.mesh_of(number)]:
-                    own[actor].append((number, cut(numbers, parts[actor].held(number))))
-    return [pickling.dumps(each, name) for each in zip(parts, own, strict=True)]
+                for actor in plans[0].processes[runnable.program.mesh_of(number)]:
+                    own[actor].append((number, cut(numbers, plans[actor].held(number))))
+    return [pickling.dumps(each, name) for each in zip(plans, own, strict=True)]
 
 
 def settings() -> dict[str, Any]:
@@ -108,7 +108,7 @@ def settings() -> dict[str, Any]:
 
 def start(
     connection: Connection,
-    parts: Sequence[ActorPlan],
+    plans: Sequence[ActorPlan],
     name: str,
     config: Mapping[str, Any],
     cache: str | None,
@@ -122,19 +122,19 @@ def start(
     environment = {"JAX_PLATFORMS": platform, "XLA_FLAGS": _xla_flags()}
     worlds = [
         World(
-            label=f"{part.label} of {name}",
-            actor=part.actor,
-            place=(part.process, len(part.siblings)),
-            num_devices=len(part.own),
+            label=f"{plan.label} of {name}",
+            actor=plan.actor,
+            place=(plan.process, len(plan.siblings)),
+            num_devices=len(plan.own),
             platform=platform,
             jax_config=config,
             environment=environment,
             token=token,
             is_local=connection.is_local,
         )
-        for part in parts
+        for plan in plans
     ]
-    names = [f"autopar {name} {part.label} {tail}" for part in parts]
+    names = [f"autopar {name} {plan.label} {tail}" for plan in plans]
     return connection.actors(StageActor, worlds, names, GROUPS)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from autopar.arrays.ray_array import LeafPlace, RayArray
+from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
@@ -17,7 +18,8 @@ from autopar.runtime.ray.driver.profiling import Measured, profiled
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.restarts import RestartedActors
 from autopar.runtime.ray.driver.save import Saving
-from autopar.runtime.ray.recovery.lineage import MakeEntry, PlaceEntry, SaveEntry, StepEntry
+from autopar.runtime.ray.recovery.lineage import Again, step_again
+from autopar.runtime.ray.recovery.runner import Runner
 from autopar.runtime.ray.transport import pickling
 
 
@@ -88,7 +90,8 @@ class RayStep(RestartedActors):
         else:
             results = self.running.carry(carried, fresh, self)
         if log is not None:
-            log.write(StepEntry(given, taken, log.name(results), self.running.steps.serial))
+            again = functools.partial(step_again, donated=taken)
+            log.write(given, again, results, self.running.steps.serial)
         if carried is None:  # else the actors have taken over all of them
             kept_arrays = {id(leaf) for leaf in kept}
             for leaf in donated:
@@ -133,17 +136,10 @@ class RayStep(RestartedActors):
           weak: whether JAX promotes it as it does a Python number; None: as the leaf.
         """
         is_weak = bool(getattr(leaf, "weak_type", False)) if weak is None else weak
-
-        def do() -> RayArray:
-            log = self._lineage
-            if log is None:
-                return self.running.place(leaf, place, is_weak, self)
-            given = log.given(leaf, self)
-            made = self.running.place(leaf, place, is_weak, self)
-            log.write(PlaceEntry(given, place, is_weak, log.name([made])))
-            return made
-
-        return self.attempt(do)
+        return self._noted(
+            [leaf],
+            lambda leaves, runner, keeper: [runner.place(leaves[0], place, is_weak, keeper)],
+        )[0]
 
     def make(self, closed: Any, arguments: Sequence[Any], indices: Sequence[int]) -> list[RayArray]:
         """Let the actors run a traced function, whose results stay there.
@@ -161,13 +157,9 @@ class RayStep(RestartedActors):
         places = tuple(LeafPlace("argument", index) for index in indices)
         weak = tuple(bool(aval.weak_type) for aval in closed.out_avals)
 
-        def do() -> list[RayArray]:
-            made = self.running.make(function, places, weak, self)
-            if self._lineage is not None:
-                self._lineage.write(MakeEntry(function, places, weak, self._lineage.name(made)))
-            return made
-
-        return self.attempt(do)
+        return self._noted(
+            [], lambda leaves, runner, keeper: runner.make(function, places, weak, keeper)
+        )
 
     def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Saving:
         """Let the actors write arrays of theirs into items of a folder while later steps run.
@@ -177,18 +169,31 @@ class RayStep(RestartedActors):
         """
         saving = Saving(folder, label, len(arrays))
 
-        def do() -> None:
-            for array in arrays:
+        def send(leaves: list[Any], runner: Runner, keeper: Keeper) -> list[RayArray]:
+            for array in leaves:
                 array.check()
-            self.running.save(saving, arrays)
-            if self._lineage is not None:
-                numbers = tuple(x.number for x in arrays if x.number is not None)
-                self._lineage.write(SaveEntry(numbers, saving))
+            runner.save(saving, leaves)
+            return []
 
         self._savings = [other for other in self._savings if not other.is_done]
-        self.attempt(do)
+        self._noted(arrays, send, saving)
         self._savings.append(saving)
         return saving
+
+    def _noted(
+        self, leaves: Sequence[Any], again: Again, saving: Saving | None = None
+    ) -> list[RayArray]:
+        """What `again` makes of leaves, which is written into the log."""
+
+        def do() -> list[RayArray]:
+            log = self._lineage
+            given = () if log is None else tuple(log.given(leaf, self) for leaf in leaves)
+            made = again(list(leaves), self.running, self)
+            if log is not None:
+                log.write(given, again, made, saving=saving)
+            return made
+
+        return self.attempt(do)
 
     def finish(self) -> None:
         """Wait until all steps are done.

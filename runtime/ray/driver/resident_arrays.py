@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar.arrays.ray_array import RayArray, RaySharding, Resident
+from autopar.arrays.ray_array import ArrayKind, Keeper, RayArray, RaySharding, Resident
 from autopar.base.errors import StageError
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.actor.store import FIRST_OTHER, KEYS
@@ -194,31 +193,31 @@ class ResidentArrays:
                     refs.append(actor.saved.remote(folder))
             return refs
 
-    def place(self, leaf: Any, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
-        """Put an array on the actors; where it lives there already, a copy of it."""
-        pool = self._pool
+    def place(self, leaf: Any, values: Sequence[int], kind: ArrayKind, keeper: Keeper) -> RayArray:
+        """Put an array on the actors, where values lie; if it lives there already, a copy of it."""
         with self._steps.busy():
             self._others += 1
-            residents = self._new(sharding, values)
-            given = self.given(leaf, sharding)
+            residents = self._new(kind.sharding, values)
+            given = self.given(leaf, kind.sharding)
             for resident, value, rows in zip(residents, values, given, strict=True):
                 for number in self._firsts[resident.mesh].siblings:
-                    actor = pool.handles[number]
+                    actor = self._pool.handles[number]
                     if isinstance(rows, Resident):
                         actor.duplicate.remote(rows.key, resident.key)
                     else:
-                        tiles = self._cut(pool.plans[number], value, rows)
+                        tiles = self._cut(self._pool.plans[number], value, rows)
                         actor.keep.remote(resident.key, value, tiles)
-            return residents
+            return RayArray(residents, kind, keeper)
 
     def make(
-        self, function: bytes, wanted: Sequence[tuple[RaySharding, Sequence[int]]]
-    ) -> list[list[Resident]]:
-        """Let the actors run a traced function; the residents of each of its results.
+        self, function: bytes, homes: Sequence[tuple[Sequence[int], ArrayKind]], keeper: Keeper
+    ) -> list[RayArray]:
+        """Let the actors run a traced function.
 
         Args:
           function: a closed jaxpr and its arguments, pickled.
-          wanted: where each result shall be, and the values that take its parts.
+          homes: of each result, the values where its parts shall lie, and its kind.
+          keeper: of the results.
 
         Raises:
           StageError: it fails on an actor.
@@ -227,22 +226,21 @@ class ResidentArrays:
             items: list[list[tuple[int, int, int, Any]]] = [[] for _ in self._firsts]
             made = []
             self._others += 1
-            for number, (sharding, values) in enumerate(wanted):
-                residents = self._new(sharding, values)
-                for resident, value, rows in zip(
-                    residents, values, sharding.indices(), strict=True
-                ):
+            for number, (values, kind) in enumerate(homes):
+                residents, indices = self._new(kind.sharding, values), kind.sharding.indices()
+                for resident, value, rows in zip(residents, values, indices, strict=True):
                     items[resident.mesh].append((resident.key, value, number, rows))
-                made.append(residents)
+                made.append(RayArray(residents, kind, keeper))
             arguments = [(function, items[plan.mesh]) for plan in self._pool.plans]
             self._steps.ask("make", arguments, "initialize")
-            for resident in itertools.chain.from_iterable(made):
-                resident.is_ready = True
+            for array in made:
+                for resident in array.residents:
+                    resident.is_ready = True
             return made
 
-    def _new(self, sharding: RaySharding, values: Sequence[int]) -> list[Resident]:
+    def _new(self, sharding: RaySharding, values: Sequence[int]) -> tuple[Resident, ...]:
         """Residents for the parts of an array that no step makes."""
-        return [
+        return tuple(
             Resident(self, part.mesh_number, self._others * KEYS + value)
             for part, value in zip(sharding.parts, values, strict=True)
-        ]
+        )

@@ -29,7 +29,7 @@ from autopar.runtime.ray.driver.actor_pool import ActorPool, gpus_of
 from autopar.runtime.ray.driver.ray_cluster import Connection, NoRoom, await_room, free_actors
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.running import Running
-from autopar.runtime.ray.recovery.lineage import Lineage, StepEntry
+from autopar.runtime.ray.recovery.lineage import Lineage
 from autopar.runtime.ray.recovery.snapshots import Snapshots
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class RestartedActors(Keeper):
                     raise
                 is_other_plan = True
         self.running = running
-        num_steps = sum(isinstance(entry, StepEntry) for entry in log.entries)
+        num_steps = sum(entry.serial is not None for entry in log.entries)
         seconds = time.perf_counter() - begin
         # They would keep alive whatever the caller's functions hold.
         error.__traceback__ = error.__context__ = error.__cause__ = None

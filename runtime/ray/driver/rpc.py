@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.actor.failures import Spot
-from autopar.runtime.ray.driver.step_errors import Gone, Outcome, Silent, lost_error
+from autopar.runtime.ray.driver.step_errors import Gone, Outcome, Silent
 
 POLL_SECONDS = 1.0
 """A wait for actors looks around that often."""
@@ -23,7 +23,7 @@ class Watch:
 
     Args:
       handles: of the actors.
-      parts: what they run.
+      plans: what they run.
       deadline: seconds.
       of_instructions: whether an instruction may take no longer (compiling may).
     """
@@ -31,11 +31,11 @@ class Watch:
     def __init__(
         self,
         handles: Sequence[Any],
-        parts: Sequence[ActorPlan],
+        plans: Sequence[ActorPlan],
         deadline: float,
         of_instructions: bool,
     ) -> None:
-        self._handles, self._parts = handles, parts
+        self._handles, self._plans = handles, plans
         self._deadline, self._of_instructions = deadline, of_instructions
         self._pause = min(5.0, deadline / 4)
         self._asked: list[Any] = []
@@ -53,8 +53,8 @@ class Watch:
         if left:
             if now - self._since <= self._deadline:
                 return None
-            part = self._parts[self._asked.index(left[0])]
-            return Spot(part.actor, part.label, None, "it does not answer")
+            plan = self._plans[self._asked.index(left[0])]
+            return Spot(plan.actor, plan.label, None, "it does not answer")
         asked, self._asked, self._since = self._asked, [], now
         if not self._of_instructions:
             return None
@@ -72,45 +72,6 @@ def overdue(answers: Iterable[tuple[Spot | None, float]], deadline: float) -> Sp
         if spot is not None and spot.instruction != "idle" and seconds > 1.5 * deadline:
             return spot
     return None
-
-
-def results_of(
-    refs: Sequence[Any],
-    handles: Sequence[Any],
-    parts: Sequence[ActorPlan],
-    name: str,
-    doing: str,
-    deadline: float,
-) -> list[Any]:
-    """The results of one call of each actor, which belongs to no step.
-
-    Args:
-      refs: of the calls.
-      handles: of the actors.
-      parts: what they run.
-      name: of the step.
-      doing: what they do, for messages.
-      deadline: seconds for which an actor may fail to answer; the call itself may take longer.
-
-    Raises:
-      LostActorError: an actor died, or does not answer.
-    """
-    watch = Watch(handles, parts, deadline, of_instructions=False)
-    left = list(refs)
-    results: dict[Any, Any] = {}
-    while left:
-        done, left = ray.wait(left, num_returns=1, timeout=POLL_SECONDS)
-        for ref in done:
-            try:
-                results[ref] = ray.get(ref)
-            except RayActorError as error:
-                part = parts[list(refs).index(ref)]
-                spot = Spot(part.actor, part.label, None, doing)
-                raise lost_error(name, spot, reason_of(error)) from None
-        late = watch.late()
-        if left and late is not None:
-            raise lost_error(name, late, f"it does not answer while {doing}.")
-    return [results[ref] for ref in refs]
 
 
 def outcome_of(ref: Any) -> Outcome:

@@ -193,9 +193,7 @@ class Running:
           weak: whether JAX promotes it as it does a Python number.
           keeper: of the result.
         """
-        values, kind = self.pipeline.at(place, weak)
-        residents = self.arrays.place(leaf, kind.sharding, values)
-        return RayArray(tuple(residents), kind, keeper)
+        return self.arrays.place(leaf, *self.pipeline.at(place, weak), keeper)
 
     def make(
         self, function: bytes, places: Sequence[LeafPlace], weak: Sequence[bool], keeper: Keeper
@@ -212,11 +210,7 @@ class Running:
           StageError: it fails.
         """
         homes = [self.pipeline.at(*pair) for pair in zip(places, weak, strict=True)]
-        made = self.arrays.make(function, [(kind.sharding, values) for values, kind in homes])
-        return [
-            RayArray(tuple(residents), kind, keeper)
-            for residents, (_, kind) in zip(made, homes, strict=True)
-        ]
+        return self.arrays.make(function, homes, keeper)
 
     def save(self, saving: Saving, arrays: Sequence[RayArray]) -> None:
         """Let the actors write arrays; see `Saving.send`."""

@@ -45,7 +45,7 @@ def is_over(outcome: Outcome) -> bool:
 def first_error(
     name: str,
     deadline: float,
-    parts: Sequence[ActorPlan],
+    plans: Sequence[ActorPlan],
     outcomes: Sequence[Outcome],
     late: Spot | None,
 ) -> StageError:
@@ -54,26 +54,26 @@ def first_error(
     Args:
       name: of the step.
       deadline: in seconds.
-      parts: what the actors run.
+      plans: what the actors run.
       outcomes: of each actor, after everything was called off.
       late: where the driver saw nothing happen, if that is why it was called off.
     """
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    for part, outcome in zip(parts, outcomes, strict=True):
+    for plan, outcome in zip(plans, outcomes, strict=True):
         if isinstance(outcome, Gone):
-            return lost_error(name, last_spot(part, failures), outcome.reason)
+            return lost_error(name, last_spot(plan, failures), outcome.reason)
     by_kind = {failure.kind: failure for failure in reversed(failures)}
     if "error" in by_kind:
         return stage_error(by_kind["error"], name)
     pairs = [
-        (x.hears, part) for part, x in zip(parts, outcomes, strict=True) if isinstance(x, Silent)
+        (x.hears, plan) for plan, x in zip(plans, outcomes, strict=True) if isinstance(x, Silent)
     ]
-    silent = [part for _, part in sorted(pairs, key=lambda pair: pair[0])]
+    silent = [plan for _, plan in sorted(pairs, key=lambda pair: pair[0])]
     if "group" in by_kind:
         failure = by_kind["group"]
-        siblings = parts[failure.spot.actor].siblings
-        gone = [part for part in silent if part.actor in siblings]
-        others = [parts[actor] for actor in siblings if actor != failure.spot.actor]
+        siblings = plans[failure.spot.actor].siblings
+        gone = [plan for plan in silent if plan.actor in siblings]
+        others = [plans[actor] for actor in siblings if actor != failure.spot.actor]
         spot = last_spot((gone or others)[0], failures)
         return lost_error(name, spot, f"{failure.spot} computes with it and says: {failure.what}")
     if "late" in by_kind:
@@ -89,10 +89,10 @@ def first_error(
     if "lost" in by_kind:
         peer = by_kind["lost"].peer
         assert peer is not None
-        spot = last_spot(parts[peer], failures)
+        spot = last_spot(plans[peer], failures)
         return lost_error(name, spot, "its connections were closed.")
-    part = (silent or parts)[0]
-    return lost_error(name, last_spot(part, failures), "the step was called off.")
+    plan = (silent or plans)[0]
+    return lost_error(name, last_spot(plan, failures), "the step was called off.")
 
 
 def stage_error(failure: Failure, name: str) -> StageError:
@@ -151,16 +151,16 @@ def lost_error(name: str, spot: Spot, why: str) -> LostActorError:
     )
 
 
-def last_spot(part: ActorPlan, failures: Sequence[Failure]) -> Spot:
+def last_spot(plan: ActorPlan, failures: Sequence[Failure]) -> Spot:
     """Where a lost actor was at the latest, from what the others still waited for."""
-    waited = {x.tag for x in failures if x.peer == part.actor and x.tag is not None}
+    waited = {x.tag for x in failures if x.peer == plan.actor and x.tag is not None}
     last = None
-    for index, x in enumerate(part.instructions):
+    for index, x in enumerate(plan.instructions):
         if isinstance(x, Run):
-            last = Spot(part.actor, f"stage {x.stage}", index, x.label, x.microbatch)
+            last = Spot(plan.actor, f"stage {x.stage}", index, x.label, x.microbatch)
         elif isinstance(x, (Send, Recv)) and x.tag in waited:
             if last is None:
-                return Spot(part.actor, part.label, index, f"before {x.label}")
+                return Spot(plan.actor, plan.label, index, f"before {x.label}")
             text = f"{last.instruction} or before it (what others waited for comes from there)"
             return Spot(last.actor, last.stage, last.index, text, last.microbatch)
-    return Spot(part.actor, part.label, None, "at an unknown instruction (nobody waited for it)")
+    return Spot(plan.actor, plan.label, None, "at an unknown instruction (nobody waited for it)")

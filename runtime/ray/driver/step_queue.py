@@ -28,7 +28,7 @@ from autopar.runtime.ray.actor.messages import Message
 from autopar.runtime.ray.actor.store import KEYS
 from autopar.runtime.ray.driver.actor_pool import ActorPool
 from autopar.runtime.ray.driver.rpc import POLL_SECONDS, Watch, outcome_of, overdue, reason_of
-from autopar.runtime.ray.driver.step_errors import Outcome, Silent, first_error, is_over, lost_error
+from autopar.runtime.ray.driver.step_errors import Outcome, Silent, first_error, is_over
 
 AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
@@ -124,18 +124,14 @@ class StepQueue:
           LostActorError: the actor is gone.
         """
         self.wait([ref])
-        plan, name = self._pool.plans[actor], self._pool.name
         try:
             return ray.get(ref)
         except RayActorError as error:
-            spot = Spot(plan.actor, plan.label, None, "between steps")
-            lost = lost_error(name, spot, reason_of(error))
-            self._pool.lose(lost)
-            raise lost from None
+            raise self._pool.lost(actor, "between steps", reason_of(error)) from None
         except RayTaskError as error:
             raise StageError(
-                f"An array of {name} cannot be read: {error.cause}",
-                where=f"actor {actor}, {plan.label}",
+                f"An array of {self._pool.name} cannot be read: {error.cause}",
+                where=f"actor {actor}, {self._pool.plans[actor].label}",
             ) from None
 
     def finish(self) -> None:

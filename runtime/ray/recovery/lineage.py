@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,72 +33,36 @@ Given = Made | np.ndarray
 """A leaf in the log: made by an earlier entry, or the numbers that the driver gave."""
 
 
-@dataclass(frozen=True)
-class StepEntry:
-    """A step.
+Again = Callable[[list[Any], Runner, Keeper], list[RayArray]]
+"""Makes arrays of leaves; it holds neither actors nor a keeper, but is given them."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """Something that was done; one without anything is the place of a snapshot.
 
     Args:
-      leaves: of its arguments.
-      donated: positions of those that it took over.
-      results: the numbers of its results.
-      serial: its number on the actors that ran it last.
+      leaves: what it was done with.
+      again: does it.
+      results: the numbers of the arrays that it makes.
+      serial: of a step, its number on the actors that ran it last.
+      saving: of arrays that are written to files; it is done again unless it was done.
     """
 
-    leaves: tuple[Given, ...]
-    donated: tuple[int, ...]
-    results: tuple[int, ...]
-    serial: int
+    leaves: tuple[Given, ...] = ()
+    again: Again = lambda leaves, runner, keeper: []
+    results: tuple[int, ...] = ()
+    serial: int | None = None
+    saving: Unfinished | None = None
 
     @property
     def inputs(self) -> tuple[int, ...]:
+        """The numbers of the arrays that it needs."""
         return tuple(leaf.number for leaf in self.leaves if isinstance(leaf, Made))
 
-
-@dataclass(frozen=True)
-class PlaceEntry:
-    """A leaf that was put on the actors, or copied there; arguments as of `Runner.place`."""
-
-    leaf: Given
-    place: LeafPlace
-    weak: bool
-    results: tuple[int, ...]
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return (self.leaf.number,) if isinstance(self.leaf, Made) else ()
-
-
-@dataclass(frozen=True)
-class MakeEntry:
-    """A function that made arrays on the actors; arguments as of `Runner.make`."""
-
-    function: bytes
-    places: tuple[LeafPlace, ...]
-    weak: tuple[bool, ...]
-    results: tuple[int, ...]
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return ()
-
-
-@dataclass(frozen=True)
-class SaveEntry:
-    """Arrays that are written to files; it is done again unless it was done."""
-
-    inputs: tuple[int, ...]
-    saving: Unfinished
-    results: tuple[int, ...] = ()
-
-
-class Mark:
-    """The place of a snapshot in the log."""
-
-    inputs: tuple[int, ...] = ()
-    results: tuple[int, ...] = ()
-
-
-Entry = StepEntry | PlaceEntry | MakeEntry | SaveEntry | Mark
+    def is_called_off(self, runner: Runner) -> bool:
+        """Whether it is a step that was given up."""
+        return self.serial is not None and runner.steps.called_off(self.serial)
 
 
 @dataclass(frozen=True)
@@ -146,18 +110,20 @@ class Lineage:
             self._copies[id(leaf)] = known
         return known[1]
 
-    def name(self, arrays: Iterable[RayArray]) -> tuple[int, ...]:
-        """Numbers for arrays that an entry makes."""
-        found = []
-        for array in arrays:
+    def write(
+        self,
+        leaves: tuple[Given, ...],
+        again: Again,
+        made: Sequence[RayArray],
+        serial: int | None = None,
+        saving: Unfinished | None = None,
+    ) -> None:
+        """Something was done, and made arrays; the other arguments are those of `Entry`."""
+        for array in made:
             array.number = next(self._numbers)
             self._handles[array.number] = weakref.ref(array)
-            found.append(array.number)
-        return tuple(found)
-
-    def write(self, entry: Entry) -> None:
-        """Something was done."""
-        self.entries.append(entry)
+        results = tuple(array.number for array in made if array.number is not None)
+        self.entries.append(Entry(leaves, again, results, serial, saving))
 
     def live(self) -> dict[int, RayArray]:
         """The arrays that the user still holds, but for those that a failure took, by number."""
@@ -191,25 +157,22 @@ class Lineage:
 
     def drop_called_off(self, runner: Runner) -> None:
         """Take out the steps that were given up, and what needs what they made."""
-        self.drop(
-            lambda entry: isinstance(entry, StepEntry) and runner.steps.called_off(entry.serial),
-            runner.arrays.lost_array(),
-        )
+        self.drop(lambda entry: entry.is_called_off(runner), runner.arrays.lost_array())
 
-    def mark(self) -> Mark:
+    def mark(self) -> Entry:
         """Remember this place of the log."""
-        mark = Mark()
+        mark = Entry()
         self.entries.append(mark)
         return mark
 
-    def is_saving(self, mark: Mark) -> bool:
+    def is_saving(self, mark: Entry) -> bool:
         """Whether an entry before a place has arrays that are still being written."""
         return any(
-            isinstance(entry, SaveEntry) and not entry.saving.is_settled()
+            entry.saving is not None and not entry.saving.is_settled()
             for entry in self.entries[: self.entries.index(mark)]
         )
 
-    def snapshot(self, mark: Mark, found: Mapping[int, Saved]) -> None:
+    def snapshot(self, mark: Entry, found: Mapping[int, Saved]) -> None:
         """Go on from a snapshot.
 
         Args:
@@ -226,7 +189,7 @@ class Lineage:
         """Take out what nobody needs: neither who holds an array nor an entry that stays."""
         needed, kept = set(live), []
         for entry in reversed(self.entries):
-            is_save = isinstance(entry, SaveEntry) and not entry.saving.is_done
+            is_save = entry.saving is not None and not entry.saving.is_done
             if is_save or not needed.isdisjoint(entry.results):
                 kept.append(entry)
                 needed.update(entry.inputs)
@@ -259,7 +222,8 @@ class Lineage:
                 failed.update(entry.results)
                 continue
             try:
-                made, serial = _again(entry, arrays, runner, keeper)
+                leaves = [arrays[x.number] if isinstance(x, Made) else x for x in entry.leaves]
+                made = entry.again(leaves, runner, keeper)
             except LostActorError:
                 raise
             except StageError as error:
@@ -267,12 +231,12 @@ class Lineage:
                 failed.update(entry.results)
                 continue
             arrays.update(zip(entry.results, made, strict=True))
-            if isinstance(entry, StepEntry):
-                self.entries[index] = replace(entry, serial=serial)
+            if entry.serial is not None:
+                entry.serial = runner.steps.serial
             for number in (*entry.inputs, *entry.results):
                 if number not in live and last.get(number, index) <= index:
                     arrays.pop(number, None)
-            del made
+            del leaves, made
         try:
             runner.steps.finish()
         except LostActorError:
@@ -284,10 +248,7 @@ class Lineage:
                 array.rebind(arrays[number])
         if failure is not None:
             self.drop(
-                lambda entry: (
-                    not failed.isdisjoint(entry.results)
-                    or (isinstance(entry, StepEntry) and runner.steps.called_off(entry.serial))
-                ),
+                lambda entry: not failed.isdisjoint(entry.results) or entry.is_called_off(runner),
                 failure,
             )
         return failure
@@ -297,27 +258,11 @@ def _is_alive(array: jax.Array | None) -> bool:
     return array is not None and not array.is_deleted()
 
 
-def _again(
-    entry: Entry, arrays: Mapping[int, RayArray], runner: Runner, keeper: Keeper
-) -> tuple[list[RayArray], int]:
-    """The results of an entry, and the number of its step."""
-
-    def leaf(given: Given) -> Any:
-        return arrays[given.number] if isinstance(given, Made) else given
-
-    if isinstance(entry, StepEntry):
-        leaves = _apart([leaf(x) for x in entry.leaves], entry.donated, runner, keeper)
-        made = runner.step(leaves, entry.donated, keeper)
-        return made, runner.steps.serial
-    if isinstance(entry, PlaceEntry):
-        return [runner.place(leaf(entry.leaf), entry.place, entry.weak, keeper)], 0
-    if isinstance(entry, SaveEntry):
-        if not entry.saving.is_done:
-            runner.save(entry.saving, [arrays[number] for number in entry.inputs])
-        return [], 0
-    if isinstance(entry, Mark):
-        return [], 0
-    return runner.make(entry.function, entry.places, entry.weak, keeper), 0
+def step_again(
+    leaves: list[Any], runner: Runner, keeper: Keeper, donated: Sequence[int]
+) -> list[RayArray]:
+    """An `Again` of a step that takes over the leaves at some positions."""
+    return runner.step(_apart(leaves, donated, runner, keeper), donated, keeper)
 
 
 def _apart(

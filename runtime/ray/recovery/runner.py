@@ -12,69 +12,48 @@ from autopar.base.errors import StageError
 
 
 class Coming(Protocol):
-    """Copies of arrays that are on their way."""
+    """Copies of arrays that are on their way; see `driver.fetch.Copies`."""
 
-    def is_there(self) -> bool:
-        """Whether all have arrived, or will not come; does not wait."""
-
-    def get(self) -> list[np.ndarray] | None:
-        """The arrays; None: a step before failed. Raises a `RayError` if an actor is lost."""
+    def is_there(self) -> bool: ...
+    def get(self) -> list[np.ndarray] | None: ...
 
 
 class Unfinished(Protocol):
-    """Arrays that are being written to files."""
+    """Arrays that are being written to files; see `driver.save.Saving`."""
 
     is_done: bool
 
-    def is_settled(self) -> bool:
-        """Whether it was written, or never can be; does not wait."""
+    def is_settled(self) -> bool: ...
 
 
 class ToldSteps(Protocol):
-    """The steps that the actors were told of."""
+    """The steps that the actors were told of; see `driver.step_queue.StepQueue`."""
 
     serial: int
 
-    def finish(self) -> None:
-        """Wait until all steps are done. Raises a `StageError` if one failed."""
-
-    def called_off(self, serial: int) -> bool:
-        """Whether a step was given up, so that its results will not come."""
+    def finish(self) -> None: ...
+    def called_off(self, serial: int) -> bool: ...
 
 
 class HeldArrays(Protocol):
-    """The arrays that the actors have."""
+    """The arrays that the actors have; see `driver.resident_arrays.ResidentArrays`."""
 
-    def copies(self, residents: Sequence[Resident]) -> Coming:
-        """Ask for the numbers of arrays as they are after the steps so far."""
-
-    def lost_array(self) -> StageError:
-        """The error for an array of a step that was given up."""
+    def copies(self, residents: Sequence[Resident]) -> Coming: ...
+    def lost_array(self) -> StageError: ...
 
 
 class Runner(Protocol):
-    """What runs a step, and puts arrays where it wants them."""
+    """What runs a step, and puts arrays where it wants them; see `driver.running.Running`."""
 
     @property
-    def steps(self) -> ToldSteps:
-        """What the actors were told."""
-
+    def steps(self) -> ToldSteps: ...
     @property
-    def arrays(self) -> HeldArrays:
-        """What they have."""
-
+    def arrays(self) -> HeldArrays: ...
     def step(
         self, leaves: Sequence[Any], donated: Collection[int], keeper: Keeper
-    ) -> list[RayArray]:
-        """One step that takes over the leaves at the positions `donated`."""
-
-    def place(self, leaf: Any, place: LeafPlace, weak: bool, keeper: Keeper) -> RayArray:
-        """A leaf, copied to a place; `weak`: JAX promotes it as it does a Python number."""
-
+    ) -> list[RayArray]: ...
+    def place(self, leaf: Any, place: LeafPlace, weak: bool, keeper: Keeper) -> RayArray: ...
     def make(
         self, function: bytes, places: Sequence[LeafPlace], weak: Sequence[bool], keeper: Keeper
-    ) -> list[RayArray]:
-        """What a pickled function gives: each result in its place, with its weak type."""
-
-    def save(self, saving: Any, arrays: Sequence[RayArray]) -> None:
-        """Let the actors write arrays, as an `Unfinished` says."""
+    ) -> list[RayArray]: ...
+    def save(self, saving: Any, arrays: Sequence[RayArray]) -> None: ...

@@ -1,4 +1,4 @@
-"""What carries bytes between the processes of a pipeline: one interface, and sockets behind it.
+"""What carries bytes between the processes of a pipeline.
 
 A message has the number of its step, the tag of its `Send`, and bytes. Nothing is sent before the
 array is computed, and whoever sends never waits: a thread for each peer does. Whoever receives
@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -47,39 +47,12 @@ class TransportError(Exception):
 
 
 class Ticket:
-    """A `Send` that is under way: what it reads must stay until it is `read`."""
+    """A `Send` that is under way: what it reads must stay until `is_read`."""
 
     def __init__(self, peer: int, tag: int):
         self.peer, self.tag = peer, tag
-        self.read = threading.Event()
+        self.is_read = False
         self.error: TransportError | None = None
-
-
-class Transport(Protocol):
-    """Messages between the actors of a pipeline, matched by sender, step and tag."""
-
-    def send(self, to: int, step: int, tag: int, size: int, data: Bytes) -> Ticket:
-        """Start to send; returns at once."""
-
-    def receive(self, source: int, step: int, tag: int, deadline: float) -> np.ndarray:
-        """Wait for a message, at most `deadline` seconds.
-
-        Raises:
-          TransportError: it will not come, or not in time.
-        """
-
-    def wait(self, ticket: Ticket, deadline: float) -> None:
-        """Wait until what is sent may be overwritten.
-
-        Raises:
-          TransportError: it cannot be sent, or not in time.
-        """
-
-    def abort(self) -> None:
-        """Call off the running step: who waits raises."""
-
-    def reset(self, step: int) -> None:
-        """Begin anew: whatever belongs to a step before `step` is dropped."""
 
 
 _HEADER = struct.Struct("<QQQ")
@@ -88,7 +61,9 @@ HELLO_SECONDS = 10.0
 
 
 class Sockets:
-    """A `Transport` over TCP: one connection for each ordered pair of actors that talk.
+    """Messages between the actors of a pipeline, matched by sender, step and tag.
+
+    They go over TCP: one connection for each ordered pair of actors that talk.
 
     Args:
       actor: the number of this process.
@@ -99,7 +74,7 @@ class Sockets:
     def __init__(self, actor: int, host: str, token: bytes):
         self.actor, self._token = actor, token
         self._inbox: dict[tuple[int, int, int], np.ndarray] = {}
-        self._arrived = threading.Condition()
+        self._changed = threading.Condition()
         self._lost: set[int] = set()
         self._aborted = False
         self._first_step = 0
@@ -133,43 +108,55 @@ class Sockets:
             _thread(self._write, peer, connection, outbox)
 
     def send(self, to: int, step: int, tag: int, size: int, data: Bytes) -> Ticket:
+        """Start to send; returns at once."""
         ticket = Ticket(to, tag)
         self._outboxes[to].put((ticket, step, tag, size, data))
         return ticket
 
     def wait(self, ticket: Ticket, deadline: float) -> None:
-        if not ticket.read.is_set():
-            end = time.monotonic() + deadline
-            while not ticket.read.wait(min(1.0, max(end - time.monotonic(), 0.0))):
-                if self._aborted:
-                    raise TransportError("aborted", ticket.peer)
-                if time.monotonic() >= end:
-                    raise TransportError("late", ticket.peer)
+        """Wait until what is sent may be overwritten.
+
+        Raises:
+          TransportError: it cannot be sent, or not in time.
+        """
+        if not ticket.is_read:
+            self._wait(lambda: ticket.is_read, ticket.peer, deadline)
         if ticket.error is not None:
             raise ticket.error
 
     def receive(self, source: int, step: int, tag: int, deadline: float) -> np.ndarray:
-        key, end = (source, step, tag), time.monotonic() + deadline
-        with self._arrived:
-            while True:
+        """Wait for a message, at most `deadline` seconds.
+
+        Raises:
+          TransportError: it will not come, or not in time.
+        """
+        key = source, step, tag
+        with self._changed:
+            self._wait(lambda: key in self._inbox or source in self._lost, source, deadline)
+            if key not in self._inbox:
+                raise TransportError("lost", source)
+            return self._inbox.pop(key)
+
+    def _wait(self, is_there: Callable[[], bool], peer: int, deadline: float) -> None:
+        end = time.monotonic() + deadline
+        with self._changed:
+            while self._aborted or not is_there():
                 if self._aborted:
-                    raise TransportError("aborted", source)
-                if key in self._inbox:
-                    return self._inbox.pop(key)
-                if source in self._lost:
-                    raise TransportError("lost", source)
+                    raise TransportError("aborted", peer)
                 left = end - time.monotonic()
                 if left <= 0:
-                    raise TransportError("late", source)
-                self._arrived.wait(left)
+                    raise TransportError("late", peer)
+                self._changed.wait(left)
 
     def abort(self) -> None:
-        with self._arrived:
+        """Call off the running step: who waits raises."""
+        with self._changed:
             self._aborted = True
-            self._arrived.notify_all()
+            self._changed.notify_all()
 
     def reset(self, step: int) -> None:
-        with self._arrived:
+        """Begin anew: whatever belongs to a step before `step` is dropped."""
+        with self._changed:
             self._aborted = False
             self._first_step = step
             for key in [key for key in self._inbox if key[1] < step]:
@@ -183,8 +170,6 @@ class Sockets:
                 each.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait there
             each.close()
 
-    # -- threads ---------------------------------------------------------------------------------
-
     def _write(self, peer: int, connection: socket.socket, outbox: Any) -> None:
         while not self._closed:
             ticket, step, tag, size, data = outbox.get()
@@ -192,7 +177,7 @@ class Sockets:
                 parts = list(data())
             except Exception as error:
                 ticket.error = TransportError("failed", peer, f"{type(error).__name__}: {error}")
-                ticket.read.set()
+                self._end(ticket)
                 continue
             try:
                 connection.sendall(_HEADER.pack(step, tag, size))
@@ -202,7 +187,12 @@ class Sockets:
             except OSError as error:
                 ticket.error = TransportError("lost", peer, str(error))
             del parts, data
-            ticket.read.set()
+            self._end(ticket)
+
+    def _end(self, ticket: Ticket) -> None:
+        with self._changed:
+            ticket.is_read = True
+            self._changed.notify_all()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -232,14 +222,14 @@ class Sockets:
             while True:
                 step, tag, size = _HEADER.unpack(_exactly(connection, _HEADER.size).tobytes())
                 data = _exactly(connection, size)
-                with self._arrived:
+                with self._changed:
                     if step >= self._first_step:
                         self._inbox[source, step, tag] = data
-                        self._arrived.notify_all()
+                        self._changed.notify_all()
         except OSError:
-            with self._arrived:
+            with self._changed:
                 self._lost.add(source)
-                self._arrived.notify_all()
+                self._changed.notify_all()
 
 
 def _exactly(connection: socket.socket, size: int) -> np.ndarray:
