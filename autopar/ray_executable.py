@@ -18,7 +18,8 @@ from autopar.plans.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
-    from autopar.runtime.ray.driver.ray_step import RayProgram
+    from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
+    from autopar.runtime.ray.driver.ray_step import RayProgram, RayStep
     from autopar.runtime.ray.driver.restarts import Recovery
 
 
@@ -33,6 +34,8 @@ class RayExecutable(Executable):
     The actors end with `shutdown()`, at the end of a `with` block, when nothing refers to the step
     and its arrays any more, and with the driver's process.
     """
+
+    _compiled: RayStep
 
     def __init__(
         self,
@@ -50,8 +53,9 @@ class RayExecutable(Executable):
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
-        self._pipeline = _on_actors(compiled, self._twins, self._runtime, name, self._replan)
-        return self._pipeline
+        program = _on_actors(compiled, self._twins, self._runtime, name, self._replan)
+        self._pipeline: RayPipeline = program
+        return program
 
     @property
     def plan(self) -> Plan:
@@ -103,8 +107,7 @@ class RayExecutable(Executable):
 
     def _placed_leaf(self, leaf: Any, index: int) -> RayArray:
         """A leaf of the arguments, copied to where it belongs."""
-        placed: RayArray = self._compiled.place(leaf, LeafPlace("argument", index))
-        return placed
+        return self._compiled.place(leaf, LeafPlace("argument", index))
 
     # Trees of arrays on actors
 
@@ -139,10 +142,7 @@ class RayExecutable(Executable):
 
         closed = jax.make_jaxpr(flat)(*arrays)
         indices = {id(sharding): index for index, sharding in enumerate(self._in_shardings)}
-        made: list[RayArray] = self._compiled.make(
-            closed, arrays, [indices[id(sharding)] for sharding in wanted]
-        )
-        return made
+        return self._compiled.make(closed, arrays, [indices[id(sharding)] for sharding in wanted])
 
     def gather(self, tree: Any) -> Any:
         """A tree with every array that lives on actors brought to the driver's default device.
@@ -221,20 +221,17 @@ class RayExecutable(Executable):
     @property
     def actor_pids(self) -> tuple[int, ...]:
         """The process ids of the actors, those of one mesh side by side."""
-        pids: tuple[int, ...] = self._compiled.running.pool.pids
-        return pids
+        return self._compiled.running.pool.pids
 
     @property
     def compile_seconds(self) -> tuple[float, ...]:
         """What compiling its pieces took each actor."""
-        seconds: tuple[float, ...] = self._compiled.running.pool.compile_seconds
-        return seconds
+        return self._compiled.running.pool.compile_seconds
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """What was lost and made again so far, with seconds (`autopar.Ray(max_restarts=...)`)."""
-        recoveries: tuple[Recovery, ...] = self._compiled.recoveries
-        return recoveries
+        return self._compiled.recoveries
 
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each actor has sent to others so far."""

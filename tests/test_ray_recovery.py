@@ -64,6 +64,7 @@ def kill(pid: int) -> None:
 
 def compiled_by(step: RayExecutable) -> list[str]:
     """The programs in the cache of a step."""
+    assert step._compiled._cache is not None
     files = [file.name for file in Path(step._compiled._cache).iterdir()]
     return sorted(name for name in files if name.endswith("-cache"))
 
@@ -165,6 +166,7 @@ def test_an_actor_that_stops_answering(
 def test_the_log_stays_short(step: RayExecutable) -> None:
     train(step, 8 * EVERY)
     log = step._compiled._lineage
+    assert log is not None
     assert len(log.entries) <= 4 * EVERY
     state, _ = step(init(), BATCH)
     del state

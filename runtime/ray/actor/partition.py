@@ -49,7 +49,7 @@ def partition_plan(
 
     Args:
       runnable: the plan.
-      num_leaves: of the step's arguments; the leaves behind them are constants, without slots.
+      num_leaves: of the step's arguments; the leaves after them are constants, without slots.
       counts: how many processes each mesh has.
       carried: by leaf, the number of the result that the next step takes over in its place.
     """
@@ -88,12 +88,7 @@ def partition_plan(
                     order=tuple((mesh, index) for index in range(len(instructions))),
                 ),
                 ways={
-                    x.tag: tuple(
-                        routes.departure(crossing, process)
-                        if isinstance(x, Send)
-                        else routes.arrival(crossing, process)
-                        for crossing in routes.by_tag[x.tag]
-                    )
+                    x.tag: tuple(routes.way(c, mesh, process) for c in routes.by_tag[x.tag])
                     for x in instructions
                     if isinstance(x, (Send, Recv))
                 },
@@ -101,7 +96,7 @@ def partition_plan(
                 carried=tuple(n for n in outputs if n in numbers and n in taken),
                 hand_on={
                     to: tuple(
-                        HandOn(x.leaf, x.part, x.home, routes.departure(x.crossing, process))
+                        HandOn(x.leaf, x.part, x.home, routes.way(x.crossing, mesh, process))
                         for x in found
                     )
                     for (source, to), found in hand_on.items()
@@ -109,7 +104,7 @@ def partition_plan(
                 },
                 handed={
                     source: tuple(
-                        HandOn(x.leaf, x.part, x.value, routes.arrival(x.crossing, process))
+                        HandOn(x.leaf, x.part, x.value, routes.way(x.crossing, mesh, process))
                         for x in found
                     )
                     for (source, to), found in hand_on.items()
@@ -136,7 +131,7 @@ def result_values(runnable: Runnable) -> tuple[tuple[int, ...], ...]:
 
 
 def ends_of(group: Sequence[LeafRows]) -> tuple[int, ...]:
-    """Behind the last row of each part of a leaf; () if it is whole."""
+    """After the last row of each part of a leaf; () if it is whole."""
     return tuple(rows.stop for rows in group if rows.stop is not None)
 
 
@@ -209,24 +204,13 @@ class _Routes:
         found = route(ends[0], ends[1], sent, self._counts[meshes[1]])
         return _Crossing(found, meshes[0], meshes[1])
 
-    def departure(self, crossing: _Crossing, process: int) -> Departure:
-        """What a process of the sending mesh sends."""
-        return departure(
-            crossing.route,
-            self._own(crossing.source, process),
-            self._counts[crossing.target],
-        )
-
-    def arrival(self, crossing: _Crossing, process: int) -> Arrival:
-        """What a process of the receiving mesh gets."""
-        sources = range(self._counts[crossing.source])
-        return arrival(
-            crossing.route,
-            process,
-            self._own(crossing.target, process),
-            self._counts[crossing.target],
-            [self._own(crossing.source, number) for number in sources],
-        )
+    def way(self, crossing: _Crossing, mesh: int, process: int) -> Departure | Arrival:
+        """What a process of one of its meshes sends, or gets."""
+        own, num_targets = self._own(mesh, process), self._counts[crossing.target]
+        if mesh == crossing.source:
+            return departure(crossing.route, own, num_targets)
+        sources = [self._own(crossing.source, n) for n in range(self._counts[crossing.source])]
+        return arrival(crossing.route, process, own, num_targets, sources)
 
     def _own(self, mesh: int, process: int) -> range:
         return devices_of_process(self.num_devices[mesh], process, self._counts[mesh])

@@ -27,7 +27,7 @@ from autopar.runtime.ray.actor.messages import unpacked
 from autopar.runtime.ray.actor.process_step import ProcessStep
 from autopar.runtime.ray.actor.store import Missing
 from autopar.runtime.ray.actor.writer import Writer
-from autopar.runtime.ray.actor.writer_process import Outside
+from autopar.runtime.ray.actor.writer_process import WriterProcess
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.ray.transport.group import join, reserve_port
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
@@ -110,7 +110,7 @@ class StageActor:
         for name, value in world.jax_config.items():
             jax.config.update(name, value)
         host = "127.0.0.1" if world.is_local else ray.util.get_node_ip_address()
-        self._writer = Writer(Outside() if world.place[1] > 1 else write_item)
+        self._writer = Writer(WriterProcess() if world.place[1] > 1 else write_item)
         self._transport = Sockets(world.actor, host, world.token)
         coordinator = None
         if world.place[1] > 1:

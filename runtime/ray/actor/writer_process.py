@@ -21,7 +21,7 @@ from autopar.base.errors import CheckpointError
 from autopar.runtime.checkpoint_files import write_item
 
 
-class Outside:
+class WriterProcess:
     """`write_item`, done by a child, which is started when it is first needed."""
 
     def __init__(self) -> None:

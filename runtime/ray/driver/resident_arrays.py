@@ -14,7 +14,6 @@ from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.actor.store import FIRST_OTHER, KEYS
 from autopar.runtime.ray.driver.actor_pool import ActorPool
 from autopar.runtime.ray.driver.fetch import Copies, Wanted, by_actor, joined, wanted
-from autopar.runtime.ray.driver.step_errors import array_error
 from autopar.runtime.ray.driver.step_queue import StepQueue
 from autopar.runtime.ray.transport.host_tiles import cut, host_numbers
 from autopar.runtime.ray.transport.routes import Box
@@ -169,7 +168,14 @@ class ResidentArrays:
 
     def lost_array(self) -> StageError:
         """The error for an array of a step that was given up."""
-        return array_error(self._pool.name, self._pool.error)
+        error = self._pool.error
+        return StageError(
+            f"An array of {self._pool.name} is lost: the step that was to make it failed.",
+            where=None if error is None else error.where,
+            why=None if error is None else error.what,
+            hint="go on from a state that is alive.",
+            spot=None if error is None else error.spot,
+        )
 
     # Arrays that no step makes
 

@@ -8,7 +8,6 @@ log. The arrays that the caller holds are then those of the new actors.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import threading
@@ -179,8 +178,11 @@ class RestartedActors(Keeper):
             try:
                 await_room(gpus_of(self._plans, self._options), self._options.deadline)
                 running = self._start()
-                with _closed_on_error(running.pool):
+                try:
                     failure = log.replay(running, self)
+                except BaseException as ended:
+                    running.pool.close(f"{type(ended).__name__} ended a recovery.")
+                    raise
                 break
             except LostActorError as again:
                 lost = again
@@ -259,12 +261,3 @@ class RestartedActors(Keeper):
             self._cluster.close()
         if self._cache is not None:
             shutil.rmtree(self._cache, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _closed_on_error(pool: ActorPool) -> Any:
-    try:
-        yield
-    except BaseException as error:
-        pool.close(f"{type(error).__name__} ended a recovery.")
-        raise

@@ -82,7 +82,13 @@ def first_error(
         if silent:
             spot = last_spot(silent[0], failures)
             return lost_error(name, spot, f"it does not answer; {waited}")
-        return late_error(failure, name, deadline)
+        return StageError(
+            f"{name}: {failure.spot.stage} waited longer than {deadline:g} seconds.",
+            where=f"{failure.spot} (call {failure.step})",
+            why=f"nothing came from actor {failure.peer}.",
+            hint="say a longer deadline (autopar.Ray(deadline=...)) if a stage may take that long.",
+            spot=failure.spot,
+        )
     if late is not None:
         why = f"nothing has happened there for {deadline:g} seconds."
         return lost_error(name, late, why)
@@ -110,33 +116,6 @@ def stage_error(failure: Failure, name: str) -> StageError:
     if failure.traceback:
         error.add_note(f"On the actor:\n{failure.traceback}")
     return error
-
-
-def array_error(name: str, error: StageError | None) -> StageError:
-    """The error for an array whose step failed.
-
-    Args:
-      name: of the step.
-      error: why it failed.
-    """
-    return StageError(
-        f"An array of {name} is lost: the step that was to make it failed.",
-        where=None if error is None else error.where,
-        why=None if error is None else error.what,
-        hint="go on from a state that is alive.",
-        spot=None if error is None else error.spot,
-    )
-
-
-def late_error(failure: Failure, name: str, deadline: float) -> StageError:
-    """The error for a message that did not come, though its sender is alive."""
-    return StageError(
-        f"{name}: {failure.spot.stage} waited longer than {deadline:g} seconds.",
-        where=f"{failure.spot} (call {failure.step})",
-        why=f"nothing came from actor {failure.peer}.",
-        hint="say a longer deadline (autopar.Ray(deadline=...)) if a stage may take that long.",
-        spot=failure.spot,
-    )
 
 
 def lost_error(name: str, spot: Spot, why: str) -> LostActorError:

@@ -38,7 +38,7 @@ Again = Callable[[list[Any], Runner, Keeper], list[RayArray]]
 
 
 @dataclass(eq=False)
-class Entry:
+class LogEntry:
     """Something that was done; one without anything is the place of a snapshot.
 
     Args:
@@ -89,7 +89,7 @@ class Lineage:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.saved: dict[int, Saved] = {}
         self._numbers = itertools.count()
         self._handles: dict[int, weakref.ref[RayArray]] = {}
@@ -118,12 +118,12 @@ class Lineage:
         serial: int | None = None,
         saving: Unfinished | None = None,
     ) -> None:
-        """Something was done, and made arrays; the other arguments are those of `Entry`."""
+        """Something was done, and made arrays; the other arguments are those of `LogEntry`."""
         for array in made:
             array.number = next(self._numbers)
             self._handles[array.number] = weakref.ref(array)
         results = tuple(array.number for array in made if array.number is not None)
-        self.entries.append(Entry(leaves, again, results, serial, saving))
+        self.entries.append(LogEntry(leaves, again, results, serial, saving))
 
     def live(self) -> dict[int, RayArray]:
         """The arrays that the user still holds, but for those that a failure took, by number."""
@@ -136,7 +136,7 @@ class Lineage:
                 found[number] = array
         return found
 
-    def drop(self, is_dead: Callable[[Entry], bool], error: StageError) -> None:
+    def drop(self, is_dead: Callable[[LogEntry], bool], error: StageError) -> None:
         """Take entries out of the log, and those that need what they made.
 
         Args:
@@ -144,7 +144,7 @@ class Lineage:
           error: for those who hold what it was to make.
         """
         dead: set[int] = set()
-        kept: list[Entry] = []
+        kept: list[LogEntry] = []
         for entry in self.entries:
             if is_dead(entry) or not dead.isdisjoint(entry.inputs):
                 dead.update(entry.results)
@@ -159,20 +159,20 @@ class Lineage:
         """Take out the steps that were given up, and what needs what they made."""
         self.drop(lambda entry: entry.is_called_off(runner), runner.arrays.lost_array())
 
-    def mark(self) -> Entry:
+    def mark(self) -> LogEntry:
         """Remember this place of the log."""
-        mark = Entry()
+        mark = LogEntry()
         self.entries.append(mark)
         return mark
 
-    def is_saving(self, mark: Entry) -> bool:
+    def is_saving(self, mark: LogEntry) -> bool:
         """Whether an entry before a place has arrays that are still being written."""
         return any(
             entry.saving is not None and not entry.saving.is_settled()
             for entry in self.entries[: self.entries.index(mark)]
         )
 
-    def snapshot(self, mark: Entry, found: Mapping[int, Saved]) -> None:
+    def snapshot(self, mark: LogEntry, found: Mapping[int, Saved]) -> None:
         """Go on from a snapshot.
 
         Args:

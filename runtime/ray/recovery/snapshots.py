@@ -13,7 +13,7 @@ import numpy as np
 from ray.exceptions import RayError
 
 from autopar.arrays.ray_array import LeafPlace, RayArray
-from autopar.runtime.ray.recovery.lineage import Entry, Lineage, Saved
+from autopar.runtime.ray.recovery.lineage import Lineage, LogEntry, Saved
 from autopar.runtime.ray.recovery.runner import Coming, Runner
 
 
@@ -28,7 +28,7 @@ class _Coming:
       copies: of all their parts, in this order.
     """
 
-    mark: Entry
+    mark: LogEntry
     known: dict[int, Saved]
     arrays: tuple[tuple[int, int, int, LeafPlace, bool], ...]
     copies: Coming
