@@ -18,12 +18,8 @@ from autopar.base.errors import (
 )
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
-from autopar.executable import Executable, SignatureMismatch
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.logical import no_mesh
-from autopar.passes.planner.compiler import Compiled, compile_graph
 from autopar.passes.trace.signature import Convention, Signature, signature_of
-from autopar.passes.trace.trace import Traced, trace
 from autopar.plans.plan import Plan
 from autopar.requests import (
     PlanOrPath,
@@ -34,7 +30,11 @@ from autopar.requests import (
     read_arguments,
 )
 
+# What traces, plans and runs is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
+    from autopar.executable import Executable
+    from autopar.passes.planner.compiler import Compiled
+    from autopar.passes.trace.trace import Traced
     from autopar.profile import Profile
 
 
@@ -68,6 +68,8 @@ class Parallelized(Requested):
             return self._fn(*args, **kwargs)
         executable = self._last
         if executable is not None:
+            from autopar.executable import SignatureMismatch
+
             try:
                 return executable.run(args, kwargs, strict=True)
             except SignatureMismatch as mismatch:
@@ -281,6 +283,8 @@ def _trace(
     request: PlanRequest,
     progress: Progress,
 ) -> Traced:
+    from autopar.passes.trace.trace import trace
+
     progress.report("tracing")
     options = request.options
     return trace(
@@ -299,6 +303,9 @@ def _trace(
 def _plan(
     traced: Traced, request: PlanRequest, cluster: Cluster, made: Plan | None, progress: Progress
 ) -> Compiled:
+    from autopar.passes.graph.logical import no_mesh
+    from autopar.passes.planner.compiler import compile_graph
+
     with no_mesh():
         return compile_graph(traced.graph, request.options, cluster, made, progress.report)
 
@@ -329,6 +336,8 @@ def _build(
                     )
 
             return RayExecutable(fn, traced, compiled, progress, runtime, again)
+        from autopar.executable import Executable
+
         return Executable(fn, traced, compiled, progress)
 
 

@@ -119,7 +119,7 @@ def test_it_plans_once_for_each_signature(monkeypatch: pytest.MonkeyPatch) -> No
         planned.append(args)
         return compile_graph(*args, **kwargs)
 
-    monkeypatch.setattr("autopar.api.compile_graph", counting)
+    monkeypatch.setattr("autopar.passes.planner.compiler.compile_graph", counting)
     step = DATA(train_step)
     for _ in range(2):
         assert_equal(step(W, X), expected())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from rich.console import Console
-
 
 class Progress:
     """Phases of one planning, shown while it runs; a line with the total time stays.
@@ -17,6 +15,8 @@ class Progress:
     """
 
     def __init__(self, title: str, shown: bool | None = None):
+        from rich.console import Console  # slow to import
+
         self._console = Console(stderr=True)
         self._shown = self._console.is_terminal if shown is None else shown
         self._title = title
