@@ -1,41 +1,28 @@
-"""The floors of the code: imports only go down, and what is light to import stays light."""
+"""The layout of the code: imports only go down, names stand once, what is light stays light.
 
-import ast
-import functools
+`layout` finds rooms, floors and circles from the real imports, and `python tests/layout.py` prints
+how they are.
+"""
+
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
+import layout
 import pytest
+from layout import ROOT, Import
 
 import autopar
-from autopar import passes
+from autopar import passes, plans, report
 
-ROOT = Path(__file__).parent.parent
-FLOORS = ("ground", "arrays", "passes", "runtime", "top")
-GROUND = {
-    "_lazy",
-    "_version",
-    "cluster",
-    "data",
-    "errors",
-    "hardware",
-    "options",
-    "plan_text",
-    "plans",
-    "ray_options",
-    "records",
-    "stage_summaries",
-    "step_model",
-    "summaries",
-    "units",
-}
-"""The modules of `autopar/` that are plain data; the others stand on everything else."""
-
-ARRAYS = {"buffers", "operators", "ray_array", "split_array"}
-"""Kinds of arrays and their memory, which stand on JAX and on plain data."""
+MAX_FLOORS = 10
+STOREYS = (
+    ("autopar.base",),
+    ("autopar.arrays",),
+    ("autopar.passes", "autopar.report", "autopar.plans"),
+    ("autopar.runtime",),
+    ("autopar",),
+)
+"""Whole subpackages from the ground to the face; each may only import its own and lower ones."""
 
 PUBLIC = {
     "parallelize",
@@ -50,93 +37,90 @@ PUBLIC = {
     "errors",
 }
 
-REEXPORTED = {"autopar.__version__": "autopar.base.version"}
-"""The one name that every floor may take from the package's face."""
+NOT_YET: dict[str, set[str]] = {
+    "circles of files": {
+        "autopar.passes.microbatch.control_flow",
+        "autopar.passes.microbatch.propagate",
+        "autopar.runtime.ray.lineage",
+        "autopar.runtime.ray.pipeline",
+        "autopar.runtime.ray.profiling",
+        "autopar.runtime.ray.running",
+        "autopar.runtime.ray.snapshots",
+        "autopar.runtime.ray.step",
+    },
+    "class names": {
+        "Carried",
+        "Cut",
+        "Demand",
+        "Link",
+        "Peak",
+        "Place",
+        "Program",
+        "Reshard",
+        "State",
+        "Step",
+        "Tables",
+        "Value",
+        "_Cut",
+        "_Made",
+        "_Part",
+        "_Search",
+    },
+    "file names": {"cluster.py"},
+    "long files": {
+        "autopar.api",
+        "autopar.arrays.ray_array",
+        "autopar.base.cluster",
+        "autopar.base.options",
+        "autopar.base.plan_records",
+        "autopar.checkpoints",
+        "autopar.executable",
+        "autopar.passes.pieces.stage_cutter",
+        "autopar.passes.planner.pipeline_candidates",
+        "autopar.passes.primitives.localize",
+        "autopar.passes.primitives.shardy",
+        "autopar.passes.sharding.build",
+        "autopar.passes.slicing.runs",
+        "autopar.passes.solver.model",
+        "autopar.passes.solver.search",
+        "autopar.runtime.ray.actors",
+        "autopar.runtime.ray.parts",
+        "autopar.runtime.ray.process_step",
+        "autopar.runtime.ray.step",
+    },
+}
+"""What does not hold yet. These lists only become shorter, and go when they are empty."""
 
 
-class Import(NamedTuple):
-    """One module that a file imports, and where."""
-
-    source: str
-    line: int
-    module: str
-    lazy: bool  # inside a function: importing the file does not import it
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line} imports {self.module}"
-
-
-@functools.cache
-def modules() -> dict[str, str]:
-    """The file of every module of the package, by the module's name."""
-    found = {}
-    for folder in ("autopar", "passes", "runtime"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            # autopar/passes and autopar/runtime are links; their files are read where they are.
-            if not any(parent.is_symlink() for parent in path.parents):
-                source = path.relative_to(ROOT)
-                parts = [] if folder == "autopar" else ["autopar"]
-                parts += source.with_suffix("").parts
-                name = ".".join(parts).removesuffix(".__init__")
-                found[name] = str(source)
-    return found
-
-
-def floor(module: str) -> str:
-    """The floor that a module of autopar stands on."""
-    first = f"{module}.".split(".")[1]
-    if first in ARRAYS:
-        return "arrays"
-    return first if first in FLOORS else "ground" if first in GROUND else "top"
-
-
-@functools.cache
-def imports() -> tuple[Import, ...]:
-    """Every import in the package, except those that only type checkers see."""
-    return tuple(found for module in modules() for found in imports_of(module))
-
-
-def imports_of(module: str) -> Iterator[Import]:
-    source = modules()[module]
-    package = module if source.endswith("__init__.py") else module.rpartition(".")[0]
-
-    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(source, node.lineno, alias.name, lazy)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                found = REEXPORTED.get(inner, inner if inner in modules() else base)
-                yield Import(source, node.lineno, found, lazy)
-        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            children = node.orelse
-        for child in children:
-            yield from visit(child, lazy)
-
-    yield from visit(ast.parse((ROOT / source).read_text()), False)
-
-
-def owner(found: Import) -> str:
-    return next(name for name, source in modules().items() if source == found.source)
+def storey(module: str) -> int:
+    return max(
+        range(len(STOREYS)),
+        key=lambda i: max((len(p) for p in STOREYS[i] if in_package(module, p)), default=0),
+    )
 
 
 def in_package(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def test_every_folder_is_seen() -> None:
-    sources = modules()
-    assert sources["autopar.base.errors"] == "autopar/errors.py"
-    assert sources["autopar.passes.graph.graph"] == "passes/graph.py"
-    assert sources["autopar.runtime"] == "runtime/__init__.py"
-    seen = {(found.source, found.module) for found in imports()}
-    assert ("autopar/errors.py", "autopar.base.units") in seen
-    assert ("passes/graph.py", "autopar.passes.graph.jax_compat") in seen
+def imports_from(package: str) -> list[Import]:
+    return [item for item in layout.imports() if in_package(item.module, package)]
+
+
+def test_every_folder_and_every_kind_of_import_is_seen() -> None:
+    files = layout.modules()
+    assert files["autopar.base.errors"] == ROOT / "autopar/base/errors.py"
+    assert files["autopar.passes.graph.graph"] == ROOT / "passes/graph/graph.py"
+    assert files["autopar.runtime"] == ROOT / "runtime/__init__.py"
+    arrows = layout.file_arrows()
+    assert "autopar.passes.graph.jax_compat" in arrows["autopar.passes.graph.graph"]
+    assert "autopar.report.plan_tables" in arrows["autopar.plans.plan"], "inside a function"
+    assert "autopar.plans.plan" in arrows["autopar.plans"], "for type checkers"
+
+
+def test_circles_are_found() -> None:
+    arrows = {"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["a", "e"]}
+    assert [sorted(part) for part in layout.circles(arrows)] == [["b", "c"]]
 
 
 def test_the_links_are_relative() -> None:
@@ -146,63 +130,77 @@ def test_the_links_are_relative() -> None:
         assert str(link.readlink()) == f"../{name}"
 
 
+def test_rooms_stand_on_few_floors_without_a_circle() -> None:
+    assert layout.circles(layout.room_arrows()) == []
+    assert [str(item) for item in layout.arrows_up()] == []
+    assert max(layout.floors().values()) <= MAX_FLOORS
+
+
 def test_imports_only_go_down() -> None:
-    upward = [
-        str(found)
-        for found in imports()
-        if in_package(found.module, "autopar")
-        and found.module != "autopar"
-        and FLOORS.index(floor(found.module)) > FLOORS.index(floor(owner(found)))
-        # Convenience methods of plain data may reach up when they are called.
-        and not (found.lazy and floor(owner(found)) == "ground")
-    ]
-    assert upward == []
+    upward = [i for i in layout.inner_imports() if storey(i.module) > storey(i.owner)]
+    assert [str(item) for item in upward] == []
+
+
+def test_no_files_import_each_other() -> None:
+    within = {module for part in layout.circles(layout.file_arrows()) for module in part}
+    assert within - NOT_YET["circles of files"] == set()
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    repeated = layout.repeated_classes()
+    assert {n: repeated[n] for n in repeated if n not in NOT_YET["class names"]} == {}
+
+
+def test_a_file_has_a_name_of_its_own() -> None:
+    repeated = layout.repeated_files()
+    assert {n: repeated[n] for n in repeated if n not in NOT_YET["file names"]} == {}
+
+
+def test_long_files_say_why() -> None:
+    """`long because` in a module's docstring begins the reason why it is not shorter."""
+    long = layout.long_files()
+    assert {name: long[name] for name in long if name not in NOT_YET["long files"]} == {}
 
 
 def test_nothing_imports_the_face_of_the_package() -> None:
-    face = [str(f) for f in imports() if f.module == "autopar" and floor(owner(f)) != "top"]
-    assert face == []
+    face = [i for i in layout.inner_imports() if layout.room(i.module) == layout.FACE]
+    assert [str(item) for item in face if layout.room(item.owner) != layout.FACE] == []
 
 
 def test_the_ground_needs_only_the_standard_library_and_numpy() -> None:
     allowed = sys.stdlib_module_names | {"numpy", "autopar"}
     foreign = [
-        str(found)
-        for found in imports()
-        if floor(owner(found)) == "ground"
-        and not found.lazy
-        and found.module.split(".")[0] not in allowed
+        str(item)
+        for item in layout.imports()
+        if in_package(item.owner, "autopar.base")
+        and not item.lazy
+        and item.module.split(".")[0] not in allowed
     ]
     assert foreign == []
 
 
 def test_the_solver_knows_nothing_of_jax() -> None:
     foreign = [
-        str(found)
-        for found in imports()
-        if in_package(owner(found), "autopar.passes.solver")
-        and found.module.split(".")[0] in ("jax", "jaxlib", "flax")
+        str(item)
+        for package in ("jax", "jaxlib", "flax")
+        for item in imports_from(package)
+        if in_package(item.owner, "autopar.passes.solver")
     ]
     assert foreign == []
 
 
 def test_private_jax_is_touched_in_one_file() -> None:
-    private = {f.source for f in imports() if in_package(f.module, "jax._src")}
-    assert private <= {"passes/jax_compat.py"}
+    assert {i.source for i in imports_from("jax._src")} <= {"passes/graph/jax_compat.py"}
 
 
 @pytest.mark.parametrize("name", ["passes", "runtime"])
 def test_folders_are_imported_through_the_package(name: str) -> None:
-    assert [str(found) for found in imports() if in_package(found.module, name)] == []
+    assert [str(item) for item in imports_from(name)] == []
 
 
 def test_ray_is_imported_only_when_used() -> None:
-    eager = [
-        str(found)
-        for found in imports()
-        if in_package(found.module, "ray") and not found.lazy and "ray" not in found.source
-    ]
-    assert eager == []
+    eager = [i for i in imports_from("ray") if not i.lazy and "ray" not in i.source]
+    assert [str(item) for item in eager] == []
 
 
 def test_public_names() -> None:
@@ -210,7 +208,7 @@ def test_public_names() -> None:
     assert set(autopar.__all__) <= set(dir(autopar))
 
 
-@pytest.mark.parametrize("package", [autopar, passes])
+@pytest.mark.parametrize("package", [autopar, plans, report, passes])
 def test_every_public_name_exists(package: object) -> None:
     names: list[str] = package.__all__  # type: ignore[attr-defined]
     assert [name for name in names if not hasattr(package, name)] == []
@@ -222,7 +220,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_no_module_hides_a_public_name() -> None:
-    assert set(modules()) & {f"autopar.{name}" for name in PUBLIC} == {"autopar.base.errors"}
+    names = {f"autopar.{name}" for name in PUBLIC}
+    assert set(layout.modules()) & names == {"autopar.errors"}
+
+
+SLOW = {"ortools", "pandas", "rich", "matplotlib", "ray", "flax", "optax"}
+"""What takes long to import, and is not needed before it is used."""
 
 
 @pytest.mark.parametrize(
@@ -230,27 +233,43 @@ def test_no_module_hides_a_public_name() -> None:
     [
         "autopar",
         "autopar.base.cluster",
-        "autopar.base.errors",
+        "autopar.errors",
+        "autopar.plans",
         "autopar.plans.plan",
-        "autopar.passes.solver",
+        "autopar.report",
+        "autopar.report.summaries",
+        "autopar.passes.schedules",
     ],
 )
-def test_light_modules_do_not_load_jax(module: str) -> None:
-    loaded = imported_by(module)
+def test_light_modules_load_neither_jax_nor_what_is_slow(module: str) -> None:
+    loaded = imported_by(f"import {module}")
     assert module in loaded
-    assert loaded & {"jax", "jaxlib", "flax", "ray"} == set()
+    assert loaded & {"jax", "jaxlib", *SLOW} == set()
+
+
+def test_the_solver_loads_no_jax() -> None:
+    assert imported_by("import autopar.passes.solver") & {"jax", "jaxlib", "flax", "ray"} == set()
 
 
 def test_the_face_loads_nothing_that_is_not_used() -> None:
-    heavy = {"numpy", "ortools", "rich", "autopar.api", "autopar.plans.plan", "autopar.passes"}
-    assert imported_by("autopar") & heavy == set()
+    heavy = {"numpy", "autopar.api", "autopar.plans.plan", "autopar.passes"}
+    assert imported_by("import autopar") & heavy == set()
 
 
-def imported_by(module: str) -> set[str]:
-    """What a fresh interpreter has loaded after importing `module`."""
-    code = f"import {module}, sys; print(*sys.modules)"
+def test_a_decorator_loads_neither_the_planner_nor_the_runtime() -> None:
+    loaded = imported_by("from autopar import parallelize")
+    rooms = ("planner", "sharding", "solver", "slicing", "pieces", "microbatch", "primitives")
+    unused = {*SLOW, "autopar.runtime", *(f"autopar.passes.{room}" for room in rooms)}
+    assert loaded & unused == set()
+
+
+def imported_by(code: str) -> set[str]:
+    """What a fresh interpreter has loaded after running `code`."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "error", "-c", f"{code}; import sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

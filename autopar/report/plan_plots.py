@@ -38,7 +38,7 @@ from autopar.report.summaries import (
     group_transfers,
     simulated,
 )
-from autopar.report.tiles import draw_tiles, tiles_height
+from autopar.report.tensor_tiles import draw_tiles, tiles_height
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
