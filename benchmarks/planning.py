@@ -71,6 +71,7 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
     """CPU seconds of every pass on one depth."""
     from autopar.base.cluster import Cluster, axis_names
     from autopar.passes import microbatch
+    from autopar.passes.graph.microbatched import in_phases
     from autopar.passes.primitives.populate import populate
     from autopar.passes.sharding.batch_dims import batch_dims
     from autopar.passes.sharding.build import build
@@ -97,9 +98,11 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
         rules = populate(graph.jaxpr)
     with timed("analysis"):
         analysis = microbatch.analyze(graph, rules, microbatches)
+    step_in_phases = in_phases(graph)
     with timed("split"):
         if microbatches > 1:
-            graph = microbatch.split(graph, analysis).graph
+            step_in_phases = microbatch.split(graph, analysis)
+            graph = step_in_phases.graph
             rules = populate(graph.jaxpr)
     with timed("build"):
         dims = batch_dims(graph, rules)
@@ -109,7 +112,7 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
         solution = solve(to_problem(built, cluster.device.memory_bytes))
     with timed("lower"):
         assignment = solution.assignment[: len(built.nodes)]
-        lower(graph, built, assignment, pricing, axis_names(mesh), dims)
+        lower(step_in_phases, built, assignment, pricing, axis_names(mesh), dims)
     after = sum(seconds[name] for name in PASSES[1:])
     return {
         "layers": layers,

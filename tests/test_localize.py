@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
+from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.localize import (
     Cut,
     NotLocalError,
@@ -27,7 +28,6 @@ from autopar.passes.primitives.localize import (
     take,
 )
 from autopar.passes.primitives.populate import populate
-from autopar.passes.primitives.table import CONTROL_FLOW
 
 EQUATIONS = equations.all_equations()
 

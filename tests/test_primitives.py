@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import primitives as extended
 from jax.interpreters import ad, mlir
 
-from autopar.passes.primitives import table as primitives
+from autopar.passes.graph import primitives
 
 # Primitives without a row, by the reason.
 UNKNOWN = {

@@ -16,8 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from autopar.passes.graph import jax_compat
-from autopar.passes.primitives import table as primitives
+from autopar.passes.graph import jax_compat, primitives
 
 Role = Literal["state", "batch", "constant", "other"]
 Atom = Any  # Var | Literal

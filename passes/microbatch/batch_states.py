@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph.primitives import KEEPS_ZERO, REARRANGES
 from autopar.passes.primitives.factor_rule import DimFactors, FactorRule, ValueFactors
-from autopar.passes.primitives.table import KEEPS_ZERO, REARRANGES
 
 Kind = Literal["whole", "split", "partial", "late"]
 Place = tuple[int, int]  # (dimension, major)

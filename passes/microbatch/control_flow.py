@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.graph.primitives import ADDS
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_states import State
 from autopar.passes.microbatch.equations import (
@@ -24,7 +25,6 @@ from autopar.passes.microbatch.equations import (
     Decision,
     guess_place,
 )
-from autopar.passes.primitives.table import ADDS
 
 if TYPE_CHECKING:
     from autopar.passes.microbatch.propagate import Forward

@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph.primitives import COMBINES, CONTROL_FLOW
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Occurrences, Place, State
 from autopar.passes.primitives.factor_rule import MONOIDS, FactorRule
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.primitives.shardings import random_implementation
-from autopar.passes.primitives.table import COMBINES, CONTROL_FLOW
 
 Mode = Literal["whole", "cut", "linear", "each", "early", "late", "inner", "mapped"]
 

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.primitives import PULLED
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.control_flow import Bodies
 from autopar.passes.microbatch.equations import Context, Decision
@@ -29,7 +30,6 @@ from autopar.passes.microbatch.liveness import (
     whole_step,
 )
 from autopar.passes.microbatch.propagate import Forward
-from autopar.passes.primitives.table import PULLED
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import StagePiece
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.table import CONTROL_FLOW
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.peak_memory import peak, version_bytes
 from autopar.passes.sharding.pricing import Pricing

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autopar.passes.graph.primitives import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
 from autopar.passes.pieces.wiring import has_effect
-from autopar.passes.primitives.table import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
 from autopar.passes.sharding.scopes import itemsize
 from autopar.passes.sharding.spmd_program import Compute, Instruction, Version, reads, writes
 from autopar.passes.slicing.mincut import source_side

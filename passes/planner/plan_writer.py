@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from autopar import __version__
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import collective_seconds
 from autopar.base.errors import PlanMismatchError
@@ -27,7 +26,9 @@ from autopar.base.plan_records import (
     TensorPlan,
 )
 from autopar.base.units import format_bytes
+from autopar.base.version import __version__
 from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.planner.candidates import (
     PlannedStep,
@@ -41,7 +42,6 @@ from autopar.passes.planner.plan_model import step_model
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, prepare
 from autopar.passes.primitives.flops import flops
 from autopar.passes.primitives.populate import populate
-from autopar.passes.primitives.table import CONTROL_FLOW
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.build import Built

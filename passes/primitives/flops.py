@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from autopar.passes.graph import primitives
 from autopar.passes.graph.graph import inner_jaxprs
-from autopar.passes.primitives import table as primitives
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import shape_of
 

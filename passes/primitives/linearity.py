@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
+from autopar.passes.graph.primitives import LINEAR_ALL, LINEAR_EACH, LINEAR_FIRST, SCATTERS
 from autopar.passes.primitives.shardings import dtype_of
-from autopar.passes.primitives.table import LINEAR_ALL, LINEAR_EACH, LINEAR_FIRST, SCATTERS
 
 OperandSets = tuple[frozenset[int], ...]
 

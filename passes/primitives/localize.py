@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.primitives import DRAWS, SCATTERS
 from autopar.passes.primitives import products
 from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
 from autopar.passes.primitives.shardings import (
@@ -31,7 +32,6 @@ from autopar.passes.primitives.shardings import (
     shape_of,
     whole_dims,
 )
-from autopar.passes.primitives.table import DRAWS, SCATTERS
 
 
 class NotLocalError(Exception):

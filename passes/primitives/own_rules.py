@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph.primitives import COMBINES, CUMULATIVE, MATRIX_FUNCTIONS, SCATTERS
 from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
 from autopar.passes.primitives.shardings import (
     dtype_of,
@@ -24,7 +25,6 @@ from autopar.passes.primitives.shardings import (
     scatter_windows,
     shape_of,
 )
-from autopar.passes.primitives.table import COMBINES, CUMULATIVE, MATRIX_FUNCTIONS, SCATTERS
 
 Own = Callable[[JaxprEqn, frozenset[int]], FactorRule]
 OWN: dict[str, Own] = {}

@@ -12,11 +12,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopar.base.errors import UnknownPrimitiveWarning
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import user_source
+from autopar.passes.graph.primitives import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
 from autopar.passes.primitives.shardings import is_known, whole_dims
 from autopar.passes.primitives.shardy import lower_rules
-from autopar.passes.primitives.table import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
 
 
 class _EquationRules(Mapping[JaxprEqn, FactorRule]):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
-from autopar.passes.primitives.table import (
+from autopar.passes.graph.primitives import (
     CUMULATIVE,
     CUT_ANYWHERE,
     DRAWS,

@@ -11,8 +11,8 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.table import CONTROL_FLOW
 from autopar.passes.sharding.strategies import outer_factor
 
 BatchDims = dict[Var, frozenset[int]]

@@ -14,9 +14,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, user_source
+from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
-from autopar.passes.primitives.table import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.layout import Layout, replicated, without_partial
 from autopar.passes.sharding.pricing import Pricing

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from autopar.passes.primitives.table import ENDS_FUSION, UNFUSED
+from autopar.passes.graph.primitives import ENDS_FUSION, UNFUSED
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import (

@@ -9,9 +9,9 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.costs import alpha_beta, compute_seconds
+from autopar.passes.graph.primitives import PRODUCTS, UNFUSED
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
-from autopar.passes.primitives.table import PRODUCTS, UNFUSED
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
 from autopar.passes.sharding.scopes import aval_shape, itemsize

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Accumulator
-from autopar.passes.primitives.table import ADDS, PASSED
+from autopar.passes.graph.primitives import ADDS, PASSED
 from autopar.passes.slicing.anatomy import Anatomy
 
 

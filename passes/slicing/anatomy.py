@@ -20,10 +20,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.base.errors import OptionError
 from autopar.passes.graph.graph import Atom, Graph, Input
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
+from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import total_flops
 from autopar.passes.primitives.shardings import is_key
-from autopar.passes.primitives.table import ELEMENTWISE, HEAVY, RESHAPES
 
 # Each result element from one element of every operand.
 _PLAIN = ELEMENTWISE | RESHAPES

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Microbatched
-from autopar.passes.primitives.table import ADDS, CASTS, HEAVY
+from autopar.passes.graph.primitives import ADDS, CASTS, HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
 
 _SUMS = ADDS | CASTS

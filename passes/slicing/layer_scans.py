@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
-from autopar.passes.primitives.table import ELEMENTWISE
+from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, holds, leaves_of
 
 

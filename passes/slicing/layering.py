@@ -21,8 +21,8 @@ from autopar.base.errors import OptionError
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import user_source
+from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.primitives.factor_rule import FactorRule
-from autopar.passes.primitives.table import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, flops_of
 from autopar.passes.slicing.layer_scans import find_layer_scans
 from autopar.passes.slicing.primals import find_twins

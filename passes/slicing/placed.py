@@ -10,7 +10,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
-from autopar.passes.primitives.table import COMBINES
+from autopar.passes.graph.primitives import COMBINES
 from autopar.passes.slicing.accumulators import Terms, absorbed_by
 from autopar.passes.slicing.anatomy import Anatomy, holds, is_small
 from autopar.passes.slicing.placement import Placement

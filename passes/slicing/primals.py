@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
-from autopar.passes.primitives.table import HEAVY
+from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
 
 _WRAPPER = re.compile(r"(transpose|jvp|vmap|checkpoint|rematted_computation|remat)\(?|\)")

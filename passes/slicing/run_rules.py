@@ -10,9 +10,9 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.primitives import MONOID_REDUCTIONS, POSITIONAL, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import shape_of
-from autopar.passes.primitives.table import MONOID_REDUCTIONS, POSITIONAL, PRODUCTS
 
 Sizes = tuple[int, ...]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jax.extend.core import Literal, Var
 
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.primitives.table import HEAVY
+from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.placed import Program
 from autopar.passes.slicing.transfers import Needs
 

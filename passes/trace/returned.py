@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.primitives.table import SCALES, SCATTERS, UPDATES
+from autopar.passes.graph.primitives import SCALES, SCATTERS, UPDATES
 from autopar.passes.trace.arguments import Argument, Request, Result
 
 

@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.passes.graph.graph import Input, Output
+from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.primitives.shardings import is_key as is_typed_key
-from autopar.passes.primitives.table import REARRANGES
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
 

@@ -13,9 +13,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from autopar.passes.graph.graph import flatten
+from autopar.passes.graph.primitives import SCATTERS
 from autopar.passes.primitives.factor_rule import FactorRule, check_rule
 from autopar.passes.primitives.localize import Cut, Cuts, bind_local, rule_cuts
-from autopar.passes.primitives.table import SCATTERS
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,

@@ -10,10 +10,10 @@ import pytest
 from jax.extend.core import JaxprEqn
 from programs import PROGRAMS, Program
 
+from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.populate import populate
 from autopar.passes.primitives.shardings import is_known
-from autopar.passes.primitives.table import ELEMENTWISE
 from autopar.passes.trace.trace import trace
 
 from .slices import check_slices, check_whole, in_halves, random_value, whole_results

@@ -114,7 +114,7 @@ def test_with_another_scan() -> None:
     """The loop is the new one, with its tasks; nothing else changes, the old program neither."""
     step = step_in_phases()
     old = loop_of(step)
-    tasks: tuple[Task, ...] = ("F",) * len(old.body.eqns)
+    tasks: tuple[Task, ...] = tuple("F" for _ in old.body.eqns)
     step = in_phases(step.graph, [LoopPhase(old.scan, tasks)])
     body = jax_compat.replace_jaxpr(old.body, eqns=list(old.body.eqns))
     closed = old.scan.params["jaxpr"].replace(jaxpr=body)

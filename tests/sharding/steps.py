@@ -12,6 +12,7 @@ import numpy as np
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.options import Options
 from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.compiler import Compiled, compile_graph
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
@@ -128,4 +129,4 @@ class Passes:
         return build(self.graph, self.rules, self.mesh, self.pricing, self.restriction)
 
     def lower(self, built: Built, assignment: Any) -> Program:
-        return lower(self.graph, built, assignment, self.pricing, self.names, self.dims)
+        return lower(in_phases(self.graph), built, assignment, self.pricing, self.names, self.dims)
