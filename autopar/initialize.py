@@ -20,7 +20,7 @@ from autopar.passes.trace.trace import Traced
 
 
 @dataclass(frozen=True)
-class _Made:
+class _MadeLeaves:
     """What an init function makes: its structure, each leaf's path and shape (None: static)."""
 
     tree: Any
@@ -54,7 +54,7 @@ def initialize(
       TraceError: what `init_fn` makes is none of the step's arguments.
     """
     signature = signature_of(Convention.of(init_fn), args, kwargs)
-    made: list[_Made] = []
+    made: list[_MadeLeaves] = []
 
     @functools.wraps(init_fn)
     def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
@@ -65,7 +65,7 @@ def initialize(
         flat = [leaf for _, leaf in with_paths]
         traced = zip(flat, traced_leaves(result, flat), strict=True)
         leaves = [leaf if is_traced else None for leaf, is_traced in traced]
-        made.append(_Made(tree, paths, tuple(leaves)))
+        made.append(_MadeLeaves(tree, paths, tuple(leaves)))
         return [leaf for leaf in leaves if leaf is not None]
 
     flat = jax.tree.leaves((args, dict(kwargs)))
@@ -74,7 +74,7 @@ def initialize(
         shapes = iter(jax.eval_shape(on_arrays, *args, **kwargs))
         first = made[0]
         shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
-        targets, is_tuple = _targets(traced, _Made(first.tree, first.paths, shaped))
+        targets, is_tuple = _targets(traced, _MadeLeaves(first.tree, first.paths, shaped))
         wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
         values = iter((make or _on_meshes)(on_arrays, wanted, args, kwargs))
     made.clear()  # it holds tracers
@@ -97,14 +97,14 @@ def _on_meshes(
     It makes the leaves, and the parts of leaves, of that mesh alone: what the others hold is dead
     code in it.
     """
-    items: list[_Part] = []
+    items: list[_StatePart] = []
     for number, sharding in enumerate(wanted):
         if isinstance(sharding, SplitSharding):
             before = (slice(None),) * sharding.axis
             for (start, stop), where in zip(sharding.rows(), sharding.parts, strict=True):
-                items.append(_Part(number, where, (*before, slice(start, stop))))
+                items.append(_StatePart(number, where, (*before, slice(start, stop))))
         else:
-            items.append(_Part(number, sharding))
+            items.append(_StatePart(number, sharding))
     groups: dict[Any, list[int]] = {}
     for place, item in enumerate(items):
         groups.setdefault(frozenset(item.sharding.device_set), []).append(place)
@@ -112,7 +112,7 @@ def _on_meshes(
     for places in groups.values():
         here = [items[place] for place in places]
 
-        def part(*args: Any, _here: Sequence[_Part] = tuple(here), **kwargs: Any) -> list[Any]:
+        def part(*args: Any, _here: Sequence[_StatePart] = tuple(here), **kwargs: Any) -> list[Any]:
             made = on_arrays(*args, **kwargs)
             return [made[x.leaf] if x.rows is None else made[x.leaf][x.rows] for x in _here]
 
@@ -129,7 +129,7 @@ def _on_meshes(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StatePart:
     """A leaf, or some rows of it, that one mesh makes."""
 
     leaf: int
@@ -137,7 +137,7 @@ class _Part:
     rows: tuple[slice, ...] | None = None
 
 
-def _targets(traced: Traced, made: _Made) -> tuple[list[Argument], bool]:
+def _targets(traced: Traced, made: _MadeLeaves) -> tuple[list[Argument], bool]:
     """The arguments that were made: one, or as many as a tuple has."""
     for argument in traced.arguments:
         if _fits(argument, made.leaves, made.paths, ""):
@@ -171,7 +171,7 @@ def _fits(argument: Argument, leaves: Sequence[Any], paths: Sequence[str], prefi
     )
 
 
-def _fits_nothing(traced: Traced, made: _Made) -> TraceError:
+def _fits_nothing(traced: Traced, made: _MadeLeaves) -> TraceError:
     inputs = traced.graph.inputs
     states = [
         argument

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import Piece, PieceKind, Transfer, Value
+from autopar.passes.pipeline.instructions import Piece, PieceKind, Value, ValueTransfer
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules.schedule import Schedule
@@ -53,11 +53,11 @@ def simulate_schedule(
     return simulate(program, lambda run: per_stage[run.kind][run.stage], latency)
 
 
-def _bare(schedule: Schedule) -> tuple[list[Value], list[Piece], list[Transfer]]:
+def _bare(schedule: Schedule) -> tuple[list[Value], list[Piece], list[ValueTransfer]]:
     """Stages that compute nothing but depend on each other as those of a model do."""
     values: list[Value] = []
     pieces: list[Piece] = []
-    transfers: list[Transfer] = []
+    transfers: list[ValueTransfer] = []
     last = schedule.num_stages - 1
     kept: list[int] = []
     sent = -1
@@ -74,7 +74,7 @@ def _bare(schedule: Schedule) -> tuple[list[Value], list[Piece], list[Transfer]]
         leaves = [value(stage, "activation")] if stage < last else []
         kept.append(value(stage, "kept", 1))
         piece("F", stage, arrives, [*leaves, kept[stage]])
-        transfers += [Transfer(sent, target) for target in arrives]
+        transfers += [ValueTransfer(sent, target) for target in arrives]
         sent = leaves[0] if leaves else -1
     if schedule.forward_only:
         return values, pieces, transfers
@@ -85,6 +85,6 @@ def _bare(schedule: Schedule) -> tuple[list[Value], list[Piece], list[Transfer]]
         piece("B", stage, [kept[stage], *arrives], [*leaves, *rest])
         if rest:
             piece("W", stage, rest, [])
-        transfers += [Transfer(sent, target) for target in arrives]
+        transfers += [ValueTransfer(sent, target) for target in arrives]
         sent = leaves[0] if leaves else -1
     return values, pieces, transfers

@@ -7,8 +7,10 @@ made of it below. `tests/test_primitives.py` holds the table against the primiti
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
-from autopar.passes.primitives.factor_rule import Kind
+FactorKind = Literal["pass", "sum", "max", "min", "prod", "and", "or", "replicated"]
+"""What becomes of a factor that is cut: it is passed on, combined by a monoid, or cannot be cut."""
 
 _ROWS = """
 # elementwise
@@ -150,8 +152,8 @@ def _having(trait: str) -> frozenset[str]:
     return found
 
 
-def _monoids(trait: str) -> dict[str, Kind]:
-    kinds: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
+def _monoids(trait: str) -> dict[str, FactorKind]:
+    kinds: tuple[FactorKind, ...] = ("sum", "max", "min", "prod", "and", "or")
     return {name: kind for kind in kinds for name in _having(trait) & _having(f"={kind}")}
 
 
@@ -171,7 +173,7 @@ MONOID_REDUCTIONS = _monoids("reduction")
 CUMULATIVE = _having("cumulative")
 WINDOWS = _having("window")
 # The monoid by which updates are combined with what is there; None: they replace it.
-SCATTERS: Mapping[str, Kind | None] = {
+SCATTERS: Mapping[str, FactorKind | None] = {
     **dict.fromkeys(_having("scatter")),
     **_monoids("scatter"),
 }

@@ -19,7 +19,7 @@ from autopar.passes.pieces.pieces import Numbers, Pieces, Port, StagePiece
 from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import body_by_task, stage_pieces
 from autopar.passes.pieces.wiring import made_by, read_by
-from autopar.passes.pipeline.instructions import Transfer, Value
+from autopar.passes.pipeline.instructions import Value, ValueTransfer
 from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.spmd_program import Program, Version
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages
@@ -59,7 +59,7 @@ def cut(
     transfers = []
     for link in stages.links:
         source = numbered[link.source].sent[link.source_output]
-        transfers.append(Transfer(source, numbered[link.target].inputs[link.target_input]))
+        transfers.append(ValueTransfer(source, numbered[link.target].inputs[link.target_input]))
         if not values[source].label:
             values[source] = replace(values[source], label=link.label)
     inputs: dict[int, list[int]] = defaultdict(list)

@@ -20,7 +20,7 @@ from autopar.passes.sharding.spmd_program import (
     is_literal,
     writes,
 )
-from autopar.passes.slicing.stage_graphs import Link, StageGraph
+from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
 
 Instructions: TypeAlias = tuple[Instruction, ...]
 Pairs: TypeAlias = tuple[tuple[Version, Version], ...]
@@ -121,7 +121,7 @@ def open_stage(number: int, graph: StageGraph, program: Program) -> OpenStage:
     return OpenStage(number, graph, program, before, loop.body.instructions, after, edge)
 
 
-def with_sent(stage: OpenStage, link: Link) -> tuple[OpenStage, Layout]:
+def with_sent(stage: OpenStage, link: StageLink) -> tuple[OpenStage, Layout]:
     """The stage sending a value: complete, and made by the body if it is sent per microbatch.
 
     Returns:
@@ -139,7 +139,7 @@ def with_sent(stage: OpenStage, link: Link) -> tuple[OpenStage, Layout]:
     return replace(stage, body=body, sent=sent), version.layout
 
 
-def with_received(stage: OpenStage, link: Link, layout: Layout) -> OpenStage:
+def with_received(stage: OpenStage, link: StageLink, layout: Layout) -> OpenStage:
     """The stage taking a value, sent in `layout`, over in one that sends every tile once.
 
     The rest of the way to the planned layout happens on the stage.

@@ -14,8 +14,8 @@ from autopar.passes.pipeline.instructions import (
     Piece,
     PieceKind,
     PipelineProgram,
-    Transfer,
     Value,
+    ValueTransfer,
 )
 from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.spmd_program import Block, Instruction, Program, Version
@@ -84,7 +84,7 @@ class Pieces:
     values: tuple[Value, ...]
     versions: Mapping[int, Version]
     pieces: tuple[StagePiece, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ValueTransfer, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from autopar.passes.pieces.opened import OpenStage
 from autopar.passes.sharding.spmd_program import Instruction, Version, reads, writes
-from autopar.passes.slicing.stage_graphs import Link
+from autopar.passes.slicing.stage_graphs import StageLink
 
 Level: TypeAlias = tuple[int, int]  # before (0) or after (1) the loop, and the round there
 Levels: TypeAlias = Mapping[Version, Level]
@@ -22,7 +22,7 @@ AFTER_LOOP: Level = (1, 0)
 _BEFORE: Level = (-1, 0)
 
 
-def find_levels(stages: Sequence[OpenStage], links: Sequence[Link]) -> tuple[Levels, ...]:
+def find_levels(stages: Sequence[OpenStage], links: Sequence[StageLink]) -> tuple[Levels, ...]:
     """For every stage, the round in which each outer version is made.
 
     What arrives from another stage's round r can be read in round r + 1.

@@ -38,8 +38,8 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
     Send,
-    Transfer,
     Value,
+    ValueTransfer,
     buffer_names,
     buffers_of,
 )
@@ -103,7 +103,7 @@ def emit(
     schedule: Schedule,
     values: Sequence[Value],
     pieces: Sequence[Piece],
-    transfers: Sequence[Transfer],
+    transfers: Sequence[ValueTransfer],
     *,
     inputs: Sequence[int],
     outputs: Sequence[int],
@@ -161,7 +161,7 @@ def emit(
     return program
 
 
-def _origins(transfers: Sequence[Transfer]) -> dict[int, int]:
+def _origins(transfers: Sequence[ValueTransfer]) -> dict[int, int]:
     source = {transfer.target: transfer.source for transfer in transfers}
     origins = {}
     for target in source:
@@ -228,7 +228,7 @@ _Around = Mapping[tuple[int, int], list[Instruction]]  # (mesh, position among i
 
 
 def _communication(
-    parts: _Parts, runs: Sequence[Sequence[Run]], transfers: Sequence[Transfer]
+    parts: _Parts, runs: Sequence[Sequence[Run]], transfers: Sequence[ValueTransfer]
 ) -> tuple[_Around, _Around]:
     """What stands before and after each run (-1 is the start, one past the last is the end)."""
     written: dict[Buffer, int] = {}

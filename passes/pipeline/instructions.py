@@ -81,7 +81,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ValueTransfer:
     """A value (number) that another stage needs under a number of its own."""
 
     source: int

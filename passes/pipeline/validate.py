@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from autopar.base.errors import ScheduleError
-from autopar.passes.pipeline.instructions import Piece, Transfer, Value
+from autopar.passes.pipeline.instructions import Piece, Value, ValueTransfer
 from autopar.passes.schedules.schedule import Schedule
 
 LOOP_KINDS = ("F", "B", "W")
@@ -21,7 +21,7 @@ def validate(
     schedule: Schedule,
     values: Mapping[int, Value],
     pieces: Sequence[Piece],
-    transfers: Sequence[Transfer],
+    transfers: Sequence[ValueTransfer],
     inputs: Sequence[int],
     outputs: Sequence[int],
     donated: Sequence[int],
@@ -121,7 +121,7 @@ def _validate_writers(
 def _validate_transfers(
     values: Mapping[int, Value],
     pieces: Sequence[Piece],
-    transfers: Sequence[Transfer],
+    transfers: Sequence[ValueTransfer],
     inputs: Sequence[int],
 ) -> None:
     written = Counter(number for piece in pieces for number in set(piece.writes))

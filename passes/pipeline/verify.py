@@ -61,7 +61,7 @@ def verify(program: PipelineProgram) -> None:
         elif not wrong and isinstance(instruction, Recv):
             wrong = _unmatched(sends.get(instruction.tag), mesh, instruction)
             if instruction.tag in received:
-                wrong = f"Transfer {instruction.tag} is received twice."
+                wrong = f"ValueTransfer {instruction.tag} is received twice."
             received.add(instruction.tag)
         if wrong:
             raise ScheduleError(

@@ -19,7 +19,7 @@ from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
 from autopar.passes.pipeline.buffer_memory import peak_bytes
 from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import Piece, PieceKind, Run, Send, Transfer, Value
+from autopar.passes.pipeline.instructions import Piece, PieceKind, Run, Send, Value, ValueTransfer
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.single import single_program
 from autopar.passes.pipeline.timeline import Timeline
@@ -268,7 +268,7 @@ def _several(
         schedule,
         values,
         pieces,
-        [Transfer(source, target) for source, target in model.transfers],
+        [ValueTransfer(source, target) for source, target in model.transfers],
         inputs=model.inputs,
         outputs=model.outputs,
         donated=model.donated,

@@ -85,7 +85,7 @@ def compile_graph(
     """
     program_hash = fingerprint(graph.jaxpr)
     report(f"finding the sharding rules of {len(graph.jaxpr.eqns)} equations")
-    search = _Search(graph, populate(graph.jaxpr), options, cluster, report)
+    search = _LayoutSearch(graph, populate(graph.jaxpr), options, cluster, report)
     check_pins(graph, options.pins)
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
@@ -104,7 +104,7 @@ def compile_graph(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _LayoutSearch:
     """What is tried for one graph."""
 
     graph: Graph

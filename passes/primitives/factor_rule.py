@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from jax.extend.core import JaxprEqn
 
-Kind = Literal["pass", "sum", "max", "min", "prod", "and", "or", "replicated"]
-MONOIDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
+from autopar.passes.graph.primitives import FactorKind
+
+MONOIDS: tuple[FactorKind, ...] = ("sum", "max", "min", "prod", "and", "or")
 DimFactors = tuple[int, ...]  # factor indices of one dimension, outermost first
 ValueFactors = tuple[DimFactors, ...]
 
@@ -29,7 +29,7 @@ class Factor:
     """
 
     size: int
-    kind: Kind
+    kind: FactorKind
 
 
 @dataclass(frozen=True)

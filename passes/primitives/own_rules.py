@@ -13,8 +13,19 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from autopar.passes.graph.primitives import COMBINES, CUMULATIVE, MATRIX_FUNCTIONS, SCATTERS
-from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
+from autopar.passes.graph.primitives import (
+    COMBINES,
+    CUMULATIVE,
+    MATRIX_FUNCTIONS,
+    SCATTERS,
+    FactorKind,
+)
+from autopar.passes.primitives.factor_rule import (
+    DimFactors,
+    Factor,
+    FactorRule,
+    ValueFactors,
+)
 from autopar.passes.primitives.shardings import (
     dtype_of,
     gather_picks,
@@ -44,14 +55,14 @@ class _Loops:
     def __init__(self) -> None:
         self.factors: list[Factor] = []
 
-    def new(self, size: int, kind: Kind = "pass") -> DimFactors:
+    def new(self, size: int, kind: FactorKind = "pass") -> DimFactors:
         """A dimension that is one loop; of size 1, none."""
         if size == 1:
             return ()
         self.factors.append(Factor(size, kind))
         return (len(self.factors) - 1,)
 
-    def value(self, shape: Sequence[int], kind: Kind = "pass") -> list[DimFactors]:
+    def value(self, shape: Sequence[int], kind: FactorKind = "pass") -> list[DimFactors]:
         return [self.new(size, kind) for size in shape]
 
     def rule(
@@ -265,7 +276,7 @@ def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
     picked = gather_picks(eqn)
-    one_of_all: Kind = "or" if jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.bool_) else "sum"
+    one_of_all: FactorKind = "or" if jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.bool_) else "sum"
     operand = []
     for dim, size in enumerate(operand_shape):
         if dim in batching:
@@ -284,7 +295,7 @@ def _scatter(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     numbers = eqn.params["dimension_numbers"]
     operand_shape, indices_shape, updates_shape = (shape_of(var) for var in eqn.invars)
     monoid = SCATTERS[eqn.primitive.name]
-    kind: Kind = "replicated"
+    kind: FactorKind = "replicated"
     if monoid in ("max", "min") or (monoid == "sum" and 0 in zeros):
         kind = monoid
     loops = _Loops()
@@ -329,7 +340,7 @@ def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     return loops.rule([dims] * half + [[]] * half, [kept] * half)
 
 
-def _body_monoid(jaxpr: Any) -> Kind:
+def _body_monoid(jaxpr: Any) -> FactorKind:
     """What the body of a reduction combines its two arguments with, if it is that alone."""
     if len(jaxpr.eqns) != 1:
         return "replicated"

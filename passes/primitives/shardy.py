@@ -19,11 +19,17 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.mlir import ir, passmanager
 
-from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, Kind, ValueFactors
+from autopar.passes.graph.primitives import FactorKind
+from autopar.passes.primitives.factor_rule import (
+    DimFactors,
+    Factor,
+    FactorRule,
+    ValueFactors,
+)
 from autopar.passes.primitives.shardings import dtype_of, shape_of
 
 _PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-_MONOIDS: dict[str, Kind] = {
+_MONOIDS: dict[str, FactorKind] = {
     "stablehlo.add": "sum",
     "stablehlo.maximum": "max",
     "stablehlo.minimum": "min",
@@ -96,7 +102,7 @@ class _Loop:
     size: int
     parts: tuple[_Loop, ...] = ()  # outermost first; one part: joined with it
     blocked: bool = False
-    kind: Kind = "pass"
+    kind: FactorKind = "pass"
 
 
 _Dim = tuple[_Loop, ...]
@@ -242,7 +248,7 @@ def _symbol(index: int) -> str:
     return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
 
 
-def _monoid(operation: Any) -> Kind:
+def _monoid(operation: Any) -> FactorKind:
     """What a reducing operation combines with; `replicated` if it is none of ours."""
     if operation.name in ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.dot"):
         return "sum"
@@ -285,7 +291,7 @@ def _block(dim: Sequence[_Loop]) -> None:
         loop.blocked = True
 
 
-def _set_kind(dim: Sequence[_Loop], kind: Kind) -> None:
+def _set_kind(dim: Sequence[_Loop], kind: FactorKind) -> None:
     for loop in _leaves(dim):
         if kind == "replicated" or loop.kind not in ("pass", kind):
             loop.blocked = True

@@ -13,18 +13,18 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, Input, Output
 from autopar.passes.graph.microbatched import LoopPhase, in_phases
 from autopar.passes.slicing.anatomy import bytes_of, is_small
-from autopar.passes.slicing.placed import Program
-from autopar.passes.slicing.stage_graphs import Link, StageGraph
+from autopar.passes.slicing.placed import PlacedProgram
+from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
 from autopar.passes.slicing.task_order import order_tasks
-from autopar.passes.slicing.transfers import Demand, Needs, Passed
+from autopar.passes.slicing.transfers import Needs, StageExchange, Transfer
 
 
 def assemble(
-    program: Program, demand: Demand, *, split_backward: bool
-) -> tuple[tuple[StageGraph, ...], tuple[Link, ...]]:
+    program: PlacedProgram, demand: StageExchange, *, split_backward: bool
+) -> tuple[tuple[StageGraph, ...], tuple[StageLink, ...]]:
     """The stages' graphs and their links."""
     made = [
-        _Stage(program, demand, stage, split_backward=split_backward)
+        _StageAssembly(program, demand, stage, split_backward=split_backward)
         for stage in range(len(demand.needs))
     ]
     links = []
@@ -32,7 +32,7 @@ def assemble(
         source, target = made[passed.source], made[passed.target]
         var = passed.var
         links.append(
-            Link(
+            StageLink(
                 source=passed.source,
                 target=passed.target,
                 per_microbatch=passed.space == "inside",
@@ -47,10 +47,12 @@ def assemble(
     return tuple(stage.result for stage in made), tuple(links)
 
 
-class _Stage:
+class _StageAssembly:
     """One stage being put together."""
 
-    def __init__(self, program: Program, demand: Demand, stage: int, *, split_backward: bool):
+    def __init__(
+        self, program: PlacedProgram, demand: StageExchange, stage: int, *, split_backward: bool
+    ):
         self.program = program
         self.needs: Needs = demand.needs[stage]
         self.leaves = set(self.needs.leaves)
@@ -75,7 +77,7 @@ class _Stage:
     def _received(self, space: str) -> list[Var]:
         return [passed.var for passed in self.received if passed.space == space]
 
-    def _label(self, passed: Passed) -> str:
+    def _label(self, passed: Transfer) -> str:
         program = self.program
         if passed.space == "inside":
             item = program.body[

@@ -51,7 +51,7 @@ def _variables(atoms: Iterable[Atom]) -> list[Var]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ScanPart:
     """A part of a scan's body: numbers of results and of equations."""
 
     results: frozenset[int]
@@ -102,7 +102,7 @@ def _is_sum(body: Jaxpr, carry: Var, place: int) -> bool:
     )
 
 
-def _closure(body: Jaxpr, carries: Sequence[Var], results: set[int]) -> _Part:
+def _closure(body: Jaxpr, carries: Sequence[Var], results: set[int]) -> _ScanPart:
     """The equations that results are made from, and all results that they hand on for that."""
     made_by = {var: index for index, eqn in enumerate(body.eqns) for var in eqn.outvars}
     place_of = {var: place for place, var in enumerate(carries)}
@@ -119,12 +119,12 @@ def _closure(body: Jaxpr, carries: Sequence[Var], results: set[int]) -> _Part:
         if index is not None and index not in eqns:
             eqns.add(index)
             stack += body.eqns[index].invars
-    return _Part(frozenset(found), frozenset(eqns))
+    return _ScanPart(frozenset(found), frozenset(eqns))
 
 
 def _again(
     body: Jaxpr,
-    first: _Part,
+    first: _ScanPart,
     results: frozenset[int],
     later: frozenset[int],
     carries: Sequence[Var],

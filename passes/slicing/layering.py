@@ -25,7 +25,7 @@ from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, flops_of
 from autopar.passes.slicing.layer_scans import find_layer_scans
-from autopar.passes.slicing.primals import find_twins
+from autopar.passes.slicing.primals import find_primals
 from autopar.passes.slicing.stage_graphs import Layer, Layers
 
 # Layers get no finer than about this share of the loop's FLOPs, however deep the program is.
@@ -123,7 +123,7 @@ def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
         else:
             entries.append((index, 0, 0))
     twins: dict[int, int] = {}
-    for index, twin in find_twins(parts).items():
+    for index, twin in find_primals(parts).items():
         twins[twin] = twins.get(twin, 0) + flops_of(eqns[index], parts.body, rules)
     own = {index: flops_of(eqns[index], parts.body, rules) for index, *_ in entries}
 

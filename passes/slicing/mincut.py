@@ -18,7 +18,7 @@ Node = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Value:
+class CutValue:
     """A value and its readers.
 
     Args:
@@ -40,7 +40,7 @@ class Value:
 
 def place(
     nodes: Sequence[Node],
-    values: Sequence[Value],
+    values: Sequence[CutValue],
     fixed: Mapping[Node, int],
     preferred: Mapping[Node, int],
     num_stages: int,
@@ -67,7 +67,7 @@ def place(
 
 def _cut(
     numbers: Mapping[Node, int],
-    values: Sequence[Value],
+    values: Sequence[CutValue],
     fixed: Mapping[Node, int],
     preferred: Mapping[Node, int],
     boundary: int,

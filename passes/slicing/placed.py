@@ -37,7 +37,7 @@ class Carry:
 
 
 @dataclass(frozen=True)
-class Program:
+class PlacedProgram:
     """The whole program, placed.
 
     Args:
@@ -57,7 +57,7 @@ class Program:
     homes: Mapping[int, int]
 
 
-def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> Program:
+def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> PlacedProgram:
     """Put the stages on the equations, and split accumulators and scalar sums by stage."""
     body, carries, totals = _body(parts, terms, where)
     before = _before(parts, where)
@@ -67,7 +67,9 @@ def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> Program
     ]
     located = _located(parts, body, carries, (*before, *behind))
     behind = split_scalar_sums(behind, located, _outputs(parts))
-    return Program(parts, tuple(body), tuple(carries), (*before, *behind), len(before), where.homes)
+    return PlacedProgram(
+        parts, tuple(body), tuple(carries), (*before, *behind), len(before), where.homes
+    )
 
 
 def _outputs(parts: Anatomy) -> set[Var]:

@@ -16,8 +16,8 @@ from autopar.passes.graph.graph import Atom
 from autopar.passes.slicing import mincut
 from autopar.passes.slicing.accumulators import Terms, absorbed_by, terms_reading
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, holds, leaves_of
-from autopar.passes.slicing.mincut import Node, Value
-from autopar.passes.slicing.primals import find_twins
+from autopar.passes.slicing.mincut import CutValue, Node
+from autopar.passes.slicing.primals import find_primals
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def place(
     """
     absorbed = absorbed_by(terms)
     forward = {index: stage for index, stage in stage_of.items() if index not in absorbed}
-    problem = _Problem(parts, terms, forward, set(absorbed))
+    problem = _PlacementProblem(parts, terms, forward, set(absorbed))
     where = mincut.place(
         problem.nodes,
         problem.values,
@@ -74,7 +74,7 @@ def place(
     )
 
 
-class _Problem:
+class _PlacementProblem:
     """The nodes and values of the minimum cuts."""
 
     def __init__(
@@ -87,7 +87,7 @@ class _Problem:
         self.parts = parts
         self.forward = forward
         self.nodes: list[Node] = []
-        self.values: list[Value] = []
+        self.values: list[CutValue] = []
         self.fixed: dict[Node, int] = {}
         self.preferred: dict[Node, int] = {}
         self.leaves = leaves_of(parts)
@@ -107,7 +107,7 @@ class _Problem:
             if holds(label, var.aval)
         }
         self.nodes += [("leaf", number) for number in self.held.values()]
-        twins = find_twins(parts)
+        twins = find_primals(parts)
         self.preferred.update(
             (("body", index), forward[twin])
             for index, twin in twins.items()
@@ -139,15 +139,15 @@ class _Problem:
                     here = self.forward[index]
                     if late:
                         has = tuple(sorted({here, *used.get(var, ())}))
-                        self.values.append(Value(cost, tuple(late), stages=has))
+                        self.values.append(CutValue(cost, tuple(late), stages=has))
                     for node in term_nodes:
                         self.fixed[node] = here
                 else:
                     maker: Node = ("body", index)
                     if late:
-                        self.values.append(Value(cost, tuple(late), maker, downward=True))
+                        self.values.append(CutValue(cost, tuple(late), maker, downward=True))
                     for node in term_nodes:
-                        self.values.append(Value(0, (node,), maker, tied=True))
+                        self.values.append(CutValue(0, (node,), maker, tied=True))
 
     def _step_values(self, terms: tuple[Terms, ...]) -> None:
         """Values outside of the loop: leaves, totals, stacks, and what the epilogue makes."""
@@ -167,7 +167,7 @@ class _Problem:
             total: Node = ("total", number)
             cost = bytes_of(item.carried.carry)
             for place in range(len(item.terms)):
-                self.values.append(Value(cost, (total,), ("term", number, place)))
+                self.values.append(CutValue(cost, (total,), ("term", number, place)))
             makers[item.carried.total] = total
         for atom, var in parts.loop.stacks:
             late = readers.get(var)
@@ -175,13 +175,13 @@ class _Problem:
             if not late or at is None or isinstance(var, DropVar):
                 continue
             if at in self.forward:
-                self.values.append(Value(bytes_of(var), tuple(late), stages=(self.forward[at],)))
+                self.values.append(CutValue(bytes_of(var), tuple(late), stages=(self.forward[at],)))
             elif at in self.late:
                 makers[var] = ("body", at)
         for var, maker in makers.items():
             others = tuple(node for node in readers.get(var, ()) if node != maker)
             if others:
-                self.values.append(Value(bytes_of(var), others, maker))
+                self.values.append(CutValue(bytes_of(var), others, maker))
         self._leaf_values(readers)
         self._totals_at_home(terms, readers)
 
@@ -237,9 +237,9 @@ class _Problem:
                 self.fixed[node] = min(stages)
             others = tuple(late.get(number, ()))
             if others and stages:
-                self.values.append(Value(bytes_of(var), others, stages=tuple(sorted(stages))))
+                self.values.append(CutValue(bytes_of(var), others, stages=tuple(sorted(stages))))
             elif others:
-                self.values.append(Value(bytes_of(var), others, node))
+                self.values.append(CutValue(bytes_of(var), others, node))
 
     def _returned(self, readers: dict[Var, list[Node]]) -> None:
         """An output that replaces a leaf belongs at that leaf's home."""

@@ -20,7 +20,7 @@ from autopar.passes.slicing.anatomy import Anatomy
 _WRAPPER = re.compile(r"(transpose|jvp|vmap|checkpoint|rematted_computation|remat)\(?|\)")
 
 
-def find_twins(parts: Anatomy) -> dict[int, int]:
+def find_primals(parts: Anatomy) -> dict[int, int]:
     """Heavy backward equations of the body, each with the forward equation it belongs to.
 
     A backward contraction shares an operand with its twin: the residual or the parameter. Where

@@ -18,7 +18,7 @@ from autopar.passes.primitives.localize import bind_with
 from autopar.passes.primitives.shardings import is_key, shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (
-    Cut,
+    RunCut,
     Runs,
     Sizes,
     Value,
@@ -221,7 +221,7 @@ class RunBuilder:
     def fits(
         self,
         eqn: JaxprEqn,
-        cut: Cut,
+        cut: RunCut,
         place: int,
         operands: Sequence[Atom],
         changes: Mapping[str, Any],

@@ -41,7 +41,7 @@ def with_size(aval: Any, axis: int, size: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RunCut:
     """An equation's cut factor: the sizes of its runs; where it is in each operand and result.
 
     A place is (dimension, length of one unit of the factor there), or (None, 1).
@@ -53,7 +53,7 @@ class Cut:
     results: tuple[tuple[int | None, int], ...]
 
 
-def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> Cut | None:
+def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> RunCut | None:
     """How an equation is cut along the dimension in which an operand is in runs.
 
     None if it has to see whole values: no factor of its rule is that dimension's outermost one, or
@@ -88,7 +88,7 @@ def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]
     here = {item is not None and item[0] is not None for item in outs}
     if here != {kind == "pass"} or (kind != "pass" and eqn.primitive.name not in _REDUCTIONS):
         return None
-    return Cut(
+    return RunCut(
         sizes,
         kind,
         tuple(item for item in ins if item is not None),
@@ -101,7 +101,7 @@ def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]
 _REDUCTIONS = PRODUCTS | MONOID_REDUCTIONS.keys()
 
 
-def changed_params(eqn: JaxprEqn, cut: Cut, place: int) -> dict[str, Any] | None:
+def changed_params(eqn: JaxprEqn, cut: RunCut, place: int) -> dict[str, Any] | None:
     """The params that one run needs otherwise, or None where they cannot be told."""
     name, params = eqn.primitive.name, eqn.params
     if name in POSITIONAL:

@@ -22,7 +22,7 @@ from autopar.passes.slicing.placed import build
 from autopar.passes.slicing.placement import place
 from autopar.passes.slicing.runs import cut_scans
 from autopar.passes.slicing.stage_graphs import Layers, LeafRows, StageGraph, Stages
-from autopar.passes.slicing.transfers import find_demand
+from autopar.passes.slicing.transfers import find_exchange
 
 
 def slice_stages(
@@ -62,7 +62,7 @@ def slice_stages(
     terms = find_terms(cut.parts)
     where = place(cut.parts, terms, cut.stage_of, len(boundaries) + 1)
     program = build(cut.parts, terms, where)
-    demand = find_demand(program, len(boundaries) + 1)
+    demand = find_exchange(program, len(boundaries) + 1)
     graphs, links = assemble(program, demand, split_backward=split_backward)
     return Stages(
         graphs=graphs,
@@ -94,7 +94,7 @@ def one_stage(step: Microbatched, rules: Mapping[JaxprEqn, FactorRule]) -> Stage
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _CutScans:
     """The program whose equations can be placed, and the stages of the body's forward ones."""
 
     parts: Anatomy
@@ -109,7 +109,7 @@ def _cut(
     rules: Mapping[JaxprEqn, FactorRule],
     found: Layers,
     boundaries: Sequence[int],
-) -> _Cut:
+) -> _CutScans:
     """Cut the scans over layers that several stages have a part of."""
     ends = (0, *boundaries, len(found.layers))
     stage_of: dict[int, int] = {}
@@ -125,7 +125,7 @@ def _cut(
     if not rows:
         leaves = tuple((LeafRows(number),) for number in range(len(graph.inputs)))
         results = tuple((LeafRows(number),) for number in range(len(graph.outputs)))
-        return _Cut(parts, rules, stage_of, leaves, results)
+        return _CutScans(parts, rules, stage_of, leaves, results)
     starts = {
         index: {
             start: next((s for s, (a, b) in rows[index].items() if a <= start < b))
@@ -155,7 +155,7 @@ def _cut(
         reads = (v for v in new.body.eqns[index].invars if not isinstance(v, Literal))
         above = (stages.get(made_by[var], 0) for var in reads if var in made_by)
         stages[index] = max(stage, *above, 0)
-    return _Cut(new, rules, stages, made.inputs, made.outputs)
+    return _CutScans(new, rules, stages, made.inputs, made.outputs)
 
 
 def _places(

@@ -84,7 +84,7 @@ class LeafRows:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """One value that a stage sends to another, per microbatch or once a step.
 
     Args:
@@ -172,7 +172,7 @@ class Stages:
     """
 
     graphs: tuple[StageGraph, ...]
-    links: tuple[Link, ...]
+    links: tuple[StageLink, ...]
     forward_only: bool
     layers: Layers
     boundaries: tuple[int, ...]

@@ -8,12 +8,12 @@ from jax.extend.core import Literal, Var
 
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.graph.primitives import HEAVY
-from autopar.passes.slicing.placed import Program
+from autopar.passes.slicing.placed import PlacedProgram
 from autopar.passes.slicing.transfers import Needs
 
 
 def order_tasks(
-    program: Program, needs: Needs, sent: Sequence[Var], *, split_backward: bool
+    program: PlacedProgram, needs: Needs, sent: Sequence[Var], *, split_backward: bool
 ) -> tuple[list[int], tuple[Task, ...]]:
     """The body's equations of one stage in the order F, B, W, and their tasks.
 
@@ -28,7 +28,9 @@ def order_tasks(
     return order, tuple(task[index] for index in order)
 
 
-def _forward_or_backward(program: Program, needs: Needs, sent: Sequence[Var]) -> dict[int, Task]:
+def _forward_or_backward(
+    program: PlacedProgram, needs: Needs, sent: Sequence[Var]
+) -> dict[int, Task]:
     outputs = [*sent, *(program.parts.loop.stacks[number][0] for number in needs.stacked)]
     read_by: dict[Var, Task] = {v: "F" for v in outputs if not isinstance(v, Literal)}
     task: dict[int, Task] = {}
@@ -47,7 +49,9 @@ def _forward_or_backward(program: Program, needs: Needs, sent: Sequence[Var]) ->
     return task
 
 
-def _weight_gradients(program: Program, task: dict[int, Task], sent: Sequence[Var]) -> set[int]:
+def _weight_gradients(
+    program: PlacedProgram, task: dict[int, Task], sent: Sequence[Var]
+) -> set[int]:
     backward = [index for index in sorted(task, reverse=True) if task[index] == "B"]
     made = {var for index in backward for var in program.body[index].eqn.outvars}
     wanted = {var for var in sent if var in made}

@@ -10,14 +10,14 @@ from jax.extend.core import Literal, Var
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.slicing.anatomy import holds
-from autopar.passes.slicing.placed import Program
+from autopar.passes.slicing.placed import PlacedProgram
 
 Space = Choice["inside", "outside"]
 
 
 @dataclass
 class Needs:
-    """What one stage has. Numbers are those of `Program`; dictionaries serve as ordered sets."""
+    """What one stage has, by the numbers of `PlacedProgram`; dictionaries serve as ordered sets."""
 
     body: set[int] = field(default_factory=set)
     outside: set[int] = field(default_factory=set)
@@ -30,7 +30,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Passed:
+class Transfer:
     """A variable that one stage sends to another."""
 
     space: Space
@@ -40,27 +40,28 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Demand:
+class StageExchange:
     """The needs of every stage, and what passes between stages, in a fixed order."""
 
     needs: tuple[Needs, ...]
-    passed: tuple[Passed, ...]
+    passed: tuple[Transfer, ...]
 
 
-def find_demand(program: Program, num_stages: int) -> Demand:
+def find_exchange(program: PlacedProgram, num_stages: int) -> StageExchange:
     """Follow every result back to the inputs, through whatever stages it is made on."""
-    search = _Search(program, num_stages)
+    search = _NeedsSearch(program, num_stages)
     search.run()
     passed = [
-        Passed(space, var, source, target) for (space, var, target), source in search.links.items()
+        Transfer(space, var, source, target)
+        for (space, var, target), source in search.links.items()
     ]
     order = {var: place for place, var in enumerate(search.order())}
     passed.sort(key=lambda p: (p.space, order[p.var], p.source, p.target))
-    return Demand(tuple(search.needs), tuple(passed))
+    return StageExchange(tuple(search.needs), tuple(passed))
 
 
-class _Search:
-    def __init__(self, program: Program, num_stages: int):
+class _NeedsSearch:
+    def __init__(self, program: PlacedProgram, num_stages: int):
         self.program = program
         parts = program.parts
         jaxpr = parts.graph.jaxpr

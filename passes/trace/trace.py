@@ -107,7 +107,7 @@ def trace(
     convention = Convention.of(fn, static_argnums)
     _check_static_argnums(convention, args, kwargs)
     signature = signature_of(convention, args, kwargs)
-    made: list[_Made] = []
+    made: list[_TracedStep] = []
 
     @functools.wraps(fn)
     def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
@@ -180,7 +180,7 @@ def _check_static_argnums(
 
 
 @dataclass(frozen=True)
-class _Made:
+class _TracedStep:
     """A result taken apart: its structure, its leaves, and which of them are arrays."""
 
     tree: Any
@@ -189,7 +189,7 @@ class _Made:
     traced: tuple[bool, ...]
 
 
-def _take_apart(result: Any) -> _Made:
+def _take_apart(result: Any) -> _TracedStep:
     with_paths, tree = jax.tree_util.tree_flatten_with_path(result)
     leaves = tuple(leaf for _, leaf in with_paths)
     paths = tuple("result" + jax.tree_util.keystr(path) for path, _ in with_paths)
@@ -200,7 +200,7 @@ def _take_apart(result: Any) -> _Made:
     for leaf, path, is_traced in zip(leaves, paths, traced, strict=True):
         if not is_traced:
             _check_static_result(leaf, path)
-    return _Made(tree, leaves, paths, traced)
+    return _TracedStep(tree, leaves, paths, traced)
 
 
 def _check_static_result(leaf: Any, path: str) -> None:

@@ -25,8 +25,8 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
     Send,
-    Transfer,
     Value,
+    ValueTransfer,
 )
 from autopar.passes.schedules.schedule import Schedule
 
@@ -39,7 +39,7 @@ class Model:
 
     values: list[Value] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[ValueTransfer] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     donated: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Model:
         if origin.stage == stage:
             return source
         target = self.value(stage, label, origin.bytes_per_device, loop=origin.per_microbatch)
-        self.transfers.append(Transfer(source, target))
+        self.transfers.append(ValueTransfer(source, target))
         return target
 
     def emit(self, schedule: Schedule) -> PipelineProgram:

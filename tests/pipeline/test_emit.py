@@ -20,7 +20,7 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
     Send,
-    Transfer,
+    ValueTransfer,
 )
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import Schedule
@@ -325,7 +325,7 @@ class TestRefusals:
         made.value(1, "x", loop=True)
         made.piece("F", 0, [0], [1])
         made.piece("F", 1, [2], [])
-        made.transfers.append(Transfer(1, 2))
+        made.transfers.append(ValueTransfer(1, 2))
         return made
 
     def refused(self, made: Model, words: str, name: str = "inference") -> None:
@@ -346,7 +346,7 @@ class TestRefusals:
             getattr(made, part).append(9)
             self.refused(made, f"numbers in {part} are unknown")
         made = self.base()
-        made.transfers.append(Transfer(1, 9))
+        made.transfers.append(ValueTransfer(1, 9))
         self.refused(made, "There is no value 9")
         made = self.base()
         made.piece("epilogue", 0, [9], [])
@@ -419,17 +419,17 @@ class TestRefusals:
 
     def test_transfers_that_cannot_be(self) -> None:
         made = self.base()
-        made.transfers.append(Transfer(1, made.value(0, "same", loop=True)))
+        made.transfers.append(ValueTransfer(1, made.value(0, "same", loop=True)))
         self.refused(made, "is on the stage from which")
         made = self.base()
-        made.transfers.append(Transfer(1, made.value(1, "whole")))
+        made.transfers.append(ValueTransfer(1, made.value(1, "whole")))
         self.refused(made, "exists per microbatch where its source does not, or vice versa")
         made = self.base()
-        made.transfers.append(Transfer(1, 2))
+        made.transfers.append(ValueTransfer(1, 2))
         self.refused(made, "received and also an input, written or received again")
         made = self.base()
         there, back = made.value(1, "there"), made.value(0, "back")
-        made.transfers += [Transfer(there, back), Transfer(back, there)]
+        made.transfers += [ValueTransfer(there, back), ValueTransfer(back, there)]
         self.refused(made, "in a circle")
 
     def test_epilogues_in_a_circle(self) -> None:

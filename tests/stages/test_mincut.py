@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.passes.slicing.mincut import Node, Value, place
+from autopar.passes.slicing.mincut import CutValue, Node, place
 
 
-def cost(values: list[Value], stage: dict[Node, int], num_stages: int) -> float:
+def cost(values: list[CutValue], stage: dict[Node, int], num_stages: int) -> float:
     """Bytes over all boundaries, counted once per value and boundary and direction."""
     total = 0.0
     for value in values:
@@ -38,12 +38,12 @@ def test_is_the_best_of_all_assignments(seed: int) -> None:
         picked = rng.choice(len(later), size=int(rng.integers(1, min(3, len(later)) + 1)))
         readers = tuple(dict.fromkeys(later[int(place)] for place in picked))
         downward = bool(rng.integers(0, 2)) and nodes[0] not in readers
-        values.append(Value(int(rng.integers(1, 9)), readers, node, downward=downward))
+        values.append(CutValue(int(rng.integers(1, 9)), readers, node, downward=downward))
     for _ in range(3):
         readers = (nodes[int(rng.integers(1, 6))],)
         stages = tuple(sorted({int(s) for s in rng.integers(0, num_stages, 2)}))
-        values.append(Value(int(rng.integers(1, 9)), readers, stages=stages))
-    values.append(Value(0, (nodes[4],), nodes[3], tied=True))
+        values.append(CutValue(int(rng.integers(1, 9)), readers, stages=stages))
+    values.append(CutValue(0, (nodes[4],), nodes[3], tied=True))
     found = place(nodes, values, fixed, {}, num_stages)
     assert all(found[node] == stage for node, stage in fixed.items())
     best = min(
@@ -57,6 +57,6 @@ def test_is_the_best_of_all_assignments(seed: int) -> None:
 def test_a_preference_yields_to_the_direction_of_flow() -> None:
     """A gradient cannot be read above its maker, whatever is preferred."""
     one, other = ("a",), ("b",)
-    values = [Value(1, (other,), one, downward=True)]
+    values = [CutValue(1, (other,), one, downward=True)]
     found = place([one, other], values, {one: 0}, {other: 1}, 2)
     assert found == {one: 0, other: 0}
