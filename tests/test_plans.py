@@ -234,7 +234,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
         (b"[]", "no format_version"),
         (b'{"plan": 1}', "no format_version"),
         (b'{"format_version": "1"}', "no format_version"),
-        (b'{"format_version": 2}', "lacks the field"),
+        (b'{"format_version": 3}', "lacks the field"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

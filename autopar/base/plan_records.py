@@ -18,7 +18,7 @@ from autopar.base.records import Record, differences, dump_json
 from autopar.base.step_model import StepModel
 from autopar.base.units import format_mesh, without_rows
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of the JSON form; a file of another format version is refused."""
 
 COLLECTIVE_KINDS = (
@@ -246,7 +246,7 @@ class PlanRecord(Record):
       estimates: of a step.
       solver: what was proved about the choice of strategies.
       candidates: what was considered.
-      pipeline: how the stages work together; None for a single one.
+      pipeline: how the stages work together; a plan for one mesh is a pipeline of one stage.
     """
 
     autopar_version: str
@@ -264,8 +264,13 @@ class PlanRecord(Record):
     estimates: Estimates
     solver: SolverSummary | None = None
     candidates: tuple[Candidate, ...] = ()
-    pipeline: PipelinePlan | None = None
+    pipeline: PipelinePlan = PipelinePlan("one stage", 1, 1, (), False, 0.0, ())
     format_version: int = FORMAT_VERSION
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there are several stages."""
+        return len(self.stages) > 1
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans have equal text."""

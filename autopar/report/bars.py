@@ -108,7 +108,7 @@ def draw_candidates(axes: Axes, plan: PlanRecord, *, rows: int = MAX_BARS) -> No
 def _candidate_label(item: Candidate, plan: PlanRecord) -> str:
     mesh = "x".join(map(str, item.logical_mesh))
     parts = format_microbatches(item.num_microbatches)
-    if plan.pipeline is not None and item.note:
+    if plan.is_pipeline and item.note:
         stages = ", ".join(item.note.split(", ")[:2])
         return f"{item.method} {mesh}, {parts}\n{stages}"
     return f"{item.method} {mesh}\n{parts}"

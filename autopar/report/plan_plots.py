@@ -85,7 +85,7 @@ def _plot_stages(plan: PlanRecord) -> Figure:
     rows = 0.9 if isinstance(timeline, str) else rows_height(timeline) + _MEMORY + 1.45
     number, stage = _busiest(plan.stages)
     collectives = group_collectives([stage])
-    sent = group_transfers(plan.pipeline.transfers, len(plan.stages)) if plan.pipeline else ()
+    sent = group_transfers(plan.pipeline.transfers, len(plan.stages))
     tried = [item for item in plan.candidates if item.step_seconds]
     bars = [min(max(len(shown), 1), MAX_BARS) for shown in (sent, collectives, tried)]
     below = max(
@@ -133,7 +133,7 @@ def _draw_title(figure: Figure, plan: PlanRecord) -> None:
     parts = format_microbatches(plan.num_microbatches)
     seconds = f"about {format_seconds(estimates.step_seconds)} a step"
     size = format_bytes(estimates.peak_bytes_per_device)
-    if plan.pipeline is None:
+    if not plan.is_pipeline:
         stage = plan.stages[0]
         title = f"{where}, mesh {format_mesh(stage.logical_mesh, stage.axis_names)}, {parts}"
         communication = format_seconds(estimates.communication_seconds)

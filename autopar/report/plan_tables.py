@@ -110,7 +110,7 @@ class _Tables:
         meshes[-1].append(f"  {describe_cluster(plan.cluster)}")
         for i, mesh in enumerate(meshes):
             _add(grid, "mesh" if i == 0 else "", mesh)
-        if plan.pipeline is not None:
+        if plan.is_pipeline:
             _add(grid, "pipeline", describe_pipeline(plan.pipeline, len(plan.stages)))
         reason = (f"  {plan.reason_for_microbatches}", "dim")
         _add(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
@@ -180,8 +180,7 @@ class _Tables:
 
     def transfers(self) -> RenderableType:
         """A row for each kind of value that crosses between stages."""
-        pipeline = self.plan.pipeline
-        groups = group_transfers(pipeline.transfers, len(self.plan.stages)) if pipeline else ()
+        groups = group_transfers(self.plan.pipeline.transfers, len(self.plan.stages))
         if not groups:
             return Text("\nNothing is sent between stages.", "bold")
         columns, right = ("from and to", "what", "value"), ("a step", "bytes")

@@ -162,7 +162,6 @@ def _draw_crossing(
     axes: Axes, plan: PlanRecord, number: int, left: float, top: float, gap: float
 ) -> None:
     """Arrows there and back, with the bytes that cross in a step, all microbatches together."""
-    assert plan.pipeline is not None
     sizes = {1: 0, -1: 0}
     for item in plan.pipeline.transfers:
         if item.times > 1 and {item.source, item.target} == {number, number + 1}:

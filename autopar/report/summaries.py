@@ -358,10 +358,10 @@ def memory_limit(plan: PlanRecord) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def task_seconds(pipeline: PipelinePlan | None) -> dict[str, dict[int, float]]:
+def task_seconds(pipeline: PipelinePlan) -> dict[str, dict[int, float]]:
     """By the kind of task and the stage, the seconds that are expected of a task."""
     seconds: dict[str, dict[int, float]] = {}
-    for piece in pipeline.model.pieces if pipeline and pipeline.model else ():
+    for piece in pipeline.model.pieces if pipeline.model else ():
         of_stage = seconds.setdefault(piece.when, {})
         parts = (piece.compute_seconds, piece.latency_seconds)
         total = sum((*parts, piece.activation_seconds, piece.other_seconds))

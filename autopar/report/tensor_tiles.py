@@ -203,7 +203,7 @@ def _draw_legend(axes: Axes, plan: PlanRecord) -> None:
     from matplotlib.patches import Patch
 
     colors = _axis_colors(plan)
-    device = "device 0" if plan.pipeline is None else "a mesh's first device"
+    device = "device 0" if not plan.is_pipeline else "a mesh's first device"
     handles: list[Patch | Line2D] = [
         Patch(facecolor=MINE, label=f"the part on {device}"),
         Patch(facecolor=OTHERS, label="parts on other devices"),
@@ -214,7 +214,7 @@ def _draw_legend(axes: Axes, plan: PlanRecord) -> None:
         for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
             ways.setdefault(name, {})[str(size)] = None
     for name, sizes in ways.items():
-        if plan.pipeline is not None and list(sizes) == ["1"]:
+        if plan.is_pipeline and list(sizes) == ["1"]:
             continue
         label = f"cut along {name} ({' or '.join(sizes)} ways)"
         handles.append(Line2D([], [], color=colors[name], linewidth=2, label=label))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autopar.passes.graph.primitives import CONTROL_FLOW
-from autopar.passes.pieces.pieces import StagePiece
+from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.peak_memory import peak, version_bytes
@@ -58,7 +59,25 @@ class PieceCosts:
         return max(self.seconds(inner) for inner in instruction.blocks)
 
 
-def temporary_bytes(piece: StagePiece, program: Program) -> int:
+def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
+    """Bytes per device that each piece needs beside what it reads and writes.
+
+    Args:
+      pieces: the stages' programs taken apart.
+      peaks: bytes per device at the worst point of each stage's whole program.
+    """
+    if len(pieces.pieces) > 1:
+        return {p.name: _temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
+    # A whole step: what it writes takes the memory of what it donates.
+    (piece,) = pieces.pieces
+    reads, writes, donated = (
+        sum(pieces.values[number].bytes_per_device for number in numbers)
+        for numbers in (piece.plain().reads, piece.plain().writes, piece.donates)
+    )
+    return {piece.name: max(peaks[0] - max(reads, reads - donated + writes), 0)}
+
+
+def _temporary_bytes(piece: StagePiece, program: Program) -> int:
     """Bytes per device that a piece needs beside what it reads and writes."""
     block = Block(
         tuple(port.version for port in piece.inputs),

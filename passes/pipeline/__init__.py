@@ -10,6 +10,5 @@ In the order in which they are met:
 - `buffer_memory`: live bytes at every instruction;
 - `simulate`: the virtual clock (`autopar.passes.pipeline.simulate.simulate`);
 - `what_if`: another schedule, other links or more devices for a plan that was saved;
-- `single`: a step of one stage as such a program;
 - `timeline`: when everything happened, simulated or measured, and its pictures.
 """

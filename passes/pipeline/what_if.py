@@ -17,15 +17,13 @@ from autopar.base.costs import alpha_beta
 from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
-from autopar.passes.pipeline.buffer_memory import peak_bytes
 from autopar.passes.pipeline.emit import emit
 from autopar.passes.pipeline.instructions import Piece, PieceKind, Run, Send, Value, ValueTransfer
 from autopar.passes.pipeline.simulate import simulate
-from autopar.passes.pipeline.single import single_program
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.named import SCHEDULES
-from autopar.passes.schedules.schedule import Schedule
+from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 
 _LOOP = ("F", "B", "W")
 
@@ -103,16 +101,13 @@ def what_if(
     for name, scale in (("link_scale", link_scale), ("compute_scale", compute_scale)):
         if not (isinstance(scale, int | float) and 0 < scale < math.inf):
             raise OptionError(f"{name}={scale!r} is not possible.", why="it must be positive.")
-    if plan.pipeline is None:
-        if schedule is not None or microbatches is not None:
-            raise OptionError(
-                "A plan of one stage has no schedule, and its microbatches are part of what was "
-                "planned.",
-                where=f"simulate(schedule={schedule!r}, microbatches={microbatches!r})",
-                hint="plan again with stages=2 or more, or with these microbatches.",
-            )
-        scales = _scales(plan, 1.0, cluster, link_scale, compute_scale)
-        return Simulation(_one_stage(plan, scales))
+    if not plan.is_pipeline and (schedule is not None or microbatches is not None):
+        raise OptionError(
+            "A plan of one stage has no schedule, and its microbatches are part of what was "
+            "planned.",
+            where=f"simulate(schedule={schedule!r}, microbatches={microbatches!r})",
+            hint="plan again with stages=2 or more, or with these microbatches.",
+        )
     pipeline = plan.pipeline
     model = pipeline.model
     if model is None:
@@ -125,7 +120,8 @@ def what_if(
     if scales.copies > 1:
         _divided(model, count * scales.copies, f"{count} microbatches on {scales.copies} times "
                  "the devices")  # fmt: skip
-    return Simulation(_several(plan, pipeline, model, _order(pipeline, schedule, count), scales))
+    order = _order(pipeline, schedule, count) if plan.is_pipeline else ONE_STAGE
+    return Simulation(_simulated(plan, pipeline, model, order, scales))
 
 
 def _possible(count: Any, model: StepModel, pipeline: PipelinePlan) -> int:
@@ -174,7 +170,7 @@ def _scales(
 ) -> _Scales:
     old = Cluster.from_dict(plan.cluster)
     new = old if cluster is None else cluster
-    meshes = 1 if plan.pipeline is None else plan.pipeline.num_meshes
+    meshes = plan.pipeline.num_meshes
     sizes = {stage.mesh: stage.num_devices for stage in plan.stages}
     before, used = set(sizes.values()), sum(sizes.values())
     if cluster is not None and (new.num_devices % used or new.num_devices < used):
@@ -223,29 +219,7 @@ def _inside(cluster: Cluster, size: int) -> Link:
     return cluster.intra_node if size <= cluster.devices_per_node else cluster.inter_node
 
 
-def _one_stage(plan: PlanRecord, scales: _Scales) -> Timeline:
-    """One run; what is not compute is taken as bytes on links."""
-    found, name = plan.estimates, "step"
-    kept = sum(x.bytes_per_device for x in plan.inputs if not x.donated)
-    donated = sum(x.bytes_per_device for x in plan.inputs if x.donated)
-    results = sum(x.bytes_per_device for x in plan.outputs)
-    program = single_program(name, kept, donated, results)
-    inside = max(found.peak_bytes_per_device - peak_bytes(program)[0], 0)
-    communication = min(found.communication_seconds, found.step_seconds)
-    seconds = (
-        (found.step_seconds - communication) * scales.compute
-        + communication * scales.bandwidth
-        + scales.sync(donated, plan.stages[0].num_devices)
-    )
-    return simulate(
-        program,
-        seconds,
-        devices_per_mesh=plan.stages[0].num_devices * scales.copies,
-        temporary_bytes={name: math.ceil(inside * scales.rows)},
-    )
-
-
-def _several(
+def _simulated(
     plan: PlanRecord, pipeline: PipelinePlan, model: StepModel, schedule: Schedule, scales: _Scales
 ) -> Timeline:
     values = [
@@ -297,7 +271,7 @@ def _several(
         devices_per_mesh=devices,
         temporary_bytes={
             piece.name: math.ceil(piece.temporary_bytes * scales.rows)
-            if piece.when in _LOOP
+            if piece.when in _LOOP or not plan.is_pipeline
             else piece.temporary_bytes
             for piece in model.pieces
         },
@@ -322,8 +296,12 @@ def _piece_seconds(piece: ModelPiece, scales: _Scales) -> float:
 def _sums(model: StepModel) -> dict[str, int]:
     """For epilogue pieces, the bytes of sums over microbatches that are first read there.
 
-    Copies of a stage's devices, each with rows of its own, have to add these up once a step.
+    Copies of a stage's devices, each with rows of its own, have to add these up once a step. Of a
+    step that is one piece it is as much as the state that it updates.
     """
+    if len(model.pieces) == 1:
+        (piece,) = model.pieces
+        return {piece.name: sum(model.values[n].bytes_per_device for n in piece.donates)}
     made = {n for p in model.pieces if p.when in _LOOP for n in p.writes}
     left = {n for n in made if not model.values[n].per_microbatch}
     found: dict[str, int] = {}

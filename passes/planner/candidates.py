@@ -17,7 +17,7 @@ from autopar.base.options import Options
 from autopar.passes.graph.graph import Input
 from autopar.passes.graph.microbatched import LoopPhase
 from autopar.passes.pieces.cutting import cut, uncut
-from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
+from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
 from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.pipeline.emit import emit
 from autopar.passes.pipeline.instructions import PipelineProgram, Run, Send
@@ -307,7 +307,6 @@ def simulated(
         for p in planned
     ]
     seconds = {p.name: costs[p.stage].seconds(p.block) for p in pieces.pieces}
-    temporary = {p.name: temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
 
     def transfer_seconds(send: Send) -> float:
         link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
@@ -325,5 +324,5 @@ def simulated(
         run_seconds,
         transfer_seconds,
         devices_per_mesh=sizes,
-        temporary_bytes=temporary,
+        temporary_bytes=inner_bytes(pieces, [p.peak.bytes for p in planned]),
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from autopar.base.cluster import Cluster
 from autopar.base.step_model import ModelPiece, ModelValue, StepModel
 from autopar.passes.graph.graph import batch_sizes
-from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
+from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.passes.planner.layouts import submesh
@@ -47,6 +47,7 @@ def step_model(
       cluster: all devices.
     """
     found = []
+    inside = inner_bytes(pieces, [p.peak.bytes for p in planned])
     for piece in pieces.pieces:
         plan = planned[piece.stage]
         pricing = Pricing(submesh(cluster, math.prod(plan.mesh)), plan.mesh)
@@ -65,7 +66,7 @@ def step_model(
                 latency_seconds=moving.latency,
                 activation_seconds=moving.activation,
                 other_seconds=moving.other,
-                temporary_bytes=temporary_bytes(piece, pieces.programs[piece.stage]),
+                temporary_bytes=inside[piece.name],
             )
         )
     return StepModel(

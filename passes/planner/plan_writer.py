@@ -107,7 +107,7 @@ def write_plan(
             strategies=sum(n.num_strategies for p in planned for n in p.built.nodes),
         ),
         candidates=tuple(_candidate(c, c is chosen, options) for c in candidates),
-        pipeline=_pipeline(chosen, cluster) if chosen.is_pipeline else None,
+        pipeline=_pipeline(chosen, cluster),
     )
 
 
@@ -219,7 +219,7 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
       PlanMismatchError: its stages or strategies are not those of this program.
     """
     cluster, pipeline = Cluster.from_dict(plan.cluster), plan.pipeline
-    if pipeline is None:
+    if not plan.is_pipeline:
         stages, schedule = one_stage(split.step, split.rules), ONE_STAGE
     else:
         stages = slice_stages(
@@ -239,7 +239,7 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
         )
     programs = []
     for stage, written in zip(label_batch(stages), plan.stages, strict=True):
-        one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if pipeline else split
+        one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split
         mesh = written.logical_mesh
         own = stage_options(stage, options)
         built, pricing, dims = prepare(one, mesh, own, submesh(cluster, math.prod(mesh)))
