@@ -12,7 +12,7 @@ import pytest
 from layout import ROOT, Import
 
 import autopar
-from autopar import passes, plans, report
+from autopar import plans, report
 
 MAX_FLOORS = 10
 STOREYS = (
