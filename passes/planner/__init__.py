@@ -2,7 +2,7 @@
 
 - `compiler`: the map, `compile_graph`;
 - `layouts`: how many stages on how many devices, which logical meshes, how many microbatches;
-- `auto_stages` with `stage_choice`, `stage_search`, `stage_sweep`, `stage_problem`: the exact search
+- `auto_stages`, `stage_choice`, `stage_search`, `stage_sweep`, `stage_problem`: the exact search
   for stages and their submeshes;
 - `stage_shardings`: one stage solved and lowered on one logical mesh;
 - `candidates`: a step in stages, scheduled and simulated;
