@@ -15,8 +15,10 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
-from autopar.passes.graph.jax_compat import scan_counts, source_context
-from autopar.passes.primitives.localize import Cut, bind_local
+from autopar.passes.graph.jax_compat import source_context
+from autopar.passes.graph.scans import ScanParts
+from autopar.passes.primitives.cuts import DimCut
+from autopar.passes.primitives.localize import bind_local
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import Step
@@ -46,17 +48,6 @@ def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(entry, layout.dims))
 
 
-def typed(value: jax.Array, aval: Any) -> jax.Array:
-    """A result with the weak type of the program's own: collectives and slices may lose it."""
-    weak = bool(getattr(aval, "weak_type", False))
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or value.weak_type == weak:
-        return value
-    converted: jax.Array = lax.convert_element_type_p.bind(
-        value, new_dtype=value.dtype, weak_type=weak, sharding=None
-    )
-    return converted
-
-
 class _Device:
     """One device's view: its place on the mesh, and how it evaluates instructions."""
 
@@ -74,13 +65,11 @@ class _Device:
             self.places[key] = lax.axis_index(self.axes(key))
         return self.places[key]
 
-    def cuts(self, layout: Layout) -> tuple[Cut | None, ...]:
+    def cuts(self, layout: Layout) -> tuple[DimCut | None, ...]:
         return tuple(
-            Cut(num_parts(axes, self.mesh), self.index(axes)) if axes else None
+            DimCut(num_parts(axes, self.mesh), self.index(axes)) if axes else None
             for axes in layout.dims
         )
-
-    # -- instructions ------------------------------------------------------------------------
 
     def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         outer, self.places = self.places, {}  # a loop's body is a trace of its own
@@ -141,25 +130,20 @@ class _Device:
 
     def loop(self, env: Env, instruction: Loop) -> None:
         params = instruction.eqn.params
-        num_consts, num_carry = scan_counts(params)
+        scan = ScanParts.of(instruction.eqn)
         operands = [self.read(env, version) for version in instruction.operands]
-        consts = operands[:num_consts]
-        carry = [jnp.asarray(x) for x in operands[num_consts : num_consts + num_carry]]
-        slices = operands[num_consts + num_carry :]
+        consts, starts, stacked = scan.operands(operands)
 
         def body(carry: Any, xs: Any) -> Any:
             results = self.block(instruction.body, [*consts, *carry, *xs])
-            outs = [
-                _like(result, initial)
-                for result, initial in zip(results[:num_carry], carry, strict=True)
-            ]
-            return outs, results[num_carry:]
+            carried, rows = scan.results(results)
+            return [_like(new, old) for new, old in zip(carried, carry, strict=True)], rows
 
         with source_context(instruction.eqn):
             carried, stacks = lax.scan(
                 body,
-                carry,
-                slices,
+                [jnp.asarray(x) for x in starts],
+                stacked,
                 length=params["length"],
                 reverse=params["reverse"],
                 unroll=params["unroll"],
@@ -184,8 +168,6 @@ class _Device:
         with source_context(instruction.eqn):
             results = lax.switch(index, [runner(b) for b in instruction.blocks], *operands)
         env.update(zip(instruction.results, results, strict=True))
-
-    # -- resharding --------------------------------------------------------------------------
 
     def step(self, step: Step, value: Any) -> Any:
         if is_key(value):  # collectives carry the numbers that a typed key wraps

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
 from autopar.passes.pipeline.instructions import (
     Accumulate,
@@ -26,7 +27,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import Program, Version
-from autopar.runtime.spmd import block_function, partition_spec, typed
+from autopar.runtime.spmd import block_function, partition_spec
 
 Action = Callable[[dict[Buffer, Any]], None]
 
@@ -144,7 +145,9 @@ class StagePrograms:
         )
 
         def step(*arrays: Any) -> list[Any]:
-            return [typed(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)]
+            return [
+                with_type_of(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)
+            ]
 
         numbers = tuple(port.value for port, number in ins for _ in range(number))
         return PieceFunction(

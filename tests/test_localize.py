@@ -10,23 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from factors import equations
-from factors.slices import check_slices, check_whole, evaluate, host_take, trace
+from factors.slices import check_slices, check_whole, evaluate, host_take, rule_cuts, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from autopar.passes.graph.primitives import CONTROL_FLOW
-from autopar.passes.primitives.localize import (
-    Cut,
-    NotLocalError,
-    _counters,
-    bind_local,
-    local_shape,
-    positions,
-    rule_cuts,
-    take,
-)
+from autopar.passes.primitives.cuts import DimCut, NotLocalError, local_shape, positions, take
+from autopar.passes.primitives.local_random import counters
+from autopar.passes.primitives.localize import bind_local
 from autopar.passes.primitives.populate import populate
 
 EQUATIONS = equations.all_equations()
@@ -55,8 +48,8 @@ def test_a_merged_dimension_can_be_cut_on_any_of_its_loops() -> None:
     eqn = equation(lambda x: x.reshape(24, 3), x)
     for dim, major in ((0, 1), (1, 4)):
         for index in range(2):
-            cuts = tuple(Cut(2, index) if d == dim else None for d in range(3))
-            result_cuts = (Cut(2, index, major), None)
+            cuts = tuple(DimCut(2, index) if d == dim else None for d in range(3))
+            result_cuts = (DimCut(2, index, major), None)
             (result,) = bind_local(eqn, [take(x, cuts)], [cuts], [result_cuts])
             expected = np.split(np.asarray(x), 2, axis=dim)[index].reshape(-1, 3)
             np.testing.assert_array_equal(result, expected)
@@ -64,8 +57,8 @@ def test_a_merged_dimension_can_be_cut_on_any_of_its_loops() -> None:
 
 def test_strided_microbatches_of_a_batch_are_rows_of_one_remainder() -> None:
     x = jnp.arange(12)
-    np.testing.assert_array_equal(take(x, (Cut(3, 1, major=4),)), x[1::3])
-    np.testing.assert_array_equal(take(x, (Cut(3, jnp.int32(1), major=4),)), x[1::3])
+    np.testing.assert_array_equal(take(x, (DimCut(3, 1, major=4),)), x[1::3])
+    np.testing.assert_array_equal(take(x, (DimCut(3, jnp.int32(1), major=4),)), x[1::3])
 
 
 @given(
@@ -76,7 +69,7 @@ def test_take_and_positions_agree_with_numpy(
     major: int, parts: int, rest: int, index: int, dim: int
 ) -> None:
     size = major * parts * rest
-    cut = Cut(parts, index % parts, major)
+    cut = DimCut(parts, index % parts, major)
     shape = (2, size) if dim else (size, 2)
     x = np.arange(2 * size).reshape(shape)
     cuts = (None, cut) if dim else (cut, None)
@@ -94,23 +87,23 @@ def test_two_factors_of_one_dimension_are_refused() -> None:
     (rule,) = populate(trace(lambda x: x.reshape(24), x)).values()
     assert eqn.primitive.name == "reshape"
     with pytest.raises(NotLocalError, match="cut together"):
-        rule_cuts(rule, {0: Cut(2, 0), 1: Cut(2, 0)})
+        rule_cuts(rule, {0: DimCut(2, 0), 1: DimCut(2, 0)})
 
 
 @pytest.mark.parametrize(
     ("function", "operand_cuts", "result_cuts"),
     [
-        (lambda x: lax.cumsum(x, axis=0), (Cut(2, 0), None), (Cut(2, 0), None)),
-        (lambda x: lax.rev(x, (0,)), (Cut(2, 0), None), (Cut(2, 0), None)),
-        (lambda x: jnp.argmax(x, 0), (Cut(2, 0), None), (None,)),
-        (lambda x: lax.sort(x, dimension=0), (Cut(2, 0), None), (Cut(2, 0), None)),
-        (lambda x: x[1:], (Cut(2, 0), None), (Cut(2, 0), None)),
-        (lambda x: x[::2], (Cut(2, 0), None), (Cut(2, 0), None)),
-        (lambda x: x.reshape(4, 8), (Cut(2, 0), None), (None, Cut(2, 0))),
-        (lambda x: x.T, (Cut(2, 0), None), (Cut(2, 0), None)),
-        (lambda x: x[:4], (Cut(2, 0), None), (None, None)),
-        (lambda x: lax.concatenate([x, x[:4]], 0), (Cut(2, 0), None), (Cut(2, 0, 3), None)),
-        (lambda x: x + 1, (Cut(3, 0), None), (Cut(3, 0), None)),
+        (lambda x: lax.cumsum(x, axis=0), (DimCut(2, 0), None), (DimCut(2, 0), None)),
+        (lambda x: lax.rev(x, (0,)), (DimCut(2, 0), None), (DimCut(2, 0), None)),
+        (lambda x: jnp.argmax(x, 0), (DimCut(2, 0), None), (None,)),
+        (lambda x: lax.sort(x, dimension=0), (DimCut(2, 0), None), (DimCut(2, 0), None)),
+        (lambda x: x[1:], (DimCut(2, 0), None), (DimCut(2, 0), None)),
+        (lambda x: x[::2], (DimCut(2, 0), None), (DimCut(2, 0), None)),
+        (lambda x: x.reshape(4, 8), (DimCut(2, 0), None), (None, DimCut(2, 0))),
+        (lambda x: x.T, (DimCut(2, 0), None), (DimCut(2, 0), None)),
+        (lambda x: x[:4], (DimCut(2, 0), None), (None, None)),
+        (lambda x: lax.concatenate([x, x[:4]], 0), (DimCut(2, 0), None), (DimCut(2, 0, 3), None)),
+        (lambda x: x + 1, (DimCut(3, 0), None), (DimCut(3, 0), None)),
     ],
 )
 def test_what_slices_do_not_determine_is_refused(
@@ -142,12 +135,12 @@ def test_random_bits_are_those_of_the_whole_draw(width: int, partitionable: bool
         eqn = bits(key, (4, 6, 2), width)
         expected = np.asarray(jax.random.bits(key, (4, 6, 2), f"uint{width}"))
         local = jax.jit(
-            lambda i: bind_local(eqn, [key], [()], [(Cut(2, i), Cut(3, i % 3, 2), None)])
+            lambda i: bind_local(eqn, [key], [()], [(DimCut(2, i), DimCut(3, i % 3, 2), None)])
         )
     # The program's own setting counts, not that of the moment.
     with jax.enable_x64(width == 64):
         for index in range(2):
-            cuts = (Cut(2, index), Cut(3, index % 3, 2), None)
+            cuts = (DimCut(2, index), DimCut(3, index % 3, 2), None)
             (found,) = local(jnp.int32(index))
             np.testing.assert_array_equal(found, host_take(expected, cuts), strict=True)
 
@@ -155,7 +148,7 @@ def test_random_bits_are_those_of_the_whole_draw(width: int, partitionable: bool
 def test_threefry_slices_compute_no_more_than_themselves() -> None:
     key = jax.random.key(7)
     eqn = bits(key, (64, 64), 32)
-    jaxpr = jax.make_jaxpr(lambda i: bind_local(eqn, [key], [()], [(Cut(8, i), None)]))(
+    jaxpr = jax.make_jaxpr(lambda i: bind_local(eqn, [key], [()], [(DimCut(8, i), None)]))(
         jnp.int32(0)
     )
     sizes = [var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars]
@@ -163,8 +156,8 @@ def test_threefry_slices_compute_no_more_than_themselves() -> None:
 
 
 def test_counters_beyond_32_bits_carry() -> None:
-    shape, cuts = (3, 2**16, 2**17), (None, Cut(2**13, 2**13 - 1), Cut(2**15, 7, 2))
-    high, low = _counters(shape, cuts)
+    shape, cuts = (3, 2**16, 2**17), (None, DimCut(2**13, 2**13 - 1), DimCut(2**15, 7, 2))
+    high, low = counters(shape, cuts)
     local = np.array(local_shape(shape, cuts))
     places = [
         host_take(np.arange(size, dtype=np.uint64), (cut,)) if cut else np.arange(size)
@@ -186,7 +179,7 @@ def test_bind_local_works_inside_shard_map() -> None:
     total = equation(lambda x: jnp.sum(x, 0), x)
 
     def local(x: Any) -> Any:
-        cut = Cut(4, jax.lax.axis_index("x"))
+        cut = DimCut(4, jax.lax.axis_index("x"))
         (places,) = bind_local(iota, [], [], [(cut, None)])
         (drawn,) = bind_local(draw, [jax.random.key(1)], [()], [(cut, None)])
         (partial,) = bind_local(total, [x], [(cut, None)], [(None,)])

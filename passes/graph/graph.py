@@ -161,7 +161,7 @@ def _constant_atom(value: Any, var: Var) -> Atom:
 
 
 def _barrier(operands: list[Atom], info: Any, eqns: list[JaxprEqn]) -> list[Atom]:
-    """Rematerialized code reads its inputs behind a barrier, as JAX's own lowering does."""
+    """Rematerialized code reads its inputs after a barrier, as JAX's own lowering does."""
     positions = [i for i, v in enumerate(operands) if not isinstance(v, jex_core.Literal)]
     if not positions:
         return operands

@@ -107,8 +107,22 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], **changes: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def with_type_of(value: jax.Array, aval: Any) -> jax.Array:
+    """An array with the dtype and the weak type of `aval`, which collectives and slices may lose.
+
+    The public conversion does not make a type weak.
+    """
+    weak = bool(getattr(aval, "weak_type", False))
+    is_extended = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    if is_extended or (value.dtype == aval.dtype and jax.typeof(value).weak_type == weak):
+        return value
+    convert = jax.lax.convert_element_type_p
+    converted: jax.Array = convert.bind(value, new_dtype=aval.dtype, weak_type=weak, sharding=None)
+    return converted
+
+
 def optimization_barrier_primitive() -> Any:
-    """The primitive behind `jax.lax.optimization_barrier`, read from a traced call."""
+    """The primitive of `jax.lax.optimization_barrier`, read from a traced call."""
     return _barrier_eqn().primitive
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, with_jaxpr
+from autopar.passes.graph.scans import ScanParts
 
 Task = Literal["F", "B", "W"]
 """Forward, backward, and weight gradients, for which no other stage waits."""
@@ -65,11 +65,15 @@ class LoopPhase:
         """How often the loop runs."""
         return int(self.scan.params["length"])
 
+    @cached_property
+    def parts(self) -> ScanParts:
+        """What is constant in the loop, and what it carries."""
+        return ScanParts.of(self.scan)
+
     @property
     def body(self) -> Jaxpr:
         """What one microbatch runs."""
-        body: Jaxpr = self.scan.params["jaxpr"].jaxpr
-        return body
+        return self.parts.body
 
     @cached_property
     def consts(self) -> Mapping[Var, Atom]:
@@ -77,21 +81,24 @@ class LoopPhase:
 
         Where the body has several variables for one value, each has it.
         """
-        num_consts, _ = jax_compat.scan_counts(self.scan.params)
-        pairs = zip(self.body.invars[:num_consts], self.scan.invars[:num_consts], strict=True)
-        return dict(pairs)
+        inner, *_ = self.parts.operands(self.body.invars)
+        outer, *_ = self.parts.operands(self.scan.invars)
+        return dict(zip(inner, outer, strict=True))
 
     @cached_property
     def slices(self) -> Mapping[Var, Atom]:
         """The body's variables for one microbatch's slice, with the stacked values outside."""
-        last = sum(jax_compat.scan_counts(self.scan.params))
-        return dict(zip(self.body.invars[last:], self.scan.invars[last:], strict=True))
+        *_, inner = self.parts.operands(self.body.invars)
+        *_, outer = self.parts.operands(self.scan.invars)
+        return dict(zip(inner, outer, strict=True))
 
     @cached_property
     def accumulators(self) -> tuple[Accumulator, ...]:
         """What it carries."""
-        num_consts, num_carry = jax_compat.scan_counts(self.scan.params)
-        last = num_consts + num_carry
+        _, carries, _ = self.parts.operands(self.body.invars)
+        _, starts, _ = self.parts.operands(self.scan.invars)
+        carried, _ = self.parts.results(self.body.outvars)
+        totals, _ = self.parts.results(self.scan.outvars)
         readers: dict[Var, list[int]] = {}
         for index, eqn in enumerate(self.body.eqns):
             for atom in eqn.invars:
@@ -99,13 +106,7 @@ class LoopPhase:
                     readers.setdefault(atom, []).append(index)
         return tuple(
             Accumulator(carry, start, _combining(self.body, readers, carry), result, total)
-            for carry, start, result, total in zip(
-                self.body.invars[num_consts:last],
-                self.scan.invars[num_consts:last],
-                self.body.outvars[:num_carry],
-                self.scan.outvars[:num_carry],
-                strict=True,
-            )
+            for carry, start, result, total in zip(carries, starts, carried, totals, strict=True)
         )
 
     @cached_property
@@ -116,9 +117,9 @@ class LoopPhase:
     @cached_property
     def stacks(self) -> tuple[tuple[Atom, Var], ...]:
         """What leaves the body for every microbatch, each with the stack after the loop."""
-        _, num_carry = jax_compat.scan_counts(self.scan.params)
-        pairs = zip(self.body.outvars[num_carry:], self.scan.outvars[num_carry:], strict=True)
-        return tuple(pairs)
+        _, inner = self.parts.results(self.body.outvars)
+        _, outer = self.parts.results(self.scan.outvars)
+        return tuple(zip(inner, outer, strict=True))
 
 
 Phase = WholePhase | LoopPhase

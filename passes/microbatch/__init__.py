@@ -2,12 +2,12 @@
 
 In the order in which a program passes through them:
 
-- `lattice`: how a value depends on the batch;
-- `equations`, `control_flow`: what an equation does to that;
-- `propagate`: the forward sweep that finds every value's state;
-- `demand`, `phases`: the backward sweep that finds what runs before, in and behind the loop;
-- `costs`: what has to run on the whole batch, and whether that is refused;
-- `execute`, `rewrite`: the program with the loop;
+- `batch_states`: how a value depends on the batch;
+- `equations`: what an equation does to that;
+- `propagate`: the forward sweep that finds every value's state, through control flow too;
+- `liveness`, `phases`: the backward sweep that finds what runs before, in and after the loop;
+- `whole_batch`: what has to run on the whole batch, and whether that is refused;
+- `run_steps`, `rewrite`: the program with the loop;
 - `analysis`: the two functions that do all this.
 """
 

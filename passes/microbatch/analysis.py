@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
-from autopar.passes.graph.graph import Graph, user_source, walk
+from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import State
 from autopar.passes.microbatch.equations import Context, is_control_flow
@@ -30,7 +30,7 @@ class Analysis:
       num_microbatches: M; microbatch i has the rows b with b % M == i.
       batch_size: rows of the batch.
       states: for every value, how it depends on the batch.
-      phases: what is evaluated before, in and behind the loop.
+      phases: what is evaluated before, in and after the loop.
       certificate: for every output, how it is put together.
       culprits: what forbids the split, worst first; empty if it is exact and cheap enough.
     """
@@ -79,7 +79,7 @@ def analyze(
     max_flops_share: float = 0.01,
     max_bytes_share: float = 0.05,
 ) -> Analysis:
-    """Find out how every value depends on the batch, and so what runs before, in and behind a loop.
+    """Find out how every value depends on the batch, and so what runs before, in and after a loop.
 
     Args:
       graph: the traced step, batch leaves labelled with their batch axis.
@@ -91,7 +91,7 @@ def analyze(
     Returns:
       The analysis. It raises nothing: `culprits` says what forbids the split.
     """
-    batch_size = _batch_size(graph)
+    (batch_size,) = batch_sizes(graph)
     assert batch_size % num_microbatches == 0, (batch_size, num_microbatches)
 
     def attempt(before_loop: bool) -> Analysis:
@@ -167,20 +167,10 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
     )
 
 
-def _batch_size(graph: Graph) -> int:
-    sizes = {
-        var.aval.shape[label.batch_axis]
-        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        if label.role == "batch" and label.batch_axis is not None
-    }
-    assert len(sizes) == 1, f"batch leaves have {sorted(sizes)} rows"
-    return int(sizes.pop())
-
-
 def _immovable_effects(graph: Graph) -> tuple[Culprit, ...]:
     """Effects that have to stay where they are among the others.
 
-    Unordered callbacks may happen before or behind the loop; an order, or a mutable array, is a
+    Unordered callbacks may happen before or after the loop; an order, or a mutable array, is a
     promise about what happens when.
     """
     return tuple(

@@ -2,11 +2,12 @@
 
 An equation is evaluated in the loop if one factor of its rule is cut by every operand that is
 split, or if it is linear in operands that are partial sums. Whatever is not proven to be either
-waits for the whole batch: before the loop if that can be had there, otherwise behind it.
+waits for the whole batch: before the loop if that can be had there, otherwise after it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class Decision(NamedTuple):
 
     `whole`: all operands are whole. `cut`: on slices. `linear`: on partial sums. `each`: every
     operand for itself (a barrier). `early`: on the whole batch before the loop. `late`: on the
-    whole batch behind it. `inner`: control flow whose bodies run on slices. `mapped`: a scan over
+    whole batch after it. `inner`: control flow whose bodies run on slices. `mapped`: a scan over
     the batch. The forms are those in the loop. `reason` says why an equation is early or late.
     """
 
@@ -73,21 +74,22 @@ def transfer(
     """How a plain equation is evaluated on operands in these states, and its results' states."""
     kinds = {state.kind for state in states}
     if kinds <= {"whole"}:
-        return ALL_WHOLE, _all_whole(eqn, states)
+        return ALL_WHOLE, all_whole(eqn, states)
     if eqn.primitive.name == "optimization_barrier":
         forms = tuple(state.form for state in states)
         return Decision("each", forms, forms), list(states)
     if eqn.effects:
-        return _unsplit(eqn, states, context, "its effect happens once, on the whole batch")
+        return unsplit(eqn, states, context, "its effect happens once, on the whole batch")
     if "late" in kinds:
-        return _unsplit(eqn, states, context, MEETS)
+        return unsplit(eqn, states, context, MEETS)
     found = (_cut if "split" in kinds else _linear)(eqn, states, context)
     if isinstance(found, str):
-        return _unsplit(eqn, states, context, found)
+        return unsplit(eqn, states, context, found)
     return found
 
 
-def _all_whole(eqn: JaxprEqn, states: Sequence[State]) -> list[State]:
+def all_whole(eqn: JaxprEqn, states: Sequence[State]) -> list[State]:
+    """The states of an equation's results where all operands are whole."""
     state = lattice.whole(
         zero=bool(states) and lattice.keeps_zero(eqn, states),
         batch=any(state.batch for state in states),
@@ -109,11 +111,12 @@ def _cut(
             if target is not None and rule.rule.factors[target[0]].kind == "replicated":
                 target = None
             wanted[k] = target
-    strict = {target for k, target in wanted.items() if context.inside or not states[k].early} or {
-        _most_frequent(wanted.values())
-    }
-    cut = strict.pop()
-    if cut is None or strict:
+    strict = {target for k, target in wanted.items() if context.inside or not states[k].early}
+    if not strict:
+        counts = Counter(target for target in wanted.values() if target is not None)
+        strict = {target for target, _ in counts.most_common(1)}
+    cut = strict.pop() if len(strict) == 1 else None
+    if cut is None:
         return MIXES
     factor, major = cut
     operand_forms = rule.places(rule.operands, factor, major)
@@ -143,11 +146,6 @@ def _cut(
     else:  # It comes from the batch alone, so the whole can be had before the loop as well.
         results = [lattice.whole(batch=True)] * len(places)
     return Decision("cut", tuple(operand_forms), result_forms), results
-
-
-def _most_frequent(targets: Any) -> tuple[int, int] | None:
-    counts = Counter(target for target in targets if target is not None)
-    return counts.most_common(1)[0][0] if counts else None
 
 
 def _linear(
@@ -182,7 +180,7 @@ def _linear(
     return Decision("linear", tuple(forms), (monoid,) * len(results)), results
 
 
-def _unsplit(
+def unsplit(
     eqn: JaxprEqn, states: Sequence[State], context: Context, reason: str
 ) -> tuple[Decision, list[State]]:
     """The equation needs the whole batch."""
@@ -194,16 +192,19 @@ def _unsplit(
         _row_place(rule, k, var.aval.shape, states, context) for k, var in enumerate(eqn.outvars)
     ]
     if not context.inside and all(state.early for state in states):
-        # Slices of a whole value are exact along any dimension, so its rows can be split again.
-        results = [
-            lattice.split(place, params=False)
-            if place is not None
-            else lattice.whole(batch=True, blurred=blurred)
-            for place, blurred in places
-        ]
-        return Decision("early", reason=reason), results
+        return Decision("early", reason=reason), [early_state(*place) for place in places]
     results = [lattice.late(place, params, blurred) for place, blurred in places]
     return Decision("late", reason=reason), results
+
+
+def early_state(place: Place | None, blurred: bool) -> State:
+    """A value had before the loop, with its rows at a place or somewhere unknown (`blurred`).
+
+    Slices of a whole value are exact along any dimension, so its rows can be split again.
+    """
+    if place is not None:
+        return lattice.split(place, params=False)
+    return lattice.whole(batch=True, blurred=blurred)
 
 
 def _row_place(
@@ -241,10 +242,7 @@ def guess_place(shape: Sequence[int], context: Context) -> tuple[Place | None, b
         for dim, size in enumerate(shape):
             if size == batch_size if exact else size and size % batch_size == 0:
                 return (dim, size // parts), False
-    count = 1
-    for size in shape:
-        count *= size
-    return None, count >= batch_size
+    return None, math.prod(shape) >= batch_size
 
 
 def is_control_flow(eqn: JaxprEqn) -> bool:

@@ -8,18 +8,16 @@ backwards.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch.batch_states import WHOLE, Form
-from autopar.passes.microbatch.control_flow import Bodies, whole_bodies
 from autopar.passes.microbatch.equations import Context, Decision, is_control_flow, regenerate
-from autopar.passes.microbatch.propagate import Forward
+from autopar.passes.microbatch.propagate import Bodies, Forward, whole_bodies
 
 ABSENT: Form = "absent"  # an operand or a result of control flow that nobody asks for
 
@@ -176,8 +174,7 @@ def given_form(eqn: JaxprEqn, result: int, own: Form, asked_for: set[Form]) -> F
         return own
     name = eqn.primitive.name
     if name == "scan":
-        _, num_carry = jax_compat.scan_counts(eqn.params)
-        return form if result >= num_carry and form[0] > 0 else own
+        return form if result >= ScanParts.of(eqn).num_carry and form[0] > 0 else own
     return form if name == "cond" else own
 
 
@@ -197,9 +194,9 @@ def _shifted(form: Form, by: int) -> Form:
 def _carried(
     kept: Sequence[Form],
     forms: Sequence[Form],
-    demand: Any,
-) -> tuple[list[Form], list[Body]]:
-    """The carries that the kept results depend on, and the bodies that compute just these."""
+    demand: Callable[[Sequence[Form]], tuple[Body, Sequence[Form]]],
+) -> tuple[list[Form], Body]:
+    """The carries that the kept results depend on, and the body that computes just these."""
     carry = [ABSENT if form == ABSENT else forms[k] for k, form in enumerate(kept)]
     while True:
         found, needed = demand(carry)
@@ -215,53 +212,44 @@ def _carried(
 def _scan_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
 ) -> Step:
-    first, count = jax_compat.scan_counts(eqn.params)
-    last = first + count
+    scan = ScanParts.of(eqn)
     (forward,) = bodies.forwards
-    carry_forms = [state.form for state in bodies.operands[first:last]]
-    ys = [_shifted(form, -1) if form != ABSENT else ABSENT for form in result_forms[count:]]
+    carry_forms = [state.form for state in scan.operands(bodies.operands)[1]]
+    totals, stacks = scan.results(result_forms)
+    rows = [_shifted(form, -1) for form in stacks]
 
-    def demand(carry: Sequence[Form]) -> tuple[list[Body], Sequence[Form]]:
-        body = demand_body(forward, [*carry, *ys], context)
-        return [body], body.in_forms[first:last]
+    def demand(carry: Sequence[Form]) -> tuple[Body, Sequence[Form]]:
+        body = demand_body(forward, [*carry, *rows], context)
+        return body, scan.operands(body.in_forms)[1]
 
-    carry, (body,) = _carried(result_forms[:count], carry_forms, demand)
+    carry, body = _carried(totals, carry_forms, demand)
     # The carry is passed as the fixpoint has it, whatever the body reads of it.
-    in_forms = (*body.in_forms[:first], *carry, *body.in_forms[last:])
-    body = Body(body.jaxpr, body.steps, in_forms, body.out_forms)
-    operand_forms = (
-        *in_forms[:last],
-        *(_shifted(form, 1) if form != ABSENT else ABSENT for form in in_forms[last:]),
-    )
-    return Step(eqn, operand_forms, (*carry, *result_forms[count:]), (body,))
+    consts, _, slices = scan.operands(body.in_forms)
+    body = replace(body, in_forms=(*consts, *carry, *slices))
+    operand_forms = (*consts, *carry, *(_shifted(form, 1) for form in slices))
+    return Step(eqn, operand_forms, (*carry, *stacks), (body,))
 
 
 def _while_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
 ) -> Step:
-    first = eqn.params["cond_nconsts"]
-    second = first + eqn.params["body_nconsts"]
+    loop = WhileParts.of(eqn)
     test, forward = bodies.forwards
-    carry_forms = [state.form for state in bodies.operands[second:]]
+    carry_forms = [state.form for state in loop.operands(bodies.operands)[2]]
     condition = demand_body(test, [WHOLE], context)
+    tested = condition.in_forms[loop.num_condition_consts :]
 
-    def demand(carry: Sequence[Form]) -> tuple[list[Body], Sequence[Form]]:
+    def demand(carry: Sequence[Form]) -> tuple[Body, Sequence[Form]]:
         body = demand_body(forward, carry, context)
-        needed = [
-            one if one != ABSENT else other
-            for one, other in zip(
-                body.in_forms[second - first :], condition.in_forms[first:], strict=True
-            )
-        ]
-        return [body], needed
+        needed = body.in_forms[loop.num_body_consts :]
+        return body, [a if a != ABSENT else b for a, b in zip(needed, tested, strict=True)]
 
-    carry, (body,) = _carried(result_forms, carry_forms, demand)
-    condition = Body(
-        condition.jaxpr, condition.steps, (*condition.in_forms[:first], *carry), (WHOLE,)
-    )
-    body = Body(body.jaxpr, body.steps, (*body.in_forms[: second - first], *carry), body.out_forms)
-    operand_forms = (*condition.in_forms[:first], *body.in_forms)
-    return Step(eqn, operand_forms, tuple(carry), (condition, body))
+    carry, body = _carried(result_forms, carry_forms, demand)
+    condition_consts = condition.in_forms[: loop.num_condition_consts]
+    consts = body.in_forms[: loop.num_body_consts]
+    condition = replace(condition, in_forms=(*condition_consts, *carry))
+    body = replace(body, in_forms=(*consts, *carry))
+    return Step(eqn, (*condition_consts, *consts, *carry), tuple(carry), (condition, body))
 
 
 def _cond_step(
@@ -277,7 +265,7 @@ def _cond_step(
             strict=True,
         )
     ]
-    branches = [Body(body.jaxpr, body.steps, tuple(merged), tuple(wanted)) for body in branches]
+    branches = [replace(body, in_forms=tuple(merged)) for body in branches]
     return Step(eqn, (WHOLE, *merged), tuple(wanted), tuple(branches))
 
 

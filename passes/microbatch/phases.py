@@ -1,13 +1,13 @@
 """The three phases of a microbatched step: prologue, loop and epilogue.
 
 The backward sweep over the whole program: an equation is evaluated before the loop if the loop
-needs its whole result, in the loop if it works on rows of a microbatch, and behind it otherwise.
+needs its whole result, in the loop if it works on rows of a microbatch, and after it otherwise.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
@@ -15,7 +15,6 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.primitives import PULLED
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
-from autopar.passes.microbatch.control_flow import Bodies
 from autopar.passes.microbatch.equations import Context, Decision
 from autopar.passes.microbatch.liveness import (
     ABSENT,
@@ -29,7 +28,7 @@ from autopar.passes.microbatch.liveness import (
     regenerated,
     whole_step,
 )
-from autopar.passes.microbatch.propagate import Forward
+from autopar.passes.microbatch.propagate import Bodies, Forward
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ class _Sweep:
 
     def before(self, step: Step) -> None:
         self.prologue.append(step)
-        self.loop_demand.want(step.eqn.invars, step_wholes(step.operand_forms))
+        forms = [ABSENT if form == ABSENT else WHOLE for form in step.operand_forms]
+        self.loop_demand.want(step.eqn.invars, forms)
 
     def within(self, steps: list[Step]) -> None:
         for step in steps:
@@ -85,15 +85,10 @@ class _Sweep:
                     self.loop_demand.forms[atom].add(WHOLE if whole else form)
         self.loop += steps
 
-    def behind(self, step: Step) -> None:
+    def after(self, step: Step) -> None:
         self.epilogue.append(step)
-        self.want_late(
-            [
-                atom
-                for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True)
-                if form != ABSENT
-            ]
-        )
+        pairs = zip(step.eqn.invars, step.operand_forms, strict=True)
+        self.want_late([atom for atom, form in pairs if form != ABSENT])
 
     def leave(self, var: Var, form: Form) -> None:
         """`var` leaves the loop: its rows are collected, its partial results are combined."""
@@ -113,7 +108,7 @@ class _Sweep:
         late = [not isinstance(var, DropVar) and var in self.late_demand for var in eqn.outvars]
         if eqn.effects and not any(forms) and not any(late):
             # Nobody asks for it, but its effect must happen, and happen once.
-            place = self.behind if decision.mode == "late" else self.before
+            place = self.after if decision.mode == "late" else self.before
             place(whole_step(eqn))
             return
         if not any(forms) and not any(late):
@@ -124,13 +119,10 @@ class _Sweep:
             self._whole(eqn, forms)
         elif decision.mode == "early":
             self._before_and_sliced(eqn, forms)
-        elif decision.mode == "late":
-            self.behind(whole_step(eqn))
-        elif decision.mode == "linear":
-            if any(forms) or index in self.pulled:
-                self._in_loop(eqn, decision, forms, late)
-            else:
-                self.behind(whole_step(eqn))
+        elif decision.mode == "late" or (
+            decision.mode == "linear" and not any(forms) and index not in self.pulled
+        ):
+            self.after(whole_step(eqn))
         else:
             self._in_loop(eqn, decision, forms, late)
 
@@ -147,23 +139,20 @@ class _Sweep:
             self.within(rows)
             if left:
                 self._before_and_sliced(eqn, forms)
-            elif self._is_late(eqn):
-                self.behind(whole_step(eqn))
+            elif any(var in self.late_demand for var in eqn.outvars):
+                self.after(whole_step(eqn))
         else:
-            self.behind(whole_step(eqn))
-
-    def _is_late(self, eqn: JaxprEqn) -> bool:
-        return any(var in self.late_demand for var in eqn.outvars)
+            self.after(whole_step(eqn))
 
     def _in_loop(
         self, eqn: JaxprEqn, decision: Decision, forms: list[set[Form]], late: list[bool]
     ) -> None:
-        """Results in their loop form; what else is asked for is evaluated before or behind."""
+        """Results in their loop form; what else is asked for is evaluated before or after."""
         own = decision.result_forms
         inner = decision.inner
         kinds = [state.kind for state in inner.results] if isinstance(inner, Bodies) else []
         kept: list[Form] = []
-        before, behind = [], []
+        before, after = [], []
         for k, (var, asked_for) in enumerate(zip(eqn.outvars, forms, strict=True)):
             kind = kinds[k] if kinds else "split"
             in_loop = kind in ("split", "partial")
@@ -184,11 +173,11 @@ class _Sweep:
                 self.slice(var, asked_for - {form} if in_loop else asked_for)
             kept.append(form if in_loop and (form in asked_for or leaves) else ABSENT)
             before.append(early)
-            behind.append(wanted_late and not leaves)
+            after.append(wanted_late and not leaves)
         if any(before):
             self.before(self._outside(eqn, decision, before, kinds))
-        if any(behind):
-            self.behind(self._outside(eqn, decision, behind, kinds))
+        if any(after):
+            self.after(self._outside(eqn, decision, after, kinds))
         if any(form != ABSENT for form in kept):
             self.within([loop_step(eqn, decision, kept, self.context)])
 
@@ -199,13 +188,12 @@ class _Sweep:
         forms = tuple(WHOLE if kept else ABSENT for kept in keep)
         if kinds and all(kind == "whole" for kind, kept in zip(kinds, keep, strict=True) if kept):
             return loop_step(eqn, decision, forms, self.context)
-        step = whole_step(eqn)
-        return Step(step.eqn, step.operand_forms, forms)
+        return replace(whole_step(eqn), result_forms=forms)
 
     def _barrier(self, eqn: JaxprEqn, forms: list[set[Form]], late: list[bool]) -> None:
         before: list[set[Form]] = []
         within: list[set[Form]] = []
-        behind: list[set[Form]] = []
+        after: list[set[Form]] = []
         for var, asked_for, wanted_late in zip(eqn.outvars, forms, late, strict=True):
             state = None if isinstance(var, DropVar) else self.forward.states[var]
             early = WHOLE in asked_for
@@ -216,17 +204,12 @@ class _Sweep:
                 self.slice(var, rows - {own})
                 rows &= {own}
             within.append(rows)
-            behind.append({WHOLE} if wanted_late and not early else set())
+            after.append({WHOLE} if wanted_late and not early else set())
         for step in barrier_steps(eqn, before):
             self.before(step)
-        for step in barrier_steps(eqn, behind):
-            self.behind(step)
+        for step in barrier_steps(eqn, after):
+            self.after(step)
         self.within(barrier_steps(eqn, within))
-
-
-def step_wholes(forms: tuple[Form, ...]) -> list[Form]:
-    """The whole of each operand that a step takes."""
-    return [ABSENT if form == ABSENT else WHOLE for form in forms]
 
 
 def find_phases(forward: Forward, context: Context) -> Phases:
@@ -248,7 +231,7 @@ def find_phases(forward: Forward, context: Context) -> Phases:
     )
 
 
-# Where a linear equation on sums is evaluated: behind the loop, unless its result takes fewer bytes
+# Where a linear equation on sums is evaluated: after the loop, unless its result takes fewer bytes
 # in the loop's carry than its operands would.
 
 

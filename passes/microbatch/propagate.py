@@ -1,18 +1,35 @@
-"""The forward sweep: the state of every value, and how every equation is evaluated."""
+"""The forward sweep: the state of every value, and how every equation is evaluated.
+
+In scan, while and cond it is a fixpoint over carries, body by body. A body runs on slices if every
+value in it does, so inside it no sum can be completed and no row can be looked at from another one.
+What fails there makes the results that depend on it late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs
+from autopar.passes.graph.primitives import ADDS
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch import batch_states as lattice
-from autopar.passes.microbatch import control_flow, equations
+from autopar.passes.microbatch import equations
 from autopar.passes.microbatch.batch_states import State
-from autopar.passes.microbatch.equations import Context, Decision
+from autopar.passes.microbatch.equations import (
+    ALL_WHOLE,
+    MEETS,
+    MIXES,
+    Context,
+    Decision,
+    all_whole,
+    early_state,
+    guess_place,
+    unsplit,
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +57,8 @@ def forward(jaxpr: Jaxpr, in_states: Sequence[State], context: Context) -> Forwa
     decisions: list[Decision] = []
     result = Forward(jaxpr, states, ())
     for eqn in jaxpr.eqns:
-        operands = [result.state(atom) for atom in eqn.invars]
-        if equations.is_control_flow(eqn):
-            decision, found = control_flow.transfer(eqn, operands, context)
-        else:
-            decision, found = equations.transfer(eqn, operands, context)
+        transfer = _transfer if equations.is_control_flow(eqn) else equations.transfer
+        decision, found = transfer(eqn, [result.state(atom) for atom in eqn.invars], context)
         decisions.append(decision)
         states.update(zip(eqn.outvars, found, strict=True))
     return Forward(jaxpr, states, tuple(decisions))
@@ -75,3 +89,212 @@ def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> li
 def _is_parameter(aval: object) -> bool:
     kind = getattr(getattr(aval, "dtype", None), "kind", "")
     return bool(getattr(aval, "shape", ())) and kind not in "iub?"
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """The analysed bodies of a control-flow equation, in the order of its params."""
+
+    forwards: tuple[Forward, ...]
+    operands: tuple[State, ...]  # with the fixpoint's states for the carries
+    results: tuple[State, ...]
+
+
+def _transfer(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]]:
+    """How a control-flow equation is evaluated on operands in these states."""
+    kinds = {state.kind for state in states}
+    if kinds <= {"whole"}:
+        return ALL_WHOLE, all_whole(eqn, states)
+    if eqn.effects:
+        return unsplit(
+            eqn, states, context, "an effect in its body happens once, on the whole batch"
+        )
+    if "late" in kinds:
+        return unsplit(eqn, states, context, MEETS)
+    if "split" not in kinds and not context.inside:
+        return unsplit(eqn, states, context, "it is not linear in a sum over the batch")
+    inside = replace(context, inside=True)
+    analyse = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name]
+    found = analyse(eqn, states, inside)
+    if isinstance(found, str):
+        return unsplit(eqn, states, context, found)
+    decision, results = found
+    params = any(state.params for state in states)
+    results = [_with_origin(state, params, context) for state in results]
+    if all(state.kind == "late" for state in results):
+        return unsplit(eqn, states, context, _failure(decision))
+    if any(state.kind == "late" for state in results) and all(state.early for state in states):
+        places = (guess_place(var.aval.shape, context) for var in eqn.outvars)
+        results = [
+            state if state.kind != "late" else early_state(*place)
+            for state, place in zip(results, places, strict=True)
+        ]
+    return decision, results
+
+
+def _with_origin(state: State, params: bool, context: Context) -> State:
+    """A body's result state with what the equation's operands depend on."""
+    if state.kind == "whole":
+        return lattice.whole(state.zero, True, params, state.blurred)
+    if state.kind == "split":
+        return lattice.split(state.place, params)
+    if state.kind == "partial":
+        if context.inside or params:
+            return lattice.partial(state.monoid, params)
+        return lattice.whole(batch=True)
+    return state
+
+
+def _failure(decision: Decision) -> str:
+    """The reason that the first late equation of a body gives."""
+    inner = decision.inner
+    for body in inner.forwards if isinstance(inner, Bodies) else ():
+        for found in body.decisions:
+            if found.mode == "late":
+                return found.reason if found.inner is None else _failure(found)
+    return MIXES
+
+
+def whole_bodies(eqn: JaxprEqn) -> Bodies:
+    """The bodies of control flow on whole operands."""
+    forwards = []
+    for body in inner_jaxprs(eqn):
+        made = (var for inner in body.eqns for var in inner.outvars)
+        states = dict.fromkeys((*body.invars, *body.constvars, *made), lattice.whole())
+        forwards.append(Forward(body, states, (ALL_WHOLE,) * len(body.eqns)))
+    operands = (lattice.whole(),) * len(eqn.invars)
+    return Bodies(tuple(forwards), operands, (lattice.whole(),) * len(eqn.outvars))
+
+
+def _decide(
+    operands: Sequence[State], results: Sequence[State], forwards: tuple[Forward, ...]
+) -> tuple[Decision, list[State]]:
+    bodies = Bodies(forwards, tuple(operands), tuple(results))
+    forms = tuple(state.form for state in operands)
+    return Decision("inner", forms, tuple(s.form for s in results), inner=bodies), list(results)
+
+
+def _scan(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]] | str:
+    scan = ScanParts.of(eqn)
+    consts, starts, stacks = scan.operands(states)
+    if any(state.place is not None and state.place[0] == 0 for state in stacks):
+        return _mapped(eqn, states, context)
+    slices = [_shifted(state, -1) for state in stacks]
+
+    def run(carry: Sequence[State]) -> Forward:
+        return forward(scan.body, [*consts, *carry, *slices], context)
+
+    carry, found = _fixpoint(starts, run, scan.num_carry)
+    _, rows = scan.results(found.results)
+    results = [*carry, *(_shifted(state, 1) for state in rows)]
+    return _decide([*consts, *carry, *stacks], results, (found,))
+
+
+def _shifted(state: State, by: int) -> State:
+    """The state of a scan's stacked value from that of one step's, or back."""
+    if state.place is None:
+        return state
+    return replace(state, place=(state.place[0] + by, state.place[1]))
+
+
+def _fixpoint(
+    carry: Sequence[State], run: Callable[[Sequence[State]], Forward], count: int
+) -> tuple[list[State], Forward]:
+    """Carry states that one more iteration does not change, and the body's analysis with them."""
+    carry = list(carry)
+    while True:  # `join` only climbs a lattice of height four.
+        found = run(carry)
+        joined = list(map(lattice.join, carry, found.results[:count]))
+        if joined == carry:
+            return carry, found
+        carry = joined
+
+
+def _while(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]] | str:
+    loop = WhileParts.of(eqn)
+    tested, consts, starts = loop.operands(states)
+
+    def run(carry: Sequence[State]) -> Forward:
+        return forward(loop.body, [*consts, *carry], context)
+
+    carry, found = _fixpoint(starts, run, len(starts))
+    test = forward(loop.condition, [*tested, *carry], context)
+    if test.results[0].kind != "whole":
+        return "its number of iterations depends on rows of the batch"
+    return _decide([*tested, *consts, *carry], carry, (test, found))
+
+
+def _cond(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]] | str:
+    if states[0].kind != "whole":
+        return "its branch depends on the whole batch"
+    forwards = tuple(
+        forward(branch.jaxpr, states[1:], context) for branch in eqn.params["branches"]
+    )
+    results = forwards[0].results
+    for branch in forwards[1:]:
+        results = list(map(lattice.join, results, branch.results))
+    return _decide(states, results, forwards)
+
+
+def _mapped(
+    eqn: JaxprEqn, states: Sequence[State], context: Context
+) -> tuple[Decision, list[State]] | str:
+    """A scan over the batch itself: each microbatch scans its own rows.
+
+    Exact if an iteration depends on no other one, or only adds to a carry that it does not read.
+    """
+    scan = ScanParts.of(eqn)
+    consts, starts, stacks = scan.operands(states)
+    majors = {
+        state.place[1] if state.place is not None and state.place[0] == 0 else None
+        for state in stacks
+        if state.kind != "whole"
+    }
+    if len(majors) != 1 or None in majors or any(state.kind != "whole" for state in consts):
+        return MIXES
+    (major,) = majors
+    _, carries, _ = scan.operands(scan.body.invars)
+    for k, (state, var) in enumerate(zip(starts, carries, strict=True)):
+        if state.kind == "split" or not _only_adds(scan.body, var, k):
+            return "each of its iterations depends on the one before"
+    place = (0, major)
+    monoids = ("sum",) * scan.num_carry
+    forms = (*(None,) * scan.num_consts, *monoids, *(place,) * len(stacks))
+    row_results = len(eqn.outvars) - scan.num_carry
+    results = [
+        *(lattice.partial(monoid) for monoid in monoids),
+        *(lattice.split(place),) * row_results,
+    ]
+    result_forms = (*monoids, *(place,) * row_results)
+    return Decision("mapped", forms, result_forms), results
+
+
+def _only_adds(body: Jaxpr, carry: Var, result: int) -> bool:
+    """Whether a carry goes through the body in one chain of additions, and nothing else."""
+    current, out = carry, body.outvars[result]
+    chain = {current}
+    for eqn in body.eqns:
+        read = [
+            k
+            for k, atom in enumerate(eqn.invars)
+            if not isinstance(atom, Literal) and atom in chain
+        ]
+        if not read:
+            continue
+        adds = eqn.primitive.name in ADDS or (eqn.primitive.name == "sub" and read == [0])
+        if not adds or len(read) != 1 or eqn.invars[read[0]] is not current:
+            return False
+        current = eqn.outvars[0]
+        chain.add(current)
+    others = [atom for k, atom in enumerate(body.outvars) if k != result]
+    return out is current and not any(
+        atom in chain for atom in others if not isinstance(atom, Literal)
+    )

@@ -1,6 +1,6 @@
 """Build the split program: prologue, one scan over the microbatches, epilogue.
 
-Equations before and behind the loop are taken over as they are. The loop is written as a Python
+Equations before and after the loop are taken over as they are. The loop is written as a Python
 function that evaluates its steps, and traced; so the result is an ordinary flat graph with the same
 inputs and outputs.
 """
@@ -164,24 +164,14 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
     totals, stacked = lax.scan(body, start, (lax.iota(np.int32, parts), sliced), length=parts)
     return [
         *(
-            _typed(total, var.aval)
+            jax_compat.with_type_of(total, var.aval)
             for (var, _), total in zip(phases.accumulated, totals, strict=True)
         ),
         *(
-            _typed(collect(rows, place, var.aval.shape), var.aval)
+            jax_compat.with_type_of(collect(rows, place, var.aval.shape), var.aval)
             for (var, place), rows in zip(phases.collected, stacked, strict=True)
         ),
     ]
-
-
-def _typed(value: Any, aval: Any) -> Any:
-    """A value that left the loop, with its old dtype and weak type."""
-    weak = bool(getattr(aval, "weak_type", False))
-    if value.dtype == aval.dtype and jax.typeof(value).weak_type == weak:
-        return value
-    return lax.convert_element_type_p.bind(
-        value, new_dtype=aval.dtype, weak_type=weak, sharding=None
-    )
 
 
 def _as(value: Any, dtype: Any) -> Any:

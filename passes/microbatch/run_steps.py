@@ -18,9 +18,11 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, used_vars
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch.batch_states import IDEMPOTENT, WHOLE, Form
 from autopar.passes.microbatch.liveness import ABSENT, Body, Step, is_barrier
-from autopar.passes.primitives.localize import Cut, Cuts, bind_local, take
+from autopar.passes.primitives.cuts import Cuts, DimCut, take
+from autopar.passes.primitives.localize import bind_local
 
 Values = MutableMapping[tuple[Var, Form], Any]
 
@@ -50,10 +52,10 @@ class Env:
         self.values[var, form] = value
 
     def cuts(self, aval: Any, form: Form) -> Cuts:
-        cuts: list[Cut | None] = [None] * len(aval.shape)
+        cuts: list[DimCut | None] = [None] * len(aval.shape)
         if isinstance(form, tuple):
             dim, major = form
-            cuts[dim] = Cut(self.parts, self.index, major)
+            cuts[dim] = DimCut(self.parts, self.index, major)
         return tuple(cuts)
 
     def _from_whole(self, value: Any, aval: Any, form: Form) -> Any:
@@ -230,15 +232,13 @@ def _spread(results: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
 
 def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
     params, forms = step.eqn.params, step.operand_forms
-    num_consts, num_carry = jax_compat.scan_counts(params)
-    last = num_consts + num_carry
+    scan = ScanParts.of(step.eqn)
     (body,) = step.bodies
     operands = [
         value if form == ABSENT else _typed(value, atom.aval)
         for atom, form, value in zip(step.eqn.invars, forms, operands, strict=True)
     ]
-    consts = _kept(operands[:num_consts], forms[:num_consts])
-    start = _kept(operands[num_consts:last], forms[num_consts:last])
+    consts, start, stacks = map(_kept, scan.operands(operands), scan.operands(forms))
 
     def function(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _evaluate_body(body, params["jaxpr"], env, [*consts, *carry, *xs])
@@ -247,7 +247,7 @@ def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
     carry, stacked = lax.scan(
         function,
         start,
-        _kept(operands[last:], forms[last:]),
+        stacks,
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -256,21 +256,19 @@ def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
 
 
 def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
-    params, forms = step.eqn.params, step.operand_forms
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
+    params, loop = step.eqn.params, WhileParts.of(step.eqn)
+    tested, consts, carry = map(_kept, loop.operands(operands), loop.operands(step.operand_forms))
     (condition,), one = _bodies([(step.bodies[0], params["cond_jaxpr"])], env)
     (body,), other = _bodies([(step.bodies[1], params["body_jaxpr"])], env)
-    condition_consts = [*one, *_kept(operands[:first], forms[:first])]
-    body_consts = [*other, *_kept(operands[first:second], forms[first:second])]
-    changes = {
-        "cond_jaxpr": condition,
-        "body_jaxpr": body,
-        "cond_nconsts": len(condition_consts),
-        "body_nconsts": len(body_consts),
-    }
-    carry = _kept(operands[second:], forms[second:])
-    results = jax_compat.bind(step.eqn, [*condition_consts, *body_consts, *carry], **changes)
+    condition_consts, body_consts = [*one, *tested], [*other, *consts]
+    results = jax_compat.bind(
+        step.eqn,
+        [*condition_consts, *body_consts, *carry],
+        cond_jaxpr=condition,
+        body_jaxpr=body,
+        cond_nconsts=len(condition_consts),
+        body_nconsts=len(body_consts),
+    )
     return _spread(results, step.result_forms)
 
 

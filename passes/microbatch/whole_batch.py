@@ -18,7 +18,7 @@ from autopar.passes.microbatch.liveness import Step
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.propagate import Forward
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.flops import flops
+from autopar.passes.primitives.flops import equation_flops, sum_of_bodies
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,12 @@ class Costs:
         return self.loop_flops / total if total else 1.0
 
 
-def equation_flops(eqn: JaxprEqn, rules: Rules) -> float:
-    """FLOPs of an equation, a scan's body times its length (a while's once, a cond's worst)."""
-    if not is_control_flow(eqn):
-        return float(flops(eqn, rules[eqn]))
-    bodies = [sum(equation_flops(e, rules) for e in body.eqns) for body in inner_jaxprs(eqn)]
-    if eqn.primitive.name == "cond":
-        return max(bodies)
-    return sum(bodies) * float(eqn.params.get("length", 1))
-
-
-def step_flops(step: Step, rules: Rules) -> float:
+def step_flops(step: Step, rules: Rules) -> int:
     """FLOPs of a step over all microbatches: of control flow, only what its bodies compute."""
     if not step.bodies:
         return equation_flops(step.eqn, rules)
     bodies = [sum(step_flops(inner, rules) for inner in body.steps) for body in step.bodies]
-    if step.eqn.primitive.name == "cond":
-        return max(bodies)
-    return sum(bodies) * float(step.eqn.params.get("length", 1))
+    return sum_of_bodies(step.eqn, bodies)
 
 
 def _bytes(var: Var) -> float:
@@ -160,7 +148,7 @@ def _touches_rows(eqn: JaxprEqn, forward: Forward) -> bool:
 
 
 def _origins(jaxpr: Jaxpr, forward: Forward) -> dict[int, int]:
-    """For each batch-wide equation behind the loop, the first one that made it so."""
+    """For each batch-wide equation after the loop, the first one that made it so."""
     origin_of: dict[Var, int] = {}
     origins: dict[int, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):

@@ -44,13 +44,13 @@ from autopar.passes.primitives.flops import flops
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE
-from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives, short_source
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import version_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Program, Version
+from autopar.passes.sharding.strategy_graph import Built
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.plans.plan import Plan
 

@@ -15,13 +15,14 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
-from autopar.passes.sharding.build import Built, build
+from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import Peak, peak
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import resolve_pins, restriction
 from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.sharding.strategy_graph import Built
 from autopar.passes.solver import Infeasible, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one

@@ -58,23 +58,4 @@ def _name(index: int) -> str:
     return letter if index < 18 else f"{letter}{index // 18}"
 
 
-def check_rule(
-    rule: FactorRule,
-    operand_shapes: tuple[tuple[int, ...], ...],
-    result_shapes: tuple[tuple[int, ...], ...],
-) -> None:
-    """Assert that every dimension is the product of its factors and every index exists."""
-    assert len(rule.operands) == len(operand_shapes), (rule, operand_shapes)
-    assert len(rule.results) == len(result_shapes), (rule, result_shapes)
-    for dims, shape in zip(
-        (*rule.operands, *rule.results), (*operand_shapes, *result_shapes), strict=True
-    ):
-        assert len(dims) == len(shape), (str(rule), dims, shape)
-        for dim, size in zip(dims, shape, strict=True):
-            product = 1
-            for factor in dim:
-                product *= rule.factors[factor].size
-            assert product == size, (str(rule), dims, shape)
-
-
 Rules = Mapping[JaxprEqn, FactorRule]  # of every equation that is not control flow

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from autopar.passes.graph import primitives
 from autopar.passes.graph.graph import inner_jaxprs
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.primitives.shardings import shape_of
 
 
@@ -57,26 +57,27 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
     return results
 
 
-def total_flops(jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
-    """Floating-point operations of a whole program.
+def equation_flops(eqn: JaxprEqn, rules: Rules) -> int:
+    """Floating-point operations of an equation and of what it holds.
 
     A scan's body counts as often as it runs, a while loop's body and condition once (how often
     they run is unknown), and of a cond the most expensive branch.
     """
-    total = 0
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name not in primitives.CONTROL_FLOW:
-            total += flops(eqn, rules[eqn])
-            continue
-        bodies = [total_flops(body, rules) for body in inner_jaxprs(eqn)]
-        if name == "scan":
-            total += eqn.params["length"] * sum(bodies)
-        elif name == "cond":
-            total += max(bodies, default=0)
-        else:
-            total += sum(bodies)
-    return total
+    if eqn.primitive.name not in primitives.CONTROL_FLOW:
+        return flops(eqn, rules[eqn])
+    return sum_of_bodies(eqn, [total_flops(body, rules) for body in inner_jaxprs(eqn)])
+
+
+def total_flops(jaxpr: Jaxpr, rules: Rules) -> int:
+    """Floating-point operations of a whole program."""
+    return sum(equation_flops(eqn, rules) for eqn in jaxpr.eqns)
+
+
+def sum_of_bodies(eqn: JaxprEqn, bodies: Sequence[int]) -> int:
+    """What control flow costs, if its bodies cost that."""
+    if eqn.primitive.name == "cond":
+        return max(bodies, default=0)
+    return int(eqn.params.get("length", 1)) * sum(bodies)
 
 
 def _size(var: Any) -> int:

@@ -7,7 +7,7 @@ replicated afterwards by `populate`, so the functions here need not repeat that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -85,11 +85,6 @@ def replicated(eqn: JaxprEqn) -> FactorRule:
     return loops.rule(operands, results)
 
 
-def replicated_scalar(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    """What has no dimensions has nothing to cut."""
-    return replicated(eqn)
-
-
 def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     """All values have the same dimensions; an operand may be a scalar or repeat a dimension."""
     shape = shape_of(eqn.outvars[0])
@@ -133,7 +128,7 @@ for _name in ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "lgamma", "nexta
 for _name in ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "polygamma"):
     OWN[_name] = elementwise
 OWN["threefry2x32"] = OWN["polynomial"] = elementwise
-OWN["empty2"] = replicated_scalar
+OWN["empty2"] = elementwise  # a scalar: nothing to cut
 
 
 @_own("optimization_barrier")
@@ -208,46 +203,48 @@ def _joined(eqn: JaxprEqn, axis: int, whole: Any, parts: Sequence[Any], divisor:
 
 @_own("slice")
 def _slice(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    strides = eqn.params["strides"] or (1,) * len(shape)
-    loops, dims, new_dims = _Loops(), [], []
-    for dim, (size, new_size) in enumerate(zip(shape, new_shape, strict=True)):
-        start, limit = eqn.params["start_indices"][dim], eqn.params["limit_indices"][dim]
-        divisor = 1 if strides[dim] != 1 else math.gcd(size, int(start), int(limit))
-        old, new = _pieces(loops, (size, new_size), divisor)
-        dims.append(old)
-        new_dims.append(new)
-    return loops.rule([dims], [new_dims])
+    shape, params = shape_of(eqn.invars[0]), eqn.params
+    starts, limits = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * len(shape)
+    return _resized(
+        eqn,
+        (
+            1 if stride != 1 else math.gcd(size, int(start), int(limit))
+            for size, start, limit, stride in zip(shape, starts, limits, strides, strict=True)
+        ),
+    )
 
 
 @_own("pad")
 def _pad(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    loops, dims, new_dims = _Loops(), [], []
-    for size, new_size, (low, high, interior) in zip(
-        shape, new_shape, eqn.params["padding_config"], strict=True
-    ):
-        divisor = 1 if interior else math.gcd(size, int(low), int(high))
-        old, new = _pieces(loops, (size, new_size), divisor)
-        dims.append(old)
-        new_dims.append(new)
-    return loops.rule([dims, []], [new_dims])
+    pairs = zip(shape_of(eqn.invars[0]), eqn.params["padding_config"], strict=True)
+    return _resized(
+        eqn,
+        (
+            1 if interior else math.gcd(size, int(low), int(high))
+            for size, (low, high, interior) in pairs
+        ),
+    )
 
 
-@_own("stack")
+def _resized(eqn: JaxprEqn, divisors: Iterable[int]) -> FactorRule:
+    """Each dimension of the first operand and of the result, in pieces of a divisor."""
+    loops = _Loops()
+    sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), divisors, strict=True)
+    pairs = [_pieces(loops, (old, new), divisor) for old, new, divisor in sizes]
+    scalars: list[list[DimFactors]] = [[] for _ in eqn.invars[1:]]
+    return loops.rule([[old for old, _ in pairs], *scalars], [[new for _, new in pairs]])
+
+
+@_own("stack", "unstack")
 def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
+    is_stack = eqn.primitive.name == "stack"
+    parts = eqn.invars if is_stack else eqn.outvars
     loops, axis = _Loops(), eqn.params["axis"]
-    dims = loops.value(shape_of(eqn.invars[0]))
-    stacked = [*dims[:axis], loops.new(len(eqn.invars), "replicated"), *dims[axis:]]
-    return loops.rule([dims] * len(eqn.invars), [stacked])
-
-
-@_own("unstack")
-def _unstack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    loops, axis = _Loops(), eqn.params["axis"]
-    dims = loops.value(shape_of(eqn.outvars[0]))
-    stacked = [*dims[:axis], loops.new(len(eqn.outvars), "replicated"), *dims[axis:]]
-    return loops.rule([stacked], [dims] * len(eqn.outvars))
+    dims = loops.value(shape_of(parts[0]))
+    stacked = [*dims[:axis], loops.new(len(parts), "replicated"), *dims[axis:]]
+    values = [dims] * len(parts), [stacked]
+    return loops.rule(*values) if is_stack else loops.rule(*reversed(values))
 
 
 @_own("tile")

@@ -10,9 +10,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import UnknownPrimitiveWarning
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.primitives import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
 from autopar.passes.primitives.shardings import is_known, whole_dims
@@ -94,21 +94,17 @@ def _equations(
 
 def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, list[tuple[Var, Any]]]]:
     """Each body of a control-flow equation, and what its first inputs are throughout."""
-    name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
-    if name == "scan":
-        num_consts, _ = jax_compat.scan_counts(params)
-        given = [(params["jaxpr"], operands[:num_consts])]
-    elif name == "cond":
-        given = [(branch, operands[1:]) for branch in params["branches"]]
+    if eqn.primitive.name == "scan":
+        scan = ScanParts.of(eqn)
+        given = [(scan.body, scan.operands(eqn.invars)[0])]
+    elif eqn.primitive.name == "cond":
+        given = [(branch.jaxpr, eqn.invars[1:]) for branch in eqn.params["branches"]]
     else:
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        given = [
-            (params["cond_jaxpr"], operands[:first]),
-            (params["body_jaxpr"], operands[first : first + second]),
-        ]
+        loop = WhileParts.of(eqn)
+        tested, consts, _ = loop.operands(eqn.invars)
+        given = [(loop.condition, tested), (loop.body, consts)]
     for body, atoms in given:
-        inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-        yield inner, list(zip(inner.invars, atoms, strict=False))
+        yield body, list(zip(body.invars, atoms, strict=False))
 
 
 # A scatter adds to its first operand, a reduction to its initial value.

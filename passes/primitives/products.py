@@ -20,7 +20,7 @@ Dims = Sequence[int]
 
 
 class _Side(NamedTuple):
-    """An operand: its free and contracted dimensions, behind `num_batch` leading batch dimensions.
+    """An operand: its free and contracted dimensions, after `num_batch` leading batch dimensions.
 
     Args:
       shape: of the operand.
@@ -44,7 +44,7 @@ class _Side(NamedTuple):
 
     @property
     def ends_contracted(self) -> bool:
-        """Whether the contracted dimensions are behind the free ones."""
+        """Whether the contracted dimensions are after the free ones."""
         return self.contracted[0] > self.free[0]
 
     @property

@@ -20,11 +20,16 @@ from jax.extend.core import JaxprEqn
 from jax.extend.mlir import ir, passmanager
 
 from autopar.passes.graph.primitives import FactorKind
-from autopar.passes.primitives.factor_rule import (
-    DimFactors,
-    Factor,
-    FactorRule,
-    ValueFactors,
+from autopar.passes.primitives.factor_rule import FactorRule, ValueFactors
+from autopar.passes.primitives.loop_algebra import (
+    JoinedLoop,
+    LoopDim,
+    block,
+    block_diagonals,
+    finished_rule,
+    join_dims,
+    new_dim,
+    set_kind,
 )
 from autopar.passes.primitives.shardings import dtype_of, shape_of
 
@@ -95,36 +100,25 @@ class _NoRule(Exception):
     """An operation has no rule, and none can be read from it."""
 
 
-@dataclass
-class _Loop:
-    """One loop in the making: what it was split into or joined with, and what was done to it."""
-
-    size: int
-    parts: tuple[_Loop, ...] = ()  # outermost first; one part: joined with it
-    blocked: bool = False
-    kind: FactorKind = "pass"
-
-
-_Dim = tuple[_Loop, ...]
-
-
 class _Composition:
     """Walks the operations of one equation from its results to its arguments."""
 
     def __init__(self, functions: Mapping[str, Any]):
         self.functions = functions
-        self.dims: dict[Any, list[_Dim]] = {}  # of each SSA value
-        self.partial: dict[Any, list[_Loop]] = {}  # loops over which a value is a partial result
-        self.seen: list[list[_Dim]] = []
+        self.dims: dict[Any, list[LoopDim]] = {}  # of each SSA value
+        self.partial: dict[
+            Any, list[JoinedLoop]
+        ] = {}  # loops over which a value is a partial result
+        self.seen: list[list[LoopDim]] = []
 
     def rule(
         self, eqn: JaxprEqn, arguments: Sequence[Any], results: Sequence[Any]
     ) -> FactorRule | None:
         for argument, var in zip(arguments, eqn.invars, strict=True):
             # A typed key has trailing dimensions that its own shape does not show.
-            dims = [_new(size) for size in _shape(argument)]
+            dims = [new_dim(size) for size in _shape(argument)]
             for dim in dims[len(shape_of(var)) :]:
-                _block(dim)
+                block(dim)
             self.define(argument, dims)
         try:
             result_dims = [
@@ -134,18 +128,18 @@ class _Composition:
         except _NoRule:
             return None
         for value in self.seen:
-            _block_diagonals(value)
+            block_diagonals(value)
         operand_dims = [
             self.dims[argument][: _rank(var)]
             for argument, var in zip(arguments, eqn.invars, strict=True)
         ]
-        return _finish(operand_dims, result_dims)
+        return finished_rule(operand_dims, result_dims)
 
-    def define(self, value: Any, dims: list[_Dim]) -> None:
+    def define(self, value: Any, dims: list[LoopDim]) -> None:
         self.dims[value] = dims
         self.seen.append(dims)
 
-    def read(self, value: Any) -> list[_Dim]:
+    def read(self, value: Any) -> list[LoopDim]:
         if value not in self.dims:
             operation = value.owner
             if operation.name == "stablehlo.constant":
@@ -153,12 +147,12 @@ class _Composition:
             self.visit(operation.operation)
         return self.dims[value]
 
-    def constant(self, operation: Any) -> list[_Dim]:
+    def constant(self, operation: Any) -> list[LoopDim]:
         # Every use of a constant may be cut in its own way, if all its elements are equal.
-        dims = [_new(size) for size in _shape(operation.results[0])]
+        dims = [new_dim(size) for size in _shape(operation.results[0])]
         if not ir.DenseElementsAttr(operation.attributes["value"]).is_splat:
             for dim in dims:
-                _block(dim)
+                block(dim)
         return dims
 
     def visit(self, operation: Any) -> None:
@@ -168,45 +162,45 @@ class _Composition:
             self.call(operation, operands)
             return
         if name == "stablehlo.iota":
-            dims = [_new(size) for size in _shape(operation.results[0])]
-            _block(dims[ir.IntegerAttr(operation.attributes["iota_dimension"]).value])
+            dims = [new_dim(size) for size in _shape(operation.results[0])]
+            block(dims[ir.IntegerAttr(operation.attributes["iota_dimension"]).value])
             self.define(operation.results[0], dims)
             return
         text = operation_rule(operation)
         if text is None:
             raise _NoRule(name)
         rule = parse(text)
-        loops = [_Loop(size) for size in rule.sizes]
+        loops = [JoinedLoop(size) for size in rule.sizes]
         for index in (*rule.blocked, *_one_sided(rule, name)):
             loops[index].blocked = True
         for value, value_dims in zip(operands, rule.operands, strict=True):
             for dim, indices in zip(value, value_dims, strict=True):
-                _join(dim, tuple(loops[i] for i in indices))
+                join_dims(dim, tuple(loops[i] for i in indices))
         carried = [loop for value in operation.operands for loop in self.partial.get(value, ())]
         if carried and name not in _PASS_PARTIAL:
             for loop in carried:
-                _block((loop,))
+                block((loop,))
         if rule.reduced:
             kind = _monoid(operation)
             for index in rule.reduced:
-                _set_kind((loops[index],), kind)
+                set_kind((loops[index],), kind)
                 carried.append(loops[index])
         for value, value_dims in zip(operation.results, rule.results, strict=True):
             self.define(value, _result_dims(value, value_dims, loops))
             if carried:
                 self.partial[value] = carried
 
-    def call(self, operation: Any, operands: list[list[_Dim]]) -> None:
+    def call(self, operation: Any, operands: list[list[LoopDim]]) -> None:
         callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
-        block = self.functions[callee]
+        callee_block = self.functions[callee]
         inner = _Composition(self.functions)
         for argument, value, dims in zip(
-            block.arguments, operation.operands, operands, strict=True
+            callee_block.arguments, operation.operands, operands, strict=True
         ):
             inner.define(argument, dims)
             if value in self.partial:
                 inner.partial[argument] = self.partial[value]
-        returned = list(block.operations)[-1].operands
+        returned = list(callee_block.operations)[-1].operands
         for result, value in zip(operation.results, returned, strict=True):
             self.define(result, inner.read(value))
             if value in inner.partial:
@@ -223,6 +217,19 @@ def _one_sided(rule: OpRule, name: str) -> set[int]:
     if name == "stablehlo.broadcast_in_dim":
         right &= left
     return (left ^ right) - set(rule.reduced)
+
+
+def _result_dims(value: Any, dims: ValueFactors, loops: Sequence[JoinedLoop]) -> list[LoopDim]:
+    found = []
+    for size, indices in zip(_shape(value), dims, strict=True):
+        dim = tuple(loops[i] for i in indices)
+        if math.prod(loop.size for loop in dim) != size:
+            # Shardy relates dimensions of different sizes (strided windows, real transforms).
+            block(dim)
+            dim = new_dim(size)
+            block(dim)
+        found.append(dim)
+    return found
 
 
 def operation_rule(operation: Any) -> str | None:
@@ -266,130 +273,6 @@ def _shape(value: Any) -> list[int]:
 
 def _rank(var: Any) -> int:
     return len(shape_of(var))
-
-
-# The algebra of loops.
-
-
-def _new(size: int) -> _Dim:
-    return (_Loop(size),)
-
-
-def _leaves(dim: Sequence[_Loop]) -> list[_Loop]:
-    """The loops that a dimension's loops have been split into, without those of one iteration."""
-    found: list[_Loop] = []
-    for loop in dim:
-        if loop.parts:
-            found += _leaves(loop.parts)
-        elif loop.size != 1:
-            found.append(loop)
-    return found
-
-
-def _block(dim: Sequence[_Loop]) -> None:
-    for loop in _leaves(dim):
-        loop.blocked = True
-
-
-def _set_kind(dim: Sequence[_Loop], kind: FactorKind) -> None:
-    for loop in _leaves(dim):
-        if kind == "replicated" or loop.kind not in ("pass", kind):
-            loop.blocked = True
-        loop.kind = kind
-
-
-def _result_dims(value: Any, dims: ValueFactors, loops: Sequence[_Loop]) -> list[_Dim]:
-    found = []
-    for size, indices in zip(_shape(value), dims, strict=True):
-        dim = tuple(loops[i] for i in indices)
-        if math.prod(loop.size for loop in dim) != size:
-            # Shardy relates dimensions of different sizes (strided windows, real transforms).
-            _block(dim)
-            dim = _new(size)
-            _block(dim)
-        found.append(dim)
-    return found
-
-
-def _join(one: _Dim, other: _Dim) -> None:
-    """Make two descriptions of one dimension the same, splitting loops where they differ."""
-    left, right = _leaves(one), _leaves(other)
-    if math.prod(loop.size for loop in left) != math.prod(loop.size for loop in right):
-        _block([*left, *right])
-        return
-    while left and right:
-        a, b = left.pop(), right.pop()  # the innermost ones
-        if a is b:
-            continue
-        if a.size < b.size:
-            a, b, left, right = b, a, right, left
-        outer, rest = divmod(a.size, b.size)
-        if rest:
-            _block([a, b, *left, *right])
-            return
-        if outer == 1:
-            _link(a, b)
-        else:
-            a.parts = (
-                _Loop(outer, blocked=a.blocked, kind=a.kind),
-                _Loop(b.size, blocked=a.blocked, kind=a.kind),
-            )
-            left.append(a.parts[0])
-            _link(a.parts[1], b)
-
-
-def _link(a: _Loop, b: _Loop) -> None:
-    if a.kind != b.kind and "pass" not in (a.kind, b.kind):
-        a.blocked = True
-    b.blocked |= a.blocked
-    if b.kind == "pass":
-        b.kind = a.kind
-    a.parts = (b,)
-
-
-def _block_diagonals(value: Sequence[_Dim]) -> None:
-    """Two dimensions of one value cannot be the same loop."""
-    seen: set[int] = set()
-    for dim in value:
-        for loop in _leaves(dim):
-            if id(loop) in seen:
-                loop.blocked = True
-            seen.add(id(loop))
-
-
-def _finish(operands: Sequence[list[_Dim]], results: Sequence[list[_Dim]]) -> FactorRule:
-    numbers: dict[int, int] = {}
-    loops: list[_Loop] = []
-
-    def number(dims: list[_Dim]) -> ValueFactors:
-        value: list[DimFactors] = []
-        for dim in dims:
-            indices = []
-            for loop in _leaves(dim):
-                if id(loop) not in numbers:
-                    numbers[id(loop)] = len(loops)
-                    loops.append(loop)
-                indices.append(numbers[id(loop)])
-            value.append(tuple(indices))
-        return tuple(value)
-
-    result_factors = tuple(map(number, results))
-    operand_factors = tuple(map(number, operands))
-    in_all = [
-        all(any(i in dim for dim in value) for value in result_factors) for i in range(len(loops))
-    ]
-    factors = []
-    for i, loop in enumerate(loops):
-        passes = loop.kind == "pass" and in_all[i]
-        reduces = loop.kind != "pass" and not any(
-            i in dim for value in result_factors for dim in value
-        )
-        kind = loop.kind if (passes or reduces) and not loop.blocked else "replicated"
-        factors.append(Factor(loop.size, kind))
-    return FactorRule(tuple(factors), operand_factors, result_factors)
-
-
-# Reading Shardy's text.
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 from jax.extend import core as jex_core
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.strategies import outer_factor
 
 BatchDims = dict[Var, frozenset[int]]
 NONE: frozenset[int] = frozenset()
+Fact = TypeVar("Fact")
 
 
 def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
@@ -27,103 +31,109 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
     found: BatchDims = {}
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
         found[var] = NONE if label.batch_axis is None else frozenset({label.batch_axis})
-    _walk(graph.jaxpr, rules, found)
+
+    def transfer(eqn: JaxprEqn, operands: Sequence[frozenset[int]]) -> list[frozenset[int]] | None:
+        if eqn.primitive.name in CONTROL_FLOW:
+            return None
+        rule = rules[eqn]
+        factors = {
+            outer_factor(rule, value, dim)
+            for dims, value in zip(operands, rule.operands, strict=True)
+            for dim in dims
+        } - {None}
+        if not factors:
+            return None
+        return [
+            frozenset(d for d in range(len(value)) if outer_factor(rule, value, d) in factors)
+            for value in rule.results
+        ]
+
+    _propagate(
+        graph.jaxpr,
+        found,
+        transfer,
+        NONE,
+        lambda dims: frozenset(d - 1 for d in dims if d),
+        lambda dims: frozenset(d + 1 for d in dims),
+    )
     return found
 
 
-def _walk(jaxpr: Jaxpr, rules: Rules, found: BatchDims) -> None:
-    def read(atom: Any) -> frozenset[int]:
-        return NONE if isinstance(atom, jex_core.Literal) else found.get(atom, NONE)
+def _propagate(
+    jaxpr: Jaxpr,
+    known: dict[Var, Fact],
+    transfer: Callable[[JaxprEqn, Sequence[Fact]], Sequence[Fact] | None],
+    nothing: Fact,
+    slice_of: Callable[[Fact], Fact] = lambda fact: fact,
+    stack_of: Callable[[Fact], Fact] = lambda fact: fact,
+    join: Callable[[Fact, Fact], Fact] = operator.or_,
+) -> None:
+    """Carry facts about variables through a program's equations, and into bodies.
+
+    Args:
+      jaxpr: the program.
+      known: the facts about its inputs, to which those of all variables are added.
+      transfer: an equation's facts about its results from those about its operands; None leaves
+        the results out.
+      nothing: what is known of a literal, and of a variable that is left out.
+      slice_of: what is known of a stack's slices.
+      stack_of: what is known of a stack of such slices.
+      join: what is known of a value that is one of two.
+    """
+
+    def read(atom: Atom) -> Fact:
+        return nothing if isinstance(atom, jex_core.Literal) else known.get(atom, nothing)
+
+    def evaluate(body: Jaxpr, operands: Sequence[Fact]) -> list[Fact]:
+        known.update(zip(body.invars, operands, strict=True))
+        _propagate(body, known, transfer, nothing, slice_of, stack_of, join)
+        return [read(atom) for atom in body.outvars]
 
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "scan":
-            _scan(eqn, rules, found, read)
-        elif name == "cond":
+        operands = [read(atom) for atom in eqn.invars]
+        results: Sequence[Fact] | None
+        if eqn.primitive.name == "scan":
+            scan = ScanParts.of(eqn)
+            consts, carries, stacks = scan.operands(operands)
+            slices = [slice_of(fact) for fact in stacks]
+            while True:  # until one more iteration tells nothing new
+                found = evaluate(scan.body, [*consts, *carries, *slices])
+                carried, rows = scan.results(found)
+                joined = list(map(join, carries, carried))
+                if joined == carries:
+                    break
+                carries = joined
+            results = [*carried, *map(stack_of, rows)]
+        elif eqn.primitive.name == "cond":
+            results = [nothing] * len(eqn.outvars)
             for branch in eqn.params["branches"]:
-                body = branch.jaxpr
-                found.update(zip(body.invars, map(read, eqn.invars[1:]), strict=True))
-                _walk(body, rules, found)
-                for var, atom in zip(eqn.outvars, body.outvars, strict=True):
-                    found[var] = found.get(var, NONE) | read(atom)
-        elif name not in CONTROL_FLOW:
-            rule = rules[eqn]
-            factors = {
-                outer_factor(rule, value, dim)
-                for atom, value in zip(eqn.invars, rule.operands, strict=True)
-                for dim in read(atom)
-            } - {None}
-            if factors:
-                for var, value in zip(eqn.outvars, rule.results, strict=True):
-                    found[var] = frozenset(
-                        d for d in range(len(value)) if outer_factor(rule, value, d) in factors
-                    )
-
-
-def _scan(eqn: Any, rules: Rules, found: BatchDims, read: Any) -> None:
-    body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-    for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
-        dims = read(atom)
-        found[var] = frozenset(d - 1 for d in dims if d) if i >= num_consts + num_carry else dims
-    while True:
-        _walk(body, rules, found)
-        grown = False
-        for var, atom in zip(
-            body.invars[num_consts : num_consts + num_carry], body.outvars[:num_carry], strict=True
-        ):
-            if not read(atom) <= found[var]:
-                found[var] |= read(atom)
-                grown = True
-        if not grown:
-            break
-    for i, (var, atom) in enumerate(zip(eqn.outvars, body.outvars, strict=True)):
-        found[var] = read(atom) if i < num_carry else frozenset(d + 1 for d in read(atom))
+                found = evaluate(branch.jaxpr, operands[1:])
+                results = list(map(join, results, found))
+        else:
+            results = transfer(eqn, operands)
+        if results is not None:
+            known.update(zip(eqn.outvars, results, strict=True))
 
 
 def parameters(graph: Graph, dims: BatchDims) -> frozenset[int]:
     """Indices of state inputs that meet the batch, so not of what an optimizer alone reads."""
     met = 0
-    reach: dict[Var, int] = {}
-    for index, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):
-        if label.role == "state":
-            reach[var] = 1 << index
+    reach: dict[Var, int] = {  # which inputs a variable is made from, one bit for each
+        var: 1 << index
+        for index, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True))
+        if label.role == "state"
+    }
 
-    def walk(jaxpr: Jaxpr) -> None:
+    def transfer(eqn: JaxprEqn, operands: Sequence[int]) -> list[int] | None:
         nonlocal met
+        union = functools.reduce(operator.or_, operands, 0)
+        atoms = (a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, jex_core.Literal))
+        if union and any(dims.get(var) for var in atoms):
+            met |= union
+            return None
+        return [union] * len(eqn.outvars)
 
-        def read(atom: Any) -> int:
-            return 0 if isinstance(atom, jex_core.Literal) else reach.get(atom, 0)
-
-        for eqn in jaxpr.eqns:
-            masks = [read(atom) for atom in eqn.invars]
-            if eqn.primitive.name == "scan":
-                body = eqn.params["jaxpr"].jaxpr
-                reach.update(zip(body.invars, masks, strict=True))
-                walk(body)
-                reach.update(zip(eqn.outvars, map(read, body.outvars), strict=True))
-                continue
-            if eqn.primitive.name == "cond":
-                for branch in eqn.params["branches"]:
-                    body = branch.jaxpr
-                    reach.update(zip(body.invars, masks[1:], strict=True))
-                    walk(body)
-                    for var, atom in zip(eqn.outvars, body.outvars, strict=True):
-                        reach[var] = reach.get(var, 0) | read(atom)
-                continue
-            union = 0
-            for mask in masks:
-                union |= mask
-            if not union:
-                continue
-            atoms = [a for a in eqn.invars if not isinstance(a, jex_core.Literal)]
-            if any(dims.get(v) for v in (*atoms, *eqn.outvars)):
-                met |= union
-            else:
-                for var in eqn.outvars:
-                    reach[var] = union
-
-    walk(graph.jaxpr)
+    _propagate(graph.jaxpr, reach, transfer, 0)
     return frozenset(i for i in range(len(graph.inputs)) if met >> i & 1)
 
 
@@ -132,42 +142,12 @@ def made_from_state(graph: Graph) -> frozenset[Var]:
 
     PRNG keys do not count.
     """
-    found: set[Var] = {
-        var
+    found = {
+        var: True
         for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
         if label.role == "state"
         and not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
         and math.prod(var.aval.shape) > (4 if var.aval.dtype == "uint32" else 1)  # raw keys
     }
-    _depend(graph.jaxpr, found)
-    return frozenset(found)
-
-
-def _depend(jaxpr: Jaxpr, found: set[Var]) -> None:
-    def depends(atom: Any) -> bool:
-        return not isinstance(atom, jex_core.Literal) and atom in found
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
-            num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-            carried = body.invars[num_consts : num_consts + num_carry]
-            found.update(v for v, a in zip(body.invars, eqn.invars, strict=True) if depends(a))
-            while True:
-                _depend(body, found)
-                pairs = zip(carried, body.outvars, strict=False)
-                grown = [v for v, a in pairs if depends(a) and v not in found]
-                if not grown:
-                    break
-                found.update(grown)
-            found.update(v for v, a in zip(eqn.outvars, body.outvars, strict=True) if depends(a))
-        elif eqn.primitive.name == "cond":
-            for closed in eqn.params["branches"]:
-                inner = closed.jaxpr
-                given = zip(inner.invars, eqn.invars[1:], strict=True)
-                found.update(v for v, a in given if depends(a))
-                _depend(inner, found)
-                results = zip(eqn.outvars, inner.outvars, strict=True)
-                found.update(v for v, a in results if depends(a))
-        elif any(map(depends, eqn.invars)):
-            found.update(eqn.outvars)
+    _propagate(graph.jaxpr, found, lambda eqn, facts: [any(facts)] * len(eqn.outvars), False)
+    return frozenset(var for var, depends in found.items() if depends)

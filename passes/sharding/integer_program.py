@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import FUSION_REACH
 from autopar.passes.sharding.scopes import Rigid
+from autopar.passes.sharding.strategy_graph import Built
 from autopar.passes.solver import FORBIDDEN, Problem
 
 PICOSECONDS = 1e12

@@ -38,6 +38,11 @@ def without_partial(layout: Layout) -> Layout:
     return Layout(layout.dims)
 
 
+def stacked(layout: Layout) -> Layout:
+    """The layout of a stack of values along a new leading dimension."""
+    return Layout(((), *layout.dims), layout.partial)
+
+
 def num_parts(axes: Iterable[int], mesh: Sequence[int]) -> int:
     """Into how many parts these axes together cut a dimension."""
     return math.prod(mesh[a] for a in axes)

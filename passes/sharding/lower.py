@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.base.errors import AutoparError
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.microbatched import Microbatched, Task
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
-from autopar.passes.sharding.build import Built, stacked
-from autopar.passes.sharding.layout import Layout, replicated, without_partial
+from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import reshard_steps
 from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
@@ -32,6 +31,7 @@ from autopar.passes.sharding.spmd_program import (
     Reshard,
     Version,
 )
+from autopar.passes.sharding.strategy_graph import Built
 
 
 def lower(
@@ -114,8 +114,6 @@ class _Lowering:
     def define(self, version: Version) -> None:
         self.versions.setdefault(version.atom, []).append(version.layout)
 
-    # -- reading -----------------------------------------------------------------------------
-
     def home(self, atom: Any) -> Layout:
         """The layout in which a value was made; a flexible one counts as replicated."""
         if isinstance(atom, jex_core.Literal):
@@ -181,8 +179,6 @@ class _Lowering:
         if source.partial:
             return "gradient" if aval_shape(atom) else "scalar"
         return "state"
-
-    # -- writing -----------------------------------------------------------------------------
 
     def run(self, scope: Scope) -> None:
         for entry in scope.entries:
@@ -260,41 +256,23 @@ class _Lowering:
 
     def _scan(self, entry: Entry) -> None:
         eqn = entry.eqn
-        body: Jaxpr = eqn.params["jaxpr"].jaxpr
-        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        inner: list[Layout] = []
-        for position, var in enumerate(body.invars):
-            node = entry.boundaries[position]
-            inner.append(
-                replicated(len(aval_shape(var))) if node is None else self.context.layout(node)
-            )
-        small = [
-            i for i in range(num_consts, num_consts + num_carry) if entry.boundaries[i] is None
+        scan = ScanParts.of(eqn)
+        num_inputs = len(scan.body.invars)
+        inner = self._boundaries(scan.body.invars, entry.boundaries[:num_inputs])
+        lowering = self._settle(entry, scan, inner)
+        consts, carries, slices = scan.operands(inner)
+        _, rows = scan.results(scan.body.outvars)
+        stacks = [
+            lowering.home(atom) if node is None else self.context.layout(node)
+            for atom, node in zip(rows, entry.boundaries[num_inputs:], strict=True)
         ]
-        body_lowering = self._settle(entry, body, inner, small)
-        outs: list[Version] = []
-        results: list[Version] = []
-        for i, (atom, var) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
-            if i < num_carry:
-                layout = inner[num_consts + i]
-                outer = layout
-            else:
-                node = entry.boundaries[len(body.invars) + i - num_carry]
-                layout = body_lowering.home(atom) if node is None else self.context.layout(node)
-                outer = stacked(layout)
-            outs.append(body_lowering.get(atom, layout))
-            results.append(Version(var, outer))
-        operands = tuple(
-            self.get(atom, stacked(layout) if i >= num_consts + num_carry else layout)
-            for i, (atom, layout) in enumerate(zip(eqn.invars, inner, strict=True))
-        )
-        block = Block(
-            tuple(Version(v, x) for v, x in zip(body.invars, inner, strict=True)),
-            tuple(body_lowering.instructions),
-            tuple(outs),
-        )
+        outs = tuple(map(lowering.get, scan.body.outvars, (*carries, *stacks)))
+        results = tuple(map(Version, eqn.outvars, (*carries, *map(stacked, stacks))))
+        operands = tuple(map(self.get, eqn.invars, (*consts, *carries, *map(stacked, slices))))
+        inputs = tuple(map(Version, scan.body.invars, inner))
+        block = Block(inputs, tuple(lowering.instructions), outs)
         task = self.context.task(eqn)
-        self.instructions.append(Loop(eqn, operands, tuple(results), block, task))
+        self.instructions.append(Loop(eqn, operands, results, block, task))
         for version, node in zip(results, entry.completions, strict=True):
             if isinstance(version.atom, jex_core.DropVar):
                 continue
@@ -302,25 +280,27 @@ class _Lowering:
             if node is not None:
                 self._complete(version, self.context.layout(node))
 
-    def _settle(
-        self, entry: Entry, body: Jaxpr, inner: list[Layout], small: list[int]
-    ) -> _Lowering:
+    def _boundaries(self, variables: Sequence[Var], nodes: Sequence[int | None]) -> list[Layout]:
+        """Layouts of what enters or leaves a body; what no node decides is replicated."""
+        return [
+            replicated(len(aval_shape(var))) if node is None else self.context.layout(node)
+            for var, node in zip(variables, nodes, strict=True)
+        ]
+
+    def _settle(self, entry: Entry, scan: ScanParts, inner: list[Layout]) -> _Lowering:
         """Lower a body; small carries stay partial where its results are (fixpoint, in `inner`)."""
-        num_consts, _ = jax_compat.scan_counts(entry.eqn.params)
+        positions = range(scan.num_consts, scan.num_consts + scan.num_carry)
+        small = [position for position in positions if entry.boundaries[position] is None]
         fixed: set[int] = set()
         while True:
-            lowering = _Lowering(
-                self.context,
-                None,
-                [Version(v, x) for v, x in zip(body.invars, inner, strict=True)],
-            )
+            inputs = tuple(map(Version, scan.body.invars, inner))
+            lowering = _Lowering(self.context, None, inputs)
             lowering.run(entry.scopes[0])
             changed = False
             for position in small:
                 if position in fixed:
                     continue
-                result = body.outvars[position - num_consts]
-                home = lowering.home(result)
+                home = lowering.home(scan.body.outvars[position - scan.num_consts])
                 wanted = tuple(p for p in home.partial if p[1] == "sum")
                 have = inner[position].partial
                 if wanted == have:
@@ -336,10 +316,7 @@ class _Lowering:
     def _cond(self, entry: Entry) -> None:
         eqn = entry.eqn
         index = self.get(eqn.invars[0], replicated(0))
-        layouts = [
-            replicated(len(aval_shape(var))) if node is None else self.context.layout(node)
-            for var, node in zip(eqn.outvars, entry.boundaries, strict=True)
-        ]
+        layouts = self._boundaries(eqn.outvars, entry.boundaries)
         lowered: list[tuple[_Lowering, tuple[Version, ...]]] = []
         for scope in entry.scopes:
             branch = _Lowering(self.context, self, ())

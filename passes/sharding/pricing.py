@@ -14,7 +14,7 @@ from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
-from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.scopes import value_bytes
 
 
 class Pricing:
@@ -64,12 +64,9 @@ class Pricing:
         return self._compute[key]
 
     def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule) -> float:
-        def nbytes(atom: Any) -> int:
-            return math.prod(aval_shape(atom)) * itemsize(atom.aval)
-
-        moved = sum(map(nbytes, eqn.outvars))
+        moved = sum(map(value_bytes, eqn.outvars))
         if eqn.primitive.name in UNFUSED:  # a fused elementwise chain reads its operands once
-            moved += sum(map(nbytes, eqn.invars))
+            moved += sum(map(value_bytes, eqn.invars))
         return compute_seconds(
             flops(eqn, rule),
             moved,

@@ -7,12 +7,11 @@ plan and executed by the runtime.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autopar.passes.sharding.layout import Layout, num_parts
+from autopar.passes.sharding.layout import Layout, cuts_product, num_parts
 
 StepKind = Literal[
     "slice", "to-partial", "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
@@ -54,7 +53,7 @@ def reshard_steps(
     partial = dict(source.partial)
     wanted_partial = dict(target.partial)
     wanted_cuts = {a for axes in target.dims for a in axes}
-    parts = math.prod(num_parts(axes, mesh) for axes in dims)
+    parts = cuts_product(source, mesh)
     steps: list[Step] = []
 
     def emit(kind: StepKind, axes: tuple[int, ...], after: int, **where: object) -> None:

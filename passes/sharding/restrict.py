@@ -28,7 +28,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
-from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.scopes import aval_shape, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
 
 ONE_AXIS_METHODS = ("data", "zero1", "zero2", "zero3")
@@ -60,7 +60,6 @@ class Restriction:
             return (self.pins[index],)
         if math.prod(shape) <= 1 or is_key(var.aval):
             return (whole,)
-        bytes_ = math.prod(shape) * itemsize(var.aval)
         if label.role == "batch":
             return self._batch_layouts(shape, label.batch_axis, mesh)
         if label.role != "state":
@@ -70,7 +69,7 @@ class Restriction:
                 self.method != "data" and index not in self.parameters
             )
             return (largest_dim_cut(shape, mesh) if stored_cut else whole,)
-        if bytes_ * TINY_SHARE < self.state_bytes:
+        if value_bytes(var) * TINY_SHARE < self.state_bytes:
             return (whole,)
         return all_layouts(shape, mesh)
 
@@ -123,8 +122,7 @@ class Restriction:
         partial = partial and jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
         layouts = all_layouts(shape, mesh, partial=partial)
         if self.method not in ONE_AXIS_METHODS:
-            bytes_ = math.prod(shape) * itemsize(atom.aval)
-            if bytes_ * TINY_SHARE < self.state_bytes and not self._dims(atom):
+            if value_bytes(atom) * TINY_SHARE < self.state_bytes and not self._dims(atom):
                 layouts = tuple(x for x in layouts if not any(x.dims))
             return layouts
         dims = self._dims(atom)
@@ -153,7 +151,7 @@ def restriction(
 ) -> Restriction:
     """The restriction of a method on one program."""
     state_bytes = sum(
-        math.prod(aval_shape(var)) * itemsize(var.aval)
+        value_bytes(var)
         for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
         if label.role == "state"
     )

@@ -16,6 +16,7 @@ holds it. An entry is one of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -107,6 +108,11 @@ class Node:
 def aval_shape(var: Var | Any) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     return tuple(var.aval.shape)
+
+
+def value_bytes(var: Var | Any) -> int:
+    """Bytes of a whole variable or literal."""
+    return math.prod(aval_shape(var)) * itemsize(var.aval)
 
 
 def itemsize(aval: Any) -> int:

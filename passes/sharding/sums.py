@@ -6,16 +6,16 @@ import math
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import jax_compat
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding.scopes import aval_shape
 
 
 def accumulates(eqn: JaxprEqn, carry: int) -> bool:
     """Whether a scan's carry may stay unreduced: the body adds to it and does nothing else."""
-    body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    num_consts, _ = jax_compat.scan_counts(eqn.params)
-    var = body.invars[num_consts + carry]
+    scan = ScanParts.of(eqn)
+    body = scan.body
+    var = scan.operands(body.invars)[1][carry]
     result = body.outvars[carry]
     readers = [e for e in body.eqns if any(v is var for v in e.invars)]
     if len(readers) != 1 or isinstance(result, Literal):
@@ -32,8 +32,8 @@ def starts_of_sums(jaxpr: Jaxpr) -> set[Var]:
     found: set[Var] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-            for carry, atom in enumerate(eqn.invars[num_consts : num_consts + num_carry]):
+            _, starts, _ = ScanParts.of(eqn).operands(eqn.invars)
+            for carry, atom in enumerate(starts):
                 is_array = not isinstance(atom, Literal) and math.prod(aval_shape(atom)) > 1
                 if is_array and accumulates(eqn, carry):
                     found.add(atom)

@@ -17,6 +17,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import ADDS, CASTS, HEAVY
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.slicing.anatomy import Anatomy
 
 _SUMS = ADDS | CASTS
@@ -59,12 +60,12 @@ class _ScanPart:
 
 
 def _split(eqn: JaxprEqn, awaited: set[Var]) -> list[JaxprEqn]:
-    body = eqn.params["jaxpr"].jaxpr
-    num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-    carries = body.invars[num_consts : num_consts + num_carry]
+    scan = ScanParts.of(eqn)
+    body = scan.body
+    _, carries, _ = scan.operands(body.invars)
     if body.constvars or eqn.params["jaxpr"].consts:
         return [eqn]
-    handed_on = {place for place in range(num_carry) if not _is_sum(body, carries[place], place)}
+    handed_on = {place for place, var in enumerate(carries) if not _is_sum(body, var, place)}
     asked = {place for place, var in enumerate(eqn.outvars) if var in awaited}
     first = _closure(body, carries, handed_on | asked)
     others = {
@@ -178,16 +179,16 @@ def _scan(
       kept: variables of the body that are stacked as further results.
       made: for each of them the variable outside.
     """
-    body = eqn.params["jaxpr"].jaxpr
-    num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-    last = num_consts + num_carry
+    scan = ScanParts.of(eqn)
+    body = scan.body
+    consts, carries, slices = scan.operands(range(len(body.invars)))
     needed = set(_variables(v for index in indices for v in body.eqns[index].invars))
     needed |= {*_variables(body.outvars[place] for place in results), *kept}
     needed -= {var for var, _ in given}
     places = [
-        place
-        for place, var in enumerate(body.invars)
-        if (place - num_consts in results if num_consts <= place < last else var in needed)
+        *(place for place in consts if body.invars[place] in needed),
+        *(place for number, place in enumerate(carries) if number in results),
+        *(place for place in slices if body.invars[place] in needed),
     ]
     # Every scan has variables of its own.
     renamed: dict[Atom, Var] = {}
@@ -217,8 +218,8 @@ def _scan(
     params = jax_compat.scan_params(
         eqn.params,
         closed,
-        sum(place < num_consts for place in places),
-        sum(place < num_carry for place in wanted),
+        sum(place in consts for place in places),
+        sum(place < scan.num_carry for place in wanted),
     )
     return eqn.replace(
         invars=[*(eqn.invars[place] for place in places), *(outer for _, outer in given)],

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.primitives import ELEMENTWISE
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, holds, leaves_of
 
 
@@ -94,9 +94,9 @@ def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
         eqn = parts.body.eqns[index]
         if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < 2:
             continue
-        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        stacked = _state(origins, eqn.invars[num_consts + num_carry :])
-        shared = [v for v in eqn.invars[:num_consts] if not isinstance(v, Literal)]
+        consts, _, slices = ScanParts.of(eqn).operands(eqn.invars)
+        stacked = _state(origins, slices)
+        shared = [v for v in consts if not isinstance(v, Literal)]
         if sum(stacked.values()) > sum(bytes_of(v) for v in shared if v in leaves):
             found[index] = LayerScan(int(eqn.params["length"]), frozenset(stacked))
     return found

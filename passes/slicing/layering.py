@@ -22,6 +22,7 @@ from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.primitives import HEAVY
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, flops_of
 from autopar.passes.slicing.layer_scans import find_layer_scans
@@ -136,12 +137,12 @@ def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     alive = np.zeros(len(entries), np.int64)
     for place, (index, _, stop) in enumerate(entries):
         eqn = eqns[index]
-        carried = range(0)
+        carried: Sequence[int] = ()
         if stop:
-            num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-            carried = range(num_consts, num_consts + num_carry)
+            scan = ScanParts.of(eqn)
+            _, carried, _ = scan.operands(range(len(eqn.invars)))
             if place + 1 < len(entries) and entries[place + 1][0] == index:
-                alive[place] += sum(bytes_of(var) for var in eqn.outvars[:num_carry])
+                alive[place] += sum(bytes_of(var) for var in scan.results(eqn.outvars)[0])
         later = place > 0 and entries[place - 1][0] == index
         for position, var in enumerate(eqn.invars):
             taken = later and position in carried  # by the first iteration

@@ -13,8 +13,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
 from autopar.passes.microbatch.run_steps import combine
+from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import FactorRule
-from autopar.passes.primitives.localize import bind_with
 from autopar.passes.primitives.shardings import is_key, shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.slicing.anatomy import Anatomy, holds
@@ -235,23 +236,20 @@ class _Cutter(RunBuilder):
 
     def scan(self, eqn: JaxprEqn, operands: Sequence[Value], sizes: Sizes) -> None:
         """One scan per run of iterations, from carry to carry."""
-        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        first = num_consts + num_carry
-        consts = [self.join(value) for value in operands[:num_consts]]
-        carry = [self.join(value) for value in operands[num_consts:first]]
-        slices = [self.want_all(value, 0, sizes) for value in operands[first:]]
-        stacked: list[list[Atom]] = [[] for _ in eqn.outvars[num_carry:]]
+        parts = ScanParts.of(eqn)
+        consts, carry, slices = parts.operands(operands)
+        consts, carry = [self.join(v) for v in consts], [self.join(v) for v in carry]
+        slices = [self.want_all(v, 0, sizes) for v in slices]
+        totals, stacks = parts.results(eqn.outvars)
+        stacked: list[list[Atom]] = [[] for _ in stacks]
         places = range(len(sizes))
         starts = [start for start, _ in ends(sizes)]
         outer = self.source
         for place in reversed(places) if eqn.params["reverse"] else places:
             self.source = Source(outer.equation, starts[place])
             xs = [self.run_of(value, sizes, place) for value in slices]
-            carried = [jax_compat.new_var(v.aval) for v in eqn.outvars[:num_carry]]
-            made = [
-                jax_compat.new_var(with_size(v.aval, 0, sizes[place]))
-                for v in eqn.outvars[num_carry:]
-            ]
+            carried = [jax_compat.new_var(v.aval) for v in totals]
+            made = [jax_compat.new_var(with_size(v.aval, 0, sizes[place])) for v in stacks]
             self.append(
                 eqn.replace(
                     invars=[*consts, *carry, *xs],
@@ -263,8 +261,8 @@ class _Cutter(RunBuilder):
             for group, var in zip(stacked, made, strict=True):
                 group.append(var)
         self.source = outer
-        self.env.update(zip(eqn.outvars[:num_carry], carry, strict=True))
-        for var, group in zip(eqn.outvars[num_carry:], stacked, strict=True):
+        self.env.update(zip(totals, carry, strict=True))
+        for var, group in zip(stacks, stacked, strict=True):
             atoms = reversed(group) if eqn.params["reverse"] else group
             self.env[var] = Runs(0, sizes, tuple(atoms))
 
@@ -366,13 +364,12 @@ class _Cutter(RunBuilder):
     # The loop over microbatches.
 
     def microbatches(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
-        num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-        first = num_consts + num_carry
-        body = self.parts.body
-        consts, slices = operands[:num_consts], [self.join(v) for v in operands[first:]]
+        parts, body = ScanParts.of(eqn), self.parts.body
+        consts, starts, stacks = parts.operands(operands)
+        slices = [self.join(v) for v in stacks]
         while True:
             carry: list[Value] = []
-            for number, value in enumerate(operands[num_consts:first]):
+            for number, value in enumerate(starts):
                 if number in self.carries:
                     axis, sizes = self.carries[number]
                     carry.append(Runs(axis, sizes, self.split(value, axis, sizes)))
@@ -386,7 +383,7 @@ class _Cutter(RunBuilder):
                 results = [self.read(atom) for atom in body.outvars]
                 found = {
                     number: (value.axis, value.sizes)
-                    for number, value in enumerate(results[:num_carry])
+                    for number, value in enumerate(parts.results(results)[0])
                     if isinstance(value, Runs) and number not in self.carries
                 }
                 if not found:
@@ -446,8 +443,8 @@ class _Nested:
 
 def _sizes_of_slices(eqn: JaxprEqn, operands: Sequence[Value]) -> Sizes | None:
     """The runs in which some slices of a scan are."""
-    num_consts, num_carry = jax_compat.scan_counts(eqn.params)
-    for value in operands[num_consts + num_carry :]:
+    *_, slices = ScanParts.of(eqn).operands(operands)
+    for value in slices:
         if isinstance(value, Runs) and value.axis == 0:
             return value.sizes
     return None

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
-from autopar.passes.graph import jax_compat
 from autopar.passes.graph.primitives import SCALES, SCATTERS, UPDATES
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.trace.arguments import Argument, Request, Result
 
 
@@ -166,14 +166,14 @@ class _Flows:
                 for i in self.origins(branch.jaxpr, {output}, allowed)
             ]
         if name == "scan":
-            first, num_carry = jax_compat.scan_counts(params)
-            if output >= num_carry:
+            scan = ScanParts.of(eqn)
+            if output >= scan.num_carry:
                 return []
-            return self._carried(params["jaxpr"].jaxpr, output, first, operands, allowed)
+            return self._carried(scan.body, output, scan.num_consts, operands, allowed)
         if name == "while":
-            outer = operands[params["cond_nconsts"] :]
-            first = params["body_nconsts"]
-            return self._carried(params["body_jaxpr"].jaxpr, output, first, outer, allowed)
+            loop = WhileParts.of(eqn)
+            _, consts, carries = loop.operands(operands)
+            return self._carried(loop.body, output, len(consts), [*consts, *carries], allowed)
         if name not in allowed:
             return []
         if name == "select_n":

@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
-from autopar.passes.graph.graph import Input, Output
+from autopar.passes.graph.graph import Atom, Input, Output
 from autopar.passes.graph.primitives import REARRANGES
+from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.primitives.shardings import is_key as is_typed_key
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
@@ -130,28 +131,22 @@ def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
 def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
     """Variables whose bits become a typed key."""
     keys: set[Var] = set()
-
-    def mark(atom: Any) -> None:
-        if not isinstance(atom, Literal):
-            keys.add(atom)
-
     for eqn in reversed(jaxpr.eqns):
-        name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
+        name, operands = eqn.primitive.name, eqn.invars
+        bodies: list[tuple[Jaxpr, Sequence[Atom]]] = []
         if name == "random_wrap" or (name in REARRANGES and any(v in keys for v in eqn.outvars)):
-            mark(operands[0])
+            keys.update(v for v in operands[:1] if not isinstance(v, Literal))
         elif name == "cond":
-            for branch in params["branches"]:
-                inner = _raw_keys(branch.jaxpr)
-                for var, operand in zip(branch.jaxpr.invars, operands[1:], strict=True):
-                    if var in inner:
-                        mark(operand)
-        elif name in ("scan", "while"):
-            body = params["jaxpr" if name == "scan" else "body_jaxpr"].jaxpr
-            outer = operands if name == "scan" else operands[params["cond_nconsts"] :]
+            bodies = [(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
+        elif name == "scan":
+            bodies = [(ScanParts.of(eqn).body, operands)]
+        elif name == "while":
+            loop = WhileParts.of(eqn)
+            bodies = [(loop.body, operands[loop.num_condition_consts :])]
+        for body, outer in bodies:
             inner = _raw_keys(body)
-            for var, operand in zip(body.invars, outer, strict=True):
-                if var in inner:
-                    mark(operand)
+            pairs = zip(body.invars, outer, strict=True)
+            keys.update(v for var, v in pairs if var in inner and not isinstance(v, Literal))
     return keys
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from autopar.passes.graph.graph import flatten
 from autopar.passes.graph.primitives import SCATTERS
-from autopar.passes.primitives.factor_rule import FactorRule, check_rule
-from autopar.passes.primitives.localize import Cut, Cuts, bind_local, rule_cuts
+from autopar.passes.primitives.cuts import Cuts, DimCut, NotLocalError
+from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
+from autopar.passes.primitives.localize import bind_local
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
@@ -116,12 +118,63 @@ def _share_dim(rule: FactorRule, i: int, j: int) -> bool:
     return any(i in d and j in d for value in (*rule.operands, *rule.results) for d in value)
 
 
+def check_rule(
+    rule: FactorRule,
+    operand_shapes: tuple[tuple[int, ...], ...],
+    result_shapes: tuple[tuple[int, ...], ...],
+) -> None:
+    """Assert that every dimension is the product of its factors and every index exists."""
+    assert len(rule.operands) == len(operand_shapes), (rule, operand_shapes)
+    assert len(rule.results) == len(result_shapes), (rule, result_shapes)
+    for dims, shape in zip(
+        (*rule.operands, *rule.results), (*operand_shapes, *result_shapes), strict=True
+    ):
+        assert len(dims) == len(shape), (str(rule), dims, shape)
+        for dim, size in zip(dims, shape, strict=True):
+            product = 1
+            for factor in dim:
+                product *= rule.factors[factor].size
+            assert product == size, (str(rule), dims, shape)
+
+
 def check_whole(eqn: JaxprEqn, rule: FactorRule) -> None:
     check_rule(
         rule,
         tuple(v.aval.shape for v in eqn.invars),
         tuple(v.aval.shape for v in eqn.outvars),
     )
+
+
+def rule_cuts(
+    rule: FactorRule, factors: Mapping[int, DimCut]
+) -> tuple[tuple[Cuts, ...], tuple[Cuts, ...]]:
+    """How operands and results are cut when some factors of a rule are.
+
+    Args:
+      rule: an equation's rule.
+      factors: the cut factors; a cut's `major` counts within the factor (1: contiguous pieces).
+
+    Returns:
+      The cuts of the operands and of the results, as `bind_local` takes them.
+
+    Raises:
+      NotLocalError: two of the factors are in one dimension, which one `DimCut` cannot express.
+    """
+
+    def dim_cut(dim: DimFactors) -> DimCut | None:
+        inside = [place for place, factor in enumerate(dim) if factor in factors]
+        if not inside:
+            return None
+        if len(inside) > 1:
+            raise NotLocalError(f"factors {dim} of one dimension are cut together in {rule}")
+        outer = math.prod(rule.factors[factor].size for factor in dim[: inside[0]])
+        return replace(cut := factors[dim[inside[0]]], major=outer * cut.major)
+
+    operands, results = (
+        tuple(tuple(map(dim_cut, dims)) for dims in values)
+        for values in (rule.operands, rule.results)
+    )
+    return operands, results
 
 
 # Where a slice is matters only to these: they also run with a traced index, as one program.
@@ -176,7 +229,7 @@ def way_cuts(rule: FactorRule, way: Way, place: Any) -> tuple[tuple[Cuts, ...], 
     """The cuts of one place, counted over all combinations of the cut factors' indices."""
     factors = {}
     for factor, (number, major) in way.items():
-        factors[factor] = Cut(number, place % number, major)  # a smaller number of places repeats
+        factors[factor] = DimCut(number, place % number, major)  # fewer places repeat
         place = place // number
     return rule_cuts(rule, factors)
 

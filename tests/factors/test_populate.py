@@ -17,11 +17,10 @@ from jax import lax
 
 from autopar.base.errors import UnknownPrimitiveWarning
 from autopar.passes.primitives import populate as populate_module
-from autopar.passes.primitives.factor_rule import check_rule
 from autopar.passes.primitives.populate import populate
 from autopar.passes.primitives.shardy import parse
 
-from .slices import trace
+from .slices import check_rule, trace
 
 
 def rule(function: Callable[..., Any], *shapes: Any) -> str:

@@ -16,11 +16,12 @@ from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.compiler import Compiled, compile_graph
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
-from autopar.passes.sharding.build import Built, build
+from autopar.passes.sharding.build import build
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction, resolve_pins, restriction
 from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.sharding.strategy_graph import Built
 from autopar.passes.trace.trace import trace
 
 CLUSTER = Cluster.preset("h100")

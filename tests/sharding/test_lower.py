@@ -23,8 +23,8 @@ from autopar.passes.planner.candidates import order
 from autopar.passes.planner.stage_shardings import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.schedule import ONE_STAGE
-from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.collectives import collectives
+from autopar.passes.sharding.strategy_graph import Built
 from autopar.passes.slicing.slice_stages import one_stage
 from autopar.runtime.local import LocalProgram
 from sharding.algebra import check_program

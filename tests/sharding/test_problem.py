@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from autopar.base.costs import to_picoseconds
-from autopar.passes.sharding.build import Built
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import FUSION_REACH
+from autopar.passes.sharding.strategy_graph import Built
 from autopar.passes.solver import Infeasible, solve
 from sharding.steps import Passes, graph_of, shaped
 

@@ -1,0 +1,173 @@
+"""Nodes, priced edges, and strategies: what a walk over a program adds to the integer program."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.linearity import linear_operands
+from autopar.passes.sharding import strategies as st
+from autopar.passes.sharding.layout import Layout
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.restrict import Restriction
+from autopar.passes.sharding.scopes import (
+    Flexible,
+    Live,
+    Node,
+    Rigid,
+    Scope,
+    Value,
+    aval_shape,
+    itemsize,
+)
+
+MANY_OPTIONS = 16
+
+
+@dataclass
+class Built:
+    """The integer program in the making: nodes, priced edges, and scopes for lowering to walk."""
+
+    mesh: tuple[int, ...]
+    nodes: list[Node] = field(default_factory=list)
+    edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    scope: Scope | None = None
+    inputs: tuple[int, ...] = ()  # the node of each input of the graph
+    values: list[Rigid] = field(default_factory=list)  # every value that a node decides
+    time: int = 0  # equations walked
+
+
+class StrategyGraphBuilder:
+    """Adds nodes and edges; strategies, layouts and prices are found once each."""
+
+    def __init__(
+        self, rules: Rules, mesh: tuple[int, ...], pricing: Pricing, restriction: Restriction
+    ):
+        self.rules, self.mesh = rules, mesh
+        self.pricing, self.restriction = pricing, restriction
+        self.built = Built(mesh)
+        self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
+        self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
+        self._follow: dict[tuple[int, int, Layout], st.Strategy] = {}
+        self._options: dict[object, tuple[st.Strategy, ...]] = {}
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        self._ids: dict[tuple[Layout, ...], int] = {}
+
+    def rigid(
+        self, node: int, layouts: tuple[Layout, ...], var: Var, name: str, fused: bool = False
+    ) -> Rigid:
+        """A value that `node` decides, alive from now on."""
+        live = Live(name, self.built.time, self.built.time, fused)
+        value = Rigid(node, layouts, aval_shape(var), itemsize(var.aval), live)
+        self.built.values.append(value)
+        return value
+
+    def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: int) -> int:
+        """A node that decides the layout of one value that enters or leaves a scope."""
+        layouts = tuple(layouts)
+        node = Node(label, source, len(layouts), layouts, times, [0.0] * len(layouts))
+        self.built.nodes.append(node)
+        return len(self.built.nodes) - 1
+
+    def link(self, value: Value, wanted: Sequence[Layout], node: int, times: int) -> None:
+        """Price that `node` reads `value` in layout `wanted[s]` when it takes strategy s."""
+        if isinstance(value, Rigid):
+            value.live.last = self.built.time
+            self._link_rigid(value, tuple(wanted), node, times)
+        elif isinstance(value, Flexible):
+            for position, operand in enumerate(value.operands):
+                if isinstance(operand, (Rigid, Flexible)):
+                    reads = [self._project(value, position, layout) for layout in wanted]
+                    self.link(operand, reads, node, times)
+
+    def _project(self, value: Flexible, position: int, layout: Layout) -> Layout:
+        choice = st.produce(value.shape, value.result, layout, self.mesh)
+        return self.strategy(value.shape, choice).operands[position]
+
+    def _link_rigid(self, value: Rigid, wanted: tuple[Layout, ...], node: int, times: int) -> None:
+        table = self._table(value, wanted)
+        if value.node == node:
+            seconds = self.built.nodes[node].seconds
+            for s in range(len(wanted)):
+                seconds[s] += times * float(table[s, s])
+        elif table.any():
+            a, b = value.node, node
+            matrix = times * table
+            if a > b:
+                a, b, matrix = b, a, matrix.T
+            known = self.built.edges.get((a, b))
+            self.built.edges[a, b] = matrix if known is None else known + matrix
+
+    def _table(self, value: Rigid, wanted: tuple[Layout, ...]) -> np.ndarray:
+        key = (self._id(value.layouts), self._id(wanted))
+        tables = self._tables.get(key)
+        if tables is None:
+            rows, row_of = _unique(value.layouts)
+            columns, column_of = _unique(wanted)
+            linear = np.array([[self.pricing.linear(a, b) for b in columns] for a in rows])
+            tables = self._tables[key] = linear[np.ix_(row_of, column_of)]
+        return tables[..., 0] + tables[..., 1] * (math.prod(value.shape) * value.itemsize)
+
+    def _id(self, layouts: tuple[Layout, ...]) -> int:
+        return self._ids.setdefault(layouts, len(self._ids))
+
+    def shape(self, eqn: JaxprEqn) -> st.Shape:
+        rule = self.rules[eqn]
+        linear = tuple(sorted(linear_operands(eqn), key=sorted))
+        key = (id(rule), linear)
+        if key not in self._shapes:
+            self._shapes[key] = st.shape_of(rule, linear)
+        return self._shapes[key]
+
+    def strategy(self, shape: st.Shape, choice: st.Choice) -> st.Strategy:
+        key = (id(shape), choice)
+        if key not in self._strategies:
+            self._strategies[key] = st.strategy(shape, choice, self.mesh)
+        return self._strategies[key]
+
+    def follow(self, shape: st.Shape, lead: int, layout: Layout) -> st.Strategy:
+        key = (id(shape), lead, layout)
+        if key not in self._follow:
+            choice = st.follow(shape, lead, layout, self.mesh)
+            self._follow[key] = self.strategy(shape, choice)
+        return self._follow[key]
+
+    def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> tuple[st.Strategy, ...]:
+        """Strategies of an equation that opens a group, without duplicates."""
+        allowed = self.restriction.allowed_factors(eqn, shape)
+        scatter = self.restriction.may_scatter(eqn)
+        key = (id(shape), heavy, allowed, scatter, self.restriction.must_divide(eqn))
+        if key in self._options:
+            return self._options[key]
+        found: dict[object, st.Strategy] = {}
+        for choice in st.choices(shape, self.mesh, linear=not heavy):
+            if allowed is not None and any(c >= 0 and c not in allowed for c in choice):
+                continue
+            strategy = self.strategy(shape, choice)
+            found.setdefault((strategy.operands, strategy.results), strategy)
+            if any(c >= 0 and shape.rule.factors[c].kind != "pass" for c in choice):
+                shape_out = aval_shape(eqn.outvars[0])
+                for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
+                    found.setdefault((reduced.operands, reduced.results), reduced)
+        options = tuple(found.values())
+        if self.restriction.must_divide(eqn):
+            options = tuple(o for o in options if o.division > 1) or options
+        if heavy and len(options) > MANY_OPTIONS:
+            # On meshes of several axes, a heavy equation that divides its work less than it could
+            # is kept only as the replicated strategy.
+            most = max(option.division for option in options)
+            options = tuple(o for o in options if o.division in (1, most))
+        self._options[key] = options
+        return options
+
+
+def _unique(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    positions: dict[Layout, int] = defaultdict(lambda: len(positions))
+    index = [positions[layout] for layout in layouts]
+    return list(positions), index
