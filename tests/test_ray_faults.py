@@ -98,7 +98,7 @@ def num_arrays(step: RayExecutable) -> list[int]:
 def test_failed_steps_leave_no_arrays_behind(
     step: RayExecutable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step took over is gone, also of steps behind it, and of one that was half sent."""
+    """What a step took over is gone, also of steps after it, and of one that was half sent."""
     state, loss = step(step.initialize(init), BATCH)
     state, loss = step(state, BATCH)
     expected = num_arrays(step)

@@ -111,7 +111,7 @@ def test_a_killed_actor(
 
     found = train(step, STEPS, after=after)
     timer.join()
-    step.sent_bytes()  # it may have been killed behind the last step
+    step.sent_bytes()  # it may have been killed after the last step
     assert_same(found, undisturbed)
     held.check()
     (recovery,) = step.recoveries[before:]

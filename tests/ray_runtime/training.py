@@ -28,7 +28,7 @@ def train(
 
     Args:
       step: the train step.
-      steps: behind the last one.
+      steps: after the last one.
       state: to begin with; None: a new one.
       first: the number of the first.
       after: called after each with its number and the state.

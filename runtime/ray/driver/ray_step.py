@@ -231,7 +231,7 @@ class RayStep(RestartedActors):
         super().close()
 
     def as_text(self) -> str:
-        """The compiled pieces, as XLA's text (HLO), one behind the other."""
+        """The compiled pieces, as XLA's text (HLO), one after the other."""
         texts = self._by_piece("text")
         return "\n".join(f"// piece {name}\n{text}" for name, text in texts.items())
 
