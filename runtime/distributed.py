@@ -7,23 +7,16 @@ which is where a function of the whole tree can run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.arrays.split_array import SplitArray, SplitSharding, put
+from autopar.arrays.split_array import DEVICES, SplitArray, mesh_of, put
 
-AXIS = "devices"
-
-
-def mesh_of(shardings: Sequence[Sharding | SplitSharding]) -> Mesh:
-    """One axis over all devices of these shardings, in the order of their ids."""
-    found: set[Any] = {device for sharding in shardings for device in sharding.device_set}
-    devices = sorted(found, key=lambda device: device.id)
-    return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
+__all__ = ["apply", "gather", "mesh_of"]
 
 
 def gather(tree: Any, mesh: Mesh) -> Any:
@@ -51,13 +44,12 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
 
     placed = [put(leaves[i], _spread(leaves[i], mesh)) for i in arrays]
     result = jax.jit(on_arrays)(*placed)
-    whole = NamedSharding(mesh, PartitionSpec())
     shape: Any
     result_shape: Any
     olds, shape = jax.tree.flatten(tree)
     news, result_shape = jax.tree.flatten(result)
     if result_shape != shape:
-        return jax.tree.map(lambda x: put(x, whole) if _is_array(x) else x, result)
+        return gather(result, mesh)
     back = [
         put(new, old.sharding)
         if isinstance(old, jax.Array | SplitArray) and np.shape(new) == old.shape
@@ -76,5 +68,5 @@ def _spread(leaf: Any, mesh: Mesh) -> NamedSharding:
     sizes = leaf.shape
     for dim in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
         if sizes[dim] and sizes[dim] % count == 0:
-            return NamedSharding(mesh, PartitionSpec(*([None] * dim), AXIS))
+            return NamedSharding(mesh, PartitionSpec(*([None] * dim), DEVICES))
     return NamedSharding(mesh, PartitionSpec())

@@ -1,12 +1,12 @@
-"""Operators and methods for arrays that JAX does not know: those of the `jax.Array` they become."""
+"""`WholeArray`: arrays that JAX does not know behave as the `jax.Array` that they become."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
-
-T = TypeVar("T", bound=type)
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _OTHERS = ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs")
@@ -14,31 +14,63 @@ _NAMES = [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]
 _METHODS = frozenset(name for name in dir(jax.Array) if not name.startswith("_")) | {"real", "imag"}
 
 
-def computes_as_jax_array(cls: T) -> T:
-    """A class decorator: operators, and the methods of `jax.Array` that the class has not.
+class WholeArray:
+    """Base of arrays in several places: operators, and the methods of `jax.Array` that they lack.
 
-    Args:
-      cls: has `__jax_array__`, which brings the array together.
+    A class has `shape`, `dtype` and `__jax_array__`, which brings the array together.
     """
 
-    def operator(name: str) -> Any:
-        def whole(value: Any) -> Any:
-            array: Any = value
-            return array.__jax_array__() if isinstance(value, cls) else value
+    __slots__ = ()
 
-        def method(self: Any, *others: Any) -> Any:
-            return getattr(whole(self), name)(*map(whole, others))
+    shape: Any
+    dtype: Any
 
-        method.__name__ = method.__qualname__ = name
-        return method
+    def __jax_array__(self) -> jax.Array:
+        raise NotImplementedError
 
-    def __getattr__(self: Any, name: str) -> Any:
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.size * int(self.dtype.itemsize)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.__jax_array__()[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.__jax_array__())
+
+    def __getattr__(self, name: str) -> Any:
         if name in _METHODS:
             return getattr(self.__jax_array__(), name)
-        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    for name in _NAMES:
-        setattr(cls, f"__{name}__", operator(f"__{name}__"))
-    cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
-    cls.__hash__ = None  # type: ignore[assignment]  # as that of jax.Array: == compares elements
-    return cls
+
+def _operator(name: str) -> Any:
+    def whole(value: Any) -> Any:
+        return value.__jax_array__() if isinstance(value, WholeArray) else value
+
+    def method(self: Any, *others: Any) -> Any:
+        return getattr(whole(self), name)(*map(whole, others))
+
+    method.__name__ = method.__qualname__ = name
+    return method
+
+
+for _name in _NAMES:
+    setattr(WholeArray, f"__{_name}__", _operator(f"__{_name}__"))
+WholeArray.__hash__ = None  # type: ignore[assignment]  # as that of jax.Array: == compares elements

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopar.arrays.operators import computes_as_jax_array
+from autopar.arrays.operators import WholeArray
 from autopar.base.errors import StageError
 
 T = TypeVar("T")
@@ -178,8 +177,7 @@ class Keeper(Protocol):
         """Notice a lost actor."""
 
 
-@computes_as_jax_array
-class RayArray:
+class RayArray(WholeArray):
     """An array that lives on Ray actors.
 
     `numpy.asarray`, `jax.device_get`, `jax.numpy.asarray`, printing, `float`, indexing, arithmetic
@@ -197,15 +195,7 @@ class RayArray:
       error: why it will not come; None: it is there, or may come.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_numbers",
-        "error",
-        "keeper",
-        "kind",
-        "number",
-        "residents",
-    )
+    __slots__ = ("__weakref__", "_numbers", "error", "keeper", "kind", "number", "residents")
 
     # A call makes one for every leaf: what all steps have in common of it is one object.
     def __init__(self, residents: tuple[Resident, ...], kind: ArrayKind, keeper: Keeper):
@@ -252,21 +242,6 @@ class RayArray:
     def is_lost(self) -> bool:
         """Whether a failure took it."""
         return self.error is not None or any(x.owner.is_lost(x) for x in self.residents)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self.size * int(self.dtype.itemsize)
 
     def is_deleted(self) -> bool:
         """Whether its memory was given away."""
@@ -387,17 +362,6 @@ class RayArray:
 
     def __format__(self, form: str) -> str:
         return format(self.numbers()[()] if not self.shape else self, form) if form else str(self)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.__jax_array__()[index]
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of unsized object")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.__jax_array__())
 
     def __str__(self) -> str:
         return repr(self) if self.is_deleted() or self._is_key else str(self.numbers())

@@ -17,7 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from autopar.arrays.operators import computes_as_jax_array
+from autopar.arrays.operators import WholeArray
+
+DEVICES = "devices"
+"""The axis of a mesh of all devices."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,7 @@ class SplitSharding:
         return itertools.pairwise((0, *self.ends))
 
 
-@computes_as_jax_array
-class SplitArray:
+class SplitArray(WholeArray):
     """An array in parts along one dimension, each a `jax.Array` on a mesh of its own.
 
     NumPy's functions, `jax.device_get`, printing and `jax.block_until_ready` work as for a
@@ -79,21 +81,6 @@ class SplitArray:
         self.ends = tuple(itertools.accumulate(part.shape[axis] for part in self.parts))
         self.shape = (*first.shape[:axis], self.ends[-1], *first.shape[axis + 1 :])
         self.dtype = first.dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return sum(part.size for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return sum(part.nbytes for part in self.parts)
 
     @property
     def sharding(self) -> SplitSharding:
@@ -127,18 +114,7 @@ class SplitArray:
         return whole if dtype is None else whole.astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
-        devices = sorted(self.sharding.device_set, key=lambda device: device.id)
-        mesh = Mesh(np.asarray(devices), ("devices",), axis_types=(AxisType.Auto,))
-        return joined(self, NamedSharding(mesh, PartitionSpec()))
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.__jax_array__()[index]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.__jax_array__())
+        return joined(self, NamedSharding(mesh_of([self.sharding]), PartitionSpec()))
 
     def __repr__(self) -> str:
         if self.is_deleted():
@@ -146,12 +122,18 @@ class SplitArray:
         return f"SplitArray({np.asarray(self)!r}, rows end at {list(self.ends)})"
 
 
+def mesh_of(shardings: Sequence[Sharding | SplitSharding]) -> Mesh:
+    """One axis over all devices of these shardings, in the order of their ids."""
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    in_order = sorted(devices, key=lambda device: device.id)
+    return Mesh(np.asarray(in_order), (DEVICES,), axis_types=(AxisType.Auto,))
+
+
 def joined(array: SplitArray, sharding: Sharding) -> jax.Array:
     """The whole array in a sharding that JAX knows."""
     if not isinstance(sharding, NamedSharding):
-        (device,) = sharding.device_set
-        mesh = Mesh(np.asarray([device]), ("devices",), axis_types=(AxisType.Auto,))
-        return jax.device_put(joined(array, NamedSharding(mesh, PartitionSpec())), sharding)
+        whole = NamedSharding(mesh_of([sharding]), PartitionSpec())
+        return jax.device_put(joined(array, whole), sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     parts = [jax.device_put(part, whole) for part in array.parts]
     return jax.jit(jnp.concatenate, static_argnames="axis", out_shardings=sharding)(
