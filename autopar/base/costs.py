@@ -49,41 +49,13 @@ def collective_seconds(
       mesh_shape: of the logical mesh.
       axes: numbers of the axes along which devices take part together.
 
-    >>> from autopar.cluster import Cluster
+    >>> from autopar.base.cluster import Cluster
     >>> seconds = collective_seconds("all-gather", 2**30, Cluster.preset("h100"), (4, 2), (0,))
     >>> print(f"{seconds * 1e3:.2f} ms")
     1.79 ms
     """
     alpha, beta = alpha_beta(kind, cluster, tuple(mesh_shape), tuple(axes))
     return alpha + beta * num_bytes
-
-
-def all_reduce_seconds(
-    num_bytes: float, cluster: Cluster, mesh_shape: Sequence[int], axes: Sequence[int]
-) -> float:
-    """Every device gets the sum of all: a reduce-scatter and an all-gather, started once."""
-    return collective_seconds("all-reduce", num_bytes, cluster, mesh_shape, axes)
-
-
-def reduce_scatter_seconds(
-    num_bytes: float, cluster: Cluster, mesh_shape: Sequence[int], axes: Sequence[int]
-) -> float:
-    """Every device gets 1/n of the sum: (n-1)/n B bytes leave each device, in n-1 messages."""
-    return collective_seconds("reduce-scatter", num_bytes, cluster, mesh_shape, axes)
-
-
-def all_gather_seconds(
-    num_bytes: float, cluster: Cluster, mesh_shape: Sequence[int], axes: Sequence[int]
-) -> float:
-    """Every device gets the parts of all, B bytes together: (n-1)/n B bytes leave each device."""
-    return collective_seconds("all-gather", num_bytes, cluster, mesh_shape, axes)
-
-
-def all_to_all_seconds(
-    num_bytes: float, cluster: Cluster, mesh_shape: Sequence[int], axes: Sequence[int]
-) -> float:
-    """Every device sends B/n bytes to each other one, directly."""
-    return collective_seconds("all-to-all", num_bytes, cluster, mesh_shape, axes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,7 +134,7 @@ def compute_seconds(
 
     The model is that of Williams, Waterman and Patterson, "Roofline" (2009).
 
-    >>> from autopar.cluster import Cluster
+    >>> from autopar.base.cluster import Cluster
     >>> n = 8192
     >>> seconds = compute_seconds(2 * n**3, 3 * 2 * n**2, "bfloat16", Cluster.preset("h100"))
     >>> print(f"{seconds * 1e3:.2f} ms")
@@ -176,9 +148,3 @@ def compute_seconds(
     if is_matmul:
         arithmetic_seconds = device.kernel_seconds + arithmetic_seconds / device.max_efficiency
     return max(memory_seconds, arithmetic_seconds)
-
-
-def matmul_efficiency(flops: float, dtype: str, cluster: Cluster) -> float:
-    """The share of the device's peak that a product of `flops` operations reaches in the model."""
-    peak = cluster.device.peak_flops_for(dtype)
-    return flops / (compute_seconds(flops, 0, dtype, cluster) * peak)
