@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("autopar", "passes", "runtime")
 FACE = "autopar"
 LONG = 400
-REASON = re.compile(r"\blong because\b", re.IGNORECASE)
+REASON = re.compile(r"\blong\s+because\b", re.IGNORECASE)
 """What a file of more than `LONG` lines has in its docstring, before the reason why."""
 
 _N = TypeVar("_N", bound=Hashable)

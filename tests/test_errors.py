@@ -5,18 +5,21 @@ import pickle
 
 import pytest
 
+from autopar import errors as public
 from autopar.base import errors
 from autopar.base.errors import AutoparError, MemoryLimitError
 
 
 def all_errors(kind: type[AutoparError] = AutoparError) -> list[type[AutoparError]]:
     """Those of `autopar.errors`: other modules derive some with arguments of their own."""
-    below = [sub for sub in kind.__subclasses__() if sub.__module__ == errors.__name__]
+    below = [sub for sub in kind.__subclasses__() if sub.__module__ == public.__name__]
     return [kind, *(found for sub in below for found in all_errors(sub))]
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(errors).failed == 0
+    results = [doctest.testmod(module) for module in (errors, public)]
+    assert sum(result.attempted for result in results) > 1
+    assert sum(result.failed for result in results) == 0
 
 
 def test_message_has_labelled_parts_within_88_columns() -> None:

@@ -15,15 +15,18 @@ import math
 import os
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autopar.base import hardware
+from autopar.base.device import FLOATS, Device, Link
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.records import Record, dump_json, dump_toml
+
+__all__ = ["AXIS_NAMES", "AxisLink", "Cluster", "Device", "Link", "axis_names"]
 
 AXIS_NAMES = ("x", "y", "z")
 """Names of the axes of a logical mesh, in order."""
@@ -36,52 +39,6 @@ def axis_names(shape: Sequence[int]) -> tuple[str, ...]:
     ('x', 'y')
     """
     return AXIS_NAMES[: len(shape)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Device(Record):
-    """One accelerator.
-
-    Args:
-      name: its kind.
-      memory_bytes: what programs may use.
-      memory_bandwidth: bytes per second.
-      peak_flops: operations per second of dense matrix products by dtype name; "float8" and
-        "int8" stand for all types of eight bits.
-      max_efficiency: the share of the peak that large matrix products reach.
-      kernel_seconds: what starting one kernel costs; with it, the efficiency of a product of f
-        operations is max_efficiency * f / (f + kernel_seconds * peak * max_efficiency).
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bandwidth: float
-    peak_flops: Mapping[str, float] = dataclasses.field(hash=False)
-    max_efficiency: float
-    kernel_seconds: float
-
-    def peak_flops_for(self, dtype: str) -> float:
-        """Operations per second for matrix products of `dtype`.
-
-        A dtype without a number counts as the next wider floating type that has one. Where there is
-        none (float64 on a TPU), the speed of the widest falls in proportion to the width.
-        """
-        name = _dtype_class(dtype)
-        if name in self.peak_flops:
-            return self.peak_flops[name]
-        known = [n for n in _FLOATS if n in self.peak_flops]
-        wider = [n for n in known if _NUM_BYTES[n] >= _NUM_BYTES[name]]
-        if wider:
-            return self.peak_flops[wider[0]]
-        return self.peak_flops[known[-1]] * _NUM_BYTES[known[-1]] / _NUM_BYTES[name]
-
-
-@dataclasses.dataclass(frozen=True)
-class Link(Record):
-    """A class of links: bytes per second that a device can send, seconds that a message takes."""
-
-    bandwidth: float
-    latency: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,21 +284,6 @@ def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
             yield (*head, last)
 
 
-_NUM_BYTES = {"float8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-_FLOATS = ("float8", "bfloat16", "float32", "float64")
-
-
-def _dtype_class(dtype: str) -> str:
-    """The row of a device's table in which a dtype's operations count."""
-    if dtype in ("float16", "bfloat16", "float32", "float64"):
-        return dtype
-    if dtype.startswith(("float8", "float6", "float4")):
-        return "float8"
-    if dtype in ("int8", "uint8", "int4", "uint4", "int2", "uint2", "bool"):
-        return "int8"
-    return "float64" if dtype in ("int64", "uint64", "complex128") else "float32"
-
-
 def _check_numbers(cluster: Cluster) -> None:
     device = cluster.device
     counts = {
@@ -368,8 +310,8 @@ def _check_numbers(cluster: Cluster) -> None:
     problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < math.inf]
     if not 0 < device.max_efficiency <= 1:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
-    if not set(_FLOATS) & set(device.peak_flops):
-        problems.append(f"device.peak_flops has none of {', '.join(_FLOATS)}")
+    if not set(FLOATS) & set(device.peak_flops):
+        problems.append(f"device.peak_flops has none of {', '.join(FLOATS)}")
     if problems:
         raise OptionError(
             f"The cluster {cluster.name!r} is not possible.", why="; ".join(problems) + "."

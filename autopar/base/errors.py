@@ -93,17 +93,14 @@ class MemoryLimitError(AutoparError):
         self,
         what: str,
         *,
-        where: str | None = None,
         why: str | None = None,
-        hint: str | None = None,
         least_bytes: int | None = None,
         largest_tensors: Sequence[tuple[str, int]] = (),
+        **told: str | None,
     ):
         self.least_bytes = least_bytes
         self.largest_tensors = tuple((str(path), int(size)) for path, size in largest_tensors)
-        if why is None:
-            why = self._reason()
-        super().__init__(what, where=where, why=why, hint=hint)
+        super().__init__(what, why=self._reason() if why is None else why, **told)
 
     def _reason(self) -> str | None:
         lines = []
@@ -147,16 +144,8 @@ class StageError(AutoparError, RuntimeError):
       spot: the same as a value (`runtime.ray.actor.failures.Spot`), or None.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        where: str | None = None,
-        why: str | None = None,
-        hint: str | None = None,
-        spot: Any = None,
-    ):
-        super().__init__(what, where=where, why=why, hint=hint)
+    def __init__(self, what: str, *, spot: Any = None, **told: str | None):
+        super().__init__(what, **told)
         self.spot = spot
 
 
@@ -214,3 +203,8 @@ def _wrap(text: str, first: str, rest: str) -> str:
             break_on_hyphens=False,
         ) or [""]
     return "\n".join(lines)
+
+
+for _kind in list(globals().values()):
+    if isinstance(_kind, type) and issubclass(_kind, AutoparError | AutoparWarning):
+        _kind.__module__ = "autopar.errors"  # where users find it, and tracebacks name it

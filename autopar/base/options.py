@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autopar.base.errors import OptionError, PinError, did_you_mean
+from autopar.base.option_values import (
+    argnums,
+    auto_or,
+    count,
+    impossible,
+    integer,
+    memory_limit,
+    number_hint,
+    seconds,
+    share,
+)
 from autopar.base.ray_options import Ray
-from autopar.base.units import parse_bytes
 
 METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
 """The values of `method`; each but "auto" restricts the plans that are considered."""
@@ -108,19 +117,19 @@ class Options:
             object.__setattr__(self, name, value)
 
         _check_method(self.method)
-        set_field("microbatches", _auto_or(self.microbatches, _count, "microbatches"))
-        set_field("batch_argnums", _auto_or(self.batch_argnums, _argnums, "batch_argnums"))
-        set_field("static_argnums", _argnums(self.static_argnums, "static_argnums"))
-        set_field("donate_argnums", _auto_or(self.donate_argnums, _argnums, "donate_argnums"))
+        set_field("microbatches", auto_or(self.microbatches, count, "microbatches"))
+        set_field("batch_argnums", auto_or(self.batch_argnums, argnums, "batch_argnums"))
+        set_field("static_argnums", argnums(self.static_argnums, "static_argnums"))
+        set_field("donate_argnums", auto_or(self.donate_argnums, argnums, "donate_argnums"))
         set_field("pins", _pins(self.pins))
         set_field("logical_mesh", _logical_mesh(self.logical_mesh))
-        set_field("memory_limit", _memory_limit(self.memory_limit))
-        set_field("max_flops_share", _share(self.max_flops_share, "max_flops_share"))
-        set_field("max_bytes_share", _share(self.max_bytes_share, "max_bytes_share"))
-        set_field("solver_time_limit", _seconds(self.solver_time_limit, "solver_time_limit"))
-        set_field("seed", _integer(self.seed, "seed", at_least=0))
+        set_field("memory_limit", memory_limit(self.memory_limit))
+        set_field("max_flops_share", share(self.max_flops_share, "max_flops_share"))
+        set_field("max_bytes_share", share(self.max_bytes_share, "max_bytes_share"))
+        set_field("solver_time_limit", seconds(self.solver_time_limit, "solver_time_limit"))
+        set_field("seed", integer(self.seed, "seed", at_least=0))
         if not isinstance(self.progress, bool):
-            raise _impossible("progress", self.progress, "it must be True or False.")
+            raise impossible("progress", self.progress, "it must be True or False.")
         set_field("runtime", _runtime(self.runtime))
         set_field("stages", _stages(self.stages))
         set_field("schedule", _schedule(self.schedule))
@@ -186,10 +195,6 @@ class Options:
 _NOT_PLANNING = ("progress", "runtime")
 
 
-def _impossible(name: str, value: Any, why: str, hint: str | None = None) -> OptionError:
-    return OptionError(f"{name}={value!r} is not possible.", why=why, hint=hint)
-
-
 def _check_method(method: Any) -> None:
     if isinstance(method, str) and method in METHODS:
         return
@@ -212,9 +217,9 @@ def _runtime(value: Any) -> str | Ray:
     if isinstance(value, str) and value in ("local", "ray"):
         return value if value == "local" else Ray()
     if value is Ray:
-        raise _impossible("runtime", value, "it is the class itself.", "write autopar.Ray().")
+        raise impossible("runtime", value, "it is the class itself.", "write autopar.Ray().")
     why = 'the runtimes are "local", "ray" and autopar.Ray(...).'
-    raise _impossible("runtime", value, why, did_you_mean(value, ("local", "ray")))
+    raise impossible("runtime", value, why, did_you_mean(value, ("local", "ray")))
 
 
 def _check_one_stage(options: Options) -> None:
@@ -222,12 +227,12 @@ def _check_one_stage(options: Options) -> None:
     why = "one stage has no pipeline."
     hint = "say how many stages there are: stages=2."
     if options.schedule != "auto":
-        raise _impossible("schedule", options.schedule, why, hint)
+        raise impossible("schedule", options.schedule, why, hint)
     if options.num_chunks not in ("auto", 1):
-        raise _impossible("num_chunks", options.num_chunks, why, hint)
+        raise impossible("num_chunks", options.num_chunks, why, hint)
     if options.remat == "full":
         hint = "wrap the model, or parts of it, in jax.checkpoint; or say stages=2."
-        raise _impossible("remat", options.remat, why, hint)
+        raise impossible("remat", options.remat, why, hint)
 
 
 def _stages(value: Any) -> Any:
@@ -238,18 +243,18 @@ def _stages(value: Any) -> Any:
     if isinstance(value, str):
         if value == "auto":
             return value
-        raise _impossible("stages", value, why, _number_hint("stages", value))
+        raise impossible("stages", value, why, number_hint("stages", value))
     if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         try:
-            return _integer(value, "stages", at_least=1)
+            return integer(value, "stages", at_least=1)
         except OptionError:
-            raise _impossible("stages", value, why) from None
+            raise impossible("stages", value, why) from None
     try:
-        found = tuple(_integer(layer, "stages", at_least=1) for layer in value)
+        found = tuple(integer(layer, "stages", at_least=1) for layer in value)
     except OptionError:
-        raise _impossible("stages", value, why) from None
+        raise impossible("stages", value, why) from None
     if not found or any(b <= a for a, b in itertools.pairwise(found)):
-        raise _impossible("stages", list(found), why)
+        raise impossible("stages", list(found), why)
     return found
 
 
@@ -260,7 +265,7 @@ def _schedule(value: Any) -> Any:
         return value
     if isinstance(value, str) and value in SCHEDULES:
         return value
-    raise _impossible(
+    raise impossible(
         "schedule",
         value,
         f"the schedules are {', '.join(SCHEDULES)}, or a function of (num_meshes, "
@@ -270,13 +275,13 @@ def _schedule(value: Any) -> Any:
 
 
 def _num_chunks(value: Any) -> Any:
-    return "auto" if value is None else _auto_or(value, _count, "num_chunks")
+    return "auto" if value is None else auto_or(value, count, "num_chunks")
 
 
 def _remat(value: Any) -> str:
     if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
         return "auto" if value is None else value
-    raise _impossible(
+    raise impossible(
         "remat",
         value,
         'it must be "auto", "none" or "full".',
@@ -293,95 +298,15 @@ def _check_disjoint(left: Any, right: Any, left_name: str, right_name: str) -> N
         )
 
 
-def _auto_or(value: Any, parse: Any, name: str) -> Any:
-    if isinstance(value, str):
-        if value == "auto":
-            return value
-        what = "an integer of at least 1" if parse is _count else "an integer or several"
-        why = f'it must be "auto" or {what}.'
-        raise _impossible(name, value, why, _number_hint(name, value))
-    return parse(value, name)
-
-
-def _number_hint(name: str, value: str) -> str | None:
-    is_count = value.strip().isdecimal() and int(value) > 0
-    return f"write {name}={int(value)}." if is_count else None
-
-
-def _integer(value: Any, name: str, *, at_least: int | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or (at_least is not None and number < at_least):
-        bound = "" if at_least is None else f" of at least {at_least}"
-        raise _impossible(name, value, f"it must be an integer{bound}.")
-    return number
-
-
-def _count(value: Any, name: str) -> int:
-    try:
-        return _integer(value, name, at_least=1)
-    except OptionError:
-        raise _impossible(name, value, 'it must be "auto" or an integer of at least 1.') from None
-
-
-def _argnums(value: Any, name: str) -> tuple[int, ...]:
-    """Argument positions, sorted; negative ones count from the end, as in jax.jit."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        value = (value,)
-    return tuple(sorted({_integer(number, name) for number in value}))
-
-
 def _logical_mesh(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
         value = (value,)
-    shape = tuple(_integer(size, "logical_mesh", at_least=1) for size in value)
+    shape = tuple(integer(size, "logical_mesh", at_least=1) for size in value)
     if not 1 <= len(shape) <= 3:
-        raise _impossible("logical_mesh", shape, "a logical mesh has one, two or three axes.")
+        raise impossible("logical_mesh", shape, "a logical mesh has one, two or three axes.")
     return shape
-
-
-def _real(value: Any) -> float | None:
-    try:
-        number = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError):
-        return None
-    return None if math.isnan(number) else number
-
-
-def _memory_limit(value: Any) -> int | None:
-    if value is None:
-        return None
-    why = "it must be a positive number of bytes per device, or text such as '12GiB'."
-    if isinstance(value, str):
-        try:
-            number = float(parse_bytes(value))
-        except ValueError:
-            raise _impossible("memory_limit", value, why) from None
-    else:
-        number = _real(value) or 0.0
-    if not 1 <= number < math.inf:
-        raise _impossible("memory_limit", value, why)
-    return int(number)
-
-
-def _share(value: Any, name: str) -> float:
-    number = _real(value)
-    if number is None or not 0 <= number <= 1:
-        raise _impossible(name, value, "it must be a share between 0 and 1.")
-    return number
-
-
-def _seconds(value: Any, name: str) -> float | None:
-    if value is None:
-        return None
-    number = _real(value)
-    if number is None or not 0 < number < math.inf:
-        raise _impossible(name, value, "it must be a positive number of seconds, or None.")
-    return number
 
 
 def _pins(value: Any) -> tuple[Pin, ...]:
@@ -389,7 +314,7 @@ def _pins(value: Any) -> tuple[Pin, ...]:
     try:
         pairs = [(pattern, spec) for pattern, spec in items]
     except (TypeError, ValueError):
-        raise _impossible(
+        raise impossible(
             "pins", value, "it must be a mapping from path patterns to PartitionSpecs."
         ) from None
     pins = tuple(sorted((pattern, _spec(pattern, spec)) for pattern, spec in pairs))

@@ -1,6 +1,7 @@
 """The records of which a plan consists, and `PlanRecord`: all of them together, in a file.
 
-Whatever reads a plan stands on these; `autopar.plans.plan.Plan` is what users have.
+Whatever reads a plan stands on these; `autopar.plans.plan.Plan` is what users have. It is long
+because the records are one vocabulary, and most of it says what their fields mean.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from autopar.base.errors import PlanMismatchError
 from autopar.base.records import Record, differences, dump_json
@@ -22,12 +23,8 @@ FORMAT_VERSION = 3
 """Of the JSON form; a file of another format version is refused."""
 
 COLLECTIVE_KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-)
+    "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+)  # fmt: skip
 
 Spec = tuple[tuple[str, ...], ...]
 """For each dimension of a tensor, the mesh axes that cut it, outermost first."""
@@ -294,7 +291,37 @@ class PlanRecord(Record):
         Raises:
           PlanMismatchError: the text is truncated, is not a plan, or is of another format version.
         """
-        return _read(cls, text, where)
+        try:
+            plain = json.loads(text)
+        except json.JSONDecodeError as error:
+            # A file that was cut short fails at its end, or stops inside a word or a number.
+            rest = text[error.pos :].strip()
+            num_lines = text.count("\n") + 1
+            is_cut_short = not rest or not text.rstrip().endswith("}")
+            if text.lstrip().startswith("{") and is_cut_short:
+                raise PlanMismatchError(
+                    "The plan file is truncated.",
+                    where=where,
+                    why=f"it ends after {len(text)} characters, inside line {num_lines}.",
+                    hint="copy the file again, or plan again.",
+                ) from None
+            raise _not_a_plan(where, f"it is not JSON: {error}.") from None
+        if not isinstance(plain, dict) or not isinstance(plain.get("format_version"), int):
+            raise _not_a_plan(where, "it has no format_version.")
+        if plain["format_version"] != FORMAT_VERSION:
+            raise PlanMismatchError(
+                f"The plan file is of format version {plain['format_version']}.",
+                where=where,
+                why=f"this version of autopar reads format version {FORMAT_VERSION}; the file was "
+                f"written by autopar {plain.get('autopar_version', 'of unknown version')}.",
+                hint="plan again, or use that version of autopar.",
+            )
+        try:
+            plan = cls.from_dict(plain)
+            check(plan)
+        except (TypeError, AssertionError) as error:
+            raise _not_a_plan(where, f"{error}.") from None
+        return plan
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -309,7 +336,7 @@ class PlanRecord(Record):
             text = content.decode("utf-8")
         except UnicodeDecodeError:
             raise _not_a_plan(os.fspath(path), "it is not UTF-8 text.") from None
-        return _read(cls, text, os.fspath(path))
+        return cls.from_json(text, where=os.fspath(path))
 
     def require(self, *, program_hash: str, options: Mapping[str, Any]) -> None:
         """Checks that this plan was made for a program and options (those of `Options.to_dict`).
@@ -346,10 +373,9 @@ def check(plan: PlanRecord) -> None:
     for stage in plan.stages:
         _check_stage(stage)
     for tensor in (*plan.inputs, *plan.outputs):
-        known_stages = all(0 <= s < len(plan.stages) for s in tensor.stages)
-        assert known_stages, f"{tensor.path} is on stages {tensor.stages}"
-        stage = plan.stages[tensor.stages[0]]
-        _check_tensor(tensor, dict(zip(stage.axis_names, stage.logical_mesh, strict=True)))
+        is_known = all(0 <= s < len(plan.stages) for s in tensor.stages)
+        assert is_known, f"{tensor.path} is on stages {tensor.stages}"
+        _check_tensor(tensor, plan.stages[tensor.stages[0]])
     known = {without_rows(tensor.path) for tensor in plan.outputs}
     for entry in plan.certificate:
         assert entry.path in known, f"the certificate names {entry.path!r}, which is no output"
@@ -369,7 +395,8 @@ def _check_stage(stage: StagePlan) -> None:
     assert len(set(names)) == len(names), "two strategies are for one node"
 
 
-def _check_tensor(tensor: TensorPlan, sizes: Mapping[str, int]) -> None:
+def _check_tensor(tensor: TensorPlan, stage: StagePlan) -> None:
+    sizes = dict(zip(stage.axis_names, stage.logical_mesh, strict=True))
     assert len(tensor.spec) == len(tensor.shape), f"{tensor.path}: {tensor.spec} for {tensor.shape}"
     used = [axis for axes in tensor.spec for axis in axes]
     assert len(set(used)) == len(used), f"{tensor.path}: an axis cuts two dimensions: {tensor.spec}"
@@ -380,42 +407,6 @@ def _check_tensor(tensor: TensorPlan, sizes: Mapping[str, int]) -> None:
     assert tensor.bytes_per_device * cut == tensor.bytes, (
         f"{tensor.path}: {tensor.bytes} over {cut}"
     )
-
-
-_P = TypeVar("_P", bound=PlanRecord)
-
-
-def _read(cls: type[_P], text: str, where: str | None) -> _P:
-    try:
-        plain = json.loads(text)
-    except json.JSONDecodeError as error:
-        # A file that was cut short fails at its end, or stops inside a word or a number.
-        rest = text[error.pos :].strip()
-        is_cut_short = not rest or not text.rstrip().endswith("}")
-        if text.lstrip().startswith("{") and is_cut_short:
-            raise PlanMismatchError(
-                "The plan file is truncated.",
-                where=where,
-                why=f"it ends after {len(text)} characters, inside line {text.count(chr(10)) + 1}.",
-                hint="copy the file again, or plan again.",
-            ) from None
-        raise _not_a_plan(where, f"it is not JSON: {error}.") from None
-    if not isinstance(plain, dict) or not isinstance(plain.get("format_version"), int):
-        raise _not_a_plan(where, "it has no format_version.")
-    if plain["format_version"] != FORMAT_VERSION:
-        raise PlanMismatchError(
-            f"The plan file is of format version {plain['format_version']}.",
-            where=where,
-            why=f"this version of autopar reads format version {FORMAT_VERSION}; the file was "
-            f"written by autopar {plain.get('autopar_version', 'of unknown version')}.",
-            hint="plan again, or use that version of autopar.",
-        )
-    try:
-        plan = cls.from_dict(plain)
-        check(plan)
-    except (TypeError, AssertionError) as error:
-        raise _not_a_plan(where, f"{error}.") from None
-    return plan
 
 
 def _not_a_plan(where: str | None, why: str) -> PlanMismatchError:

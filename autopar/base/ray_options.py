@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.base.errors import OptionError
 
@@ -58,54 +57,33 @@ class Ray:
     on_loss: str = "error"
 
     def __post_init__(self) -> None:
-        _check(
-            self.address is None or (isinstance(self.address, str) and bool(self.address)),
-            "address",
-            self.address,
-            'it must be None, "auto" or "host:port".',
-        )
-        if isinstance(self.address, str) and "://" in self.address:
+        address, deadline = self.address, self.deadline
+        is_address = address is None or (isinstance(address, str) and bool(address))
+        self._check("address", is_address, 'it must be None, "auto" or "host:port".')
+        if isinstance(address, str) and "://" in address:
             raise OptionError(
-                f"Ray(address={self.address!r}) is not possible.",
+                f"Ray(address={address!r}) is not possible.",
                 why="the driver exchanges arrays with the actors, so it must be on a node of the "
                 "cluster; Ray's client connections are not supported.",
                 hint='use "host:port" of the head node, on a machine of the cluster.',
             )
-        _check(
-            isinstance(self.deadline, (int, float))
-            and not isinstance(self.deadline, bool)
-            and 0 < self.deadline < math.inf,
-            "deadline",
-            self.deadline,
-            "it must be a positive number of seconds.",
-        )
-        object.__setattr__(self, "deadline", float(self.deadline))
-        _check(
-            self.devices in ("cpu", "gpu"), "devices", self.devices, 'it must be "cpu" or "gpu".'
-        )
+        is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        is_possible = is_number and 0 < deadline < math.inf
+        self._check("deadline", is_possible, "it must be a positive number of seconds.")
+        object.__setattr__(self, "deadline", float(deadline))
+        self._check("devices", self.devices in ("cpu", "gpu"), 'it must be "cpu" or "gpu".')
         for name, least in (("max_restarts", 0), ("snapshot_every", 1)):
             value = getattr(self, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            _check(
-                is_number and value >= least,
-                name,
-                value,
-                f"it must be an integer of at least {least}.",
-            )
-        _check(
-            self.on_loss in ("error", "replan"),
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            self._check(name, is_count, f"it must be an integer of at least {least}.")
+        choices = ("error", "replan")
+        self._check("on_loss", self.on_loss in choices, 'it must be "error" or "replan".')
+        self._check(
             "on_loss",
-            self.on_loss,
-            'it must be "error" or "replan".',
-        )
-        _check(
             self.on_loss == "error" or self.max_restarts > 0,
-            "on_loss",
-            self.on_loss,
             "max_restarts says how often a step may go on after a loss, and it is 0.",
         )
 
-
-def _check(is_possible: bool, name: str, value: Any, why: str) -> None:
-    if not is_possible:
-        raise OptionError(f"Ray({name}={value!r}) is not possible.", why=why)
+    def _check(self, name: str, is_possible: bool, why: str) -> None:
+        if not is_possible:
+            raise OptionError(f"Ray({name}={getattr(self, name)!r}) is not possible.", why=why)

@@ -1,0 +1,103 @@
+"""Values of options, checked and brought to one form; an `OptionError` names the option."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autopar.base.errors import OptionError
+from autopar.base.units import parse_bytes
+
+
+def impossible(name: str, value: Any, why: str, hint: str | None = None) -> OptionError:
+    """The error of an option that has a value which it cannot have."""
+    return OptionError(f"{name}={value!r} is not possible.", why=why, hint=hint)
+
+
+def auto_or(value: Any, parse: Any, name: str) -> Any:
+    """The text "auto", or what `parse` makes of a value and its name."""
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        what = "an integer of at least 1" if parse is count else "an integer or several"
+        why = f'it must be "auto" or {what}.'
+        raise impossible(name, value, why, number_hint(name, value))
+    return parse(value, name)
+
+
+def number_hint(name: str, value: str) -> str | None:
+    """What to write instead of a number in quotes; None: it is none."""
+    is_count = value.strip().isdecimal() and int(value) > 0
+    return f"write {name}={int(value)}." if is_count else None
+
+
+def integer(value: Any, name: str, *, at_least: int | None = None) -> int:
+    """An integer, of at least some value."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (at_least is not None and number < at_least):
+        bound = "" if at_least is None else f" of at least {at_least}"
+        raise impossible(name, value, f"it must be an integer{bound}.")
+    return number
+
+
+def count(value: Any, name: str) -> int:
+    """An integer of at least 1, for an option that may be "auto" too."""
+    try:
+        return integer(value, name, at_least=1)
+    except OptionError:
+        raise impossible(name, value, 'it must be "auto" or an integer of at least 1.') from None
+
+
+def argnums(value: Any, name: str) -> tuple[int, ...]:
+    """Argument positions, sorted; negative ones count from the end, as in jax.jit."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        value = (value,)
+    return tuple(sorted({integer(number, name) for number in value}))
+
+
+def _real(value: Any) -> float | None:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(number) else number
+
+
+def memory_limit(value: Any) -> int | None:
+    """Bytes per device from a number or text such as "12GiB"; None: no limit."""
+    if value is None:
+        return None
+    why = "it must be a positive number of bytes per device, or text such as '12GiB'."
+    if isinstance(value, str):
+        try:
+            number = float(parse_bytes(value))
+        except ValueError:
+            raise impossible("memory_limit", value, why) from None
+    else:
+        number = _real(value) or 0.0
+    if not 1 <= number < math.inf:
+        raise impossible("memory_limit", value, why)
+    return int(number)
+
+
+def share(value: Any, name: str) -> float:
+    """A number between 0 and 1."""
+    number = _real(value)
+    if number is None or not 0 <= number <= 1:
+        raise impossible(name, value, "it must be a share between 0 and 1.")
+    return number
+
+
+def seconds(value: Any, name: str) -> float | None:
+    """A positive number of seconds; None: no limit."""
+    if value is None:
+        return None
+    number = _real(value)
+    if number is None or not 0 < number < math.inf:
+        raise impossible(name, value, "it must be a positive number of seconds, or None.")
+    return number
