@@ -464,5 +464,5 @@ class Executable:
 
 
 def _twin(label: Input) -> int:
-    assert label.twin is not None, label
-    return label.twin
+    assert label.alias is not None, label
+    return label.alias

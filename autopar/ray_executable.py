@@ -48,12 +48,13 @@ class RayExecutable(Executable):
     ):
         self._runtime, self._replan = runtime, replan
         labels = traced.graph.inputs
-        self._twins = {i: x.twin for i, x in enumerate(labels) if x.donated and x.twin is not None}
+        donated = (i for i, x in enumerate(labels) if x.donated)
+        self._aliases = {i: alias for i in donated if (alias := labels[i].alias) is not None}
         super().__init__(fn, traced, compiled, progress)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
-        program = _on_actors(compiled, self._twins, self._runtime, name, self._replan)
+        program = _on_actors(compiled, self._aliases, self._runtime, name, self._replan)
         self._pipeline: RayPipeline = program
         return program
 
@@ -259,7 +260,7 @@ class RayExecutable(Executable):
 
 def _on_actors(
     compiled: Compiled,
-    twins: Mapping[int, int],
+    aliases: Mapping[int, int],
     runtime: Ray,
     name: str,
     replan: Callable[[int], Compiled],
@@ -268,11 +269,11 @@ def _on_actors(
     from autopar.runtime.ray.driver.ray_step import RayProgram
 
     def again(num_actors: int) -> RayProgram:
-        return _on_actors(replan(num_actors), twins, runtime, name, replan)
+        return _on_actors(replan(num_actors), aliases, runtime, name, replan)
 
     return RayProgram(
         compiled.runnable,
-        twins,
+        aliases,
         compiled.plan.cluster["devices_per_node"],
         runtime,
         name,

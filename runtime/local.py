@@ -22,7 +22,7 @@ from autopar.passes.graph.logical import no_mesh
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.pipeline.instructions import Accumulate, Buffer, Recv, Reshard, Run, Send
 from autopar.passes.pipeline.lasting import lasting_writes
-from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.pace import Paced, paced
@@ -340,7 +340,7 @@ def _recv(x: Recv) -> Action:
 
 
 def _meshes(
-    programs: Sequence[Program], mesh_of_stage: Sequence[int], devices: Sequence[jax.Device]
+    programs: Sequence[SpmdProgram], mesh_of_stage: Sequence[int], devices: Sequence[jax.Device]
 ) -> tuple[Mesh, ...]:
     """The mesh of every stage; stages of one mesh share its devices."""
     sizes: dict[int, int] = {}

@@ -21,10 +21,17 @@ from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.reshard import Step
-from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Reshard, Version
+from autopar.passes.sharding.reshard import ReshardStep
+from autopar.passes.sharding.spmd_program import (
+    Block,
+    Branch,
+    Compute,
+    Loop,
+    Relayout,
+    ShardedValue,
+)
 
-Env = dict[Version, Any]
+Env = dict[ShardedValue, Any]
 
 
 def block_function(
@@ -81,7 +88,7 @@ class _Device:
     def instructions(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         for instruction in block.instructions:
-            if isinstance(instruction, Reshard):
+            if isinstance(instruction, Relayout):
                 value = self.read(env, instruction.source)
                 for step in instruction.steps:
                     value = self.step(step, value)
@@ -94,7 +101,7 @@ class _Device:
                 self.branch(env, instruction)
         return [self.read(env, version) for version in block.outputs]
 
-    def read(self, env: Env, version: Version) -> Any:
+    def read(self, env: Env, version: ShardedValue) -> Any:
         if not isinstance(version.atom, jex_core.Literal):
             return env[version]
         value = version.atom.val
@@ -169,7 +176,7 @@ class _Device:
             results = lax.switch(index, [runner(b) for b in instruction.blocks], *operands)
         env.update(zip(instruction.results, results, strict=True))
 
-    def step(self, step: Step, value: Any) -> Any:
+    def step(self, step: ReshardStep, value: Any) -> Any:
         if is_key(value):  # collectives carry the numbers that a typed key wraps
             data = self.step(step, jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))

@@ -26,7 +26,7 @@ from autopar.passes.pipeline.instructions import (
     Run,
 )
 from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.spmd_program import Program, Version
+from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.runtime.spmd import block_function, partition_spec
 
 Action = Callable[[dict[Buffer, Any]], None]
@@ -66,7 +66,7 @@ class PieceFunction:
     mesh: Mesh
 
 
-def spec_of(version: Version, program: Program) -> tuple[PartitionSpec, int]:
+def spec_of(version: ShardedValue, program: SpmdProgram) -> tuple[PartitionSpec, int]:
     """How the array that holds a value is cut, and how many devices the value is unreduced over."""
     layout, names = version.layout, program.axis_names
     axes = tuple(axis for axis, _ in layout.partial)
@@ -95,7 +95,7 @@ class StagePrograms:
             if program.value_of[number].stage in stage_meshes
         }
 
-    def _place(self, stage: int, version: Version) -> Place:
+    def _place(self, stage: int, version: ShardedValue) -> Place:
         spec, partial = spec_of(version, self.pieces.programs[stage])
         return Place(NamedSharding(self.stage_meshes[stage], spec), partial)
 

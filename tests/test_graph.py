@@ -204,10 +204,12 @@ def test_used_variables() -> None:
 def test_labels_must_fit() -> None:
     graph = graph_of(lambda x: x + 1, X)
     check(
-        dataclasses.replace(graph, inputs=(Input("x", "state", twin=0),), outputs=(Output("y", 0),))
+        dataclasses.replace(
+            graph, inputs=(Input("x", "state", alias=0),), outputs=(Output("y", 0),)
+        )
     )
     with pytest.raises(AssertionError):
-        check(dataclasses.replace(graph, inputs=(Input("x", "state", twin=0),)))
+        check(dataclasses.replace(graph, inputs=(Input("x", "state", alias=0),)))
     with pytest.raises(AssertionError):
         check(dataclasses.replace(graph, outputs=()))
     with pytest.raises(AssertionError):
@@ -216,7 +218,7 @@ def test_labels_must_fit() -> None:
 
 def test_text_names_inputs_and_what_they_become() -> None:
     graph = graph_of(lambda x: x + 1, X)
-    labels = (Input("params", "state", twin=0, donated=True),)
+    labels = (Input("params", "state", alias=0, donated=True),)
     text = str(dataclasses.replace(graph, inputs=labels, outputs=(Output("result", 0),)))
     assert text.splitlines()[:2] == [
         "graph of 1 equations",

@@ -293,8 +293,8 @@ def test_train_state_and_optimizer_state() -> None:
     states = {p: x for p, x in labels.items() if p.startswith("state")}
     assert all(x.role == "state" and x.donated for x in states.values())
     for path, label in states.items():
-        assert label.twin is not None
-        assert traced.graph.outputs[label.twin].path == path.replace("state", "result[0]", 1)
+        assert label.alias is not None
+        assert traced.graph.outputs[label.alias].path == path.replace("state", "result[0]", 1)
     assert traced.batch_size == 16
 
 
@@ -310,9 +310,9 @@ def test_arguments_come_back_in_another_order() -> None:
     labels = check(traced)
     # Gradients and moments have the structure of the parameters too.
     pairs = {
-        path: traced.graph.outputs[label.twin].path
+        path: traced.graph.outputs[label.alias].path
         for path, label in labels.items()
-        if label.twin is not None
+        if label.alias is not None
     }
     assert pairs["params['w']"] == "result[2]['new']['w']"
     assert pairs["opt_state[0].mu['w']"] == "result[3][0].mu['w']"
@@ -326,10 +326,10 @@ def test_two_arguments_of_one_structure_are_told_apart_by_what_updates_them() ->
         return average, new
 
     labels = check(traced := trace(step, (PARAMS, PARAMS, X, Y)))
-    twins = {p: x.twin for p, x in labels.items()}
+    aliases = {p: x.alias for p, x in labels.items()}
     outputs = [o.path for o in traced.graph.outputs]
-    assert outputs[twins["fast['w']"]] == "result[1]['w']"  # type: ignore[index]
-    assert outputs[twins["slow['w']"]] == "result[0]['w']"  # type: ignore[index]
+    assert outputs[aliases["fast['w']"]] == "result[1]['w']"  # type: ignore[index]
+    assert outputs[aliases["slow['w']"]] == "result[0]['w']"  # type: ignore[index]
 
 
 def test_gradients_are_not_a_new_state() -> None:
@@ -482,8 +482,8 @@ def test_two_keys_come_back() -> None:
     labels = check(traced := trace(step, (PARAMS, key, key, X, Y)))
     assert labels["first"].donated
     assert labels["second"].donated
-    assert {label.twin for label in labels.values()} >= {0, 1}
-    assert [output.twin is not None for output in traced.graph.outputs][:2] == [True, True]
+    assert {label.alias for label in labels.values()} >= {0, 1}
+    assert [output.alias is not None for output in traced.graph.outputs][:2] == [True, True]
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
@@ -640,7 +640,7 @@ def test_what_cannot_be_donated_is_warned_about_and_kept() -> None:
     ):
         labels = check(trace(train, (PARAMS, X, Y), donate_argnums=(1,)))
     assert not any(label.donated for label in labels.values())
-    assert labels["params['w']"].twin is not None
+    assert labels["params['w']"].alias is not None
 
 
 def test_nothing_is_donated_where_the_user_says_so() -> None:

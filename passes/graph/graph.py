@@ -27,14 +27,14 @@ class Input:
     """One input leaf: where it is in the user's arguments and what it is used as.
 
     `batch_axis` is the dimension along which a batch leaf holds examples (None: it has none),
-    `twin` the index of the output that the next call takes in this leaf's place, `donated`
+    `alias` the index of the output that the next call takes in this leaf's place, `donated`
     whether its buffer may be reused.
     """
 
     path: str
     role: Role
     batch_axis: int | None = None
-    twin: int | None = None
+    alias: int | None = None
     donated: bool = False
 
 
@@ -43,7 +43,7 @@ class Output:
     """One output leaf: its path in the user's result, and the input that it will replace."""
 
     path: str
-    twin: int | None = None
+    alias: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Graph:
         lines = [f"graph of {len(self.jaxpr.eqns)} equations"]
         for var, label in zip(self.jaxpr.invars, self.inputs, strict=True):
             axis = "" if label.batch_axis is None else f" batch axis {label.batch_axis}"
-            twin = "" if label.twin is None else f" -> {self.outputs[label.twin].path}"
+            alias = "" if label.alias is None else f" -> {self.outputs[label.alias].path}"
             donated = " donated" if label.donated else ""
             lines.append(
-                f"  {label.role:8} {label.path}: {var.aval.str_short()}{axis}{twin}{donated}"
+                f"  {label.role:8} {label.path}: {var.aval.str_short()}{axis}{alias}{donated}"
             )
         lines.append(str(self.jaxpr))
         return "\n".join(lines)
@@ -287,7 +287,7 @@ def check(graph: Graph) -> None:
     roles = [label.role for label in graph.inputs]
     assert all((r == "constant") == (i >= len(roles) - number) for i, r in enumerate(roles)), roles
     for i, label in enumerate(graph.inputs):
-        assert label.twin is None or graph.outputs[label.twin].twin == i, label
+        assert label.alias is None or graph.outputs[label.alias].alias == i, label
     jex_core.check_jaxpr(jaxpr)
 
 

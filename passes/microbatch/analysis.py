@@ -12,7 +12,7 @@ from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
-from autopar.passes.microbatch.batch_states import State
+from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.equations import Context, is_control_flow
 from autopar.passes.microbatch.liveness import ABSENT
 from autopar.passes.microbatch.phases import Phases, find_phases
@@ -37,7 +37,7 @@ class Analysis:
 
     num_microbatches: int
     batch_size: int
-    states: Mapping[Var, State]
+    states: Mapping[Var, BatchState]
     phases: Phases
     costs: Costs
     certificate: tuple[OutputCertificate, ...]

@@ -30,7 +30,7 @@ IDEMPOTENT = frozenset({"max", "min", "and", "or"})
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class BatchState:
     """What is known about one value.
 
     `place` of a late value is where its rows were before they were mixed; it only says how much
@@ -71,30 +71,30 @@ class State:
 @cache
 def whole(
     zero: bool = False, batch: bool = False, params: bool = False, blurred: bool = False
-) -> State:
+) -> BatchState:
     """The same for every microbatch."""
-    return State("whole", zero=zero, batch=batch, params=params, blurred=blurred)
+    return BatchState("whole", zero=zero, batch=batch, params=params, blurred=blurred)
 
 
 @cache
-def split(place: Place, params: bool = True) -> State:
+def split(place: Place, params: bool = True) -> BatchState:
     """Every microbatch has its own rows."""
-    return State("split", place=place, batch=True, params=params)
+    return BatchState("split", place=place, batch=True, params=params)
 
 
 @cache
-def partial(monoid: str, params: bool = True) -> State:
+def partial(monoid: str, params: bool = True) -> BatchState:
     """Every microbatch has a partial result."""
-    return State("partial", monoid=monoid, batch=True, params=params)
+    return BatchState("partial", monoid=monoid, batch=True, params=params)
 
 
 @cache
-def late(place: Place | None = None, params: bool = True, blurred: bool = False) -> State:
+def late(place: Place | None = None, params: bool = True, blurred: bool = False) -> BatchState:
     """Known when the loop is done."""
-    return State("late", place=place, batch=True, params=params, blurred=blurred)
+    return BatchState("late", place=place, batch=True, params=params, blurred=blurred)
 
 
-def join(one: State, other: State) -> State:
+def join(one: BatchState, other: BatchState) -> BatchState:
     """The state of a value that is one or the other (a loop's carry, a branch's result)."""
     if one == other:
         return one
@@ -180,7 +180,7 @@ class Occurrences:
 _NOT_DATA = {"select_n": lambda k: k == 0, "dynamic_slice": lambda k: k > 0}
 
 
-def keeps_zero(eqn: JaxprEqn, states: Sequence[State]) -> bool:
+def keeps_zero(eqn: JaxprEqn, states: Sequence[BatchState]) -> bool:
     """Whether the results of an equation are known zeros because its operands are.
 
     A product with a zero is not: the other factor may be infinite.

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import COMBINES, CONTROL_FLOW
 from autopar.passes.microbatch import batch_states as lattice
-from autopar.passes.microbatch.batch_states import WHOLE, Form, Occurrences, Place, State
+from autopar.passes.microbatch.batch_states import WHOLE, BatchState, Form, Occurrences, Place
 from autopar.passes.primitives.factor_rule import MONOIDS, FactorRule
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.primitives.shardings import random_implementation
@@ -69,8 +69,8 @@ class Context:
 
 
 def transfer(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]]:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]]:
     """How a plain equation is evaluated on operands in these states, and its results' states."""
     kinds = {state.kind for state in states}
     if kinds <= {"whole"}:
@@ -88,7 +88,7 @@ def transfer(
     return found
 
 
-def all_whole(eqn: JaxprEqn, states: Sequence[State]) -> list[State]:
+def all_whole(eqn: JaxprEqn, states: Sequence[BatchState]) -> list[BatchState]:
     """The states of an equation's results where all operands are whole."""
     state = lattice.whole(
         zero=bool(states) and lattice.keeps_zero(eqn, states),
@@ -100,8 +100,8 @@ def all_whole(eqn: JaxprEqn, states: Sequence[State]) -> list[State]:
 
 
 def _cut(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]] | str:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]] | str:
     rule = context.rule(eqn)
     # Which factor does each split operand cut? Those that can be had whole need not agree.
     wanted: dict[int, tuple[int, int] | None] = {}
@@ -149,8 +149,8 @@ def _cut(
 
 
 def _linear(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]] | str:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]] | str:
     """Partial operands, the others whole: linear equations keep a sum a sum."""
     positions = frozenset(k for k, state in enumerate(states) if state.kind == "partial")
     monoids = {states[k].monoid for k in positions}
@@ -181,8 +181,8 @@ def _linear(
 
 
 def unsplit(
-    eqn: JaxprEqn, states: Sequence[State], context: Context, reason: str
-) -> tuple[Decision, list[State]]:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context, reason: str
+) -> tuple[Decision, list[BatchState]]:
     """The equation needs the whole batch."""
     params = any(state.params for state in states)
     if not any(state.wide for state in states):  # The optimizer: sums and parameters.
@@ -197,7 +197,7 @@ def unsplit(
     return Decision("late", reason=reason), results
 
 
-def early_state(place: Place | None, blurred: bool) -> State:
+def early_state(place: Place | None, blurred: bool) -> BatchState:
     """A value had before the loop, with its rows at a place or somewhere unknown (`blurred`).
 
     Slices of a whole value are exact along any dimension, so its rows can be split again.
@@ -211,7 +211,7 @@ def _row_place(
     rule: Occurrences | None,
     result: int,
     shape: Sequence[int],
-    states: Sequence[State],
+    states: Sequence[BatchState],
     context: Context,
 ) -> tuple[Place | None, bool]:
     """Where the rows of the batch are in the result of an equation that needs all of them.

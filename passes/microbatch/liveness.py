@@ -27,13 +27,13 @@ class Body:
     """An inner jaxpr evaluated on slices: its steps, and the forms of its inputs and results."""
 
     jaxpr: Jaxpr
-    steps: tuple[Step, ...]
+    steps: tuple[PhaseStep, ...]
     in_forms: tuple[Form, ...]
     out_forms: tuple[Form, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class PhaseStep:
     """One evaluation of one equation. `bodies` are those of control flow that runs on slices."""
 
     eqn: JaxprEqn
@@ -42,7 +42,7 @@ class Step:
     bodies: tuple[Body, ...] = ()
 
 
-class Demand:
+class Liveness:
     """The forms in which values are asked for, while a sweep goes backwards."""
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class Demand:
                 self.forms[atom].add(form)
 
 
-def whole_step(eqn: JaxprEqn) -> Step:
+def whole_step(eqn: JaxprEqn) -> PhaseStep:
     """The equation as it is."""
-    return Step(eqn, (WHOLE,) * len(eqn.invars), (WHOLE,) * len(eqn.outvars))
+    return PhaseStep(eqn, (WHOLE,) * len(eqn.invars), (WHOLE,) * len(eqn.outvars))
 
 
-def asked(eqn: JaxprEqn, demand: Demand) -> list[set[Form]]:
+def asked(eqn: JaxprEqn, demand: Liveness) -> list[set[Form]]:
     """The forms in which each result is asked for."""
     none: set[Form] = set()
     return [
@@ -69,9 +69,9 @@ def asked(eqn: JaxprEqn, demand: Demand) -> list[set[Form]]:
 
 def demand_body(forward: Forward, out_forms: Sequence[Form], context: Context) -> Body:
     """The steps of an inner jaxpr that give its results in these forms."""
-    demand = Demand()
+    demand = Liveness()
     demand.want(forward.jaxpr.outvars, out_forms)
-    steps: list[Step] = []
+    steps: list[PhaseStep] = []
     for eqn, decision in zip(
         reversed(forward.jaxpr.eqns), reversed(forward.decisions), strict=True
     ):
@@ -105,7 +105,7 @@ def one_form(asked_for: set[Form], own: Form) -> Form:
 
 def _body_steps(
     eqn: JaxprEqn, decision: Decision, forms: Sequence[set[Form]], context: Context
-) -> list[Step]:
+) -> list[PhaseStep]:
     """Steps (later ones first) that give an equation's results inside a body."""
     assert decision.mode not in ("early", "late"), decision
     if is_barrier(eqn):
@@ -122,7 +122,7 @@ def _body_steps(
 
 def regenerated(
     eqn: JaxprEqn, forms: Sequence[set[Form]], context: Context
-) -> tuple[list[Step], bool]:
+) -> tuple[list[PhaseStep], bool]:
     """Steps for the rows that are asked of an equation on whole operands.
 
     The second value says whether the whole results are needed, to be used or to be sliced.
@@ -138,12 +138,12 @@ def regenerated(
         if WHOLE in kept or eqn.effects:
             return [], True
         return [_INNER_STEPS[eqn.primitive.name](eqn, whole_bodies(eqn), kept, context)], False
-    steps: dict[tuple[Form, ...], Step] = {}
+    steps: dict[tuple[Form, ...], PhaseStep] = {}
     for k, form in sorted(rows):
         found = regenerate(eqn, k, form, context)
         if found is None:
             return [], True
-        steps[found[1]] = Step(eqn, *found)
+        steps[found[1]] = PhaseStep(eqn, *found)
     return list(steps.values()), False
 
 
@@ -152,13 +152,13 @@ def is_barrier(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
 
 
-def barrier_steps(eqn: JaxprEqn, forms: Sequence[set[Form]]) -> list[Step]:
+def barrier_steps(eqn: JaxprEqn, forms: Sequence[set[Form]]) -> list[PhaseStep]:
     """A barrier passes each operand on as it is: one step for all, more where forms differ."""
     left = [sorted(asked_for, key=str) for asked_for in forms]
     steps = []
     while any(left):
         now = tuple(rest.pop() if rest else ABSENT for rest in left)
-        steps.append(Step(eqn, now, now))
+        steps.append(PhaseStep(eqn, now, now))
     return steps
 
 
@@ -180,10 +180,10 @@ def given_form(eqn: JaxprEqn, result: int, own: Form, asked_for: set[Form]) -> F
 
 def loop_step(
     eqn: JaxprEqn, decision: Decision, result_forms: Sequence[Form], context: Context
-) -> Step:
+) -> PhaseStep:
     """The evaluation of an equation in the loop, for the results that are not absent."""
     if decision.mode != "inner":
-        return Step(eqn, decision.operand_forms, decision.result_forms)
+        return PhaseStep(eqn, decision.operand_forms, decision.result_forms)
     return _INNER_STEPS[eqn.primitive.name](eqn, decision.inner, result_forms, context)
 
 
@@ -211,7 +211,7 @@ def _carried(
 
 def _scan_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
-) -> Step:
+) -> PhaseStep:
     scan = ScanParts.of(eqn)
     (forward,) = bodies.forwards
     carry_forms = [state.form for state in scan.operands(bodies.operands)[1]]
@@ -227,12 +227,12 @@ def _scan_step(
     consts, _, slices = scan.operands(body.in_forms)
     body = replace(body, in_forms=(*consts, *carry, *slices))
     operand_forms = (*consts, *carry, *(_shifted(form, 1) for form in slices))
-    return Step(eqn, operand_forms, (*carry, *stacks), (body,))
+    return PhaseStep(eqn, operand_forms, (*carry, *stacks), (body,))
 
 
 def _while_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
-) -> Step:
+) -> PhaseStep:
     loop = WhileParts.of(eqn)
     test, forward = bodies.forwards
     carry_forms = [state.form for state in loop.operands(bodies.operands)[2]]
@@ -249,12 +249,12 @@ def _while_step(
     consts = body.in_forms[: loop.num_body_consts]
     condition = replace(condition, in_forms=(*condition_consts, *carry))
     body = replace(body, in_forms=(*consts, *carry))
-    return Step(eqn, (*condition_consts, *consts, *carry), tuple(carry), (condition, body))
+    return PhaseStep(eqn, (*condition_consts, *consts, *carry), tuple(carry), (condition, body))
 
 
 def _cond_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
-) -> Step:
+) -> PhaseStep:
     wanted = list(result_forms)
     branches = [demand_body(forward, wanted, context) for forward in bodies.forwards]
     merged = [
@@ -266,7 +266,7 @@ def _cond_step(
         )
     ]
     branches = [replace(body, in_forms=tuple(merged)) for body in branches]
-    return Step(eqn, (WHOLE, *merged), tuple(wanted), tuple(branches))
+    return PhaseStep(eqn, (WHOLE, *merged), tuple(wanted), tuple(branches))
 
 
 _INNER_STEPS = {"scan": _scan_step, "while": _while_step, "cond": _cond_step}

@@ -18,8 +18,8 @@ from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.equations import Context, Decision
 from autopar.passes.microbatch.liveness import (
     ABSENT,
-    Demand,
-    Step,
+    Liveness,
+    PhaseStep,
     asked,
     barrier_steps,
     given_form,
@@ -39,9 +39,9 @@ class Phases:
     monoid, `collected` ones as the stack of all microbatches' rows.
     """
 
-    prologue: tuple[Step, ...]
-    loop: tuple[Step, ...]
-    epilogue: tuple[Step, ...]
+    prologue: tuple[PhaseStep, ...]
+    loop: tuple[PhaseStep, ...]
+    epilogue: tuple[PhaseStep, ...]
     sliced: tuple[tuple[Var, Place], ...]
     accumulated: tuple[tuple[Var, str], ...]
     collected: tuple[tuple[Var, Place], ...]
@@ -54,11 +54,11 @@ class _Sweep:
     forward: Forward
     context: Context
     pulled: frozenset[int]
-    loop_demand: Demand = field(default_factory=Demand)  # WHOLE here means: before the loop
+    loop_demand: Liveness = field(default_factory=Liveness)  # WHOLE here means: before the loop
     late_demand: set[Var] = field(default_factory=set)
-    prologue: list[Step] = field(default_factory=list)
-    loop: list[Step] = field(default_factory=list)
-    epilogue: list[Step] = field(default_factory=list)
+    prologue: list[PhaseStep] = field(default_factory=list)
+    loop: list[PhaseStep] = field(default_factory=list)
+    epilogue: list[PhaseStep] = field(default_factory=list)
     sliced: dict[tuple[Var, Place], None] = field(default_factory=dict)
     accumulated: dict[Var, str] = field(default_factory=dict)
     collected: dict[Var, Place] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class _Sweep:
 
     # Placing steps.
 
-    def before(self, step: Step) -> None:
+    def before(self, step: PhaseStep) -> None:
         self.prologue.append(step)
         forms = [ABSENT if form == ABSENT else WHOLE for form in step.operand_forms]
         self.loop_demand.want(step.eqn.invars, forms)
 
-    def within(self, steps: list[Step]) -> None:
+    def within(self, steps: list[PhaseStep]) -> None:
         for step in steps:
             for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True):
                 if form != ABSENT and not isinstance(atom, Literal):
@@ -85,7 +85,7 @@ class _Sweep:
                     self.loop_demand.forms[atom].add(WHOLE if whole else form)
         self.loop += steps
 
-    def after(self, step: Step) -> None:
+    def after(self, step: PhaseStep) -> None:
         self.epilogue.append(step)
         pairs = zip(step.eqn.invars, step.operand_forms, strict=True)
         self.want_late([atom for atom, form in pairs if form != ABSENT])
@@ -183,7 +183,7 @@ class _Sweep:
 
     def _outside(
         self, eqn: JaxprEqn, decision: Decision, keep: list[bool], kinds: list[Any]
-    ) -> Step:
+    ) -> PhaseStep:
         """The evaluation outside of the loop: whole, or only the part of a body that is whole."""
         forms = tuple(WHOLE if kept else ABSENT for kept in keep)
         if kinds and all(kind == "whole" for kind, kept in zip(kinds, keep, strict=True) if kept):

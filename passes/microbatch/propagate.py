@@ -18,7 +18,7 @@ from autopar.passes.graph.primitives import ADDS
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch import equations
-from autopar.passes.microbatch.batch_states import State
+from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.equations import (
     ALL_WHOLE,
     MEETS,
@@ -37,20 +37,20 @@ class Forward:
     """The states of a jaxpr's values, and a decision for each of its equations."""
 
     jaxpr: Jaxpr
-    states: dict[Var, State]
+    states: dict[Var, BatchState]
     decisions: tuple[Decision, ...]
 
-    def state(self, atom: Atom) -> State:
+    def state(self, atom: Atom) -> BatchState:
         if isinstance(atom, Literal):
             return lattice.whole(zero=not np.any(np.asarray(atom.val)))
         return self.states[atom]
 
     @property
-    def results(self) -> list[State]:
+    def results(self) -> list[BatchState]:
         return [self.state(atom) for atom in self.jaxpr.outvars]
 
 
-def forward(jaxpr: Jaxpr, in_states: Sequence[State], context: Context) -> Forward:
+def forward(jaxpr: Jaxpr, in_states: Sequence[BatchState], context: Context) -> Forward:
     """Propagate the states of a jaxpr's inputs through its equations."""
     states = dict(zip(jaxpr.invars, in_states, strict=True))
     states.update((var, lattice.whole()) for var in jaxpr.constvars)
@@ -64,7 +64,7 @@ def forward(jaxpr: Jaxpr, in_states: Sequence[State], context: Context) -> Forwa
     return Forward(jaxpr, states, tuple(decisions))
 
 
-def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> list[State]:
+def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> list[BatchState]:
     """What the input leaves are: batch leaves are split, everything else is whole.
 
     With `params`, what depends on parameters (arrays of floats in the state) is never computed
@@ -96,13 +96,13 @@ class Bodies:
     """The analysed bodies of a control-flow equation, in the order of its params."""
 
     forwards: tuple[Forward, ...]
-    operands: tuple[State, ...]  # with the fixpoint's states for the carries
-    results: tuple[State, ...]
+    operands: tuple[BatchState, ...]  # with the fixpoint's states for the carries
+    results: tuple[BatchState, ...]
 
 
 def _transfer(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]]:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]]:
     """How a control-flow equation is evaluated on operands in these states."""
     kinds = {state.kind for state in states}
     if kinds <= {"whole"}:
@@ -134,7 +134,7 @@ def _transfer(
     return decision, results
 
 
-def _with_origin(state: State, params: bool, context: Context) -> State:
+def _with_origin(state: BatchState, params: bool, context: Context) -> BatchState:
     """A body's result state with what the equation's operands depend on."""
     if state.kind == "whole":
         return lattice.whole(state.zero, True, params, state.blurred)
@@ -169,23 +169,23 @@ def whole_bodies(eqn: JaxprEqn) -> Bodies:
 
 
 def _decide(
-    operands: Sequence[State], results: Sequence[State], forwards: tuple[Forward, ...]
-) -> tuple[Decision, list[State]]:
+    operands: Sequence[BatchState], results: Sequence[BatchState], forwards: tuple[Forward, ...]
+) -> tuple[Decision, list[BatchState]]:
     bodies = Bodies(forwards, tuple(operands), tuple(results))
     forms = tuple(state.form for state in operands)
     return Decision("inner", forms, tuple(s.form for s in results), inner=bodies), list(results)
 
 
 def _scan(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]] | str:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]] | str:
     scan = ScanParts.of(eqn)
     consts, starts, stacks = scan.operands(states)
     if any(state.place is not None and state.place[0] == 0 for state in stacks):
         return _mapped(eqn, states, context)
     slices = [_shifted(state, -1) for state in stacks]
 
-    def run(carry: Sequence[State]) -> Forward:
+    def run(carry: Sequence[BatchState]) -> Forward:
         return forward(scan.body, [*consts, *carry, *slices], context)
 
     carry, found = _fixpoint(starts, run, scan.num_carry)
@@ -194,7 +194,7 @@ def _scan(
     return _decide([*consts, *carry, *stacks], results, (found,))
 
 
-def _shifted(state: State, by: int) -> State:
+def _shifted(state: BatchState, by: int) -> BatchState:
     """The state of a scan's stacked value from that of one step's, or back."""
     if state.place is None:
         return state
@@ -202,8 +202,8 @@ def _shifted(state: State, by: int) -> State:
 
 
 def _fixpoint(
-    carry: Sequence[State], run: Callable[[Sequence[State]], Forward], count: int
-) -> tuple[list[State], Forward]:
+    carry: Sequence[BatchState], run: Callable[[Sequence[BatchState]], Forward], count: int
+) -> tuple[list[BatchState], Forward]:
     """Carry states that one more iteration does not change, and the body's analysis with them."""
     carry = list(carry)
     while True:  # `join` only climbs a lattice of height four.
@@ -215,12 +215,12 @@ def _fixpoint(
 
 
 def _while(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]] | str:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]] | str:
     loop = WhileParts.of(eqn)
     tested, consts, starts = loop.operands(states)
 
-    def run(carry: Sequence[State]) -> Forward:
+    def run(carry: Sequence[BatchState]) -> Forward:
         return forward(loop.body, [*consts, *carry], context)
 
     carry, found = _fixpoint(starts, run, len(starts))
@@ -231,8 +231,8 @@ def _while(
 
 
 def _cond(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]] | str:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]] | str:
     if states[0].kind != "whole":
         return "its branch depends on the whole batch"
     forwards = tuple(
@@ -245,8 +245,8 @@ def _cond(
 
 
 def _mapped(
-    eqn: JaxprEqn, states: Sequence[State], context: Context
-) -> tuple[Decision, list[State]] | str:
+    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
+) -> tuple[Decision, list[BatchState]] | str:
     """A scan over the batch itself: each microbatch scans its own rows.
 
     Exact if an iteration depends on no other one, or only adds to a carry that it does not read.

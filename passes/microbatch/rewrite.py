@@ -22,14 +22,14 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import WHOLE, Place
-from autopar.passes.microbatch.liveness import ABSENT, Step
+from autopar.passes.microbatch.liveness import ABSENT, PhaseStep
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.run_steps import Env, combine, identity, local_struct, run
 
 
 def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Microbatched:
     """The program that evaluates `phases` with one scan over the microbatches."""
-    program = _Program()
+    program = _NewProgram()
     for step in phases.prologue:
         program.add(step)
     made = program.trace(
@@ -46,7 +46,7 @@ def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Microbatched
     return in_phases(graphs.with_jaxpr(graph, graphs.eliminate_dead_code(jaxpr)), loops)
 
 
-class _Program:
+class _NewProgram:
     """The equations of the new program, on the old one's variables."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Program:
     def read(self, atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else self.renamed.get(atom, atom)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: PhaseStep) -> None:
         """One step outside of the loop."""
         eqn = step.eqn
         if step.bodies or ABSENT in step.operand_forms:
@@ -120,7 +120,7 @@ def _spelled_out(value: Any) -> list[Any]:
     return [lax.reshape(lax.concatenate(items, 0), value.shape)]
 
 
-def _kept_vars(step: Step) -> list[Var]:
+def _kept_vars(step: PhaseStep) -> list[Var]:
     pairs = zip(step.eqn.outvars, step.result_forms, strict=True)
     return [var for var, form in pairs if form != ABSENT]
 

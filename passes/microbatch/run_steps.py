@@ -20,7 +20,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, used_vars
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch.batch_states import IDEMPOTENT, WHOLE, Form
-from autopar.passes.microbatch.liveness import ABSENT, Body, Step, is_barrier
+from autopar.passes.microbatch.liveness import ABSENT, Body, PhaseStep, is_barrier
 from autopar.passes.primitives.cuts import Cuts, DimCut, take
 from autopar.passes.primitives.localize import bind_local
 
@@ -105,7 +105,7 @@ def combine(monoid: str, one: Any, other: Any) -> Any:
     return _COMBINE[monoid](one, other)
 
 
-def run(steps: Sequence[Step], env: Env) -> None:
+def run(steps: Sequence[PhaseStep], env: Env) -> None:
     """Evaluate steps in order."""
     for step in steps:
         eqn = step.eqn
@@ -120,7 +120,7 @@ def run(steps: Sequence[Step], env: Env) -> None:
                 env.write(var, form, result)
 
 
-def _evaluate(step: Step, operands: list[Any], env: Env) -> list[Any]:
+def _evaluate(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
     eqn = step.eqn
     if step.bodies:
         return _CONTROL_FLOW[eqn.primitive.name](step, operands, env)
@@ -230,7 +230,7 @@ def _spread(results: Sequence[Any], forms: Sequence[Form]) -> list[Any]:
     return [None if form == ABSENT else next(left) for form in forms]
 
 
-def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
+def _scan(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
     params, forms = step.eqn.params, step.operand_forms
     scan = ScanParts.of(step.eqn)
     (body,) = step.bodies
@@ -255,7 +255,7 @@ def _scan(step: Step, operands: list[Any], env: Env) -> list[Any]:
     return _spread([*carry, *stacked], step.result_forms)
 
 
-def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
+def _while(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
     params, loop = step.eqn.params, WhileParts.of(step.eqn)
     tested, consts, carry = map(_kept, loop.operands(operands), loop.operands(step.operand_forms))
     (condition,), one = _bodies([(step.bodies[0], params["cond_jaxpr"])], env)
@@ -272,7 +272,7 @@ def _while(step: Step, operands: list[Any], env: Env) -> list[Any]:
     return _spread(results, step.result_forms)
 
 
-def _cond(step: Step, operands: list[Any], env: Env) -> list[Any]:
+def _cond(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
     pairs = list(zip(step.bodies, step.eqn.params["branches"], strict=True))
     branches, leading = _bodies(pairs, env)
     passed = [operands[0], *leading, *_kept(operands[1:], step.operand_forms[1:])]

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Graph, inner_jaxprs, user_source, walk
 from autopar.passes.microbatch.equations import MEETS, is_control_flow
-from autopar.passes.microbatch.liveness import Step
+from autopar.passes.microbatch.liveness import PhaseStep
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.propagate import Forward
 from autopar.passes.primitives.factor_rule import Rules
@@ -59,7 +59,7 @@ class Costs:
         return self.loop_flops / total if total else 1.0
 
 
-def step_flops(step: Step, rules: Rules) -> int:
+def step_flops(step: PhaseStep, rules: Rules) -> int:
     """FLOPs of a step over all microbatches: of control flow, only what its bodies compute."""
     if not step.bodies:
         return equation_flops(step.eqn, rules)
@@ -135,7 +135,7 @@ def _variables(eqn: JaxprEqn) -> Iterable[Var]:
     return (atom for atom in eqn.invars if not isinstance(atom, Literal))
 
 
-def _is_wide(step: Step, forward: Forward) -> bool:
+def _is_wide(step: PhaseStep, forward: Forward) -> bool:
     """Whether a step outside of the loop works on the whole batch.
 
     Of control flow with rewritten bodies, only what all examples share is evaluated there.

@@ -8,8 +8,8 @@ from autopar.passes.graph.microbatched import Task
 from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
-    Reshard,
-    Version,
+    Relayout,
+    ShardedValue,
     reads,
     writes,
 )
@@ -19,7 +19,7 @@ TASKS: tuple[Task, ...] = ("F", "B", "W")
 
 def body_tasks(
     instructions: Sequence[Instruction],
-    outputs: Collection[Version],
+    outputs: Collection[ShardedValue],
 ) -> tuple[Task, ...]:
     """The task of every instruction: its equation's, or a later one that makes what it reads.
 
@@ -31,19 +31,19 @@ def body_tasks(
       instructions: the loop's body, in order.
       outputs: versions that leave the body.
     """
-    made_in: dict[Version, int] = {}
+    made_in: dict[ShardedValue, int] = {}
     earliest: list[int] = []
     for instruction in instructions:
         bounds = [made_in.get(v, 0) for v in reads(instruction)]
-        if not isinstance(instruction, Reshard):
+        if not isinstance(instruction, Relayout):
             assert instruction.task is not None
             bounds.append(TASKS.index(instruction.task))
         earliest.append(max(bounds, default=0))
         made_in.update(dict.fromkeys(writes(instruction), earliest[-1]))
-    read_in: dict[Version, int] = {}
+    read_in: dict[ShardedValue, int] = {}
     chosen: list[Task] = []
     for instruction, task in zip(reversed(instructions), reversed(earliest), strict=True):
-        movable = isinstance(instruction, Reshard) or (
+        movable = isinstance(instruction, Relayout) or (
             isinstance(instruction, Compute) and instruction.movable and not instruction.eqn.effects
         )
         results = writes(instruction)

@@ -20,14 +20,14 @@ from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import body_by_task, stage_pieces
 from autopar.passes.pieces.wiring import made_by, read_by
 from autopar.passes.pipeline.instructions import Value, ValueTransfer
-from autopar.passes.sharding.peak_memory import version_bytes
-from autopar.passes.sharding.spmd_program import Program, Version
+from autopar.passes.sharding.peak_memory import local_bytes
+from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
 
 def cut(
     stages: Stages,
-    programs: Sequence[Program],
+    programs: Sequence[SpmdProgram],
     remat: Sequence[bool] | None = None,
 ) -> Pieces:
     """Take the lowered stages apart.
@@ -82,11 +82,13 @@ def cut(
     )
 
 
-def uncut(stage: StageGraph, program: Program) -> Pieces:
+def uncut(stage: StageGraph, program: SpmdProgram) -> Pieces:
     """A whole step on one mesh as one piece."""
     numbers, graph = Numbers(), stage.graph
 
-    def ports(versions: Sequence[Version], labels: Sequence[Input | Output]) -> tuple[Port, ...]:
+    def ports(
+        versions: Sequence[ShardedValue], labels: Sequence[Input | Output]
+    ) -> tuple[Port, ...]:
         return tuple(
             Port(numbers.new(0, version, program.mesh, False, label.path), version)
             for version, label in zip(versions, labels, strict=True)
@@ -108,7 +110,7 @@ def uncut(stage: StageGraph, program: Program) -> Pieces:
     )
 
 
-def residual_bytes(graph: StageGraph, program: Program) -> int:
+def residual_bytes(graph: StageGraph, program: SpmdProgram) -> int:
     """Bytes per device that one microbatch in flight holds: what F leaves or got, and B reads."""
     stage = pruned(open_stage(0, graph, program))
     tasks = body_by_task(stage, remat=False)
@@ -116,4 +118,4 @@ def residual_bytes(graph: StageGraph, program: Program) -> int:
     kept = {
         v for group in tasks.values() for v in there.intersection(read_by(group)) - made_by(group)
     }
-    return sum(version_bytes(v, program.mesh) for v in kept)
+    return sum(local_bytes(v, program.mesh) for v in kept)

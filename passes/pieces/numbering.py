@@ -19,7 +19,7 @@ from autopar.passes.pieces.pieces import Numbers, Port
 from autopar.passes.pieces.rounds import AFTER_LOOP, FIRST, Level, Rounds
 from autopar.passes.pieces.wiring import made_by, read_by
 from autopar.passes.pipeline.instructions import Value
-from autopar.passes.sharding.spmd_program import Instruction, Version, is_literal, writes
+from autopar.passes.sharding.spmd_program import Instruction, ShardedValue, is_literal, writes
 
 Tasks: TypeAlias = Mapping[Task, Sequence[Instruction]]
 
@@ -42,13 +42,13 @@ class Numbered:
     """
 
     values: Sequence[Value]
-    versions: Mapping[int, Version]
+    versions: Mapping[int, ShardedValue]
     inputs: Sequence[int]
     outputs: Sequence[int | None]
     sent: Mapping[int, int]
-    outer: Mapping[Version, int]
-    stacked: frozenset[Version]
-    inner: Mapping[Version, int]
+    outer: Mapping[ShardedValue, int]
+    stacked: frozenset[ShardedValue]
+    inner: Mapping[ShardedValue, int]
     left_by_round: Mapping[Level, Sequence[Port]]
     left_by_task: Mapping[Task, Sequence[Port]]
 
@@ -101,11 +101,11 @@ class _Known:
 
     stage: OpenStage
     numbers: Numbers
-    outer: dict[Version, int] = field(default_factory=dict)
-    stacked: set[Version] = field(default_factory=set)
-    inner: dict[Version, int] = field(default_factory=dict)
+    outer: dict[ShardedValue, int] = field(default_factory=dict)
+    stacked: set[ShardedValue] = field(default_factory=set)
+    inner: dict[ShardedValue, int] = field(default_factory=dict)
 
-    def new(self, version: Version, per_microbatch: bool = False, label: str = "") -> int:
+    def new(self, version: ShardedValue, per_microbatch: bool = False, label: str = "") -> int:
         mesh = self.stage.program.mesh
         return self.numbers.new(self.stage.number, version, mesh, per_microbatch, label)
 
@@ -198,19 +198,19 @@ def _graph_outputs(known: _Known) -> tuple[list[int | None], list[Port]]:
 
 def _between_tasks(
     known: _Known, tasks: Tasks, results: Sequence[Port]
-) -> tuple[dict[Task, list[Port]], dict[Version, int]]:
+) -> tuple[dict[Task, list[Port]], dict[ShardedValue, int]]:
     """What each task leaves, and the numbers under which others read what they do not make.
 
     Of a version that two tasks make (B computes again what F made), the first leaves it for links
     and for the pieces after the loop, and the last for tasks that do not make it.
     """
-    makers: dict[Version, list[Task]] = defaultdict(list)
+    makers: dict[ShardedValue, list[Task]] = defaultdict(list)
     for task, group in tasks.items():
         for v in made_by(group):
             makers[v].append(task)
     first: Task = next(iter(tasks), "F")  # what enters the body and leaves it, leaves with that
     left: dict[Task, list[Port]] = defaultdict(list)
-    numbers: dict[tuple[Task, Version], int] = {}
+    numbers: dict[tuple[Task, ShardedValue], int] = {}
     for port in sorted(results, key=lambda port: is_literal(port.version)):
         if is_literal(port.version):
             left[first].append(port)
@@ -218,7 +218,7 @@ def _between_tasks(
             task = makers.get(port.version, [first])[0]
             left[task].append(port)
             numbers.setdefault((task, port.version), port.value)
-    kept: dict[Version, int] = {}
+    kept: dict[ShardedValue, int] = {}
     for reader, group in tasks.items():
         for v in read_by(group):
             if v in makers and reader not in makers[v] and v not in kept:

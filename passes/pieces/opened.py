@@ -14,16 +14,16 @@ from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Instruction,
     Loop,
-    Program,
-    Reshard,
-    Version,
+    Relayout,
+    ShardedValue,
+    SpmdProgram,
     is_literal,
     writes,
 )
 from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
 
 Instructions: TypeAlias = tuple[Instruction, ...]
-Pairs: TypeAlias = tuple[tuple[Version, Version], ...]
+Pairs: TypeAlias = tuple[tuple[ShardedValue, ShardedValue], ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LoopEdge:
     stacks: Pairs = ()
 
     @property
-    def inputs(self) -> tuple[Version, ...]:
+    def inputs(self) -> tuple[ShardedValue, ...]:
         """What the body reads."""
         return tuple(inner for _, inner in (*self.constants, *self.carry, *self.slices))
 
@@ -51,7 +51,7 @@ class Exchanged(NamedTuple):
     """What crosses a stage's boundary: a version of the loop's body (`inside`), or an outer one."""
 
     inside: bool
-    version: Version
+    version: ShardedValue
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class OpenStage:
 
     number: int
     graph: StageGraph
-    program: Program
+    program: SpmdProgram
     before: Instructions
     body: Instructions = ()
     after: Instructions = ()
@@ -81,13 +81,13 @@ class OpenStage:
     received: Mapping[int, Exchanged] = field(default_factory=dict)
 
     @property
-    def outer_outputs(self) -> list[Version]:
+    def outer_outputs(self) -> list[ShardedValue]:
         """The program's outputs, but for those that the body sends."""
         sent = {position for position, what in self.sent.items() if what.inside}
         return [v for i, v in enumerate(self.program.block.outputs) if i not in sent]
 
     @property
-    def body_outputs(self) -> set[Version]:
+    def body_outputs(self) -> set[ShardedValue]:
         """What leaves the body."""
         results = {inner for _, inner in self.edge.results if not is_literal(inner)}
         return results.union(what.version for what in self.sent.values() if what.inside)
@@ -99,7 +99,7 @@ class OpenStage:
         return tuple(pair for pair in self.edge.slices if pair[1].atom not in received)
 
 
-def open_stage(number: int, graph: StageGraph, program: Program) -> OpenStage:
+def open_stage(number: int, graph: StageGraph, program: SpmdProgram) -> OpenStage:
     """A lowered stage as its loop divides it."""
     outer = program.block.instructions
     if graph.loop is None:
@@ -131,10 +131,10 @@ def with_sent(stage: OpenStage, link: StageLink) -> tuple[OpenStage, Layout]:
     if link.per_microbatch:
         inner = _inner(stage.edge.stacks, version)
         # A stack that the plan cuts along itself never exists.
-        version = Version(inner.atom, Layout(version.layout.dims[1:]))
+        version = ShardedValue(inner.atom, Layout(version.layout.dims[1:]))
         if version != inner and version not in made_by(body).union(stage.edge.inputs):
             steps = reshard_steps(inner.layout, version.layout, stage.program.mesh)
-            body = (*body, Reshard(inner, version, steps, "activation", ""))
+            body = (*body, Relayout(inner, version, steps, "activation", ""))
     sent = {**stage.sent, link.source_output: Exchanged(link.per_microbatch, version)}
     return replace(stage, body=body, sent=sent), version.layout
 
@@ -147,7 +147,7 @@ def with_received(stage: OpenStage, link: StageLink, layout: Layout) -> OpenStag
     planned, mesh = stage.program.block.inputs[link.target_input], stage.program.mesh
     if link.per_microbatch:
         planned = _inner(stage.edge.slices, planned)
-    version = Version(planned.atom, _arriving(planned, layout, mesh))
+    version = ShardedValue(planned.atom, _arriving(planned, layout, mesh))
     received = {**stage.received, link.target_input: Exchanged(link.per_microbatch, version)}
     stage = replace(stage, received=received)
     if version == planned:
@@ -158,9 +158,9 @@ def with_received(stage: OpenStage, link: StageLink, layout: Layout) -> OpenStag
     )
     steps = reshard_steps(version.layout, planned.layout, mesh)
     if link.per_microbatch:
-        body = (Reshard(version, planned, steps, "activation", ""), *body)
+        body = (Relayout(version, planned, steps, "activation", ""), *body)
     else:
-        before = (Reshard(version, planned, steps, "state", ""), *before)
+        before = (Relayout(version, planned, steps, "state", ""), *before)
     return replace(stage, before=before, body=body, after=after)
 
 
@@ -173,14 +173,14 @@ def pruned(stage: OpenStage) -> OpenStage:
     return replace(stage, before=before, body=body, after=after)
 
 
-def _inner(pairs: Pairs, stack: Version) -> Version:
+def _inner(pairs: Pairs, stack: ShardedValue) -> ShardedValue:
     """The body's side of a stack that crosses between stages: around the loop it is laid out."""
     sides = [inner for outer, inner in pairs if outer.atom is stack.atom]
     assert sides, f"what crosses for every microbatch is made or read around the loop: {stack}"
     return sides[0]
 
 
-def _arriving(version: Version, sent: Layout, mesh: Sequence[int]) -> Layout:
+def _arriving(version: ShardedValue, sent: Layout, mesh: Sequence[int]) -> Layout:
     """The sender's cuts where the meshes are alike, else ours; replicas are made here."""
     shape = aval_shape(version.atom)
     alike = len(sent.dims) == len(shape) and all(axis < len(mesh) for axis in sent.used)

@@ -9,7 +9,7 @@ from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.peak_memory import peak, version_bytes
+from autopar.passes.sharding.peak_memory import local_bytes, peak
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import (
@@ -17,8 +17,8 @@ from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
     Loop,
-    Program,
-    Reshard,
+    Relayout,
+    SpmdProgram,
 )
 
 
@@ -33,7 +33,7 @@ class PieceCosts:
         return sum(self._instruction(instruction) for instruction in block.instructions)
 
     def _instruction(self, instruction: Instruction) -> float:
-        if isinstance(instruction, Reshard):
+        if isinstance(instruction, Relayout):
             atom = instruction.source.atom
             whole = math.prod(aval_shape(atom))
             total = 0.0
@@ -77,13 +77,15 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
     return {piece.name: max(peaks[0] - max(reads, reads - donated + writes), 0)}
 
 
-def _temporary_bytes(piece: StagePiece, program: Program) -> int:
+def _temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
     """Bytes per device that a piece needs beside what it reads and writes."""
     block = Block(
         tuple(port.version for port in piece.inputs),
         piece.instructions,
         tuple(p.version for p in piece.outputs if not hasattr(p.version.atom, "val")),
     )
-    worst = peak(Program(program.mesh, program.axis_names, block), {}, [False] * len(block.inputs))
-    held = sum(version_bytes(v, program.mesh) for v in {*block.inputs, *block.outputs})
+    worst = peak(
+        SpmdProgram(program.mesh, program.axis_names, block), {}, [False] * len(block.inputs)
+    )
+    held = sum(local_bytes(v, program.mesh) for v in {*block.inputs, *block.outputs})
     return max(worst.bytes - held, 0)

@@ -17,8 +17,8 @@ from autopar.passes.pipeline.instructions import (
     Value,
     ValueTransfer,
 )
-from autopar.passes.sharding.peak_memory import version_bytes
-from autopar.passes.sharding.spmd_program import Block, Instruction, Program, Version
+from autopar.passes.sharding.peak_memory import local_bytes
+from autopar.passes.sharding.spmd_program import Block, Instruction, ShardedValue, SpmdProgram
 from autopar.passes.slicing.stage_graphs import LeafRows
 
 
@@ -29,7 +29,7 @@ class Port(NamedTuple):
     """
 
     value: int
-    version: Version
+    version: ShardedValue
     stacked: bool = False
 
 
@@ -80,9 +80,9 @@ class Pieces:
       outputs: for every output leaf of the whole graph, its value.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[SpmdProgram, ...]
     values: tuple[Value, ...]
-    versions: Mapping[int, Version]
+    versions: Mapping[int, ShardedValue]
     pieces: tuple[StagePiece, ...]
     transfers: tuple[ValueTransfer, ...]
     inputs: tuple[tuple[int, ...], ...]
@@ -122,13 +122,18 @@ class Numbers:
 
     first: int = 0
     values: list[Value] = field(default_factory=list)
-    versions: dict[int, Version] = field(default_factory=dict)
+    versions: dict[int, ShardedValue] = field(default_factory=dict)
 
     def new(
-        self, stage: int, version: Version, mesh: Sequence[int], per_microbatch: bool, label: str
+        self,
+        stage: int,
+        version: ShardedValue,
+        mesh: Sequence[int],
+        per_microbatch: bool,
+        label: str,
     ) -> int:
         number = self.first + len(self.values)
-        size = version_bytes(version, mesh)
+        size = local_bytes(version, mesh)
         self.values.append(Value(number, stage, size, per_microbatch, label))
         self.versions[number] = version
         return number

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.passes.graph.primitives import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
 from autopar.passes.pieces.wiring import has_effect
 from autopar.passes.sharding.scopes import itemsize
-from autopar.passes.sharding.spmd_program import Compute, Instruction, Version, reads, writes
+from autopar.passes.sharding.spmd_program import Compute, Instruction, ShardedValue, reads, writes
 from autopar.passes.slicing.mincut import source_side
 
 # Prices are for one element, in eighths of a byte that is moved; they are estimates. Moving a byte
@@ -35,10 +35,10 @@ _SOURCE, _SINK = 0, 1
 
 def computed_again(
     forward: Sequence[Instruction],
-    wanted: Collection[Version],
-    size: Callable[[Version], int],
-    held: Collection[Version],
-    changing: Collection[Version],
+    wanted: Collection[ShardedValue],
+    size: Callable[[ShardedValue], int],
+    held: Collection[ShardedValue],
+    changing: Collection[ShardedValue],
 ) -> list[Instruction]:
     """What a later task should compute again, of what it reads; the rest it takes from F.
 
@@ -61,7 +61,7 @@ def computed_again(
 
     stack = [v for v in maker if v in wanted and v not in held]
     arcs += [(node(("kept", v)), _SINK, None) for v in stack]
-    seen, priced = set[Version](), set[int]()
+    seen, priced = set[ShardedValue](), set[int]()
     while stack:
         v = stack.pop()
         if v in seen:
@@ -108,7 +108,9 @@ def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) ->
 
 
 def _price(
-    instruction: Instruction, size: Callable[[Version], int], changing: Collection[Version]
+    instruction: Instruction,
+    size: Callable[[ShardedValue], int],
+    changing: Collection[ShardedValue],
 ) -> int | None:
     """What running an instruction again costs; None, if it must not or should not be."""
     if not isinstance(instruction, Compute) or instruction.once or has_effect(instruction):

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from autopar.passes.pieces.opened import OpenStage
-from autopar.passes.sharding.spmd_program import Instruction, Version, reads, writes
+from autopar.passes.sharding.spmd_program import Instruction, ShardedValue, reads, writes
 from autopar.passes.slicing.stage_graphs import StageLink
 
 Level: TypeAlias = tuple[int, int]  # before (0) or after (1) the loop, and the round there
-Levels: TypeAlias = Mapping[Version, Level]
+Levels: TypeAlias = Mapping[ShardedValue, Level]
 Rounds: TypeAlias = Mapping[Level, Sequence[Instruction]]
 FIRST: Level = (0, 0)
 AFTER_LOOP: Level = (1, 0)
@@ -27,12 +27,12 @@ def find_levels(stages: Sequence[OpenStage], links: Sequence[StageLink]) -> tupl
 
     What arrives from another stage's round r can be read in round r + 1.
     """
-    levels: list[dict[Version, Level]] = [
+    levels: list[dict[ShardedValue, Level]] = [
         {outer: AFTER_LOOP for outer, _ in stage.edge.results} for stage in stages
     ]
     changed = True
 
-    def raise_to(stage: int, version: Version, level: Level) -> None:
+    def raise_to(stage: int, version: ShardedValue, level: Level) -> None:
         nonlocal changed
         if levels[stage].get(version, _BEFORE) < level:
             levels[stage][version] = level

@@ -15,8 +15,8 @@ from autopar.passes.pieces.rounds import AFTER_LOOP, Level, Rounds
 from autopar.passes.pieces.wiring import has_effect, made_by, needed, read_by
 from autopar.passes.pipeline.instructions import PieceKind
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.peak_memory import version_bytes
-from autopar.passes.sharding.spmd_program import Instruction, Version, is_literal, writes
+from autopar.passes.sharding.peak_memory import local_bytes
+from autopar.passes.sharding.spmd_program import Instruction, ShardedValue, is_literal, writes
 
 _KINDS: tuple[PieceKind, PieceKind] = ("prologue", "epilogue")
 
@@ -48,7 +48,7 @@ def body_by_task(stage: OpenStage, *, remat: bool) -> dict[Task, Sequence[Instru
     again = computed_again(
         forward,
         made & read[0],
-        lambda v: version_bytes(v, stage.program.mesh),
+        lambda v: local_bytes(v, stage.program.mesh),
         held={
             *(inner for _, inner in stage.edge.constants),
             *set().union(*read).difference(made_by(stage.body)),
@@ -93,8 +93,8 @@ def _piece(
     kind: PieceKind,
     instructions: Sequence[Instruction],
     outputs: Sequence[Port],
-    numbers: Mapping[Version, int],
-    stacked: Collection[Version] = (),
+    numbers: Mapping[ShardedValue, int],
+    stacked: Collection[ShardedValue] = (),
 ) -> StagePiece:
     made = {v: time for time, x in enumerate(instructions) for v in writes(x)}
     variables = [port.version for port in outputs if not is_literal(port.version)]

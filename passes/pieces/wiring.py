@@ -6,33 +6,33 @@ from collections.abc import Iterable, Sequence
 
 from autopar.passes.sharding.spmd_program import (
     Instruction,
-    Reshard,
-    Version,
+    Relayout,
+    ShardedValue,
     is_literal,
     reads,
     writes,
 )
 
 
-def read_by(instructions: Iterable[Instruction]) -> list[Version]:
+def read_by(instructions: Iterable[Instruction]) -> list[ShardedValue]:
     """The variables that instructions read, in their order, some more than once."""
     return [v for x in instructions for v in reads(x)]
 
 
-def made_by(instructions: Iterable[Instruction]) -> set[Version]:
+def made_by(instructions: Iterable[Instruction]) -> set[ShardedValue]:
     """The variables that instructions make."""
     return {v for x in instructions for v in writes(x)}
 
 
 def has_effect(instruction: Instruction) -> bool:
     """Whether it does more than make its results."""
-    return not isinstance(instruction, Reshard) and bool(instruction.eqn.effects)
+    return not isinstance(instruction, Relayout) and bool(instruction.eqn.effects)
 
 
 def needed(
-    instructions: Sequence[Instruction], wanted: Iterable[Version]
+    instructions: Sequence[Instruction], wanted: Iterable[ShardedValue]
 ) -> tuple[Instruction, ...]:
-    """The instructions that the wanted versions, or an effect, depend on."""
+    """The instructions that the wanted values, or an effect, depend on."""
     live = {v for v in wanted if not is_literal(v)}
     kept = []
     for instruction in reversed(instructions):

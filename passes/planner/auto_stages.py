@@ -24,7 +24,7 @@ from autopar.passes.planner.candidates import label_batch, plan_stage
 from autopar.passes.planner.layouts import StageLayout, submesh
 from autopar.passes.planner.stage_choice import StageChoice, StageOption, best_stages
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, memory_limit_of
-from autopar.passes.sharding.peak_memory import version_bytes
+from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.slicing.slice_stages import slice_stages
@@ -194,12 +194,12 @@ def _measured(
             and instruction.eqn is stage.loop.scan
         ):
             inside = prices.seconds(instruction.body)
-            carried = sum(version_bytes(v, program.mesh) for v in instruction.results)
+            carried = sum(local_bytes(v, program.mesh) for v in instruction.results)
         else:
             outside.append(instruction)
     block = program.block
     state = sum(
-        version_bytes(version, program.mesh)
+        local_bytes(version, program.mesh)
         for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
         if label.role in ("state", "constant")
     )

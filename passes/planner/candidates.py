@@ -36,7 +36,7 @@ from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import pins_of
-from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
@@ -237,7 +237,7 @@ def assemble_step(
 
 def take_apart(
     stages: Stages,
-    programs: Sequence[Program],
+    programs: Sequence[SpmdProgram],
     remat: Sequence[bool],
 ) -> Pieces:
     """The pieces of the stages' programs; of one stage alone, one piece."""

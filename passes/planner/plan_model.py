@@ -16,7 +16,7 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Reshard
+from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Relayout
 
 
 class _Moving(NamedTuple):
@@ -86,7 +86,7 @@ def step_model(
 def _moving(block: Block, pricing: Pricing) -> _Moving:
     total = _Moving()
     for instruction in block.instructions:
-        if isinstance(instruction, Reshard):
+        if isinstance(instruction, Relayout):
             total = total.plus(_resharding(instruction, pricing))
         elif isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]
@@ -97,7 +97,7 @@ def _moving(block: Block, pricing: Pricing) -> _Moving:
     return total
 
 
-def _resharding(instruction: Reshard, pricing: Pricing) -> _Moving:
+def _resharding(instruction: Relayout, pricing: Pricing) -> _Moving:
     atom: Any = instruction.source.atom
     whole = math.prod(aval_shape(atom))
     latency = moved = 0.0

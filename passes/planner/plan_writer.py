@@ -47,10 +47,10 @@ from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.collectives import collectives, short_source
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.lower import lower
-from autopar.passes.sharding.peak_memory import version_bytes
+from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import Program, Version
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.plans.plan import Plan
 
@@ -204,7 +204,7 @@ def _outputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
     found = []
     for label, value in zip(split.graph.outputs, pieces.outputs, strict=True):
         stage = pieces.values[value].stage
-        role = "output" if label.twin is None else "state"
+        role = "output" if label.alias is None else "state"
         version = pieces.versions[value]
         found.append(
             _tensor_plan(version, label.path, role, False, pieces.programs[stage], (stage,))
@@ -263,7 +263,7 @@ def strategies_of(planned: PlannedStage) -> tuple[NodeStrategy, ...]:
     )
 
 
-def assignment_of(stage: StagePlan, built: Built) -> list[int]:
+def assignment_of(stage: StagePlan, built: StrategyGraph) -> list[int]:
     """The inverse of `strategies_of`.
 
     Raises:
@@ -287,7 +287,7 @@ def assignment_of(stage: StagePlan, built: Built) -> list[int]:
     return assignment
 
 
-def _node_names(built: Built) -> list[str]:
+def _node_names(built: StrategyGraph) -> list[str]:
     return [f"{index}: {node.label}" for index, node in enumerate(built.nodes)]
 
 
@@ -295,7 +295,7 @@ def _choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str
     return f"{s} {describe(layouts[s], names)}"
 
 
-def _collectives(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
+def _collectives(program: SpmdProgram, cluster: Cluster) -> tuple[Collective, ...]:
     """The collectives of a step on one mesh, with the seconds that they are expected to take."""
 
     def seconds(item: Collective) -> float:
@@ -306,11 +306,11 @@ def _collectives(program: Program, cluster: Cluster) -> tuple[Collective, ...]:
 
 
 def _tensor_plan(
-    version: Version,
+    version: ShardedValue,
     path: str,
     role: str,
     donated: bool,
-    program: Program,
+    program: SpmdProgram,
     stages: tuple[int, ...],
 ) -> TensorPlan:
     """How a leaf is stored."""
@@ -328,10 +328,10 @@ def _tensor_plan(
     )
 
 
-def _held(version: Version, program: Program) -> int:
+def _held(version: ShardedValue, program: SpmdProgram) -> int:
     if isinstance(version.atom, jex_core.Literal):
         return math.prod(aval_shape(version.atom)) * itemsize(version.atom.aval)
-    return version_bytes(version, program.mesh)
+    return local_bytes(version, program.mesh)
 
 
 def total_flops(jaxpr: Any, rules: Any, times: int = 1) -> int:

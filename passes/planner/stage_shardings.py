@@ -18,11 +18,11 @@ from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.lower import lower
-from autopar.passes.sharding.peak_memory import Peak, peak
+from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import resolve_pins, restriction
-from autopar.passes.sharding.spmd_program import Program
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.spmd_program import SpmdProgram
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.solver import Infeasible, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
@@ -54,10 +54,10 @@ class PlannedStage:
 
     mesh: tuple[int, ...]
     split: SplitStep
-    built: Built
+    built: StrategyGraph
     solution: Solution
-    program: Program
-    peak: Peak
+    program: SpmdProgram
+    peak: MemoryPeak
     fits: bool
 
     @property
@@ -67,7 +67,7 @@ class PlannedStage:
 
 def prepare(
     split: SplitStep, mesh: tuple[int, ...], options: Options, cluster: Cluster
-) -> tuple[Built, Pricing, BatchDims]:
+) -> tuple[StrategyGraph, Pricing, BatchDims]:
     """The integer program of a split graph on one mesh, its prices, and where the batch is."""
     graph, rules = split.graph, split.rules
     dims = batch_dims(graph, rules)
@@ -117,7 +117,7 @@ def plan_mesh(
     return found if least is None else attempt(least)
 
 
-def _solve(built: Built, memory: int | None, options: Options) -> Solution:
+def _solve(built: StrategyGraph, memory: int | None, options: Options) -> Solution:
     return solve(
         to_problem(built, memory),
         time_limit=options.solver_time_limit,
@@ -126,7 +126,7 @@ def _solve(built: Built, memory: int | None, options: Options) -> Solution:
     )
 
 
-def _least_usage(built: Built, options: Options) -> int | None:
+def _least_usage(built: StrategyGraph, options: Options) -> int | None:
     """The smallest memory limit that the solver can satisfy."""
     try:
         _solve(built, 1, options)

@@ -18,16 +18,16 @@ from autopar.passes.sharding.layout import Layout, replicated, stacked, without_
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scopes import (
+    Assigned,
     Entry,
-    Flexible,
-    Rigid,
+    Recomputed,
+    Replicated,
     Scope,
-    Small,
-    Value,
+    ScopeValue,
     aval_shape,
     itemsize,
 )
-from autopar.passes.sharding.strategy_graph import Built, StrategyGraphBuilder
+from autopar.passes.sharding.strategy_graph import StrategyGraph, StrategyGraphBuilder
 from autopar.passes.sharding.sums import accumulates, starts_of_sums
 
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
@@ -41,7 +41,7 @@ def build(
     mesh: tuple[int, ...],
     pricing: Pricing,
     restriction: Restriction,
-) -> Built:
+) -> StrategyGraph:
     """Nodes with their strategies and costs (seconds a step), and edges with resharding costs."""
     return _Walk(graph, rules, mesh, pricing, restriction).run()
 
@@ -62,11 +62,11 @@ class _Walk(StrategyGraphBuilder):
         self._state_nodes: set[int] = set()
         self._starts: set[Var] = set()  # what loops begin to add to
 
-    def run(self) -> Built:
+    def run(self) -> StrategyGraph:
         jaxpr, built = self.graph.jaxpr, self.built
-        env: dict[Var, Value] = {}
+        env: dict[Var, ScopeValue] = {}
         inputs: list[int] = []
-        held: list[Rigid] = []
+        held: list[Assigned] = []
         for index, (var, label) in enumerate(zip(jaxpr.invars, self.graph.inputs, strict=True)):
             layouts = self.restriction.input_layouts(index, self.mesh)
             node = self.boundary(label.path, "", layouts, times=1)
@@ -74,29 +74,29 @@ class _Walk(StrategyGraphBuilder):
             if label.role == "state":
                 self._state_nodes.add(node)
             small = label.role != "batch" and math.prod(aval_shape(var)) <= 1
-            rigid = None if small else self.rigid(node, layouts, var, label.path)
-            env[var] = rigid or Small()
-            if rigid is not None and not label.donated:
-                held.append(rigid)
+            assigned = None if small else self.assigned(node, layouts, var, label.path)
+            env[var] = assigned or Replicated()
+            if assigned is not None and not label.donated:
+                held.append(assigned)
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
         self.walk(built.scope, env)
         for atom, output in zip(jaxpr.outvars, self.graph.outputs, strict=True):
             value = self.read(env, atom)
-            if output.twin is not None:
-                node = inputs[output.twin]
+            if output.alias is not None:
+                node = inputs[output.alias]
                 self.link(value, built.nodes[node].layouts, node, 1)
-            elif isinstance(value, Rigid):
+            elif isinstance(value, Assigned):
                 wanted = tuple(map(without_partial, value.layouts))
                 self.link(value, wanted, value.node, 1)
         for kept in held:  # the caller keeps what is not donated
             kept.live.last = built.time
         return built
 
-    def read(self, env: Mapping[Var, Value], atom: Any) -> Value:
-        return Small() if isinstance(atom, jex_core.Literal) else env[atom]
+    def read(self, env: Mapping[Var, ScopeValue], atom: Any) -> ScopeValue:
+        return Replicated() if isinstance(atom, jex_core.Literal) else env[atom]
 
-    def walk(self, scope: Scope, env: dict[Var, Value]) -> None:
+    def walk(self, scope: Scope, env: dict[Var, ScopeValue]) -> None:
         self._starts |= starts_of_sums(scope.jaxpr)
         for eqn in scope.jaxpr.eqns:
             self.built.time += 1
@@ -116,38 +116,38 @@ class _Walk(StrategyGraphBuilder):
             )
 
     def equation(
-        self, scope: Scope, eqn: JaxprEqn, values: list[Value]
-    ) -> tuple[Entry, list[Value]]:
+        self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
+    ) -> tuple[Entry, list[ScopeValue]]:
         if eqn.effects or eqn.primitive.name in CONTROL_FLOW:
             return self.opaque(scope, eqn, values)
         shape = self.shape(eqn)
         sizes = [math.prod(aval_shape(v)) for v in eqn.outvars]
-        all_small = all(isinstance(v, Small) for v in values)
+        all_small = all(isinstance(v, Replicated) for v in values)
         is_start = any(var in self._starts for var in eqn.outvars)
         if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
-            return Entry("small", eqn, shape), [Small() for _ in eqn.outvars]
-        if self._is_flexible(eqn, shape, values, sizes):
-            value = Flexible(shape, 0, tuple(values))
-            return Entry("flexible", eqn, shape), [value]
+            return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
+        if self._is_recomputed(eqn, shape, values, sizes):
+            value = Recomputed(shape, 0, tuple(values))
+            return Entry("recomputed", eqn, shape), [value]
         lead = self._lead(eqn, values)
         if lead is None:
             return self.opener(scope, eqn, shape, values)
         followed = values[lead]
-        assert isinstance(followed, Rigid)
+        assert isinstance(followed, Assigned)
         found = tuple(self.follow(shape, lead, layout) for layout in followed.layouts)
         return self._grouped(scope, eqn, shape, values, followed.node, found)
 
-    def _is_flexible(
-        self, eqn: JaxprEqn, shape: st.Shape, values: list[Value], sizes: list[int]
+    def _is_recomputed(
+        self, eqn: JaxprEqn, shape: st.Shape, values: list[ScopeValue], sizes: list[int]
     ) -> bool:
         if len(sizes) != 1 or eqn.primitive.name in OPENS_GROUP:
             return False
         if any(f.kind not in ("pass", "replicated") for f in shape.rule.factors):
             return False
-        rigid = sum(math.prod(v.shape) for v in values if isinstance(v, Rigid))
-        return FREE_EXPANSION * rigid <= sizes[0]
+        assigned = sum(math.prod(v.shape) for v in values if isinstance(v, Assigned))
+        return FREE_EXPANSION * assigned <= sizes[0]
 
-    def _lead(self, eqn: JaxprEqn, values: list[Value]) -> int | None:
+    def _lead(self, eqn: JaxprEqn, values: list[ScopeValue]) -> int | None:
         """The operand whose group this equation joins, or None if it opens a group.
 
         A state leaf's or an accumulator's group takes in what is joined with it; other joins of
@@ -155,19 +155,21 @@ class _Walk(StrategyGraphBuilder):
         """
         if eqn.primitive.name in OPENS_GROUP:
             return None
-        rigid = {i: v for i, v in enumerate(values) if isinstance(v, Rigid)}
-        if not rigid:
+        assigned = {i: v for i, v in enumerate(values) if isinstance(v, Assigned)}
+        if not assigned:
             return None
-        largest = max(math.prod(v.shape) for v in rigid.values())
-        big = {i: v.node for i, v in rigid.items() if FREE_EXPANSION * math.prod(v.shape) > largest}
+        largest = max(math.prod(v.shape) for v in assigned.values())
+        big = {
+            i: v.node for i, v in assigned.items() if FREE_EXPANSION * math.prod(v.shape) > largest
+        }
         anchored = [i for i, node in big.items() if node in self._state_nodes]
         if anchored:
             return anchored[0]
         return next(iter(big)) if len(set(big.values())) == 1 else None
 
     def opener(
-        self, scope: Scope, eqn: JaxprEqn, shape: st.Shape, values: list[Value]
-    ) -> tuple[Entry, list[Value]]:
+        self, scope: Scope, eqn: JaxprEqn, shape: st.Shape, values: list[ScopeValue]
+    ) -> tuple[Entry, list[ScopeValue]]:
         options = self.options(eqn, shape, heavy=eqn.primitive.name in OPENS_GROUP)
         label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
         node = self.boundary(label, user_source(eqn), [o.results[0] for o in options], scope.times)
@@ -185,52 +187,56 @@ class _Walk(StrategyGraphBuilder):
         scope: Scope,
         eqn: JaxprEqn,
         shape: st.Shape,
-        values: list[Value],
+        values: list[ScopeValue],
         node: int,
         found: tuple[st.Strategy, ...],
-    ) -> tuple[Entry, list[Value]]:
+    ) -> tuple[Entry, list[ScopeValue]]:
         for position, value in enumerate(values):
-            if isinstance(value, (Rigid, Flexible)):
+            if isinstance(value, (Assigned, Recomputed)):
                 self.link(value, [s.operands[position] for s in found], node, scope.times)
         whole = scope.times * self.pricing.compute(eqn, shape.rule)
         seconds = self.built.nodes[node].seconds
         for s, strategy in enumerate(found):
             seconds[s] += whole / strategy.division
         fused = eqn.primitive.name not in UNFUSED
-        results: list[Value] = [
-            self.rigid(node, tuple(s.results[r] for s in found), v, "", fused)
+        results: list[ScopeValue] = [
+            self.assigned(node, tuple(s.results[r] for s in found), v, "", fused)
             for r, v in enumerate(eqn.outvars)
         ]
         if all(math.prod(aval_shape(v)) <= 1 for v in eqn.outvars):
-            results = [Small() for _ in eqn.outvars]
+            results = [Replicated() for _ in eqn.outvars]
         return Entry("grouped", eqn, shape, node, found), results
 
-    def opaque(self, scope: Scope, eqn: JaxprEqn, values: list[Value]) -> tuple[Entry, list[Value]]:
+    def opaque(
+        self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
+    ) -> tuple[Entry, list[ScopeValue]]:
         """An equation that every device computes whole: its operands are gathered."""
         label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
         node = self.boundary(label, user_source(eqn), [Layout(())], scope.times)
         for value, atom in zip(values, eqn.invars, strict=True):
             self.link(value, [replicated(len(aval_shape(atom)))], node, scope.times)
-        results: list[Value] = []
+        results: list[ScopeValue] = []
         for var in eqn.outvars:
             shape = aval_shape(var)
             if math.prod(shape) <= 1:
-                results.append(Small())
+                results.append(Replicated())
             else:
-                results.append(self.rigid(node, (replicated(len(shape)),), var, ""))
+                results.append(self.assigned(node, (replicated(len(shape)),), var, ""))
         return Entry("opaque", eqn, node=node), results
 
-    def scan(self, scope: Scope, eqn: JaxprEqn, values: list[Value]) -> tuple[Entry, list[Value]]:
+    def scan(
+        self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
+    ) -> tuple[Entry, list[ScopeValue]]:
         parts = ScanParts.of(eqn)
         inner = Scope(parts.body, scope.times * eqn.params["length"])
-        env: dict[Var, Value] = {}
+        env: dict[Var, ScopeValue] = {}
         label = f"scan {eqn.source_info.name_stack}".strip()
         boundaries: list[int | None] = []
-        entered: list[Rigid] = []
+        entered: list[Assigned] = []
 
-        def enter(var: Var, value: Value, what: str, partial: bool = False) -> None:
-            if math.prod(aval_shape(var)) <= 1 or isinstance(value, Small):
-                env[var] = Small()
+        def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
+            if math.prod(aval_shape(var)) <= 1 or isinstance(value, Replicated):
+                env[var] = Replicated()
                 boundaries.append(None)
                 return
             layouts = self.restriction.boundary_layouts(var, value, self.mesh, partial)
@@ -241,7 +247,7 @@ class _Walk(StrategyGraphBuilder):
                 self._state_nodes.add(node)
             outside = map(stacked, layouts) if what == "slice" else layouts
             self.link(value, tuple(outside), node, scope.times)
-            entered.append(self.rigid(node, layouts, var, ""))
+            entered.append(self.assigned(node, layouts, var, ""))
             env[var] = entered[-1]
             boundaries.append(node)
 
@@ -255,27 +261,27 @@ class _Walk(StrategyGraphBuilder):
         for var, value in slices:
             enter(var, value, "slice")
         self.walk(inner, env)
-        results: list[Value] = []
+        results: list[ScopeValue] = []
         made = list(zip(parts.body.outvars, eqn.outvars, strict=True))
         carried, rows = parts.results(made)
         for (atom, var), node in zip(carried, parts.operands(boundaries)[1], strict=True):
             if node is None:
-                results.append(Small())
+                results.append(Replicated())
                 continue
             layouts = self.built.nodes[node].layouts
             self.link(self.read(env, atom), layouts, node, inner.times)
-            results.append(self.completed(self.rigid(node, layouts, var, ""), var, label))
+            results.append(self.completed(self.assigned(node, layouts, var, ""), var, label))
         for atom, var in rows:
             value = self.read(env, atom)
-            if isinstance(value, Small) or math.prod(aval_shape(atom)) <= 1:
+            if isinstance(value, Replicated) or math.prod(aval_shape(atom)) <= 1:
                 boundaries.append(None)
-                results.append(Small())
+                results.append(Replicated())
                 continue
             layouts = self.restriction.boundary_layouts(atom, value, self.mesh, True)
             node = self.boundary(f"{label} stack", user_source(eqn), layouts, scope.times)
             self.link(value, layouts, node, inner.times)
             boundaries.append(node)
-            stack = self.rigid(node, tuple(map(stacked, layouts)), var, "")
+            stack = self.assigned(node, tuple(map(stacked, layouts)), var, "")
             stack.live.first = start  # it is allocated before the loop and filled by it
             results.append(self.completed(stack, var, label))
         for value in self.built.values:  # what a loop reads is alive until its last trip
@@ -284,41 +290,43 @@ class _Walk(StrategyGraphBuilder):
         for value in entered:
             value.live.last = self.built.time
         completions = tuple(
-            value.node if isinstance(value, Rigid) and value.node not in boundaries else None
+            value.node if isinstance(value, Assigned) and value.node not in boundaries else None
             for value in results
         )
         entry = Entry("scan", eqn, None, None, (), (inner,), tuple(boundaries), completions)
         return entry, results
 
-    def completed(self, value: Rigid, var: Any, label: str) -> Rigid:
+    def completed(self, value: Assigned, var: Any, label: str) -> Assigned:
         """A loop's sums, completed once for all who read them, if they may leave it unreduced."""
         if not any(layout.partial for layout in value.layouts):
             return value
         layouts = self.restriction.boundary_layouts(var, value, self.mesh, False)
         node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
         self.link(value, layouts, node, self.built.nodes[value.node].times)
-        return self.rigid(node, layouts, var, "")
+        return self.assigned(node, layouts, var, "")
 
-    def cond(self, scope: Scope, eqn: JaxprEqn, values: list[Value]) -> tuple[Entry, list[Value]]:
+    def cond(
+        self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
+    ) -> tuple[Entry, list[ScopeValue]]:
         label = f"cond {eqn.source_info.name_stack}".strip()
         inner: list[Scope] = []
-        outs: list[list[Value]] = []
+        outs: list[list[ScopeValue]] = []
         for branch in eqn.params["branches"]:
             body = branch.jaxpr
-            env: dict[Var, Value] = dict(zip(body.invars, values[1:], strict=True))
+            env: dict[Var, ScopeValue] = dict(zip(body.invars, values[1:], strict=True))
             within = Scope(body, scope.times)
             self.walk(within, env)
             inner.append(within)
             outs.append([self.read(env, atom) for atom in body.outvars])
         boundaries: list[int | None] = []
-        results: list[Value] = []
+        results: list[ScopeValue] = []
         for position, var in enumerate(eqn.outvars):
             shape = aval_shape(var)
             if math.prod(shape) <= 1:
                 boundaries.append(None)
-                results.append(Small())
+                results.append(Replicated())
                 continue
-            source = next((v for o in outs if isinstance(v := o[position], Rigid)), None)
+            source = next((v for o in outs if isinstance(v := o[position], Assigned)), None)
             layouts = self.restriction.boundary_layouts(var, source, self.mesh, False)
             node = self.boundary(f"{label} result", user_source(eqn), layouts, scope.times)
             if source is not None and source.node in self._state_nodes:
@@ -326,5 +334,5 @@ class _Walk(StrategyGraphBuilder):
             for branch_values in outs:
                 self.link(branch_values[position], layouts, node, scope.times)
             boundaries.append(node)
-            results.append(self.rigid(node, layouts, var, ""))
+            results.append(self.assigned(node, layouts, var, ""))
         return Entry("cond", eqn, scopes=tuple(inner), boundaries=tuple(boundaries)), results

@@ -8,12 +8,12 @@ from typing import Any
 
 from autopar.base.plan_records import Collective
 from autopar.passes.graph.graph import user_source
-from autopar.passes.sharding.reshard import COLLECTIVES, Step
+from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Program, Reshard
+from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Relayout, SpmdProgram
 
 
-def collectives(program: Program) -> tuple[Collective, ...]:
+def collectives(program: SpmdProgram) -> tuple[Collective, ...]:
     """Every collective of a step: `bytes` is the larger of what one device puts in and gets out.
 
     `times` counts a loop's trips; both branches of a cond are listed.
@@ -21,10 +21,10 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     return tuple(_walk(program.block, 1, program))
 
 
-def _walk(block: Block, times: int, program: Program) -> Iterator[Collective]:
+def _walk(block: Block, times: int, program: SpmdProgram) -> Iterator[Collective]:
     sources = _sources(block)
     for instruction in block.instructions:
-        if isinstance(instruction, Reshard):
+        if isinstance(instruction, Relayout):
             for step in instruction.steps:
                 if step.kind in COLLECTIVES:
                     yield Collective(
@@ -42,7 +42,7 @@ def _walk(block: Block, times: int, program: Program) -> Iterator[Collective]:
                 yield from _walk(inner, times, program)
 
 
-def step_bytes(step: Step, atom: Any) -> int:
+def step_bytes(step: ReshardStep, atom: Any) -> int:
     """Bytes of one device's buffer, before or after the step, whichever is larger."""
     return itemsize(atom.aval) * step.elements(math.prod(aval_shape(atom)))
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import FUSION_REACH
-from autopar.passes.sharding.scopes import Rigid
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.scopes import Assigned
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.solver import FORBIDDEN, Problem
 
 PICOSECONDS = 1e12
@@ -17,7 +17,7 @@ PICOSECONDS = 1e12
 NEGLIGIBLE_SHARE = 2000
 
 
-def to_problem(built: Built, memory_limit: int | None) -> Problem:
+def to_problem(built: StrategyGraph, memory_limit: int | None) -> Problem:
     """The problem whose node i is the built node i; with a limit, value holders come after them.
 
     A holder stands for one value's bytes over its live range: it has one strategy for each size
@@ -53,12 +53,12 @@ def to_problem(built: Built, memory_limit: int | None) -> Problem:
     )
 
 
-def _takes_memory(value: Rigid) -> bool:
+def _takes_memory(value: Assigned) -> bool:
     live = value.live
     return live.last > live.first and not (live.fused and live.last - live.first <= FUSION_REACH)
 
 
-def _local_bytes(value: Rigid, mesh: tuple[int, ...]) -> list[int]:
+def _local_bytes(value: Assigned, mesh: tuple[int, ...]) -> list[int]:
     return [
         value.itemsize * math.prod(local_shape(value.shape, layout, mesh))
         for layout in value.layouts

@@ -27,21 +27,21 @@ from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
     Loop,
-    Program,
-    Reshard,
-    Version,
+    Relayout,
+    ShardedValue,
+    SpmdProgram,
 )
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 
 
 def lower(
     step: Microbatched,
-    built: Built,
+    built: StrategyGraph,
     assignment: Sequence[int],
     pricing: Pricing,
     axis_names: tuple[str, ...],
     batch_dims: Mapping[Var, frozenset[int]],
-) -> Program:
+) -> SpmdProgram:
     """The program in which every group of equations takes its assigned strategy."""
     assert built.scope is not None
     graph, loop = step.graph, step.loop
@@ -53,19 +53,19 @@ def lower(
     )
     jaxpr = graph.jaxpr
     inputs = tuple(
-        Version(var, built.nodes[node].layouts[assignment[node]])
+        ShardedValue(var, built.nodes[node].layouts[assignment[node]])
         for var, node in zip(jaxpr.invars, built.inputs, strict=True)
     )
     lowering = _Lowering(context, None, inputs)
     lowering.run(built.scope)
     outputs = []
     for atom, label in zip(jaxpr.outvars, graph.outputs, strict=True):
-        if label.twin is not None:
-            layout = inputs[label.twin].layout
+        if label.alias is not None:
+            layout = inputs[label.alias].layout
         else:
             layout = without_partial(lowering.home(atom))
         outputs.append(lowering.get(atom, layout))
-    return Program(
+    return SpmdProgram(
         built.mesh,
         axis_names,
         Block(inputs, tuple(lowering.instructions), tuple(outputs)),
@@ -77,7 +77,7 @@ class _Context:
 
     def __init__(
         self,
-        built: Built,
+        built: StrategyGraph,
         assignment: tuple[int, ...],
         pricing: Pricing,
         batch_dims: Mapping[Var, frozenset[int]],
@@ -99,23 +99,23 @@ class _Context:
 class _Lowering:
     """One scope: the versions that exist so far and the instructions that made them."""
 
-    def __init__(self, context: _Context, parent: _Lowering | None, inputs: Sequence[Version]):
+    def __init__(self, context: _Context, parent: _Lowering | None, inputs: Sequence[ShardedValue]):
         self.context, self.parent = context, parent
         self.instructions: list[Instruction] = []
         self.versions: dict[Var, list[Layout]] = {}
-        self.unreduced: set[Version] = set()  # as they were made, before they were completed
-        self.flexible: dict[Var, Entry] = {}
+        self.unreduced: set[ShardedValue] = set()  # as they were made, before they were completed
+        self.recomputed: dict[Var, Entry] = {}
         self.aliases: dict[Var, Any] = {}  # a branch's variable -> the outer atom
-        self.captured: dict[Version, Version] = {}  # inner version -> outer version
+        self.captured: dict[ShardedValue, ShardedValue] = {}  # inner version -> outer version
         self.stacked_small: set[Var] = set()
         for version in inputs:
             self.define(version)
 
-    def define(self, version: Version) -> None:
+    def define(self, version: ShardedValue) -> None:
         self.versions.setdefault(version.atom, []).append(version.layout)
 
     def home(self, atom: Any) -> Layout:
-        """The layout in which a value was made; a flexible one counts as replicated."""
+        """The layout in which a value was made; a recomputed one counts as replicated."""
         if isinstance(atom, jex_core.Literal):
             return replicated(len(aval_shape(atom)))
         if atom in self.versions:
@@ -125,9 +125,9 @@ class _Lowering:
             return self.parent.home(self.aliases[atom])
         return replicated(len(aval_shape(atom)))
 
-    def get(self, atom: Any, layout: Layout) -> Version:
+    def get(self, atom: Any, layout: Layout) -> ShardedValue:
         """`atom` in `layout`: an existing version, or instructions that make it."""
-        wanted = Version(atom, layout)
+        wanted = ShardedValue(atom, layout)
         if isinstance(atom, jex_core.Literal):
             return wanted
         if atom in self.aliases and atom not in self.versions:
@@ -140,20 +140,20 @@ class _Lowering:
         shape, size = aval_shape(atom), itemsize(atom.aval)
         pricing = self.context.pricing
         source = min(known, key=lambda have: pricing.reshard(have, layout, shape, size))
-        if atom in self.flexible and pricing.reshard(source, layout, shape, size) > 0:
+        if atom in self.recomputed and pricing.reshard(source, layout, shape, size) > 0:
             source = self._produce(atom, layout)  # computed again: its price was that of none
             if source == layout:
                 return wanted
         steps = reshard_steps(source, layout, self.context.mesh, pricing.reduce_scatter)
         self.instructions.append(
-            Reshard(Version(atom, source), wanted, steps, self._purpose(atom, source), "")
+            Relayout(ShardedValue(atom, source), wanted, steps, self._purpose(atom, source), "")
         )
         self.define(wanted)
         return wanted
 
     def _produce(self, atom: Var, layout: Layout) -> Layout:
-        """Compute a flexible value as it is read."""
-        entry = self.flexible[atom]
+        """Compute a recomputed value as it is read."""
+        entry = self.recomputed[atom]
         assert entry.shape is not None
         choice = st.produce(entry.shape, 0, without_partial(layout), self.context.mesh)
         made = st.strategy(entry.shape, choice, self.context.mesh)
@@ -165,11 +165,11 @@ class _Lowering:
         assert self.parent is not None
         outer = self.aliases[atom]
         have = self.parent.home(outer)
-        if outer in self.parent.flexible and outer not in self.parent.versions:
+        if outer in self.parent.recomputed and outer not in self.parent.versions:
             have = without_partial(layout)
         version = self.parent.get(outer, have)
-        self.captured[Version(atom, have)] = version
-        self.define(Version(atom, have))
+        self.captured[ShardedValue(atom, have)] = version
+        self.define(ShardedValue(atom, have))
 
     def _purpose(self, atom: Any, source: Layout) -> str:
         if self.context.batch_dims.get(atom):
@@ -182,9 +182,9 @@ class _Lowering:
 
     def run(self, scope: Scope) -> None:
         for entry in scope.entries:
-            if entry.kind == "flexible":
-                self.flexible[entry.eqn.outvars[0]] = entry
-            elif entry.kind == "small":
+            if entry.kind == "recomputed":
+                self.recomputed[entry.eqn.outvars[0]] = entry
+            elif entry.kind == "replicated":
                 self._small(entry)
             elif entry.kind == "grouped":
                 assert entry.node is not None
@@ -203,7 +203,7 @@ class _Lowering:
         operands = tuple(
             self.get(atom, layout) for atom, layout in zip(eqn.invars, chosen.operands, strict=True)
         )
-        results = tuple(Version(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
+        results = tuple(ShardedValue(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
         self.instructions.append(Compute(eqn, operands, results, once, task, movable))
         for version, layout in zip(results, chosen.results, strict=True):
             if isinstance(version.atom, jex_core.DropVar):
@@ -211,7 +211,7 @@ class _Lowering:
             self.define(version)
             self._complete(version, layout)
 
-    def _complete(self, version: Version, layout: Layout) -> None:
+    def _complete(self, version: ShardedValue, layout: Layout) -> None:
         """Bring a value to the layout that all who read it start from."""
         if layout != version.layout:
             self.get(version.atom, layout)
@@ -267,9 +267,9 @@ class _Lowering:
             for atom, node in zip(rows, entry.boundaries[num_inputs:], strict=True)
         ]
         outs = tuple(map(lowering.get, scan.body.outvars, (*carries, *stacks)))
-        results = tuple(map(Version, eqn.outvars, (*carries, *map(stacked, stacks))))
+        results = tuple(map(ShardedValue, eqn.outvars, (*carries, *map(stacked, stacks))))
         operands = tuple(map(self.get, eqn.invars, (*consts, *carries, *map(stacked, slices))))
-        inputs = tuple(map(Version, scan.body.invars, inner))
+        inputs = tuple(map(ShardedValue, scan.body.invars, inner))
         block = Block(inputs, tuple(lowering.instructions), outs)
         task = self.context.task(eqn)
         self.instructions.append(Loop(eqn, operands, results, block, task))
@@ -293,7 +293,7 @@ class _Lowering:
         small = [position for position in positions if entry.boundaries[position] is None]
         fixed: set[int] = set()
         while True:
-            inputs = tuple(map(Version, scan.body.invars, inner))
+            inputs = tuple(map(ShardedValue, scan.body.invars, inner))
             lowering = _Lowering(self.context, None, inputs)
             lowering.run(entry.scopes[0])
             changed = False
@@ -317,7 +317,7 @@ class _Lowering:
         eqn = entry.eqn
         index = self.get(eqn.invars[0], replicated(0))
         layouts = self._boundaries(eqn.outvars, entry.boundaries)
-        lowered: list[tuple[_Lowering, tuple[Version, ...]]] = []
+        lowered: list[tuple[_Lowering, tuple[ShardedValue, ...]]] = []
         for scope in entry.scopes:
             branch = _Lowering(self.context, self, ())
             branch.aliases.update(zip(scope.jaxpr.invars, eqn.invars[1:], strict=True))
@@ -327,22 +327,22 @@ class _Lowering:
                 for atom, layout in zip(scope.jaxpr.outvars, layouts, strict=True)
             )
             lowered.append((branch, outs))
-        operands: list[Version] = []
+        operands: list[ShardedValue] = []
         blocks = []
         for branch, _ in lowered:
             operands += [v for v in branch.captured.values() if v not in operands]
         for branch, outs in lowered:
-            inner_of: dict[Version, Version] = {}
+            inner_of: dict[ShardedValue, ShardedValue] = {}
             for inner, outer in branch.captured.items():
                 inner_of.setdefault(outer, inner)
             inputs = tuple(inner_of.get(outer, outer) for outer in operands)
             duplicates = [
-                Reshard(inner_of[outer], inner, (), "alias", "")
+                Relayout(inner_of[outer], inner, (), "alias", "")
                 for inner, outer in branch.captured.items()
                 if inner_of[outer] != inner
             ]
             blocks.append(Block(inputs, (*duplicates, *branch.instructions), outs))
-        results = tuple(Version(v, x) for v, x in zip(eqn.outvars, layouts, strict=True))
+        results = tuple(ShardedValue(v, x) for v, x in zip(eqn.outvars, layouts, strict=True))
         task = self.context.task(eqn)
         self.instructions.append(Branch(eqn, index, tuple(operands), results, tuple(blocks), task))
         for version in results:

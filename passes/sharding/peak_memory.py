@@ -24,9 +24,9 @@ from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
     Loop,
-    Program,
-    Reshard,
-    Version,
+    Relayout,
+    ShardedValue,
+    SpmdProgram,
     is_literal,
     reads,
 )
@@ -36,14 +36,14 @@ FUSION_REACH = 32
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The worst point: bytes per device, and what is alive there, largest first."""
 
     bytes: int
     alive: tuple[tuple[str, int], ...]
 
 
-def version_bytes(version: Version, mesh: Sequence[int]) -> int:
+def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
     """Bytes that one device holds of a version."""
     if isinstance(version.atom, jex_core.Literal):
         return 0
@@ -51,34 +51,34 @@ def version_bytes(version: Version, mesh: Sequence[int]) -> int:
     return math.prod(shape) * itemsize(version.atom.aval)
 
 
-def peak(program: Program, names: dict[Any, str], donated: Sequence[bool]) -> Peak:
+def peak(program: SpmdProgram, names: dict[Any, str], donated: Sequence[bool]) -> MemoryPeak:
     """The peak of a step. `names` label input variables; a donated input dies at its last use."""
     kept = [v for v, gone in zip(program.block.inputs, donated, strict=True) if not gone]
     return _block_peak(program.block, program.mesh, names, set(kept))
 
 
-def _made(instruction: Instruction) -> tuple[Version, ...]:
+def _made(instruction: Instruction) -> tuple[ShardedValue, ...]:
     """All results: one that nothing reads takes memory as well."""
-    return (instruction.target,) if isinstance(instruction, Reshard) else instruction.results
+    return (instruction.target,) if isinstance(instruction, Relayout) else instruction.results
 
 
 def _block_peak(
-    block: Block, mesh: tuple[int, ...], names: dict[Any, str], kept: set[Version]
-) -> Peak:
+    block: Block, mesh: tuple[int, ...], names: dict[Any, str], kept: set[ShardedValue]
+) -> MemoryPeak:
     instructions = block.instructions
     end = len(instructions)
-    last: dict[Version, int] = {}
-    readers: dict[Version, list[int]] = defaultdict(list)
+    last: dict[ShardedValue, int] = {}
+    readers: dict[ShardedValue, list[int]] = defaultdict(list)
     for time, instruction in enumerate(instructions):
         for version in reads(instruction):
             last[version] = time
             readers[version].append(time)
     for version in (*(v for v in block.outputs if not is_literal(v)), *kept):
         last[version] = end
-    free_at: dict[int, list[Version]] = defaultdict(list)
+    free_at: dict[int, list[ShardedValue]] = defaultdict(list)
     for version, time in last.items():
         free_at[time].append(version)
-    alive = {v: version_bytes(v, mesh) for v in block.inputs}
+    alive = {v: local_bytes(v, mesh) for v in block.inputs}
     total = sum(alive.values())
     best, best_alive = total, dict(alive)
     for time, instruction in enumerate(instructions):
@@ -88,7 +88,7 @@ def _block_peak(
                 continue
             if _is_fused(instruction, version, time, readers[version], last[version], instructions):
                 continue
-            alive[version] = version_bytes(version, mesh)
+            alive[version] = local_bytes(version, mesh)
             total += alive[version]
         if total + inner.bytes > best:
             best = total + inner.bytes
@@ -100,7 +100,7 @@ def _block_peak(
         ((_label(key, names), size) for key, size in best_alive.items()),
         key=lambda item: (-item[1], item[0]),
     )
-    return Peak(best, tuple(largest[:20]))
+    return MemoryPeak(best, tuple(largest[:20]))
 
 
 def _label(key: Any, names: dict[Any, str]) -> str:
@@ -110,27 +110,29 @@ def _label(key: Any, names: dict[Any, str]) -> str:
     return names.get(atom, f"{atom.aval.str_short()} (a value of the step)")
 
 
-def _inner_peak(instruction: Instruction, mesh: tuple[int, ...], names: dict[Any, str]) -> Peak:
+def _inner_peak(
+    instruction: Instruction, mesh: tuple[int, ...], names: dict[Any, str]
+) -> MemoryPeak:
     """What a loop's or branch's body needs beside its operands and results."""
     if isinstance(instruction, Loop):
         bodies = [instruction.body]
     elif isinstance(instruction, Branch):
         bodies = list(instruction.blocks)
     else:
-        return Peak(0, ())
-    worst = Peak(0, ())
+        return MemoryPeak(0, ())
+    worst = MemoryPeak(0, ())
     for body in bodies:
         found = _block_peak(body, mesh, names, set())
-        entered = sum(version_bytes(v, mesh) for v in body.inputs)
+        entered = sum(local_bytes(v, mesh) for v in body.inputs)
         beside = max(found.bytes - entered, 0)
         if beside > worst.bytes:
-            worst = Peak(beside, found.alive)
+            worst = MemoryPeak(beside, found.alive)
     return worst
 
 
 def _is_fused(
     instruction: Instruction,
-    version: Version,
+    version: ShardedValue,
     time: int,
     readers: list[int],
     last: int,

@@ -13,7 +13,7 @@ from autopar.passes.graph.primitives import PRODUCTS, UNFUSED
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
+from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, reshard_steps
 from autopar.passes.sharding.scopes import value_bytes
 
 
@@ -45,7 +45,7 @@ class Pricing:
             known = self._linear[key] = (fixed, per_byte)
         return known
 
-    def step(self, step: Step) -> tuple[float, float]:
+    def step(self, step: ReshardStep) -> tuple[float, float]:
         """Seconds of one step as (a, b): a + b x the bytes of a device's larger buffer."""
         key = (step.kind, step.axes)
         if key not in self._alpha_beta:

@@ -20,7 +20,7 @@ COLLECTIVES: tuple[StepKind, ...] = ("all-reduce", "reduce-scatter", "all-gather
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One step: over which axes, along which dimension (`target` for an all-to-all's new one).
 
     One device holds the whole value's elements over `parts_in` before and over `parts_out` after.
@@ -42,7 +42,7 @@ class Step:
 @lru_cache(maxsize=500_000)
 def reshard_steps(
     source: Layout, target: Layout, mesh: tuple[int, ...], reduce_scatter: bool = True
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """The steps that turn `source` into `target`; both divide the value's shape.
 
     `reduce_scatter=False` (ZeRO-1) completes partial sums by an all-reduce and slices after it.
@@ -54,11 +54,11 @@ def reshard_steps(
     wanted_partial = dict(target.partial)
     wanted_cuts = {a for axes in target.dims for a in axes}
     parts = cuts_product(source, mesh)
-    steps: list[Step] = []
+    steps: list[ReshardStep] = []
 
     def emit(kind: StepKind, axes: tuple[int, ...], after: int, **where: object) -> None:
         nonlocal parts
-        steps.append(Step(kind, axes, parts_in=parts, parts_out=after, **where))  # type: ignore[arg-type]
+        steps.append(ReshardStep(kind, axes, parts_in=parts, parts_out=after, **where))  # type: ignore[arg-type]
         parts = after
 
     def next_axis(d: int) -> int | None:

@@ -6,10 +6,10 @@ holds it. An entry is one of
 - `grouped`: it has a strategy for every strategy of its group (a node of the integer program);
   matrix products and joins of big values open a group, what merely follows an operand belongs to
   that operand's group;
-- `flexible`: made from little (an iota, random bits, a broadcast), it is computed wherever it is
+- `recomputed`: made from little (an iota, random bits, a broadcast), it is computed wherever it is
   read, in the layout in which it is read;
-- `small`: scalars; they are replicated, and sums of partial scalars stay partial until a nonlinear
-  use;
+- `replicated`: scalars; every device has them, and sums of partial scalars stay partial until a
+  nonlinear use;
 - `scan`, `cond`: boundary nodes for what enters and leaves, and inner scopes;
 - `opaque`: no factor may be cut, every device computes it whole.
 """
@@ -25,7 +25,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.strategies import Shape, Strategy
 
-EntryKind = Literal["grouped", "flexible", "small", "scan", "cond", "opaque"]
+EntryKind = Literal["grouped", "recomputed", "replicated", "scan", "cond", "opaque"]
 
 
 @dataclass
@@ -52,19 +52,19 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Rigid:
+class Assigned:
     """A value whose layout is decided by a node: one layout for each of the node's strategies."""
 
     node: int
     layouts: tuple[Layout, ...]
     shape: tuple[int, ...]
     itemsize: int
-    live: Live
+    live: LiveRange
 
 
 @dataclass
-class Live:
-    """When a rigid value is alive: from its definition to its last use, in equations walked."""
+class LiveRange:
+    """When an assigned value is alive: from its definition to its last use, in equations walked."""
 
     name: str
     first: int
@@ -73,20 +73,20 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Flexible:
+class Recomputed:
     """A value that is computed in whatever layout it is read: its equation and operands' values."""
 
     shape: Shape
     result: int
-    operands: tuple[Value | None, ...]
+    operands: tuple[ScopeValue | None, ...]
 
 
 @dataclass(frozen=True)
-class Small:
+class Replicated:
     """A scalar, or a handful of numbers."""
 
 
-Value = Rigid | Flexible | Small
+ScopeValue = Assigned | Recomputed | Replicated
 
 
 @dataclass

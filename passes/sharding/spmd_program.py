@@ -1,8 +1,8 @@
 """The sharded program: what every device of one mesh runs, instruction by instruction.
 
-A *version* is a variable in a layout. `Compute` evaluates one equation on versions, `Reshard` makes
-another version of a variable, `Loop` and `Branch` hold blocks. Planner, plan and runtime read the
-same list, so what is priced and printed is what runs.
+A `ShardedValue` is a variable in a layout. `Compute` evaluates one equation on such values,
+`Relayout` makes another one of a variable, `Loop` and `Branch` hold blocks. Planner, plan and
+runtime read the same list, so what is priced and printed is what runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jax.extend.core import DropVar, JaxprEqn, Literal
 
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.sharding.layout import Layout, describe
-from autopar.passes.sharding.reshard import Step
+from autopar.passes.sharding.reshard import ReshardStep
 
 
-class Version(NamedTuple):
+class ShardedValue(NamedTuple):
     """A variable (or a literal) in a layout."""
 
     atom: Any
@@ -40,20 +40,20 @@ class Compute:
     """
 
     eqn: JaxprEqn
-    operands: tuple[Version, ...]
-    results: tuple[Version, ...]
+    operands: tuple[ShardedValue, ...]
+    results: tuple[ShardedValue, ...]
     once: bool = False
     task: Task | None = None
     movable: bool = False
 
 
 @dataclass(frozen=True)
-class Reshard:
-    """Another version of a variable, by these steps. `purpose` is for people."""
+class Relayout:
+    """A variable in another layout, by these steps. `purpose` is for people."""
 
-    source: Version
-    target: Version
-    steps: tuple[Step, ...]
+    source: ShardedValue
+    target: ShardedValue
+    steps: tuple[ReshardStep, ...]
     purpose: str
     where: str
 
@@ -63,8 +63,8 @@ class Loop:
     """A scan: operands in the order of its equation (constants, carry, slices)."""
 
     eqn: JaxprEqn
-    operands: tuple[Version, ...]
-    results: tuple[Version, ...]
+    operands: tuple[ShardedValue, ...]
+    results: tuple[ShardedValue, ...]
     body: Block
     task: Task | None = None
 
@@ -74,27 +74,27 @@ class Branch:
     """A cond: the branch index, what the branches read, and one block per branch."""
 
     eqn: JaxprEqn
-    index: Version
-    operands: tuple[Version, ...]
-    results: tuple[Version, ...]
+    index: ShardedValue
+    operands: tuple[ShardedValue, ...]
+    results: tuple[ShardedValue, ...]
     blocks: tuple[Block, ...]
     task: Task | None = None
 
 
-Instruction = Compute | Reshard | Loop | Branch
+Instruction = Compute | Relayout | Loop | Branch
 
 
 @dataclass(frozen=True)
 class Block:
-    """Instructions from input versions to output versions."""
+    """Instructions from sharded inputs to sharded outputs."""
 
-    inputs: tuple[Version, ...]
+    inputs: tuple[ShardedValue, ...]
     instructions: tuple[Instruction, ...]
-    outputs: tuple[Version, ...]
+    outputs: tuple[ShardedValue, ...]
 
 
 @dataclass(frozen=True)
-class Program:
+class SpmdProgram:
     """One mesh's program: its logical shape, its axes' names, and the block that a step runs."""
 
     mesh: tuple[int, ...]
@@ -120,14 +120,14 @@ class _Names:
 
 
 def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> Iterator[str]:
-    def show(versions: tuple[Version, ...]) -> str:
+    def show(versions: tuple[ShardedValue, ...]) -> str:
         return " ".join(
             f"{name(v.atom)}:{v.atom.aval.str_short()}{describe(v.layout, axes)}" for v in versions
         )
 
     yield f"{indent}in  {show(block.inputs)}"
     for i in block.instructions:
-        if isinstance(i, Reshard):
+        if isinstance(i, Relayout):
             steps = ", ".join(f"{s.kind}({','.join(axes[a] for a in s.axes)})" for s in i.steps)
             made, read = show((i.target,)), show((i.source,))
             yield f"{indent}{made} = {steps or 'as is'} {read}  # {i.purpose}"
@@ -145,10 +145,10 @@ def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> It
     yield f"{indent}out {show(block.outputs)}"
 
 
-def reads(instruction: Instruction) -> tuple[Version, ...]:
+def reads(instruction: Instruction) -> tuple[ShardedValue, ...]:
     """The variables that an instruction reads; literals are not hashable, and come from nowhere."""
-    if isinstance(instruction, Reshard):
-        found: tuple[Version, ...] = (instruction.source,)
+    if isinstance(instruction, Relayout):
+        found: tuple[ShardedValue, ...] = (instruction.source,)
     elif isinstance(instruction, Branch):
         found = (instruction.index, *instruction.operands)
     else:
@@ -156,13 +156,13 @@ def reads(instruction: Instruction) -> tuple[Version, ...]:
     return tuple(v for v in found if not is_literal(v))
 
 
-def writes(instruction: Instruction) -> tuple[Version, ...]:
+def writes(instruction: Instruction) -> tuple[ShardedValue, ...]:
     """The variables that an instruction makes."""
-    if isinstance(instruction, Reshard):
+    if isinstance(instruction, Relayout):
         return (instruction.target,)
     return tuple(v for v in instruction.results if not isinstance(v.atom, DropVar))
 
 
-def is_literal(version: Version) -> bool:
+def is_literal(version: ShardedValue) -> bool:
     """Whether it is a constant, which nothing has to make."""
     return isinstance(version.atom, Literal)

@@ -17,12 +17,12 @@ from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scopes import (
-    Flexible,
-    Live,
+    Assigned,
+    LiveRange,
     Node,
-    Rigid,
+    Recomputed,
     Scope,
-    Value,
+    ScopeValue,
     aval_shape,
     itemsize,
 )
@@ -31,7 +31,7 @@ MANY_OPTIONS = 16
 
 
 @dataclass
-class Built:
+class StrategyGraph:
     """The integer program in the making: nodes, priced edges, and scopes for lowering to walk."""
 
     mesh: tuple[int, ...]
@@ -39,7 +39,7 @@ class Built:
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     scope: Scope | None = None
     inputs: tuple[int, ...] = ()  # the node of each input of the graph
-    values: list[Rigid] = field(default_factory=list)  # every value that a node decides
+    values: list[Assigned] = field(default_factory=list)  # every value that a node decides
     time: int = 0  # equations walked
 
 
@@ -51,7 +51,7 @@ class StrategyGraphBuilder:
     ):
         self.rules, self.mesh = rules, mesh
         self.pricing, self.restriction = pricing, restriction
-        self.built = Built(mesh)
+        self.built = StrategyGraph(mesh)
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
         self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
         self._follow: dict[tuple[int, int, Layout], st.Strategy] = {}
@@ -59,12 +59,12 @@ class StrategyGraphBuilder:
         self._tables: dict[tuple[int, int], np.ndarray] = {}
         self._ids: dict[tuple[Layout, ...], int] = {}
 
-    def rigid(
+    def assigned(
         self, node: int, layouts: tuple[Layout, ...], var: Var, name: str, fused: bool = False
-    ) -> Rigid:
+    ) -> Assigned:
         """A value that `node` decides, alive from now on."""
-        live = Live(name, self.built.time, self.built.time, fused)
-        value = Rigid(node, layouts, aval_shape(var), itemsize(var.aval), live)
+        live = LiveRange(name, self.built.time, self.built.time, fused)
+        value = Assigned(node, layouts, aval_shape(var), itemsize(var.aval), live)
         self.built.values.append(value)
         return value
 
@@ -75,22 +75,24 @@ class StrategyGraphBuilder:
         self.built.nodes.append(node)
         return len(self.built.nodes) - 1
 
-    def link(self, value: Value, wanted: Sequence[Layout], node: int, times: int) -> None:
+    def link(self, value: ScopeValue, wanted: Sequence[Layout], node: int, times: int) -> None:
         """Price that `node` reads `value` in layout `wanted[s]` when it takes strategy s."""
-        if isinstance(value, Rigid):
+        if isinstance(value, Assigned):
             value.live.last = self.built.time
-            self._link_rigid(value, tuple(wanted), node, times)
-        elif isinstance(value, Flexible):
+            self._link_assigned(value, tuple(wanted), node, times)
+        elif isinstance(value, Recomputed):
             for position, operand in enumerate(value.operands):
-                if isinstance(operand, (Rigid, Flexible)):
+                if isinstance(operand, (Assigned, Recomputed)):
                     reads = [self._project(value, position, layout) for layout in wanted]
                     self.link(operand, reads, node, times)
 
-    def _project(self, value: Flexible, position: int, layout: Layout) -> Layout:
+    def _project(self, value: Recomputed, position: int, layout: Layout) -> Layout:
         choice = st.produce(value.shape, value.result, layout, self.mesh)
         return self.strategy(value.shape, choice).operands[position]
 
-    def _link_rigid(self, value: Rigid, wanted: tuple[Layout, ...], node: int, times: int) -> None:
+    def _link_assigned(
+        self, value: Assigned, wanted: tuple[Layout, ...], node: int, times: int
+    ) -> None:
         table = self._table(value, wanted)
         if value.node == node:
             seconds = self.built.nodes[node].seconds
@@ -104,7 +106,7 @@ class StrategyGraphBuilder:
             known = self.built.edges.get((a, b))
             self.built.edges[a, b] = matrix if known is None else known + matrix
 
-    def _table(self, value: Rigid, wanted: tuple[Layout, ...]) -> np.ndarray:
+    def _table(self, value: Assigned, wanted: tuple[Layout, ...]) -> np.ndarray:
         key = (self._id(value.layouts), self._id(wanted))
         tables = self._tables.get(key)
         if tables is None:

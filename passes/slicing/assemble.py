@@ -214,8 +214,8 @@ def _twinned(
         return None if number is None else places.get(number)
 
     return (
-        [replace(label, twin=at(at_output, label.twin)) for label in inputs],
-        [replace(label, twin=at(at_input, label.twin)) for label in outputs],
+        [replace(label, alias=at(at_output, label.alias)) for label in inputs],
+        [replace(label, alias=at(at_input, label.alias)) for label in outputs],
     )
 
 

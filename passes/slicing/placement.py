@@ -245,10 +245,10 @@ class _PlacementProblem:
         """An output that replaces a leaf belongs at that leaf's home."""
         graph = self.parts.graph
         for atom, label in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
-            if isinstance(atom, Literal) or label.twin is None:
+            if isinstance(atom, Literal) or label.alias is None:
                 continue
-            if graph.jaxpr.invars[label.twin] in self.held and atom not in self.held:
-                readers.setdefault(atom, []).append(("leaf", label.twin))
+            if graph.jaxpr.invars[label.alias] in self.held and atom not in self.held:
+                readers.setdefault(atom, []).append(("leaf", label.alias))
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

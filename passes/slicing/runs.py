@@ -121,14 +121,14 @@ class _Cutter(RunBuilder):
         for atom, output in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
             first = len(self.outvars)
             value = self.read(atom)
-            twin = output.twin
-            if twin is not None and isinstance(value, Runs) and self.may_split(twin):
-                self.wanted.setdefault(twin, (value.axis, value.sizes))
-            if twin is None or twin not in self.seeds:
+            alias = output.alias
+            if alias is not None and isinstance(value, Runs) and self.may_split(alias):
+                self.wanted.setdefault(alias, (value.axis, value.sizes))
+            if alias is None or alias not in self.seeds:
                 self.outvars.append(self.join(value))
                 self.outputs.append((LeafRows(first),))
                 continue
-            axis, sizes = self.seeds[twin]
+            axis, sizes = self.seeds[alias]
             self.outvars += self.split(value, axis, sizes)
             self.outputs.append(
                 tuple(
@@ -152,22 +152,22 @@ class _Cutter(RunBuilder):
             effects=graph.jaxpr.effects,
         )
         inputs = [
-            dataclasses.replace(label, path=label.path + _suffix(rows), twin=None)
+            dataclasses.replace(label, path=label.path + _suffix(rows), alias=None)
             for label, group in zip(graph.inputs, self.inputs, strict=True)
             for rows in group
         ]
         outputs = [
-            dataclasses.replace(label, path=label.path + _suffix(rows), twin=None)
+            dataclasses.replace(label, path=label.path + _suffix(rows), alias=None)
             for label, group in zip(graph.outputs, self.outputs, strict=True)
             for rows in group
         ]
         for label, group in zip(graph.outputs, self.outputs, strict=True):
-            if label.twin is None:
+            if label.alias is None:
                 continue
-            for out, into in zip(group, self.inputs[label.twin], strict=True):
-                outputs[out.number] = dataclasses.replace(outputs[out.number], twin=into.number)
-                if graph.inputs[label.twin].twin is not None:
-                    inputs[into.number] = dataclasses.replace(inputs[into.number], twin=out.number)
+            for out, into in zip(group, self.inputs[label.alias], strict=True):
+                outputs[out.number] = dataclasses.replace(outputs[out.number], alias=into.number)
+                if graph.inputs[label.alias].alias is not None:
+                    inputs[into.number] = dataclasses.replace(inputs[into.number], alias=out.number)
         return CutProgram(
             in_phases(Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants), [self.loop]),
             tuple(self.sources),

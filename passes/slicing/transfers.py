@@ -101,15 +101,15 @@ class _NeedsSearch:
         for number, (atom, label) in enumerate(
             zip(graph.jaxpr.outvars, graph.outputs, strict=True)
         ):
-            if label.twin is not None and label.twin not in self.homes:
+            if label.alias is not None and label.alias not in self.homes:
                 later.append(number)
                 continue
-            stage = self.output_stage(atom) if label.twin is None else self.homes[label.twin]
+            stage = self.output_stage(atom) if label.alias is None else self.homes[label.alias]
             self.output(stage, number, atom)
         self.drain()
         # Small leaves of the state are at home on the lowest stage that wants them.
         for number in later:
-            leaf = graph.outputs[number].twin
+            leaf = graph.outputs[number].alias
             assert leaf is not None
             self.settle(leaf)
             self.output(self.homes[leaf], number, graph.jaxpr.outvars[number])

@@ -21,9 +21,9 @@ from autopar.passes.trace.arguments import Argument, Request, Result
 
 @dataclass(frozen=True)
 class Match:
-    """An argument and the part of the result that has its structure; `twins`: input to output."""
+    """An argument and the part of the result that has its structure; `aliases`: input to output."""
 
-    twins: Mapping[int, int]
+    aliases: Mapping[int, int]
     outputs: range
     flow: int
     is_state: bool = False
@@ -56,7 +56,7 @@ def find_returned(
                 if match is not None:
                     matches.append(match)
         if matches:
-            best = max(matches, key=lambda m: (m.flow, len(m.twins), -m.outputs.start))
+            best = max(matches, key=lambda m: (m.flow, len(m.aliases), -m.outputs.start))
             # A key is split, which is no update; that a key comes back is enough.
             is_key = all(index in keys for index, *_ in argument.arrays())
             is_state = explicit or is_key or best.flow == UPDATED
@@ -89,7 +89,7 @@ def _match(
 ) -> Match | None:
     if tree != argument.tree:
         return None
-    twins: dict[int, int] = {}
+    aliases: dict[int, int] = {}
     total = 0
     index = argument.start
     for position, leaf in zip(outputs, argument.leaves, strict=True):
@@ -100,13 +100,13 @@ def _match(
             continue
         total += 1
         if leaf.shape == other.shape and leaf.dtype == other.dtype:
-            twins[index] = int(offsets[position])
+            aliases[index] = int(offsets[position])
         index += 1
     # A single leaf has the structure of any other.
-    is_likely = 2 * len(twins) > total or (explicit and total > 1)
+    is_likely = 2 * len(aliases) > total or (explicit and total > 1)
     if not total or not is_likely:
         return None
-    return Match(twins, outputs, flows.strongest(twins))
+    return Match(aliases, outputs, flows.strongest(aliases))
 
 
 _FIRST_OPERAND = frozenset({"dynamic_slice", "dynamic_update_slice"}) | SCATTERS.keys()
@@ -121,11 +121,11 @@ class _Flows:
         default_factory=dict
     )
 
-    def strongest(self, twins: Mapping[int, int]) -> int:
-        """The strongest way in which one of the inputs flows to its twin."""
+    def strongest(self, aliases: Mapping[int, int]) -> int:
+        """The strongest way in which one of the inputs flows to its alias."""
         best = NONE
         for allowed, flow in ((UPDATES, UPDATED), (SCALES, SCALED)):
-            for index, output in twins.items():
+            for index, output in aliases.items():
                 atom = self.jaxpr.outvars[output]
                 if atom is self.jaxpr.invars[index]:
                     best = max(best, UNCHANGED)

@@ -44,7 +44,7 @@ def assign(
     returned = find_returned(jaxpr, arguments, result, request, keys)
     axes = _batch_axes(arguments, returned, request, keys)
     labels: list[Input] = []
-    twins: dict[int, int] = {}
+    aliases: dict[int, int] = {}
     for number, argument in enumerate(arguments):
         leaves = list(argument.arrays())
         has_batch = any(index in axes for index, *_ in leaves)
@@ -59,18 +59,18 @@ def assign(
             is_donated = match is not None
         kept = []
         for index, path, _ in leaves:
-            twin = None if match is None else match.twins.get(index)
+            alias = None if match is None else match.aliases.get(index)
             axis = axes.get(index)
             role: Any = "batch" if axis is not None else "state" if is_state else "other"
-            labels.append(Input(path, role, axis, twin, is_donated and twin is not None))
-            if twin is not None:
-                twins[twin] = index
+            labels.append(Input(path, role, axis, alias, is_donated and alias is not None))
+            if alias is not None:
+                aliases[alias] = index
             elif is_donated:
                 kept.append(path)
         if kept:
             _warn_not_donated(argument, kept, match is not None)
     paths = [p for p, x in zip(result.paths, result.leaves, strict=True) if x is not None]
-    outputs = tuple(Output(path, twins.get(i)) for i, path in enumerate(paths))
+    outputs = tuple(Output(path, aliases.get(i)) for i, path in enumerate(paths))
     return tuple(labels), outputs
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.passes.microbatch import batch_states as lattice
-from autopar.passes.microbatch.batch_states import Occurrences, State, join, keeps_zero, locate
+from autopar.passes.microbatch.batch_states import BatchState, Occurrences, join, keeps_zero, locate
 from autopar.passes.primitives.factor_rule import Factor, FactorRule
 
 STATES = [
@@ -26,13 +26,13 @@ STATES = [
 ]
 
 
-def rank(state: State) -> int:
+def rank(state: BatchState) -> int:
     order = {"whole": 1 - state.zero, "split": 2, "partial": 2, "late": 3}
     return order[state.kind]
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(STATES, STATES)), ids=str)
-def test_join_climbs(one: State, other: State) -> None:
+def test_join_climbs(one: BatchState, other: BatchState) -> None:
     """It is symmetric, gives back equal states, and never goes down: so fixpoints end."""
     joined = join(one, other)
     assert (joined.kind, joined.form) == (join(other, one).kind, join(other, one).form)

@@ -8,9 +8,16 @@ from hypothesis import strategies as st
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.sharding.layout import Layout, cuts_product, divides
-from autopar.passes.sharding.reshard import Step
+from autopar.passes.sharding.reshard import ReshardStep
 from autopar.passes.sharding.scopes import aval_shape
-from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Program, Reshard, Version
+from autopar.passes.sharding.spmd_program import (
+    Block,
+    Branch,
+    Loop,
+    Relayout,
+    ShardedValue,
+    SpmdProgram,
+)
 
 
 @st.composite
@@ -31,7 +38,7 @@ def layouts(
     return Layout(tuple(dims), tuple(partial))
 
 
-def after(step: Step, layout: Layout, mesh: Sequence[int]) -> Layout:
+def after(step: ReshardStep, layout: Layout, mesh: Sequence[int]) -> Layout:
     """The layout that a step leaves; asserts that the step can be taken."""
     assert step.axes
     dims, partial = [list(axes) for axes in layout.dims], dict(layout.partial)
@@ -64,7 +71,11 @@ def after(step: Step, layout: Layout, mesh: Sequence[int]) -> Layout:
 
 
 def check_steps(
-    steps: Iterable[Step], source: Layout, target: Layout, shape: Sequence[int], mesh: Sequence[int]
+    steps: Iterable[ReshardStep],
+    source: Layout,
+    target: Layout,
+    shape: Sequence[int],
+    mesh: Sequence[int],
 ) -> None:
     """Assert that steps lead from `source` to `target`, and that every cut on the way divides."""
     layout = source
@@ -74,7 +85,7 @@ def check_steps(
     assert layout == target, (source, target, steps)
 
 
-def check_program(program: Program) -> None:
+def check_program(program: SpmdProgram) -> None:
     """Assert that versions are made before they are read, and that cuts and steps are possible."""
     _check_block(program.block, program.mesh)
 
@@ -82,18 +93,18 @@ def check_program(program: Program) -> None:
 def _check_block(block: Block, mesh: tuple[int, ...]) -> None:
     known = set(block.inputs)
 
-    def read(versions: Iterable[Version]) -> None:
+    def read(versions: Iterable[ShardedValue]) -> None:
         for version in versions:
             assert hasattr(version.atom, "val") or version in known, version
 
-    def write(versions: Iterable[Version]) -> None:
+    def write(versions: Iterable[ShardedValue]) -> None:
         for version in versions:
             assert divides(aval_shape(version.atom), version.layout, mesh), version
             known.add(version)
 
     write(block.inputs)
     for instruction in block.instructions:
-        if isinstance(instruction, Reshard):
+        if isinstance(instruction, Relayout):
             source, target = instruction.source, instruction.target
             read([source])
             shape = aval_shape(source.atom)

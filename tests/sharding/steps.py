@@ -20,8 +20,8 @@ from autopar.passes.sharding.build import build
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction, resolve_pins, restriction
-from autopar.passes.sharding.spmd_program import Program
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.spmd_program import SpmdProgram
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.trace.trace import trace
 
 CLUSTER = Cluster.preset("h100")
@@ -103,7 +103,7 @@ def compiled(graph: Graph, **options: Any) -> Compiled:
     return compile_graph(graph, Options(**options), CLUSTER)
 
 
-def sharded(made: Compiled) -> Program:
+def sharded(made: Compiled) -> SpmdProgram:
     """What one mesh runs."""
     (program,) = made.runnable.pieces.programs
     return program
@@ -126,8 +126,8 @@ class Passes:
         self.restriction: Restriction = restriction(graph, method, self.dims, found)
         self.pricing = Pricing(CLUSTER, mesh, self.restriction.reduce_scatter)
 
-    def build(self) -> Built:
+    def build(self) -> StrategyGraph:
         return build(self.graph, self.rules, self.mesh, self.pricing, self.restriction)
 
-    def lower(self, built: Built, assignment: Any) -> Program:
+    def lower(self, built: StrategyGraph, assignment: Any) -> SpmdProgram:
         return lower(in_phases(self.graph), built, assignment, self.pricing, self.names, self.dims)

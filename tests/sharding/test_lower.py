@@ -24,7 +24,7 @@ from autopar.passes.planner.stage_shardings import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.collectives import collectives
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.slicing.slice_stages import one_stage
 from autopar.runtime.local import LocalProgram
 from sharding.algebra import check_program
@@ -56,7 +56,7 @@ def split(graph: Graph, count: int) -> Microbatched:
 
 
 @functools.cache
-def prepared(name: str, count: int) -> tuple[SplitStep, Passes, Built]:
+def prepared(name: str, count: int) -> tuple[SplitStep, Passes, StrategyGraph]:
     function, shapes = STEPS[name]
     step = split(graph_of(function, *shapes), count)
     check(step.graph)
@@ -64,7 +64,7 @@ def prepared(name: str, count: int) -> tuple[SplitStep, Passes, Built]:
     return SplitStep(step, passes.rules), passes, passes.build()
 
 
-def ilp_seconds(built: Built, assignment: Any) -> float:
+def ilp_seconds(built: StrategyGraph, assignment: Any) -> float:
     """What the integer program says that an assignment costs."""
     nodes = sum(node.seconds[s] for node, s in zip(built.nodes, assignment, strict=True))
     edges = sum(cost[assignment[u], assignment[v]] for (u, v), cost in built.edges.items())

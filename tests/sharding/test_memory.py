@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from autopar.passes.planner.compiler import Compiled
-from autopar.passes.sharding.peak_memory import Peak, peak
+from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from sharding.steps import compiled, graph_of, linear_shapes, linear_step, shaped, sharded
 
 STEP_VALUE = "(a value of the step)"
 
 
-def peak_of(made: Compiled) -> Peak:
+def peak_of(made: Compiled) -> MemoryPeak:
     labels = made.graph.inputs
     names = {v: x.path for v, x in zip(made.graph.jaxpr.invars, labels, strict=True)}
     found = peak(sharded(made), names, [label.donated for label in labels])
@@ -27,7 +27,7 @@ def test_data_parallelism() -> None:
     made = compiled(graph_of(linear_step, *linear_shapes()), method="data", microbatches=1)
     # At the transposition of the gradient: weights, sum, gradient and its transpose are whole
     # (8 x 8 floats), two rows of 8 floats of each part of the batch are kept for the caller.
-    assert peak_of(made) == Peak(
+    assert peak_of(made) == MemoryPeak(
         4 * 256 + 2 * 64,
         (
             (f"float32[8,8] {STEP_VALUE}", 256),
@@ -44,7 +44,7 @@ def test_zero3() -> None:
     made = compiled(graph_of(linear_step, *linear_shapes()), method="zero3", microbatches=1)
     # At the forward product: gathered weights, a slice of one row of weights and sum, two rows of
     # the batch's parts and of the product.
-    assert peak_of(made) == Peak(
+    assert peak_of(made) == MemoryPeak(
         256 + 2 * 32 + 3 * 64,
         (
             ("state[0]", 256),

@@ -14,7 +14,7 @@ from autopar.base.costs import to_picoseconds
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import FUSION_REACH
-from autopar.passes.sharding.strategy_graph import Built
+from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.solver import Infeasible, solve
 from sharding.steps import Passes, graph_of, shaped
 
@@ -24,23 +24,23 @@ def tiny_step(weights: Any, x: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def built() -> Built:
+def built() -> StrategyGraph:
     """Two inputs and two products on two devices: a few hundred assignments."""
     return Passes(graph_of(tiny_step, shaped(64, 64), shaped(256, 64)), (2,)).build()
 
 
-def assignments(built: Built) -> Iterator[tuple[int, ...]]:
+def assignments(built: StrategyGraph) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(node.num_strategies) for node in built.nodes))
 
 
-def cost(built: Built, assignment: tuple[int, ...]) -> int:
+def cost(built: StrategyGraph, assignment: tuple[int, ...]) -> int:
     """Picoseconds of an assignment; every price is rounded by itself."""
     nodes = (node.seconds[s] for node, s in zip(built.nodes, assignment, strict=True))
     edges = (table[assignment[u], assignment[v]] for (u, v), table in built.edges.items())
     return sum(map(to_picoseconds, map(float, itertools.chain(nodes, edges))))
 
 
-def usage(built: Built, assignment: tuple[int, ...]) -> int:
+def usage(built: StrategyGraph, assignment: tuple[int, ...]) -> int:
     """Bytes at the worst time: every value that is not fused away, while it is alive."""
     alive = [0] * (built.time + 2)
     for value in built.values:
@@ -53,7 +53,7 @@ def usage(built: Built, assignment: tuple[int, ...]) -> int:
     return max(alive)
 
 
-def test_the_optimum_is_the_cheapest_assignment(built: Built) -> None:
+def test_the_optimum_is_the_cheapest_assignment(built: StrategyGraph) -> None:
     costs = [cost(built, a) for a in assignments(built)]
     assert 100 < len(costs) < 1000 and len(set(costs)) > 50
     solution = solve(to_problem(built, None))
@@ -61,7 +61,7 @@ def test_the_optimum_is_the_cheapest_assignment(built: Built) -> None:
     assert solution.lower_bound == solution.cost and solution.gap == 0
 
 
-def test_the_optimum_within_every_limit(built: Built) -> None:
+def test_the_optimum_within_every_limit(built: StrategyGraph) -> None:
     every = [(usage(built, a), cost(built, a)) for a in assignments(built)]
     least = min(needed for needed, _ in every)
     limits = sorted({needed for needed, _ in every})
@@ -80,7 +80,7 @@ def test_the_optimum_within_every_limit(built: Built) -> None:
     assert caught.value.smallest_usage == least
 
 
-def test_prices_are_integers_and_ties_forbid(built: Built) -> None:
+def test_prices_are_integers_and_ties_forbid(built: StrategyGraph) -> None:
     problem = to_problem(built, 2**40)
     assert len(problem.node_costs) == len(built.nodes)  # nothing is large beside such a limit
     problem = to_problem(built, 2**16)

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from autopar.base.cluster import axis_names
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
-from autopar.passes.sharding.reshard import COLLECTIVES, Step, reshard_steps
-from autopar.passes.sharding.spmd_program import Block, Reshard, Version
+from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, reshard_steps
+from autopar.passes.sharding.spmd_program import Block, Relayout, ShardedValue
 from autopar.runtime.spmd import block_function
 from sharding.algebra import check_steps, layouts
 
@@ -91,9 +91,9 @@ def test_zero1_completes_sums_before_it_cuts_them() -> None:
 
 
 def test_a_step_counts_the_larger_buffer() -> None:
-    gather = Step("all-gather", (0,), dim=0, parts_in=8, parts_out=2)
+    gather = ReshardStep("all-gather", (0,), dim=0, parts_in=8, parts_out=2)
     assert gather.elements(64) == 32
-    scatter = Step("reduce-scatter", (0,), dim=0, parts_in=2, parts_out=8)
+    scatter = ReshardStep("reduce-scatter", (0,), dim=0, parts_in=2, parts_out=8)
     assert scatter.elements(64) == 32
 
 
@@ -172,10 +172,10 @@ def test_resharding_keeps_the_value(mesh: tuple[int, ...]) -> None:
     value = np.random.default_rng(1).integers(1, 9, shape).astype(np.float32)
     pairs = list(sample(mesh, shape))
     variables = jax.make_jaxpr(lambda *xs: xs)(*[value] * len(pairs)).jaxpr.invars
-    sources = tuple(Version(v, a) for v, (a, _) in zip(variables, pairs, strict=True))
-    targets = tuple(Version(v, b) for v, (_, b) in zip(variables, pairs, strict=True))
+    sources = tuple(ShardedValue(v, a) for v, (a, _) in zip(variables, pairs, strict=True))
+    targets = tuple(ShardedValue(v, b) for v, (_, b) in zip(variables, pairs, strict=True))
     reshards = tuple(
-        Reshard(s, t, reshard_steps(s.layout, t.layout, mesh), "test", "")
+        Relayout(s, t, reshard_steps(s.layout, t.layout, mesh), "test", "")
         for s, t in zip(sources, targets, strict=True)
         if s != t
     )

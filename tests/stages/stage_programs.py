@@ -123,7 +123,7 @@ def check_links(stages: Stages) -> None:
     assert all(times == 1 for times in states.values()), "a state leaf is on two stages"
     for stage in stages.graphs:  # a leaf is replaced where it is
         for label in stage.graph.inputs:
-            assert label.role != "state" or label.twin is not None or not label.donated
+            assert label.role != "state" or label.alias is not None or not label.donated
 
 
 def crossing(stages: Stages) -> Counter[Any]:

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.passes.pieces.residuals import before_readers, computed_again
 from autopar.passes.sharding.layout import replicated
-from autopar.passes.sharding.spmd_program import Compute, Instruction, Version, reads, writes
+from autopar.passes.sharding.spmd_program import Compute, Instruction, ShardedValue, reads, writes
 
 KEPT = 16  # eighths of a byte: written once, and read once
 PRICES = {
@@ -25,18 +25,20 @@ PRICES = {
 }
 
 
-def instructions_of(fn: Callable[..., Any], *shapes: Any) -> tuple[list[Compute], list[Version]]:
+def instructions_of(
+    fn: Callable[..., Any], *shapes: Any
+) -> tuple[list[Compute], list[ShardedValue]]:
     """A function's equations on one device, and its arguments."""
     jaxpr = jax.make_jaxpr(fn)(*shapes).jaxpr
 
-    def versions(atoms: Sequence[Any]) -> tuple[Version, ...]:
-        return tuple(Version(atom, replicated(len(atom.aval.shape))) for atom in atoms)
+    def versions(atoms: Sequence[Any]) -> tuple[ShardedValue, ...]:
+        return tuple(ShardedValue(atom, replicated(len(atom.aval.shape))) for atom in atoms)
 
     made = [Compute(eqn, versions(eqn.invars), versions(eqn.outvars)) for eqn in jaxpr.eqns]
     return made, list(versions(jaxpr.invars))
 
 
-def size(version: Version) -> int:
+def size(version: ShardedValue) -> int:
     aval = version.atom.aval
     return int(aval.size * aval.dtype.itemsize)
 
@@ -48,8 +50,8 @@ def names(found: Sequence[Any]) -> list[str]:
 def cost(
     forward: Sequence[Instruction],
     again: Collection[Instruction],
-    wanted: Collection[Version],
-    held: Collection[Version],
+    wanted: Collection[ShardedValue],
+    held: Collection[ShardedValue],
 ) -> float:
     """Of keeping what is read and not computed again, and of computing."""
     made = {v for x in again for v in writes(x)}
@@ -183,7 +185,8 @@ def test_is_computed_just_before_it_is_read() -> None:
     plus = forward[1].results[0]
     triple = forward[2].results[0]
     late = [
-        Compute(forward[2].eqn, (v,), (Version(object(), v.layout),)) for v in (x, plus, triple)
+        Compute(forward[2].eqn, (v,), (ShardedValue(object(), v.layout),))
+        for v in (x, plus, triple)
     ]
     order = before_readers(forward, late)
     assert order == [late[0], forward[0], forward[1], late[1], forward[2], late[2]]

@@ -19,7 +19,7 @@ from autopar.passes.pipeline.instructions import (
     Send,
 )
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.spmd_program import Program, Version
+from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.runtime.ray.transport.host_tiles import plain
 from autopar.runtime.ray.transport.mesh_processes import devices_of_process
 from autopar.runtime.ray.transport.routes import (
@@ -181,7 +181,7 @@ class ActorPlan:
         return spread_of(self.pieces.versions[value], self.pieces.programs[stage])
 
 
-def spread_of(version: Version, program: Program) -> Spread:
+def spread_of(version: ShardedValue, program: SpmdProgram) -> Spread:
     """How the numbers behind a value lie on its stage's mesh."""
     aval, layout = version.atom.aval, version.layout
     shape, _ = plain(aval.shape, aval.dtype)

@@ -25,7 +25,7 @@ from autopar.passes.pipeline.instructions import (
     Run,
     Send,
 )
-from autopar.passes.sharding.spmd_program import Block, Program
+from autopar.passes.sharding.spmd_program import Block, SpmdProgram
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime.ray.actor.actor_plan import ActorPlan, HandOn, Slot, spread_of
 from autopar.runtime.ray.transport.mesh_processes import actors_of_meshes, devices_of_process
@@ -135,8 +135,8 @@ def ends_of(group: Sequence[LeafRows]) -> tuple[int, ...]:
     return tuple(rows.stop for rows in group if rows.stop is not None)
 
 
-def _without_block(program: Program) -> Program:
-    return Program(program.mesh, program.axis_names, Block((), (), ()))
+def _without_block(program: SpmdProgram) -> SpmdProgram:
+    return SpmdProgram(program.mesh, program.axis_names, Block((), (), ()))
 
 
 class _Crossing(NamedTuple):

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 
 from autopar.passes.schedules.schedule import Schedule
-from autopar.passes.sharding.spmd_program import Program
+from autopar.passes.sharding.spmd_program import SpmdProgram
 
 
 def num_processes(
-    schedule: Schedule, programs: Sequence[Program], devices_per_node: int
+    schedule: Schedule, programs: Sequence[SpmdProgram], devices_per_node: int
 ) -> tuple[int, ...]:
     """How many processes every mesh has.
 
