@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 from jax.extend.core import JaxprEqn
 
@@ -23,7 +23,7 @@ from autopar.passes.primitives.factor_rule import DimFactors, FactorRule, ValueF
 
 Kind = Literal["whole", "split", "partial", "late"]
 Place = tuple[int, int]  # (dimension, major)
-Form = Any  # how the loop holds a value: WHOLE, a Place, or the name of a monoid
+Form = Place | str | None  # how the loop holds a value: WHOLE, a Place, or a monoid's name
 WHOLE: Form = None
 
 IDEMPOTENT = frozenset({"max", "min", "and", "or"})

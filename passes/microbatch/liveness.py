@@ -127,8 +127,7 @@ def regenerated(
 
     The second value says whether the whole results are needed, to be used or to be sliced.
     """
-    rows = {(k, form) for k, asked_for in enumerate(forms) for form in asked_for}
-    if any(not isinstance(form, tuple) for _, form in rows):
+    if any(not isinstance(form, tuple) for asked_for in forms for form in asked_for):
         return [], True
     if is_control_flow(eqn):
         kept = [
@@ -139,11 +138,12 @@ def regenerated(
             return [], True
         return [_INNER_STEPS[eqn.primitive.name](eqn, whole_bodies(eqn), kept, context)], False
     steps: dict[tuple[Form, ...], PhaseStep] = {}
-    for k, form in sorted(rows):
-        found = regenerate(eqn, k, form, context)
-        if found is None:
-            return [], True
-        steps[found[1]] = PhaseStep(eqn, *found)
+    for k, asked_for in enumerate(forms):
+        for place in sorted(form for form in asked_for if isinstance(form, tuple)):
+            found = regenerate(eqn, k, place, context)
+            if found is None:
+                return [], True
+            steps[found[1]] = PhaseStep(eqn, *found)
     return list(steps.values()), False
 
 

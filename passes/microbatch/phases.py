@@ -94,7 +94,7 @@ class _Sweep:
         """`var` leaves the loop: its rows are collected, its partial results are combined."""
         if isinstance(form, tuple):
             self.collected[var] = form
-        else:
+        elif form is not None:
             self.accumulated[var] = form
 
     def slice(self, var: Var, forms: set[Form]) -> None:
@@ -278,5 +278,5 @@ def _pulled(forward: Forward) -> frozenset[int]:
     return frozenset(pulled)
 
 
-def _bytes(var: Any) -> int:
+def _bytes(var: Var) -> int:
     return int(var.aval.size) * max(4, int(var.aval.dtype.itemsize))

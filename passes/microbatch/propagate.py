@@ -18,7 +18,7 @@ from autopar.passes.graph.primitives import ADDS
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch import equations
-from autopar.passes.microbatch.batch_states import BatchState
+from autopar.passes.microbatch.batch_states import BatchState, Form
 from autopar.passes.microbatch.equations import (
     ALL_WHOLE,
     MEETS,
@@ -253,28 +253,24 @@ def _mapped(
     """
     scan = ScanParts.of(eqn)
     consts, starts, stacks = scan.operands(states)
-    majors = {
-        state.place[1] if state.place is not None and state.place[0] == 0 else None
-        for state in stacks
-        if state.kind != "whole"
-    }
-    if len(majors) != 1 or None in majors or any(state.kind != "whole" for state in consts):
+    places = {state.place for state in stacks if state.kind != "whole"}
+    if (
+        len(places) != 1
+        or any(place is None or place[0] for place in places)
+        or any(state.kind != "whole" for state in consts)
+    ):
         return MIXES
-    (major,) = majors
+    (place,) = places
     _, carries, _ = scan.operands(scan.body.invars)
     for k, (state, var) in enumerate(zip(starts, carries, strict=True)):
         if state.kind == "split" or not _only_adds(scan.body, var, k):
             return "each of its iterations depends on the one before"
-    place = (0, major)
-    monoids = ("sum",) * scan.num_carry
-    forms = (*(None,) * scan.num_consts, *monoids, *(place,) * len(stacks))
-    row_results = len(eqn.outvars) - scan.num_carry
-    results = [
-        *(lattice.partial(monoid) for monoid in monoids),
-        *(lattice.split(place),) * row_results,
-    ]
-    result_forms = (*monoids, *(place,) * row_results)
-    return Decision("mapped", forms, result_forms), results
+    assert place is not None
+    sums: list[Form] = ["sum"] * scan.num_carry
+    forms = (*(None,) * scan.num_consts, *sums, *(place,) * len(stacks))
+    num_stacks = len(eqn.outvars) - scan.num_carry
+    results = [*[lattice.partial("sum")] * len(sums), *[lattice.split(place)] * num_stacks]
+    return Decision("mapped", forms, (*sums, *(place,) * num_stacks)), results
 
 
 def _only_adds(body: Jaxpr, carry: Var, result: int) -> bool:

@@ -21,7 +21,7 @@ from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
-from autopar.passes.microbatch.batch_states import WHOLE, Place
+from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.liveness import ABSENT, PhaseStep
 from autopar.passes.microbatch.phases import Phases
 from autopar.passes.microbatch.run_steps import Env, combine, identity, local_struct, run
@@ -131,7 +131,7 @@ def _wholes(variables: Sequence[Var], values: Sequence[Any]) -> Env:
 
 def _read_whole(phases: Phases) -> list[Var]:
     """The variables whose whole values the loop reads, to use or to slice them."""
-    made = {*phases.sliced}
+    made: set[tuple[Var, Form]] = {*phases.sliced}
     read = [var for var, _ in phases.sliced]
     for step in phases.loop:
         made.update(zip(step.eqn.outvars, step.result_forms, strict=True))
@@ -174,7 +174,7 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
     ]
 
 
-def _as(value: Any, dtype: Any) -> Any:
+def _as(value: jax.Array, dtype: np.dtype) -> jax.Array:
     return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
 
 
@@ -186,7 +186,7 @@ def _accumulator(monoid: str, var: Var) -> Any:
     return identity(monoid, var.aval.shape, dtype)
 
 
-def microbatches(value: Any, place: Place, parts: int) -> Any:
+def microbatches(value: jax.Array, place: Place, parts: int) -> jax.Array:
     """[.., major * parts * rest, ..] as [parts, .., major * rest, ..]: rows by microbatch."""
     (dim, major), shape = place, value.shape
     rest = shape[dim] // (major * parts)
@@ -201,7 +201,7 @@ def microbatches(value: Any, place: Place, parts: int) -> Any:
     )
 
 
-def collect(stacked: Any, place: Place, shape: tuple[int, ...]) -> Any:
+def collect(stacked: jax.Array, place: Place, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `microbatches`."""
     dim, major = place
     parts = stacked.shape[0]
@@ -212,5 +212,5 @@ def collect(stacked: Any, place: Place, shape: tuple[int, ...]) -> Any:
     return lax.reshape(lax.transpose(viewed, order), shape)
 
 
-def _reshape(value: Any, shape: tuple[int, ...]) -> Any:
+def _reshape(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return value if value.shape == shape else lax.reshape(value, shape)

@@ -48,7 +48,7 @@ class Env:
             self.values[atom, form] = found
         return found
 
-    def write(self, var: Any, form: Form, value: Any) -> None:
+    def write(self, var: Var, form: Form, value: Any) -> None:
         self.values[var, form] = value
 
     def cuts(self, aval: Any, form: Form) -> Cuts:
@@ -66,6 +66,7 @@ class Env:
             return take(value, self.cuts(aval, form))
         if form in IDEMPOTENT:
             return value
+        assert isinstance(form, str), form
         # The first microbatch counts it, the others hold the monoid's neutral element.
         neutral = identity(form, aval.shape, aval.dtype)
         first = lax.eq(self.index, np.int32(0))
@@ -74,7 +75,7 @@ class Env:
         )
 
 
-def identity(monoid: str, shape: Sequence[int], dtype: Any) -> Any:
+def identity(monoid: str, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
     """An array of the monoid's neutral element."""
     if monoid in ("sum", "or"):
         return lax.full(shape, 0, dtype)
@@ -100,7 +101,7 @@ _COMBINE = {
 }
 
 
-def combine(monoid: str, one: Any, other: Any) -> Any:
+def combine(monoid: str, one: jax.Array, other: jax.Array) -> jax.Array:
     """Two partial results as one."""
     return _COMBINE[monoid](one, other)
 

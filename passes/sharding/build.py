@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.passes.graph.graph import Graph, user_source
+from autopar.passes.graph.graph import Atom, Graph, user_source
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
@@ -93,7 +92,7 @@ class _Walk(StrategyGraphBuilder):
             kept.live.last = built.time
         return built
 
-    def read(self, env: Mapping[Var, ScopeValue], atom: Any) -> ScopeValue:
+    def read(self, env: Mapping[Var, ScopeValue], atom: Atom) -> ScopeValue:
         return Replicated() if isinstance(atom, jex_core.Literal) else env[atom]
 
     def walk(self, scope: Scope, env: dict[Var, ScopeValue]) -> None:
@@ -239,7 +238,7 @@ class _Walk(StrategyGraphBuilder):
                 env[var] = Replicated()
                 boundaries.append(None)
                 return
-            layouts = self.restriction.boundary_layouts(var, value, self.mesh, partial)
+            layouts = self.restriction.boundary_layouts(var, self.mesh, partial)
             if partial:
                 layouts = self.restriction.accumulator_layouts(var, layouts)
             node = self.boundary(f"{label} {what}", user_source(eqn), layouts, scope.times)
@@ -277,7 +276,7 @@ class _Walk(StrategyGraphBuilder):
                 boundaries.append(None)
                 results.append(Replicated())
                 continue
-            layouts = self.restriction.boundary_layouts(atom, value, self.mesh, True)
+            layouts = self.restriction.boundary_layouts(atom, self.mesh, True)
             node = self.boundary(f"{label} stack", user_source(eqn), layouts, scope.times)
             self.link(value, layouts, node, inner.times)
             boundaries.append(node)
@@ -296,11 +295,11 @@ class _Walk(StrategyGraphBuilder):
         entry = Entry("scan", eqn, None, None, (), (inner,), tuple(boundaries), completions)
         return entry, results
 
-    def completed(self, value: Assigned, var: Any, label: str) -> Assigned:
+    def completed(self, value: Assigned, var: Var, label: str) -> Assigned:
         """A loop's sums, completed once for all who read them, if they may leave it unreduced."""
         if not any(layout.partial for layout in value.layouts):
             return value
-        layouts = self.restriction.boundary_layouts(var, value, self.mesh, False)
+        layouts = self.restriction.boundary_layouts(var, self.mesh, False)
         node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
         self.link(value, layouts, node, self.built.nodes[value.node].times)
         return self.assigned(node, layouts, var, "")
@@ -327,7 +326,7 @@ class _Walk(StrategyGraphBuilder):
                 results.append(Replicated())
                 continue
             source = next((v for o in outs if isinstance(v := o[position], Assigned)), None)
-            layouts = self.restriction.boundary_layouts(var, source, self.mesh, False)
+            layouts = self.restriction.boundary_layouts(var, self.mesh, False)
             node = self.boundary(f"{label} result", user_source(eqn), layouts, scope.times)
             if source is not None and source.node in self._state_nodes:
                 self._state_nodes.add(node)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from autopar.base.plan_records import Collective
-from autopar.passes.graph.graph import user_source
+from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Relayout, SpmdProgram
@@ -42,7 +41,7 @@ def _walk(block: Block, times: int, program: SpmdProgram) -> Iterator[Collective
                 yield from _walk(inner, times, program)
 
 
-def step_bytes(step: ReshardStep, atom: Any) -> int:
+def step_bytes(step: ReshardStep, atom: Atom) -> int:
     """Bytes of one device's buffer, before or after the step, whichever is larger."""
     return itemsize(atom.aval) * step.elements(math.prod(aval_shape(atom)))
 

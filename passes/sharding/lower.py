@@ -7,13 +7,12 @@ scalars stay partial until a nonlinear use, whatever group they come from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.base.errors import AutoparError
-from autopar.passes.graph.graph import user_source
+from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
@@ -105,7 +104,7 @@ class _Lowering:
         self.versions: dict[Var, list[Layout]] = {}
         self.unreduced: set[ShardedValue] = set()  # as they were made, before they were completed
         self.recomputed: dict[Var, Entry] = {}
-        self.aliases: dict[Var, Any] = {}  # a branch's variable -> the outer atom
+        self.aliases: dict[Var, Atom] = {}  # a branch's variable -> the outer atom
         self.captured: dict[ShardedValue, ShardedValue] = {}  # inner version -> outer version
         self.stacked_small: set[Var] = set()
         for version in inputs:
@@ -114,7 +113,7 @@ class _Lowering:
     def define(self, version: ShardedValue) -> None:
         self.versions.setdefault(version.atom, []).append(version.layout)
 
-    def home(self, atom: Any) -> Layout:
+    def home(self, atom: Atom) -> Layout:
         """The layout in which a value was made; a recomputed one counts as replicated."""
         if isinstance(atom, jex_core.Literal):
             return replicated(len(aval_shape(atom)))
@@ -125,7 +124,7 @@ class _Lowering:
             return self.parent.home(self.aliases[atom])
         return replicated(len(aval_shape(atom)))
 
-    def get(self, atom: Any, layout: Layout) -> ShardedValue:
+    def get(self, atom: Atom, layout: Layout) -> ShardedValue:
         """`atom` in `layout`: an existing version, or instructions that make it."""
         wanted = ShardedValue(atom, layout)
         if isinstance(atom, jex_core.Literal):
@@ -171,7 +170,7 @@ class _Lowering:
         self.captured[ShardedValue(atom, have)] = version
         self.define(ShardedValue(atom, have))
 
-    def _purpose(self, atom: Any, source: Layout) -> str:
+    def _purpose(self, atom: Atom, source: Layout) -> str:
         if self.context.batch_dims.get(atom):
             return "activation"
         if atom in self.context.arguments:

@@ -11,9 +11,9 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend import core as jex_core
+from jax.extend.core import Var
 
 from autopar.passes.graph.primitives import ENDS_FUSION, UNFUSED
 from autopar.passes.sharding.layout import local_shape
@@ -51,7 +51,7 @@ def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
     return math.prod(shape) * itemsize(version.atom.aval)
 
 
-def peak(program: SpmdProgram, names: dict[Any, str], donated: Sequence[bool]) -> MemoryPeak:
+def peak(program: SpmdProgram, names: dict[Var, str], donated: Sequence[bool]) -> MemoryPeak:
     """The peak of a step. `names` label input variables; a donated input dies at its last use."""
     kept = [v for v, gone in zip(program.block.inputs, donated, strict=True) if not gone]
     return _block_peak(program.block, program.mesh, names, set(kept))
@@ -63,7 +63,7 @@ def _made(instruction: Instruction) -> tuple[ShardedValue, ...]:
 
 
 def _block_peak(
-    block: Block, mesh: tuple[int, ...], names: dict[Any, str], kept: set[ShardedValue]
+    block: Block, mesh: tuple[int, ...], names: dict[Var, str], kept: set[ShardedValue]
 ) -> MemoryPeak:
     instructions = block.instructions
     end = len(instructions)
@@ -78,7 +78,7 @@ def _block_peak(
     free_at: dict[int, list[ShardedValue]] = defaultdict(list)
     for version, time in last.items():
         free_at[time].append(version)
-    alive = {v: local_bytes(v, mesh) for v in block.inputs}
+    alive: dict[str | ShardedValue, int] = {v: local_bytes(v, mesh) for v in block.inputs}
     total = sum(alive.values())
     best, best_alive = total, dict(alive)
     for time, instruction in enumerate(instructions):
@@ -92,8 +92,7 @@ def _block_peak(
             total += alive[version]
         if total + inner.bytes > best:
             best = total + inner.bytes
-            best_alive = dict(alive)
-            best_alive.update(dict(inner.alive))
+            best_alive = {**alive, **dict(inner.alive)}
         for version in free_at[time]:
             total -= alive.pop(version, 0)
     largest = sorted(
@@ -103,7 +102,7 @@ def _block_peak(
     return MemoryPeak(best, tuple(largest[:20]))
 
 
-def _label(key: Any, names: dict[Any, str]) -> str:
+def _label(key: str | ShardedValue, names: dict[Var, str]) -> str:
     if isinstance(key, str):
         return key
     atom = key.atom
@@ -111,7 +110,7 @@ def _label(key: Any, names: dict[Any, str]) -> str:
 
 
 def _inner_peak(
-    instruction: Instruction, mesh: tuple[int, ...], names: dict[Any, str]
+    instruction: Instruction, mesh: tuple[int, ...], names: dict[Var, str]
 ) -> MemoryPeak:
     """What a loop's or branch's body needs beside its operands and results."""
     if isinstance(instruction, Loop):

@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.errors import BatchArgumentError, PinError
 from autopar.base.units import without_rows
-from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
@@ -113,7 +113,7 @@ class Restriction:
         return self.method not in ONE_AXIS_METHODS or not any(map(self._dims, eqn.outvars))
 
     def boundary_layouts(
-        self, atom: Any, value: Any, mesh: tuple[int, ...], partial: bool
+        self, atom: Atom, mesh: tuple[int, ...], partial: bool
     ) -> tuple[Layout, ...]:
         """Layouts of what enters or leaves a loop or a branch."""
         shape = aval_shape(atom)
@@ -133,13 +133,13 @@ class Restriction:
         )
         return tuple(x for x in layouts if any(x.dims)) or layouts if dims else layouts
 
-    def accumulator_layouts(self, atom: Any, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    def accumulator_layouts(self, atom: Atom, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """Of a loop's accumulator: sums in data parallelism and ZeRO, reduced once a step."""
         if self.method not in ONE_AXIS_METHODS or self._dims(atom):
             return layouts
         return tuple(x for x in layouts if x.partial) or layouts
 
-    def _dims(self, atom: Any) -> frozenset[int]:
+    def _dims(self, atom: Atom) -> frozenset[int]:
         return self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
 
 

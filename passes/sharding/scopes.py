@@ -20,8 +20,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from autopar.passes.graph.graph import Atom
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.strategies import Shape, Strategy
 
@@ -105,12 +106,12 @@ class Node:
     choices: tuple[Strategy, ...] = ()
 
 
-def aval_shape(var: Var | Any) -> tuple[int, ...]:
+def aval_shape(var: Atom) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     return tuple(var.aval.shape)
 
 
-def value_bytes(var: Var | Any) -> int:
+def value_bytes(var: Atom) -> int:
     """Bytes of a whole variable or literal."""
     return math.prod(aval_shape(var)) * itemsize(var.aval)
 

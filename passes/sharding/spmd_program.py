@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core as jex_core
-from jax.extend.core import DropVar, JaxprEqn, Literal
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
+from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.reshard import ReshardStep
@@ -22,7 +23,7 @@ from autopar.passes.sharding.reshard import ReshardStep
 class ShardedValue(NamedTuple):
     """A variable (or a literal) in a layout."""
 
-    atom: Any
+    atom: Atom
     layout: Layout
 
 
@@ -109,9 +110,9 @@ class _Names:
     """Short, stable names for variables, in the order in which they are printed."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, str] = {}
+        self.known: dict[Var, str] = {}
 
-    def __call__(self, atom: Any) -> str:
+    def __call__(self, atom: Atom) -> str:
         if isinstance(atom, jex_core.Literal):
             return str(atom.val)
         if atom not in self.known:
