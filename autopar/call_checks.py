@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.base.errors import DonatedBufferError, TraceError
@@ -54,10 +54,48 @@ def same_signature(left: Signature, right: Signature, strict: bool) -> bool:
     return plain[0] == plain[1] and shapes[0] == shapes[1]
 
 
-def in_notebook() -> bool:
-    """Whether cells are run here."""
+def tell_notebook(name: str, arguments: Iterable[str]) -> None:
+    """Once, where people run cells twice: what is passed in is consumed.
+
+    Args:
+      name: of the step.
+      arguments: whose memory it takes over.
+    """
+    global _notebook_was_told
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get_ipython is not None and get_ipython() is not None
+    if _notebook_was_told or get_ipython is None or get_ipython() is None:
+        return
+    _notebook_was_told = True
+    print(
+        f"autopar: {name} reuses the memory of {', '.join(arguments)}: what you pass in is "
+        "consumed, so running a cell again needs the state that the call returned. "
+        "donate_argnums=() keeps the old one alive."
+    )
+
+
+_notebook_was_told = False
+
+
+def explained(error: Exception, name: str, is_gone: bool) -> Exception:
+    """What a failed call raises, in terms of the step.
+
+    Args:
+      error: that the compiled program raised.
+      name: of the step.
+      is_gone: whether the donated leaves are gone.
+    """
+    if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
+        what = error.args[-1]
+        error = FloatingPointError(
+            f"{what} in the results of {name}, and jax_debug_{what}s is set."
+        )
+    if is_gone:
+        error.add_note(
+            f"autopar: {name} failed after it had taken over donated buffers, so the state that "
+            "was passed in is gone. Restore it from a checkpoint, or pass donate_argnums=() while "
+            "you look for the cause."
+        )
+    return error
 
 
 def donated_earlier(name: str, paths: Sequence[str], *, was_donated: bool) -> DonatedBufferError:

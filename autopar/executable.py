@@ -3,6 +3,8 @@
 A call does as little in Python as it can: flatten, check what JAX does not (a donated array used
 again, or one buffer behind two donated leaves, can end the process inside XLA), call the compiled
 program, unflatten. Whatever goes wrong there is looked into afterwards.
+
+The file is longer than others, because it documents what a user may call.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from autopar.base.errors import DonatedBufferError
 from autopar.base.progress import Progress
 from autopar.call_checks import (
     donated_earlier,
-    in_notebook,
+    explained,
     is_weak,
     picker,
     same_signature,
     same_static_arguments,
     same_statics,
+    tell_notebook,
     wrong_arguments,
 )
 from autopar.initialize import initialize
@@ -37,13 +40,12 @@ from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.signature import Signature, signature_of
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
+from autopar.requests import name_of
 from autopar.runtime import distributed
 from autopar.runtime.local import LocalProgram, PipelineStep
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
-
-_notebook_was_told = False
 
 
 class SignatureMismatch(Exception):
@@ -77,7 +79,7 @@ class Executable:
         program = self._program = self._load(fn, compiled)
         self.plan = compiled.plan
         self._fn = fn
-        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._name = name_of(fn)
         self._traced = traced
         self._in_shardings = program.in_shardings[: traced.num_arrays]
         self._out_shardings = program.out_shardings
@@ -95,7 +97,6 @@ class Executable:
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         """The program, on the devices that run it."""
-        del fn
         return LocalProgram(compiled.runnable)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
@@ -105,27 +106,27 @@ class Executable:
     def _plan_calls(self) -> None:
         """What a call needs to know, computed once."""
         signature, inputs = self._traced.signature, self._traced.graph.inputs
-        self._donated = [
-            i
-            for i in range(self._traced.num_arrays)
-            if inputs[i].donated
-            and self._in_shardings[i].is_equivalent_to(
-                self._out_shardings[_twin(inputs[i])], len(signature.shapes[i].shape)
-            )
-        ]
-        donated = set(self._donated)
-        self._kept = [i for i in range(self._traced.num_arrays) if i not in donated]
+        shapes, leaves = signature.shapes, range(self._traced.num_arrays)
+
+        def is_donated(i: int) -> bool:
+            if not inputs[i].donated:
+                return False
+            result = self._out_shardings[_twin(inputs[i])]
+            return bool(self._in_shardings[i].is_equivalent_to(result, len(shapes[i].shape)))
+
+        self._donated = [i for i in leaves if is_donated(i)]
+        self._kept = sorted(set(leaves).difference(self._donated))
         self._pick_donated = picker([signature.array_positions[i] for i in self._donated])
         self._pick_kept = picker([signature.array_positions[i] for i in self._kept])
         self._pick_next = picker([_twin(inputs[i]) for i in self._donated])
-        self._kept_shapes = [signature.shapes[i].shape for i in self._kept]
-        self._kept_weak = [signature.shapes[i].weak_type for i in self._kept]
-        sizes = [math.prod(signature.shapes[i].shape) for i in self._donated]
+        self._kept_shapes = [shapes[i].shape for i in self._kept]
+        self._kept_weak = [shapes[i].weak_type for i in self._kept]
+        sizes = [math.prod(shapes[i].shape) for i in self._donated]
         self._returned = Returned(sizes.index(max(sizes)) if sizes else None)
         # A kept leaf can only be one of the donated arrays where shapes and dtypes are equal.
-        donated_types = {(x.shape, x.dtype) for i in self._donated for x in [signature.shapes[i]]}
-        kept_types = [(signature.shapes[i].shape, signature.shapes[i].dtype) for i in self._kept]
-        self._kept_may_be_donated = not donated_types.isdisjoint(kept_types)
+        types = [(x.shape, x.dtype) for x in shapes]
+        donated_types = {types[i] for i in self._donated}
+        self._kept_may_be_donated = any(types[i] in donated_types for i in self._kept)
         # Whether returned leaves have the weak types of the donated ones, and no PRNG key is there.
         self._keeps_types = self._only_arrays = False
         self._strays: set[int] = set()  # kept leaves that once came in another sharding
@@ -189,7 +190,9 @@ class Executable:
         if self._strays:
             kept = self._placed(kept, self._kept, self._strays)
         if not self._told:
-            self._tell_notebook()
+            self._told = True
+            names = (self._argument_of(i).name for i in self._donated)
+            tell_notebook(self._name, dict.fromkeys(names))
         try:
             results = self._compiled(donated, kept, self._constants)
         except Exception as error:
@@ -215,17 +218,9 @@ class Executable:
         strict: bool,
     ) -> Any:
         """Find out why a call failed, mend what can be mended, and run again."""
-        if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
-            found = error.args[-1]
-            error = FloatingPointError(
-                f"{found} in the results of {self._name}, and jax_debug_{found}s is set."
-            )
-        if any_deleted(donated):
-            error.add_note(
-                f"autopar: {self._name} failed after it had taken over donated buffers, so the "
-                "state that was passed in is gone. Restore it from a checkpoint, or pass "
-                "donate_argnums=() while you look for the cause."
-            )
+        is_gone = any_deleted(donated)
+        error = explained(error, self._name, is_gone)
+        if is_gone:
             raise error from None
         signature = signature_of(self._traced.convention, *call)
         if not same_signature(signature, self._traced.signature, strict):
@@ -284,20 +279,6 @@ class Executable:
         paths = [self._traced.graph.inputs[i].path for i in gone]
         return donated_earlier(self._name, paths, was_donated=gone[0] in set(self._donated))
 
-    def _tell_notebook(self) -> None:
-        """Once, where people run cells twice: what is passed in is consumed."""
-        self._told = True
-        global _notebook_was_told
-        if _notebook_was_told or not in_notebook():
-            return
-        _notebook_was_told = True
-        names = dict.fromkeys(self._argument_of(i).name for i in self._donated)
-        print(
-            f"autopar: {self._name} reuses the memory of {', '.join(names)}: what you pass in is "
-            "consumed, so running a cell again needs the state that the call returned. "
-            "donate_argnums=() keeps the old one alive."
-        )
-
     def _argument_of(self, index: int) -> Argument:
         return next(a for a in reversed(self._traced.arguments) if a.start <= index)
 
@@ -306,23 +287,17 @@ class Executable:
     @property
     def in_shardings(self) -> tuple[Any, ...]:
         """For each positional argument, a pytree of the shardings of its leaves (None: static)."""
-        shardings = {
-            argument.position: self._argument_shardings(argument)
-            for argument in self._traced.arguments
-        }
-        convention, signature = self._traced.convention, self._traced.signature
-        static = [convention.position(key) for key, *_ in signature.static_arguments]
+        traced = self._traced
+        shardings = {a.position: self._argument_shardings(a) for a in traced.arguments}
+        static = [traced.convention.position(key) for key, *_ in traced.signature.static_arguments]
         positions = [position for position in (*shardings, *static) if position is not None]
         return tuple(shardings.get(position) for position in range(max(positions, default=-1) + 1))
 
     @property
     def kwargs_shardings(self) -> dict[str, Any]:
         """The same for arguments that have a name only."""
-        return {
-            argument.name: self._argument_shardings(argument)
-            for argument in self._traced.arguments
-            if argument.position is None
-        }
+        named = (a for a in self._traced.arguments if a.position is None)
+        return {a.name: self._argument_shardings(a) for a in named}
 
     @property
     def out_shardings(self) -> Any:
@@ -395,13 +370,12 @@ class Executable:
         from autopar.profile import profile_step
 
         donated, kept = self._profiled_leaves(args, kwargs)
+        kept = self._placed(kept, self._kept, range(len(kept)))
         inputs = self._traced.graph.inputs
 
         def copied(leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
             pairs = zip(leaves, indices, strict=True)
             return [copy_to(x, self._in_shardings[i]) if inputs[i].donated else x for x, i in pairs]
-
-        kept = self._placed(kept, self._kept, range(len(kept)))
 
         def fresh() -> tuple[list[Any], list[Any]]:
             return copied(donated, self._donated), copied(kept, self._kept)

@@ -11,16 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.passes.pipeline.instructions import (
-    Accumulate,
-    Buffer,
-    Instruction,
-    PipelineProgram,
-    Recv,
-    Reshard,
-    Run,
-    Send,
-)
+from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline, difference
 from autopar.runtime.event_times import Times, alone, events, in_line, together
@@ -103,9 +94,9 @@ def profile_step(step: PipelineStep, leaves: Callable[[], Leaves]) -> Profile:
     pipeline = step.pipeline
     program = pipeline.program
     line = in_line(step)
-    together(step, _placed(step, leaves))
-    seconds = alone(step, _placed(step, leaves))
-    times = together(step, _placed(step, leaves))
+    together(step, step.place(*leaves()))
+    seconds = alone(step, step.place(*leaves()))
+    times = together(step, step.place(*leaves()))
     sizes = [0] * len(program.meshes)
     for home, mesh in zip(program.schedule.mesh_of_stage, pipeline.meshes, strict=True):
         sizes[home] = max(sizes[home], mesh.size)
@@ -147,10 +138,6 @@ def profile_of(
     return Profile(measured, expected, seconds, is_received)
 
 
-def _placed(step: PipelineStep, leaves: Callable[[], Leaves]) -> dict[Buffer, Any]:
-    return step.place(*leaves())
-
-
 def _simulated(
     program: PipelineProgram,
     seconds: Mapping[tuple[int, int], float],
@@ -158,35 +145,31 @@ def _simulated(
     **machine: Any,
 ) -> Timeline:
     """What each instruction took alone, put together; equal runs take equally long."""
-    groups: dict[Any, list[float]] = defaultdict(list)
+    groups: dict[str | Instruction, list[float]] = defaultdict(list)
 
-    def key(instruction: Instruction) -> Any:
+    def key(instruction: Instruction) -> str | Instruction:
         return instruction.piece if isinstance(instruction, Run) else instruction
 
     for (mesh, index), taken in seconds.items():
         groups[key(program.meshes[mesh][index])].append(taken)
-    typical = {name: statistics.median(found) for name, found in groups.items()}
+    typical = {name: statistics.median(times) for name, times in groups.items()}
 
-    def cost(instruction: Run | Send | Recv | Reshard | Accumulate) -> float:
+    def cost(instruction: Instruction) -> float:
         return typical[key(instruction)]
 
+    transfers: dict[str, Any] = {"transfer_seconds": cost}
+    if is_received:
+        transfers = {"send_seconds": cost, "recv_seconds": cost}
     return simulate(
-        program,
-        cost,
-        0.0 if is_received else cost,
-        send_seconds=cost if is_received else 0.0,
-        recv_seconds=cost if is_received else 0.0,
-        reshard_seconds=cost,
-        accumulate_seconds=cost,
-        **machine,
+        program, cost, reshard_seconds=cost, accumulate_seconds=cost, **transfers, **machine
     )
 
 
 def _temporary_bytes(step: PipelineStep) -> dict[str, int]:
     """What XLA says that pieces need inside, per device."""
-    found: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
     for (name, _), compiled in step.variants.items():
         analysis = compiled.memory_analysis()
         if analysis is not None:
-            found[name] = max(found[name], int(analysis.temp_size_in_bytes))
-    return dict(found)
+            sizes[name] = max(sizes[name], int(analysis.temp_size_in_bytes))
+    return dict(sizes)

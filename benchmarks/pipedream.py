@@ -208,8 +208,8 @@ def least_bottlenecks(problem: StageProblem) -> Floats:
     One sweep answers for every start, so that one level of a planner can be the cost of the next
     (PipeDream's machines of several devices). Infinite where there is no such path.
     """
-    value = sweep(tabulate(problem), bottleneck_cost, np.maximum)[:, :, problem.num_devices]
-    return value.min(axis=1) if problem.count is None else value[:, problem.count]
+    value = sweep(tabulate(problem), bottleneck_cost, np.maximum)
+    return value[:, :, problem.num_devices].min(axis=1)
 
 
 def _replicas(case: dict[str, Any], machines: int) -> range:

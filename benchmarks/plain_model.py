@@ -50,7 +50,11 @@ def plain(
         answer = solve_highs(model, time_limit=time_limit)
     else:
         answer = solve_cp_sat(
-            model, time_limit=time_limit, work_limit=work_limit, workers=workers, seed=seed
+            model,
+            time_limit=math.inf if time_limit is None else time_limit,
+            work_limit=math.inf if work_limit is None else work_limit,
+            workers=workers,
+            seed=seed,
         )
     if answer.chosen is None:
         raise Infeasible(

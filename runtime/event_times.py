@@ -55,16 +55,9 @@ class Times(NamedTuple):
 def in_line(step: PipelineStep) -> tuple[int, ...]:
     """The meshes whose programs wait for all programs that were dispatched before."""
     pipeline = step.pipeline
-    homes = pipeline.program.schedule.mesh_of_stage
-    return tuple(
-        sorted(
-            {
-                home
-                for home, mesh in zip(homes, pipeline.meshes, strict=True)
-                if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-            }
-        )
-    )
+    homes = zip(pipeline.program.schedule.mesh_of_stage, pipeline.meshes, strict=True)
+    is_cpu = pipeline.meshes[0].devices.flat[0].platform == "cpu"
+    return tuple(sorted({home for home, mesh in homes if mesh.size > 1 and is_cpu}))
 
 
 def alone(step: PipelineStep, buffers: dict[Buffer, Any]) -> dict[Place, float]:
@@ -144,13 +137,10 @@ def events(program: PipelineProgram, times: Times, line: Sequence[int]) -> tuple
         elif isinstance(instruction, Recv):
             start = end = max(start, sent[instruction.tag], done.get(place, origin))
         elif not isinstance(instruction, Free):
-            start = max(start, times.dispatched[place])
             queued = mesh in line and isinstance(instruction, Run)
-            if queued:
-                start = max(start, last)
+            start = max(start, times.dispatched[place], last if queued else origin)
             end = max(start, done.get(place, origin))
-            if queued:
-                last = end
+            last = end if queued else last
         clock[mesh] = end
         found.append(Event(mesh, index, start - origin, end - origin))
     return tuple(sorted(found))
@@ -225,23 +215,18 @@ def telling(
         return [buffers[buffer] for buffer in lasting]
     if isinstance(instruction, Free | Send):
         return []
-    marker = marker_of([buffers[buffer] for buffer in instruction.writes])
-    return [] if marker is None else [marker]
-
-
-def marker_of(arrays: Sequence[Any]) -> Any:
-    """A tiny array that is there as soon as these are, and outlives them; None without any."""
     usable = [
         x
-        for x in arrays
+        for x in (buffers[buffer] for buffer in instruction.writes)
         if x.size
         and isinstance(x.sharding, NamedSharding)
         and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     ]
     if not usable:
-        return None
+        return []
+    # A tiny array that is there as soon as these are, and outlives them.
     smallest = min(usable, key=lambda x: x.nbytes)
-    return _first_elements(smallest.sharding.mesh, smallest.sharding.spec)(smallest)
+    return [_first_elements(smallest.sharding.mesh, smallest.sharding.spec)(smallest)]
 
 
 @functools.lru_cache(maxsize=256)

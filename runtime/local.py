@@ -8,6 +8,7 @@ dispatched.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,38 +86,27 @@ class LocalProgram(StagePrograms):
           constants: the program's own arrays, already in place.
         """
         with no_mesh():
-            if len(self.pieces.pieces) == 1:
-                return self._compile_whole(name, donated, kept, shapes, constants)
-            return PipelineStep(self, donated, kept, shapes, constants, self.variants())
+            if len(self.pieces.pieces) > 1:
+                return PipelineStep(self, donated, kept, shapes, constants, self.variants())
+            made = self.function_of(self.pieces.pieces[0])
 
-    def _compile_whole(
-        self,
-        name: str,
-        donated: Sequence[int],
-        kept: Sequence[int],
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        constants: Sequence[jax.Array],
-    ) -> jax.stages.Compiled | Paced:
-        made = self.function_of(self.pieces.pieces[0])
-        places = _places(donated, kept)
+            def step(first: list[Any], second: list[Any], constants: list[Any]) -> list[Any]:
+                arrays = dict(zip((*donated, *kept), (*first, *second), strict=True))
+                return made.call(*(arrays[i] for i in sorted(arrays)), *constants)
 
-        def step(donated: list[Any], kept: list[Any], constants: list[Any]) -> list[Any]:
-            arrays = [*donated, *kept]
-            return made.call(*(arrays[i] for i in places), *constants)
+            step.__name__ = step.__qualname__ = name
 
-        step.__name__ = step.__qualname__ = name
+            def parts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                return [values[i] for i in donated], [values[i] for i in kept]
 
-        def parts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            return [values[i] for i in donated], [values[i] for i in kept]
-
-        jitted = jax.jit(
-            step,
-            in_shardings=(*parts(made.in_shardings), [value.sharding for value in constants]),
-            out_shardings=made.out_shardings,
-            donate_argnums=(0,),
-        )
-        # Compiled ahead of time: jit itself would compile again for arrays that lie on our mesh.
-        return paced(jitted.lower(*parts(shapes), list(constants)).compile(), made.mesh)
+            jitted = jax.jit(
+                step,
+                in_shardings=(*parts(made.in_shardings), [value.sharding for value in constants]),
+                out_shardings=made.out_shardings,
+                donate_argnums=(0,),
+            )
+            # Compiled ahead of time: jit itself would compile again for arrays on our mesh.
+            return paced(jitted.lower(*parts(shapes), list(constants)).compile(), made.mesh)
 
     def instructions_of(
         self,
@@ -137,23 +127,16 @@ class LocalProgram(StagePrograms):
         """
         if isinstance(compiled, PipelineStep):
             return compiled
-        order = [*donated, *kept]
 
         def run(*arrays: Any) -> list[Any]:
             first, second = [arrays[i] for i in donated], [arrays[i] for i in kept]
-            results: list[Any] = compiled(first, second, list(arrays[len(order) :]))
+            results: list[Any] = compiled(first, second, list(arrays[len(shapes) :]))
             return results
 
         run.memory_analysis = compiled.memory_analysis  # type: ignore[attr-defined]
         (instructions,) = self.program.meshes
         variants = {(x.piece, donated_numbers(x)): run for x in instructions if isinstance(x, Run)}
         return PipelineStep(self, donated, kept, shapes, constants, variants)
-
-
-def _places(donated: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Where each leaf is among the donated ones, then the kept ones."""
-    order = [*donated, *kept]
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 class PipelineStep:
@@ -194,14 +177,9 @@ class PipelineStep:
     def _target(self, leaf: int) -> _Target:
         pipeline = self.pipeline
         sharding = pipeline.in_shardings[leaf]
-        groups = [pipeline.pieces.inputs[rows.number] for rows in pipeline.leaves[leaf]]
-        return _Target(
-            sharding if isinstance(sharding, SplitSharding) else None,
-            tuple(
-                tuple((Buffer(n, None), pipeline.places[n].sharding) for n in group)
-                for group in groups
-            ),
-        )
+        groups = (pipeline.pieces.inputs[rows.number] for rows in pipeline.leaves[leaf])
+        places = ([(Buffer(n, None), pipeline.places[n].sharding) for n in ns] for ns in groups)
+        return _Target(sharding if isinstance(sharding, SplitSharding) else None, tuple(places))
 
     def _actions(self) -> Iterator[Action]:
         """The instructions in their global order, each as a function of buffers and transfers."""
@@ -280,10 +258,8 @@ class PipelineStep:
                     buffers[name] = part if is_there else jax.device_put(part, sharding)
         return buffers
 
-    # -- what was compiled -----------------------------------------------------------------------
-
     def as_text(self) -> str:
-        """The compiled pieces, as XLA's text (HLO), one behind the other."""
+        """The compiled pieces, as XLA's text (HLO), one after the other."""
         texts = [f"// piece {name}\n{x.as_text()}" for (name, _), x in self.variants.items()]
         return "\n".join(texts)
 
@@ -306,7 +282,7 @@ class _Target:
     """
 
     split: SplitSharding | None
-    places: tuple[tuple[tuple[Buffer, NamedSharding], ...], ...]
+    places: tuple[list[tuple[Buffer, NamedSharding]], ...]
 
 
 def _check(leaves: Sequence[Any], types: Sequence[tuple[tuple[int, ...], Any]]) -> None:
@@ -357,20 +333,12 @@ def _meshes(
             "on a mesh of their own.",
             hint="plan for the devices at hand, or set jax_num_cpu_devices before JAX is used.",
         )
-    starts: dict[int, int] = {}
-    start = 0
-    for number in sorted(sizes):
-        starts[number] = start
-        start += sizes[number]
-    found = []
-    for stage, program in enumerate(programs):
-        first = starts[mesh_of_stage[stage]]
-        own = devices[first : first + int(np.prod(program.mesh))]
-        found.append(
-            Mesh(
-                np.asarray(own).reshape(program.mesh),
-                program.axis_names,
-                axis_types=(AxisType.Auto,) * len(program.mesh),
-            )
-        )
-    return tuple(found)
+    numbers = sorted(sizes)
+    ends = dict(zip(numbers, itertools.accumulate(sizes[m] for m in numbers), strict=True))
+    meshes = []
+    for home, program in zip(mesh_of_stage, programs, strict=True):
+        first = ends[home] - sizes[home]
+        own = np.asarray(devices[first : first + int(np.prod(program.mesh))])
+        types = (AxisType.Auto,) * len(program.mesh)
+        meshes.append(Mesh(own.reshape(program.mesh), program.axis_names, axis_types=types))
+    return tuple(meshes)

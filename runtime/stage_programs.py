@@ -1,7 +1,7 @@
 """What every runtime of a pipeline shares: compiled pieces, and what instructions do to buffers.
 
 Every piece is one `jax.jit` of a fully manual `jax.shard_map` on its stage's mesh, compiled ahead
-of time. A runtime has the meshes of all stages (`pipeline.py`) or those of its process (`ray/`).
+of time. A runtime has the meshes of all stages (`local.py`) or those of its process (`ray/`).
 """
 
 from __future__ import annotations

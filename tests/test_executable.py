@@ -17,7 +17,7 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 import autopar
-from autopar import executable as module
+from autopar import call_checks
 from autopar.base.errors import DonatedBufferError, TraceError
 
 OPTIMIZER = optax.adam(1e-2)
@@ -431,7 +431,7 @@ def test_notebooks_are_told_once_that_a_state_is_consumed(
 ) -> None:
     shell = types.SimpleNamespace(get_ipython=lambda: object())
     monkeypatch.setitem(sys.modules, "IPython", shell)
-    monkeypatch.setattr(module, "_notebook_was_told", False)
+    monkeypatch.setattr(call_checks, "_notebook_was_told", False)
 
     def step(w: Any, x: Any) -> Any:
         return w + x.mean(0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from autopar.passes.pipeline.instructions import Accumulate, Buffer, Free, PipelineProgram, Run
+from autopar.passes.pipeline.instructions import Accumulate, Buffer, PipelineProgram, Run
 
 
 class LiveBytes(NamedTuple):
@@ -33,19 +33,16 @@ def live_bytes(
       temporary_bytes: by the piece's name, the bytes per device that it needs inside while it runs.
     """
     temporary = temporary_bytes or {}
-    bytes_of = {value.number: value.bytes_per_device for value in program.values}
     rows = []
     for alive, instructions in zip(_given(program), program.meshes, strict=True):
         row = []
         total = sum(alive.values())
         for instruction in instructions:
             before = total
-            donated = instruction.donates if isinstance(instruction, Run) else ()
-            gone = instruction.buffers if isinstance(instruction, Free) else donated
-            written = {buffer: bytes_of[buffer.value] for buffer in instruction.writes}
+            written = _sizes(program, instruction.writes)
             if isinstance(instruction, Accumulate) and instruction.target in alive:
                 written = {}  # it adds in place
-            total -= sum(alive.pop(buffer, 0) for buffer in gone)
+            total -= sum(alive.pop(buffer, 0) for buffer in instruction.gone)
             total += sum(written.values())
             inside = temporary.get(instruction.piece, 0) if isinstance(instruction, Run) else 0
             during = max(before, total) + inside
@@ -70,8 +67,11 @@ def peak_bytes(
 
 
 def _given(program: PipelineProgram) -> list[dict[Buffer, int]]:
-    given: list[dict[Buffer, int]] = [{} for _ in program.meshes]
-    for number in program.inputs:
-        for buffer in program.buffers_of(number):
-            given[program.mesh_of(number)][buffer] = program.value_of[number].bytes_per_device
-    return given
+    return [
+        _sizes(program, program.buffers_on(mesh, program.inputs))
+        for mesh in range(len(program.meshes))
+    ]
+
+
+def _sizes(program: PipelineProgram, buffers: Iterable[Buffer]) -> dict[Buffer, int]:
+    return {buffer: program.value_of[buffer.value].bytes_per_device for buffer in buffers}

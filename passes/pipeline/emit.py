@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
@@ -32,7 +32,6 @@ from autopar.passes.pipeline.instructions import (
     Free,
     Instruction,
     Piece,
-    PieceKind,
     PipelineProgram,
     Recv,
     Reshard,
@@ -41,62 +40,11 @@ from autopar.passes.pipeline.instructions import (
     Value,
     ValueTransfer,
     buffer_names,
-    buffers_of,
 )
 from autopar.passes.pipeline.order import dispatch_order
 from autopar.passes.pipeline.validate import LOOP_KINDS, validate
 from autopar.passes.pipeline.verify import verify
 from autopar.passes.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What `emit` was given, with look-ups."""
-
-    schedule: Schedule
-    values: Mapping[int, Value]
-    pieces: tuple[Piece, ...]
-    origins: Mapping[int, int]  # received value: the value from which its transfer starts
-    outputs: tuple[int, ...]
-
-    def mesh(self, number: int) -> int:
-        return self.schedule.mesh_of_stage[self.values[number].stage]
-
-    def origin(self, number: int) -> int:
-        return self.origins.get(number, number)
-
-    def all_of(self, number: int) -> Buffers:
-        return buffers_of(self.values[number], self.schedule.num_microbatches)
-
-    def run(self, piece: Piece, microbatch: int | None) -> Run:
-        def named(numbers: Sequence[int]) -> Buffers:
-            if microbatch is None:
-                return tuple(buffer for number in numbers for buffer in self.all_of(number))
-            return tuple(
-                Buffer(
-                    n, microbatch if self.values[n].per_microbatch or self.adds(piece, n) else None
-                )
-                for n in numbers
-            )
-
-        return Run(
-            piece.name,
-            piece.stage,
-            piece.kind,
-            microbatch,
-            named(piece.reads),
-            named(piece.writes),
-            named(piece.donates),
-        )
-
-    def adds(self, piece: Piece, number: int) -> bool:
-        """Whether each microbatch's run of `piece` makes a part of a sum over microbatches."""
-        return (
-            piece.kind in LOOP_KINDS
-            and number in piece.writes
-            and number not in piece.reads
-            and not self.values[number].per_microbatch
-        )
 
 
 def emit(
@@ -129,39 +77,39 @@ def emit(
         is never written; or the schedule's order makes meshes wait for each other (which are
         named).
     """
-    table = {value.number: value for value in values}
-    if len(table) < len(values):
-        raise ScheduleError("Two values have the same number.")
-    validate(schedule, table, pieces, transfers, inputs, outputs, donated)
-    parts = _Parts(schedule, table, tuple(pieces), _origins(transfers), tuple(outputs))
-    runs = _runs(parts)
-    before, after = _communication(parts, runs, transfers)
-    names = buffer_names(tuple(values))
+    empty: tuple[tuple[Instruction, ...], ...] = ((),) * schedule.num_meshes
+    program = PipelineProgram(
+        schedule,
+        tuple(values),
+        tuple(pieces),
+        empty,
+        (),
+        tuple(inputs),
+        tuple(outputs),
+        tuple(donated),
+    )
+    validate(program, transfers)
+    origins = _origins(transfers)
+    runs = _runs(program, origins)
+    before, after = _communication(program, origins, runs)
     lists: list[tuple[Instruction, ...]] = []
     for mesh, mesh_runs in enumerate(runs):
         instructions = list(after[mesh, -1])
         for position, run in enumerate(mesh_runs):
             instructions += [*before[mesh, position], run, *after[mesh, position]]
         instructions += before[mesh, len(mesh_runs)]
-        given = {b for n in inputs if parts.mesh(n) == mesh for b in parts.all_of(n)}
-        gone = {b for n in donated if parts.mesh(n) == mesh for b in parts.all_of(n)}
-        taken = {b for n in outputs if parts.mesh(n) == mesh for b in parts.all_of(n)}
+        given, gone, taken = (
+            set(program.buffers_on(mesh, numbers)) for numbers in (inputs, donated, outputs)
+        )
         lists.append(_release(instructions, kept=(given - gone) | taken, given=given))
-    program = PipelineProgram(
-        schedule,
-        tuple(values),
-        tuple(pieces),
-        tuple(lists),
-        dispatch_order(lists, names),
-        tuple(inputs),
-        tuple(outputs),
-        tuple(donated),
-    )
+    order = dispatch_order(lists, buffer_names(program.values))
+    program = replace(program, meshes=tuple(lists), order=order)
     verify(program)
     return program
 
 
 def _origins(transfers: Sequence[ValueTransfer]) -> dict[int, int]:
+    """For every value that is received, the one from which its transfer starts."""
     source = {transfer.target: transfer.source for transfer in transfers}
     origins = {}
     for target in source:
@@ -174,32 +122,45 @@ def _origins(transfers: Sequence[ValueTransfer]) -> dict[int, int]:
     return origins
 
 
-def _runs(parts: _Parts) -> list[list[Run]]:
+def _runs(program: PipelineProgram, origins: Mapping[int, int]) -> list[list[Run]]:
     """For every mesh: its prologue, its tasks and its epilogue."""
-    schedule = parts.schedule
+    schedule = program.schedule
     home = schedule.mesh_of_stage
-    prologue, epilogue = _in_order(parts, "prologue"), _in_order(parts, "epilogue")
-    loop = {(p.stage, p.kind): p for p in parts.pieces if p.kind in LOOP_KINDS}
+    prologue, epilogue = (_in_order(program, origins, kind) for kind in ("prologue", "epilogue"))
+    loop = {(p.stage, p.kind): p for p in program.pieces if p.kind in LOOP_KINDS}
     lists = []
     for mesh, tasks in enumerate(schedule.tasks):
-        runs = [parts.run(p, None) for p in prologue if home[p.stage] == mesh]
+        runs = [_run(program, p, None) for p in prologue if home[p.stage] == mesh]
         for kind, stage, microbatch in tasks:
-            kinds: list[PieceKind] = [kind]
-            if kind == "B" and not schedule.splits_backward:
-                kinds.append("W")
-            found = [loop[stage, k] for k in kinds if (stage, k) in loop]
-            runs += [parts.run(piece, microbatch) for piece in found]
-        runs += [parts.run(p, None) for p in epilogue if home[p.stage] == mesh]
+            with_w = kind == "B" and not schedule.splits_backward
+            here = [loop.get((stage, k)) for k in ((kind, "W") if with_w else (kind,))]
+            runs += [_run(program, piece, microbatch) for piece in here if piece is not None]
+        runs += [_run(program, p, None) for p in epilogue if home[p.stage] == mesh]
         lists.append(runs)
     return lists
 
 
-def _in_order(parts: _Parts, kind: PieceKind) -> list[Piece]:
+def _run(program: PipelineProgram, piece: Piece, microbatch: int | None) -> Run:
+    def named(numbers: Sequence[int]) -> Buffers:
+        if microbatch is None:
+            return tuple(buffer for number in numbers for buffer in program.buffers_of(number))
+        return tuple(Buffer(n, microbatch if is_own(n) else None) for n in numbers)
+
+    def is_own(number: int) -> bool:
+        # What the loop writes and does not read is its microbatch's part of a sum.
+        is_part = number in piece.writes and number not in piece.reads
+        return program.value_of[number].per_microbatch or is_part
+
+    buffers = map(named, (piece.reads, piece.writes, piece.donates))
+    return Run(piece.name, piece.stage, piece.kind, microbatch, *buffers)
+
+
+def _in_order(program: PipelineProgram, origins: Mapping[int, int], kind: str) -> list[Piece]:
     """The prologue or epilogue pieces of all meshes, each after those whose values it reads."""
-    pieces = [piece for piece in parts.pieces if piece.kind == kind]
+    pieces = [piece for piece in program.pieces if piece.kind == kind]
     writer = {number: i for i, piece in enumerate(pieces) for number in piece.writes}
     needs = [
-        {writer[parts.origin(n)] for n in piece.reads if parts.origin(n) in writer} - {i}
+        {writer[n] for n in (origins.get(n, n) for n in piece.reads) if n in writer} - {i}
         for i, piece in enumerate(pieces)
     ]
     readers: dict[int, list[int]] = defaultdict(list)
@@ -228,7 +189,7 @@ _Around = Mapping[tuple[int, int], list[Instruction]]  # (mesh, position among i
 
 
 def _communication(
-    parts: _Parts, runs: Sequence[Sequence[Run]], transfers: Sequence[ValueTransfer]
+    program: PipelineProgram, origins: Mapping[int, int], runs: Sequence[Sequence[Run]]
 ) -> tuple[_Around, _Around]:
     """What stands before and after each run (-1 is the start, one past the last is the end)."""
     written: dict[Buffer, int] = {}
@@ -237,29 +198,28 @@ def _communication(
     after: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     sums: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     for mesh, mesh_runs in enumerate(runs):
-        for number in parts.outputs:
-            if parts.mesh(number) == mesh:
-                first_read.update(dict.fromkeys(parts.all_of(number), len(mesh_runs)))
+        taken = program.buffers_on(mesh, program.outputs)
+        first_read.update(dict.fromkeys(taken, len(mesh_runs)))
         for position, run in reversed(list(enumerate(mesh_runs))):
             first_read.update(dict.fromkeys(run.reads, position))
         for position, run in enumerate(mesh_runs):
             for buffer in run.writes:
-                if buffer.microbatch is None or parts.values[buffer.value].per_microbatch:
+                if buffer.microbatch is None or program.value_of[buffer.value].per_microbatch:
                     written[buffer] = position
                 else:
                     total = Buffer(buffer.value, None)
                     written[total] = position
                     sums[mesh, position].append(Accumulate(total, buffer))
     packed: dict[tuple[int, int, int, int], dict[Buffer, list[Buffer]]] = {}
-    for number, origin in sorted(parts.origins.items()):
-        for target, source in zip(parts.all_of(number), parts.all_of(origin), strict=True):
+    for number, origin in sorted(origins.items()):
+        for target, source in zip(*map(program.buffers_of, (number, origin)), strict=True):
             if target not in first_read:
                 continue
-            mesh, home = parts.mesh(number), parts.mesh(origin)
+            mesh, home = program.mesh_of(number), program.mesh_of(origin)
             if mesh == home:
                 if written.get(source, -1) >= first_read[target]:
                     raise ScheduleError(
-                        f"Value {number} ({parts.values[number].label}) is read on mesh {mesh} "
+                        f"Value {number} ({program.value_of[number].label}) is read on mesh {mesh} "
                         f"before value {origin}, from which it is made, has its last write.",
                     )
                 before[mesh, first_read[target]].append(Reshard(source, target))

@@ -8,7 +8,7 @@ has the buffers that it `reads` and `writes`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
@@ -91,6 +91,11 @@ class ValueTransfer:
 class _Printed:
     """An instruction that prints itself with its buffers' numbers."""
 
+    @property
+    def gone(self) -> Buffers:
+        """The buffers that it frees or takes over."""
+        return ()
+
     def text(self, names: Names) -> str:
         """The instruction in one line, its buffers by these names."""
         raise NotImplementedError
@@ -110,6 +115,10 @@ class Run(_Printed):
     reads: Buffers
     writes: Buffers
     donates: Buffers = ()
+
+    @property
+    def gone(self) -> Buffers:
+        return self.donates
 
     @property
     def label(self) -> str:
@@ -235,6 +244,10 @@ class Free(_Printed):
     writes: ClassVar[Buffers] = ()
     label: ClassVar[str] = "free"
 
+    @property
+    def gone(self) -> Buffers:
+        return self.buffers
+
     def text(self, names: Names) -> str:
         return f"free       {_listed(self.buffers, names)}"
 
@@ -273,7 +286,13 @@ class PipelineProgram:
 
     def buffers_of(self, number: int) -> Buffers:
         """The buffers of a value: one, or one for every microbatch."""
-        return buffers_of(self.value_of[number], self.schedule.num_microbatches)
+        if self.value_of[number].per_microbatch:
+            return tuple(Buffer(number, i) for i in range(self.schedule.num_microbatches))
+        return (Buffer(number, None),)
+
+    def buffers_on(self, mesh: int, numbers: Iterable[int]) -> list[Buffer]:
+        """The buffers of those of these values that a mesh holds."""
+        return [b for n in numbers if self.mesh_of(n) == mesh for b in self.buffers_of(n)]
 
     def mesh_of(self, number: int) -> int:
         """The mesh that holds a value."""
@@ -286,21 +305,12 @@ class PipelineProgram:
             f"{self.schedule.num_meshes} meshes, {self.schedule.num_microbatches} microbatches"
         ]
         for mesh, instructions in enumerate(self.meshes):
-            here = [n for n in self.inputs if self.mesh_of(n) == mesh]
-            size = sum(
-                self.value_of[b.value].bytes_per_device for n in here for b in self.buffers_of(n)
-            )
+            given = self.buffers_on(mesh, self.inputs)
+            size = sum(self.value_of[b.value].bytes_per_device for b in given)
             lines.append(f"mesh {mesh}, {format_bytes(size)} of inputs per device:")
             width = len(str(max(len(instructions) - 1, 0)))
             lines += [f"  {i:>{width}}  {x.text(names)}" for i, x in enumerate(instructions)]
         return "\n".join(lines)
-
-
-def buffers_of(value: Value, num_microbatches: int) -> Buffers:
-    """The buffers of a value: one, or one for every microbatch."""
-    if value.per_microbatch:
-        return tuple(Buffer(value.number, i) for i in range(num_microbatches))
-    return (Buffer(value.number, None),)
 
 
 def buffer_names(values: tuple[Value, ...]) -> Names:

@@ -7,7 +7,7 @@ is enqueued far ahead, and all meshes' collectives start in an order on which al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Instruction, Names, Recv, Run, Send
@@ -22,23 +22,44 @@ def dispatch_order(
     Raises:
       ScheduleError: the meshes wait for each other in a cycle, or for something that nobody sends.
     """
-    position = [0] * len(meshes)
     clock = [(0, 0)] * len(meshes)  # runs, and instructions, on the longest path up to here
     sent: dict[int, tuple[int, int]] = {}
     keyed: list[tuple[int, int, int, int]] = []
-    for mesh, instruction in in_turns(
-        meshes, lambda x: not isinstance(x, Recv) or x.tag in sent, position
-    ):
+    for mesh, index, instruction in dispatchable(meshes, sent, names):
         start = clock[mesh]
         if isinstance(instruction, Recv):
             start = max(start, sent[instruction.tag])
-        keyed.append((*start, mesh, position[mesh]))
+        keyed.append((*start, mesh, index))
         clock[mesh] = (start[0] + isinstance(instruction, Run), start[1] + 1)
         if isinstance(instruction, Send):
             sent[instruction.tag] = clock[mesh]
-    if any(position[mesh] < len(instructions) for mesh, instructions in enumerate(meshes)):
-        raise deadlock(meshes, position, names)
     return tuple((mesh, index) for _, _, mesh, index in sorted(keyed))
+
+
+def dispatchable(
+    meshes: Sequence[Sequence[Instruction]], sent: Container[int], names: Names
+) -> Iterator[tuple[int, int, Instruction]]:
+    """(mesh, index, instruction) of every list in order, one mesh after the other.
+
+    A `Recv` waits until its tag is in `sent`, to which the caller adds those that it meets.
+
+    Raises:
+      ScheduleError: no mesh can go on, and some have not come to their ends.
+    """
+    position = [0] * len(meshes)
+    for mesh, instruction in in_turns(
+        meshes, lambda x: not isinstance(x, Recv) or x.tag in sent, position
+    ):
+        yield mesh, position[mesh], instruction
+    require_end(meshes, position, names)
+
+
+def require_end(
+    meshes: Sequence[Sequence[Instruction]], position: Sequence[int], names: Names
+) -> None:
+    """Raise if some mesh is not at the end of its list."""
+    if any(at < len(instructions) for at, instructions in zip(position, meshes, strict=True)):
+        raise deadlock(meshes, position, names)
 
 
 def deadlock(

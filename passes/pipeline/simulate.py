@@ -30,9 +30,8 @@ from autopar.passes.pipeline.instructions import (
     Send,
     buffer_names,
 )
-from autopar.passes.pipeline.order import deadlock
+from autopar.passes.pipeline.order import dispatchable, require_end
 from autopar.passes.pipeline.timeline import Event, Timeline
-from autopar.passes.schedules.schedule import in_turns
 
 _T = TypeVar("_T")
 _Seconds = Callable[[Instruction], float]
@@ -85,21 +84,17 @@ def simulate(
     if shared_cores is not None and shared_cores < 1:
         raise ScheduleError(f"shared_cores={shared_cores} is not a number of cores.")
 
+    costs: dict[type, Callable[..., float] | float] = {
+        Run: run_seconds,
+        Send: send_seconds,
+        Recv: recv_seconds,
+        Reshard: reshard_seconds,
+        Accumulate: accumulate_seconds,
+        Free: 0.0,
+    }
+
     def seconds(instruction: Instruction) -> float:
-        match instruction:
-            case Run():
-                cost = _cost(run_seconds, instruction)
-            case Send():
-                cost = _cost(send_seconds, instruction)
-            case Recv():
-                cost = _cost(recv_seconds, instruction)
-            case Reshard():
-                cost = _cost(reshard_seconds, instruction)
-            case Accumulate():
-                cost = _cost(accumulate_seconds, instruction)
-            case Free():
-                cost = 0.0
-        return cost
+        return _cost(costs[type(instruction)], instruction)
 
     def latency(send: Send) -> float:
         return _cost(transfer_seconds, send)
@@ -117,21 +112,18 @@ def _independent(
     program: PipelineProgram, seconds: _Seconds, latency: Callable[[Send], float]
 ) -> list[Event]:
     """Every mesh has devices of its own: each list is walked as far as it goes, in turns."""
-    position = [0] * len(program.meshes)
     clock = [0.0] * len(program.meshes)
     arrival: dict[int, float] = {}
     events: list[Event] = []
-    for mesh, instruction in in_turns(
-        program.meshes, lambda x: not isinstance(x, Recv) or x.tag in arrival, position
-    ):
+    names = buffer_names(program.values)
+    for mesh, index, instruction in dispatchable(program.meshes, arrival, names):
         start = clock[mesh]
         if isinstance(instruction, Recv):
             start = max(start, arrival[instruction.tag])
         clock[mesh] = start + seconds(instruction)
         if isinstance(instruction, Send):
             arrival[instruction.tag] = clock[mesh] + latency(instruction)
-        events.append(Event(mesh, position[mesh], start, clock[mesh]))
-    _require_end(program, position)
+        events.append(Event(mesh, index, start, clock[mesh]))
     return events
 
 
@@ -206,7 +198,7 @@ def _shared(
         for mesh in [mesh for mesh, rest in left.items() if rest <= shortest * 1e-12]:
             del left[mesh]
             finish(mesh, started.pop(mesh))
-    _require_end(program, position)
+    require_end(program.meshes, position, buffer_names(program.values))
     return events
 
 
@@ -218,11 +210,6 @@ def _line(program: PipelineProgram, meshes: Sequence[int]) -> dict[tuple[int, in
         if place[0] in meshes and isinstance(program.meshes[place[0]][place[1]], Run)
     ]
     return {place: number for number, place in enumerate(places)}
-
-
-def _require_end(program: PipelineProgram, position: Sequence[int]) -> None:
-    if any(at < len(list_) for at, list_ in zip(position, program.meshes, strict=True)):
-        raise deadlock(program.meshes, position, buffer_names(program.values))
 
 
 def _cost(given: Callable[[_T], float] | float, instruction: _T) -> float:

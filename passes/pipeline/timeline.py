@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -134,28 +134,22 @@ class Timeline:
         for mesh in range(len(program.meshes)):
             rows.append(_metadata("thread_name", mesh, f"mesh {mesh}"))
             for seconds, size in self.bytes_over_time(mesh):
-                rows.append(
-                    {
-                        "ph": "C",
-                        "name": f"mesh {mesh}: bytes per device",
-                        "pid": 0,
-                        "tid": mesh,
-                        "ts": seconds * _MICROSECONDS,
-                        "args": {"bytes": size},
-                    }
-                )
+                counter = {"ph": "C", "name": f"mesh {mesh}: bytes per device"}
+                args, time = {"bytes": size}, seconds * _MICROSECONDS
+                rows.append({**counter, "pid": 0, "tid": mesh, "ts": time, "args": args})
         for event in self.events:
             instruction = self.instruction(event)
             if isinstance(instruction, Free):
                 continue
             place = {"pid": 0, "tid": event.mesh}
+            kind = type(instruction).__name__
+            if isinstance(instruction, Run):
+                kind = instruction.kind
             rows.append(
                 {
                     "ph": "X",
                     "name": instruction.label,
-                    "cat": instruction.kind
-                    if isinstance(instruction, Run)
-                    else type(instruction).__name__,
+                    "cat": kind,
                     "ts": event.start * _MICROSECONDS,
                     "dur": event.seconds * _MICROSECONDS,
                     "args": {"index": event.index, "instruction": instruction.text(names)},
@@ -224,11 +218,9 @@ def _totals(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
     totals: dict[tuple[int, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for event in timeline.events:
         instruction = timeline.instruction(event)
-        what = (
-            instruction.piece
-            if isinstance(instruction, Run)
-            else type(instruction).__name__.lower()
-        )
+        what = type(instruction).__name__.lower()
+        if isinstance(instruction, Run):
+            what = instruction.piece
         count, seconds = totals[event.mesh, what]
         totals[event.mesh, what] = (count + 1, seconds + event.seconds)
     return totals
@@ -241,8 +233,7 @@ def _compared(expected: float, measured: float) -> tuple[str, str, str]:
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    adjust: Callable[[str, int], str] = str.rjust
     return [
-        "  ".join(adjust(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]

@@ -7,47 +7,44 @@ piece and the value.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from autopar.base.errors import ScheduleError
-from autopar.passes.pipeline.instructions import Piece, Value, ValueTransfer
-from autopar.passes.schedules.schedule import Schedule
+from autopar.passes.pipeline.instructions import Piece, PipelineProgram, Value, ValueTransfer
 
 LOOP_KINDS = ("F", "B", "W")
 
 
-def validate(
-    schedule: Schedule,
-    values: Mapping[int, Value],
-    pieces: Sequence[Piece],
-    transfers: Sequence[ValueTransfer],
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    donated: Sequence[int],
-) -> None:
+def validate(program: PipelineProgram, transfers: Sequence[ValueTransfer]) -> None:
     """Refuse values, pieces and transfers that contradict each other or the schedule.
+
+    Args:
+      program: without instructions so far.
+      transfers: which values other stages receive.
 
     Raises:
       ScheduleError: names the piece, transfer or value, and what is wrong with it.
     """
-    for value in values.values():
+    schedule, values = program.schedule, program.value_of
+    if len(values) < len(program.values):
+        raise ScheduleError("Two values have the same number.")
+    for value in program.values:
         if not 0 <= value.stage < schedule.num_stages:
             _refuse(value, f"is on stage {value.stage} of {schedule.num_stages}")
-    for what, numbers in (("inputs", inputs), ("outputs", outputs), ("donated", donated)):
-        unknown = sorted(set(numbers) - set(values))
-        if unknown or len(set(numbers)) < len(numbers):
-            raise ScheduleError(f"The numbers in {what} are unknown or repeated: {tuple(numbers)}.")
-    if not set(donated) <= set(inputs):
-        raise ScheduleError("Only inputs can be donated.", where=f"donated={tuple(donated)}")
-    _validate_pieces(schedule, values, pieces)
-    _validate_writers(values, pieces, inputs, donated)
-    _validate_transfers(values, pieces, transfers, inputs)
+    for what in ("inputs", "outputs", "donated"):
+        numbers: tuple[int, ...] = getattr(program, what)
+        if not set(numbers) <= set(values) or len(set(numbers)) < len(numbers):
+            raise ScheduleError(f"The numbers in {what} are unknown or repeated: {numbers}.")
+    if not set(program.donated) <= set(program.inputs):
+        raise ScheduleError("Only inputs can be donated.", where=f"donated={program.donated}")
+    _validate_pieces(program)
+    _validate_writers(program)
+    _validate_transfers(program, transfers)
 
 
-def _validate_pieces(
-    schedule: Schedule, values: Mapping[int, Value], pieces: Sequence[Piece]
-) -> None:
+def _validate_pieces(program: PipelineProgram) -> None:
+    schedule, values, pieces = program.schedule, program.value_of, program.pieces
     for name, count in Counter(piece.name for piece in pieces).items():
         if count > 1:
             raise ScheduleError(f"{count} pieces have the name {name!r}.")
@@ -82,13 +79,9 @@ def _validate_pieces(
             raise ScheduleError("A piece can donate only what it reads.", where=where)
 
 
-def _validate_writers(
-    values: Mapping[int, Value],
-    pieces: Sequence[Piece],
-    inputs: Sequence[int],
-    donated: Sequence[int],
-) -> None:
+def _validate_writers(program: PipelineProgram) -> None:
     """A value is written once; one of the whole step once before, once after, and by the loop."""
+    values, pieces, inputs = program.value_of, program.pieces, program.inputs
     writers: dict[int, list[Piece]] = {number: [] for number in values}
     for piece in pieces:
         for number in piece.writes:
@@ -101,7 +94,7 @@ def _validate_writers(
         for kind in ("prologue", "epilogue"):
             if sum(piece.kind == kind for piece in writing) > 1:
                 _refuse(value, f"is written by two {kind} pieces", names)
-        if writing and number in inputs and number not in donated:
+        if writing and number in inputs and number not in program.donated:
             _refuse(value, "is an input that the caller keeps, and is overwritten", names)
         looping = [piece for piece in writing if piece.kind in LOOP_KINDS]
         if looping and not value.per_microbatch:
@@ -118,14 +111,10 @@ def _validate_writers(
                     )
 
 
-def _validate_transfers(
-    values: Mapping[int, Value],
-    pieces: Sequence[Piece],
-    transfers: Sequence[ValueTransfer],
-    inputs: Sequence[int],
-) -> None:
-    written = Counter(number for piece in pieces for number in set(piece.writes))
-    written.update(inputs)
+def _validate_transfers(program: PipelineProgram, transfers: Sequence[ValueTransfer]) -> None:
+    values = program.value_of
+    written = Counter(number for piece in program.pieces for number in set(piece.writes))
+    written.update(program.inputs)
     written.update(transfer.target for transfer in transfers)
     for transfer in transfers:
         where = f"the transfer of {transfer.source} to {transfer.target}"

@@ -8,8 +8,6 @@ from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
-    Buffers,
-    Free,
     Instruction,
     Names,
     PipelineProgram,
@@ -32,17 +30,11 @@ def verify(program: PipelineProgram) -> None:
       ScheduleError: names the mesh, the instruction and the buffer.
     """
     names = buffer_names(program.values)
-    known = {value.number for value in program.values}
-    alive: list[set[Buffer]] = [set() for _ in program.meshes]
-    keeps: list[set[Buffer]] = [set() for _ in program.meshes]
-    remains: list[set[Buffer]] = [set() for _ in program.meshes]
-    for number in program.inputs:
-        buffers, mesh = program.buffers_of(number), program.mesh_of(number)
-        alive[mesh].update(buffers)
-        if number not in program.donated:
-            keeps[mesh].update(buffers)
-    for number in program.outputs:
-        remains[program.mesh_of(number)].update(program.buffers_of(number))
+    kept = [number for number in program.inputs if number not in program.donated]
+    alive, keeps, remains = (
+        [set(program.buffers_on(mesh, numbers)) for mesh in range(len(program.meshes))]
+        for numbers in (program.inputs, kept, program.outputs)
+    )
     sends: dict[int, tuple[int, Send]] = {}
     received: set[int] = set()
     position = [0] * len(program.meshes)
@@ -53,7 +45,7 @@ def verify(program: PipelineProgram) -> None:
             )
         position[mesh] += 1
         instruction = program.meshes[mesh][index]
-        wrong = _misplaced(instruction, alive[mesh], keeps[mesh], known, names)
+        wrong = _misplaced(instruction, alive[mesh], keeps[mesh], program, names)
         if not wrong and isinstance(instruction, Send):
             if instruction.tag in sends:
                 wrong = f"Two Sends have the tag {instruction.tag}."
@@ -69,7 +61,7 @@ def verify(program: PipelineProgram) -> None:
                 where=f"mesh {mesh}, instruction {index}: {instruction.text(names)}",
                 why=_history(program.meshes[mesh], index, alive[mesh], names),
             )
-        alive[mesh].difference_update(_gone(instruction))
+        alive[mesh].difference_update(instruction.gone)
         alive[mesh].update(instruction.writes)
     for mesh, instructions in enumerate(program.meshes):
         if position[mesh] != len(instructions):
@@ -90,17 +82,21 @@ def verify(program: PipelineProgram) -> None:
 
 
 def _misplaced(
-    instruction: Instruction, alive: set[Buffer], keeps: set[Buffer], known: set[int], names: Names
+    instruction: Instruction,
+    alive: set[Buffer],
+    keeps: set[Buffer],
+    program: PipelineProgram,
+    names: Names,
 ) -> str | None:
     """What is wrong with executing `instruction` while these buffers are alive."""
     absent = {buffer for buffer in instruction.reads if buffer not in alive}
     if absent:
         return f"{_all(absent, names)} is read, but it is not there."
-    gone = _gone(instruction)
+    gone = instruction.gone
     absent = {buffer for buffer in gone if buffer not in alive}
     if absent or len(set(gone)) < len(gone):
         return f"{_all(absent or set(gone), names)} is freed, but it is not there."
-    unknown = {buffer for buffer in instruction.writes if buffer.value not in known}
+    unknown = {buffer for buffer in instruction.writes if buffer.value not in program.value_of}
     if unknown:
         return f"{_all(unknown, names)} is not a value of the program."
     overwritten = {buffer for buffer in instruction.writes if buffer in alive}
@@ -124,22 +120,16 @@ def _unmatched(sent: tuple[int, Send] | None, mesh: int, recv: Recv) -> str | No
     return None
 
 
-def _gone(instruction: Instruction) -> Buffers:
-    if isinstance(instruction, Run):
-        return instruction.donates
-    return instruction.buffers if isinstance(instruction, Free) else ()
-
-
 def _history(
     instructions: Sequence[Instruction], index: int, alive: set[Buffer], names: Names
 ) -> str | None:
     """Where the first buffer that an instruction lacks has gone, or comes from too late."""
     instruction = instructions[index]
-    lacks = [b for b in (*instruction.reads, *_gone(instruction)) if b not in alive]
+    lacks = [b for b in (*instruction.reads, *instruction.gone) if b not in alive]
     if not lacks:
         return None
     for earlier in reversed(instructions[:index]):
-        if lacks[0] in _gone(earlier):
+        if lacks[0] in earlier.gone:
             return f"it was gone after: {earlier.text(names)}"
     later = [x for x in instructions[index:] if lacks[0] in x.writes]
     if later:

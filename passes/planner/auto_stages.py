@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import MemoryLimitError, OptionError
+from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.cutting import residual_bytes
 from autopar.passes.pieces.piece_costs import PieceCosts
 from autopar.passes.planner.candidates import label_batch, plan_stage
 from autopar.passes.planner.layouts import StageLayout, submesh
-from autopar.passes.planner.stage_choice import StageChoice, StageOption, best_stages
+from autopar.passes.planner.stage_choice import StageOption, best_stages
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, memory_limit_of
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.pricing import Pricing
@@ -108,18 +108,15 @@ def choose_stages(
             return (kept, again)
         return (again,) if options.remat == "full" else (kept,)
 
-    try:
-        choice: StageChoice = best_stages(
-            len(starts),
-            sizes,
-            cluster.num_devices,
-            oracle,
-            num_microbatches=split.num_microbatches,
-            memory_limit=memory_limit_of(options, cluster),
-        )
-    except (MemoryLimitError, OptionError):
-        return None
-    if len(choice.stages) < 2:
+    choice = best_stages(
+        len(starts),
+        sizes,
+        cluster.num_devices,
+        oracle,
+        num_microbatches=split.num_microbatches,
+        memory_limit=memory_limit_of(options, cluster),
+    )
+    if choice is None or len(choice.stages) < 2:
         return None
     return StageLayout(
         tuple(starts[stage.start] for stage in choice.stages[1:]),

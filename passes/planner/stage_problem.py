@@ -32,10 +32,6 @@ Successors = tuple[NDArray[np.intp], ...]
 """For each cut state, the states that may be the next cut, ascending and later than it."""
 
 
-def _one(count: int) -> int:
-    return 1
-
-
 @dataclass(frozen=True, eq=False)
 class StageKind:
     """One kind of stage, and what each stage of that kind costs between every two cuts.
@@ -58,7 +54,7 @@ class StageKind:
     summed: Floats | None = None
     bytes_fixed: Floats | None = None
     bytes_per_microbatch: Floats | None = None
-    in_flight: Callable[[int], int] = _one
+    in_flight: Callable[[int], int] = lambda count: 1
 
     def __post_init__(self) -> None:
         if self.devices < 0 or self.weight < 0:
@@ -82,7 +78,6 @@ class StageProblem:
       kinds: the kinds of stages; where plans are equally good, earlier kinds and options win.
       num_devices: the devices that the stages share.
       max_count: the largest weight that the stages of a plan may have together.
-      count: the weight that they must have together; None: any.
       all_devices: whether every device must be used.
       memory_limit: bytes per device; None: no limit.
     """
@@ -91,7 +86,6 @@ class StageProblem:
     kinds: tuple[StageKind, ...]
     num_devices: int
     max_count: int
-    count: int | None = None
     all_devices: bool = True
     memory_limit: float | None = None
 
@@ -107,8 +101,6 @@ class StageProblem:
         for kind in self.kinds:
             if kind.bottleneck.ndim != 3 or kind.bottleneck.shape[1:] != (states, states):
                 raise ValueError(f"costs of shape {kind.bottleneck.shape} for {states} states")
-        if self.count is not None and not 0 <= self.count <= self.max_count:
-            raise ValueError(f"a count of {self.count} is not between 0 and {self.max_count}")
 
 
 class PathStep(NamedTuple):
@@ -118,7 +110,6 @@ class PathStep(NamedTuple):
     stop: int
     kind: int
     option: int
-    count_to_end: int
 
 
 @dataclass(frozen=True)

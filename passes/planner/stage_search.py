@@ -25,7 +25,6 @@ from autopar.passes.planner.stage_sweep import (
     bottleneck_cost,
     costs_of,
     least,
-    memory_cost,
     summed_cost,
     sweep,
     tabulate,
@@ -71,18 +70,6 @@ def best_path(problem: StageProblem) -> StagePath | None:
     slack = bound * (1 + 1e-12)
     ticks = _in_ticks(tables, tick, slack, slack - lowest_sum)
     return _path(tables, _bisect(ticks))
-
-
-def least_memory_path(problem: StageProblem) -> StagePath | None:
-    """The plan whose largest stage needs the least memory; its `bottleneck` is those bytes.
-
-    The problem's own limit is not applied. None: there is no plan whatever the limit.
-    """
-    tables = tabulate(problem)
-    value = sweep(tables, memory_cost, np.maximum)
-    if math.isinf(least(tables, value)[0]):
-        return None
-    return StagePath(trace(tables, value, memory_cost, np.maximum), 0.0, least(tables, value)[0])
 
 
 def _path(tables: StageTables, steps: tuple[PathStep, ...]) -> StagePath:

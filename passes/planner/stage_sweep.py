@@ -100,12 +100,6 @@ def bottleneck_cost(cell: StageCosts, in_flight: Floats) -> Floats:
     return _where_it_fits(cell.bottleneck, cell, in_flight)
 
 
-def memory_cost(cell: StageCosts, in_flight: Floats) -> Floats:
-    """The bytes per device of a stage, whether they fit or not."""
-    used = cell.fixed[:, :, None] + cell.per_microbatch[:, :, None] * in_flight
-    return np.where(np.isfinite(cell.bottleneck)[:, :, None], used, np.inf)
-
-
 def _where_it_fits(costs: Floats, cell: StageCosts, in_flight: Floats) -> Floats:
     if in_flight.size == 0 or cell.room.min(initial=np.inf) >= in_flight.max():
         return costs[:, :, None]
@@ -157,10 +151,7 @@ def _as_slice(states: NDArray[np.intp]) -> slice | NDArray[np.intp]:
 
 def least(tables: StageTables, value: Floats) -> tuple[float, int]:
     """The best value of a whole plan, and the least count that reaches it."""
-    problem = tables.problem
-    values = value[0, :, problem.num_devices]
-    if problem.count is not None:
-        return float(values[problem.count]), problem.count
+    values = value[0, :, tables.problem.num_devices]
     count = int(values.argmin())
     return float(values[count]), count
 
@@ -189,7 +180,7 @@ def trace(tables: StageTables, value: Floats, cost: Cost, join: Join) -> tuple[P
                 option = int(fits[:, position].argmax())
                 found.append((int(after[position]), index, option, float(rest[position])))
         stop, index, option, rest_value = min(found)
-        steps.append(PathStep(state, stop, index, option, count))
+        steps.append(PathStep(state, stop, index, option))
         state = stop
         count -= problem.kinds[index].weight
         devices -= problem.kinds[index].devices

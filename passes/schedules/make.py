@@ -79,21 +79,14 @@ def _named(name: str, num_meshes: int, num_microbatches: int, num_chunks: int) -
             f"multiple of {num_meshes}.",
             hint=f"use microbatches={above}, or schedule='1f1b'.",
         )
-    function = SCHEDULES[name]
-    lists = (
-        function(num_meshes, num_microbatches, num_chunks)
-        if name in CHUNKED
-        else function(num_meshes, num_microbatches)
-    )
+    chunks = (num_chunks,) if name in CHUNKED else ()
+    lists = SCHEDULES[name](num_meshes, num_microbatches, *chunks)
     homes = tuple(stage % num_meshes for stage in range(num_meshes * num_chunks))
     return Schedule(name, len(homes), num_microbatches, homes, tuple(map(tuple, lists)))
 
 
 def _custom(
-    function: ScheduleFunction,
-    num_meshes: int,
-    num_microbatches: int,
-    num_chunks: int,
+    function: ScheduleFunction, num_meshes: int, num_microbatches: int, num_chunks: int
 ) -> Schedule:
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -108,11 +101,10 @@ def _custom(
         lists = _task_lists(name, result)
         homes = _homes(name, lists)
         schedule = Schedule(name, len(homes), num_microbatches, homes, lists)
-    found = (schedule.num_meshes, schedule.num_microbatches)
-    if found != (num_meshes, num_microbatches):
+    if (schedule.num_meshes, schedule.num_microbatches) != (num_meshes, num_microbatches):
         raise ScheduleError(
-            f"Schedule function {name!r} made a schedule of {found[1]} microbatches on {found[0]} "
-            "meshes.",
+            f"Schedule function {name!r} made a schedule of {schedule.num_microbatches} "
+            f"microbatches on {schedule.num_meshes} meshes.",
             why=f"it was asked for {num_microbatches} microbatches on {num_meshes} meshes.",
             hint="return one list of tasks per mesh.",
         )
@@ -134,29 +126,31 @@ def _custom(
     return schedule
 
 
-def _task_lists(name: str, result: Any) -> tuple[tuple[Task, ...], ...]:
+def _task_lists(name: str, result: object) -> tuple[tuple[Task, ...], ...]:
     """The task lists in what a user's function returned.
 
     Raises:
       ScheduleError: it is something else.
     """
     hint = 'return one list per mesh of tasks such as ("F", stage, microbatch).'
-    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
-        raise ScheduleError(
-            f"Schedule function {name!r} returned {_described(result)}.",
-            why="a Schedule or task lists were expected.",
-            hint=hint,
-        )
-    lists = []
-    for mesh, tasks in enumerate(result):
-        if isinstance(tasks, (str, bytes, Mapping)) or not isinstance(tasks, Iterable):
+
+    def entries(value: object, where: str, expected: str) -> Iterable[Any]:
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
             raise ScheduleError(
-                f"Schedule function {name!r} returned {_described(tasks)} for mesh {mesh}.",
-                why="a list of tasks was expected.",
+                f"Schedule function {name!r} returned {_described(value)}{where}.",
+                why=f"{expected} expected.",
                 hint=hint,
             )
-        lists.append(tuple(_task(name, mesh, entry, hint) for entry in tasks))
-    return tuple(lists)
+        return value
+
+    lists = enumerate(entries(result, "", "a Schedule or task lists were"))
+    return tuple(
+        tuple(
+            _task(name, mesh, entry, hint)
+            for entry in entries(tasks, f" for mesh {mesh}", "a list of tasks was")
+        )
+        for mesh, tasks in lists
+    )
 
 
 def _task(name: str, mesh: int, entry: Any, hint: str) -> Task:
@@ -195,7 +189,7 @@ def _homes(name: str, lists: tuple[tuple[Task, ...], ...]) -> tuple[int, ...]:
     return tuple(homes[stage] for stage in range(len(homes)))
 
 
-def _positive(name: str, number: Any) -> int:
+def _positive(name: str, number: int) -> int:
     try:
         value = operator.index(number)
     except TypeError:
@@ -205,7 +199,7 @@ def _positive(name: str, number: Any) -> int:
     return value
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 

@@ -13,6 +13,7 @@ A *slot* of `low` is a pair (edge, strategy of i), one of `high` a pair (edge, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ class Side:
     cells: Floats  # [cells], row-major: slot, then the far node's strategies
     exact: Integers  # the same costs as integers
     slot_start: Integers  # [slots] where the cells of a slot start
+    slot_size: Integers  # [slots] how many it has
     slot_node: Integers  # [slots] index of the near node's strategy among all strategies
     slot_far: Integers  # [slots] the far node
     slot_edge: Integers  # [slots] the edge, in the order of this side
@@ -78,18 +80,31 @@ class Arrays:
 
     def costs_of(self, choice: Integers) -> float:
         """The cost of a choice of strategies (numbered among all), without the model's offset."""
+        _, _, cells = self.pairs(choice)
+        return float(self.costs[choice].sum() + self.high.cells[cells].sum())
+
+    def pairs(self, choice: Integers) -> tuple[Integers, Integers, Integers]:
+        """The slots of `high` that a choice takes, the far nodes and the cells, edge by edge."""
         side = self.high
         slots = np.flatnonzero(choice[self.owner[side.slot_node]] == side.slot_node)
-        far = choice[side.slot_far[slots]] - self.first[side.slot_far[slots]]
-        return float(self.costs[choice].sum() + side.cells[side.slot_start[slots] + far].sum())
+        far = side.slot_far[slots]
+        return slots, far, side.slot_start[slots] + choice[far] - self.first[far]
+
+    def used(self, choice: Integers) -> Floats:
+        """What a choice uses in each memory row."""
+        return self.usage[self.row_first + choice[self.row_node] - self.first[self.row_node]]
 
     def profile(self, choice: Integers) -> Floats:
         """What a choice uses at each point."""
-        used = self.usage[self.row_first + choice[self.row_node] - self.first[self.row_node]]
-        points = len(self.room)
+        used, points = self.used(choice), len(self.room)
         change = np.bincount(self.row_start, used, points + 1)
         change -= np.bincount(self.row_end, used, points + 1)
         return np.cumsum(change[:-1])
+
+    def in_rows(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The sums of what there is at each point, over the points of each memory row."""
+        total = np.concatenate([[0], np.cumsum(values)])
+        return total[self.row_end] - total[self.row_start]
 
     def chosen(self, choice: Integers) -> dict[int, int]:
         """The model's own form of a choice."""
@@ -145,6 +160,7 @@ def flatten(model: Model) -> Arrays:
             cells=cells.astype(np.float64),
             exact=cells,
             slot_start=slot_start[:-1],
+            slot_size=slot_size,
             slot_node=first[near][slot_edge] + within,
             slot_far=far[slot_edge],
             slot_edge=slot_edge,

@@ -28,14 +28,71 @@ SMOOTHING = 0.5
 """The weight of the newest choice's usage in the average that prices react to."""
 
 
+REPAIR_EVERY = 10
+"""After so many passes their choice is made to fit."""
+
+
 @dataclass
 class Ascent:
-    """What an ascent has reached; costs and bounds are without the model's offset."""
+    """What an ascent has reached; costs and bounds are without the model's offset.
+
+    Args:
+        dual: the messages and prices.
+        budget: what may be used.
+        found: takes each feasible choice and returns the least cost known so far.
+        upper: a cost that was known before, or that no choice exceeds.
+        bound: the best bound.
+        best: the state of the dual that has it.
+        choice: the cheapest feasible choice.
+        cost: what that costs.
+        known: what `found` returned last.
+    """
 
     dual: Dual
+    budget: Budget
+    found: Callable[[Integers], float]
+    upper: float = np.inf
     bound: float = -np.inf
     best: DualState | None = None
-    choice: Integers | None = None  # the cheapest feasible one
+    choice: Integers | None = None
+    cost: float = np.inf
+    known: float = np.inf
+
+    @property
+    def least(self) -> float:
+        """The least cost known."""
+        return min(self.upper, self.known)
+
+    @property
+    def gap(self) -> float:
+        return self.least - self.bound
+
+    def note(self, bound: float) -> None:
+        """Remembers the dual's present state if its bound is the best."""
+        if bound > self.bound:
+            self.bound, self.best = bound, self.dual.state()
+
+    def attempt(self, choice: Integers) -> tuple[Integers, bool]:
+        """The choice made to fit and improved, and whether that succeeded; it is passed on then."""
+        arrays, budget = self.dual.arrays, self.budget
+
+        def stop() -> bool:
+            budget.spend(4e-8 * len(arrays.low.slot_start) + 1e-3)
+            return budget.exhausted
+
+        choice, fits = repair(arrays, choice, stop)
+        if fits:
+            choice = improve(arrays, choice, stop)
+            cost = arrays.costs_of(choice)
+            if cost < self.cost:
+                self.cost, self.choice = cost, choice
+            self.known = self.found(choice)
+        return choice, fits
+
+    def restore(self) -> None:
+        """Takes the dual back to the state of the best bound."""
+        if self.best is not None:
+            self.dual.restore(self.best)
 
 
 def ascend(
@@ -45,7 +102,6 @@ def ascend(
     found: Callable[[Integers], float],
     *,
     upper: float = np.inf,
-    repair_every: int = 10,
     until: float = 1.0,
     known: bool = False,
     step: float = STEP,
@@ -60,12 +116,10 @@ def ascend(
     state of the best bound.
     """
     arrays = dual.arrays
-    result = Ascent(dual)
-    limit = float(arrays.limit)
+    result = Ascent(dual, budget, found, upper)
     average: Floats | None = None
-    best, cheapest, nearest = np.inf, np.inf, np.inf
+    nearest = np.inf
     started = budget.used
-    work = sweep_work(arrays)
     sweep_seconds = repair_seconds = 0.0
     for index in range(sweeps):
         if not budget.fits(sweep_seconds):
@@ -73,28 +127,23 @@ def ascend(
         start = budget.seconds
         chooser = Chooser(arrays)
         bound = dual.sweep(index % 2 == 0, chooser)
-        budget.spend(work * 1.3)
+        budget.spend(sweep_work(arrays) * 1.3)
         sweep_seconds = budget.seconds - start
-        if bound > result.bound:
-            result.bound, result.best = bound, dual.state()
+        result.note(bound)
         used = (budget.used - started) / max(until - started, 1e-9)
         total = enough if known and enough is not None else sweeps
         progress = max((index + 1) / total, used)
-        if upper - result.bound < 1.0:
+        if result.gap < 1.0:
             break
-        due = index % repair_every == repair_every - 1 or progress >= 1.0
+        due = index % REPAIR_EVERY == REPAIR_EVERY - 1 or progress >= 1.0
         # Until something fits, it is tried more often: after passes 2, 4 and 8 of the first ten.
         due = due or (not known and index in (1, 3, 7))
         start = budget.seconds
-        if due and budget.fits(repair_seconds) and arrays.costs_of(chooser.choice) < ALLOWED:
-            choice, fits = make_feasible(arrays, chooser.choice, budget)
-            if fits:
-                cost = arrays.costs_of(choice)
-                if cost < cheapest:
-                    cheapest, result.choice = cost, choice
-                best, known = found(choice), True
-                upper = min(upper, best)
-            elif not known:
+        cost = arrays.costs_of(chooser.choice)
+        if due and budget.fits(repair_seconds) and cost < ALLOWED:
+            choice, fits = result.attempt(chooser.choice)
+            known = known or fits
+            if not known:
                 missing = float((arrays.profile(choice) - arrays.room).max())
                 if missing < nearest:
                     nearest = missing
@@ -103,23 +152,18 @@ def ascend(
         if progress >= 1.0 or budget.exhausted:
             break
         if len(arrays.room):
-            excess = (arrays.profile(chooser.choice) - arrays.room) / limit
+            excess = (arrays.profile(chooser.choice) - arrays.room) / arrays.limit
             average = excess if average is None else average + SMOOTHING * (excess - average)
-            cost = arrays.costs_of(chooser.choice)
-            scale = best if np.isfinite(best) else max(bound, cost, 1.0)
-            dual.set_prices(_adapted(dual, average, scale, step * _shrink(progress)))
-    if result.best is not None:
-        dual.restore(result.best)
+            scale = result.known if np.isfinite(result.known) else max(bound, cost, 1.0)
+            shrink = 1.0 if progress < 0.4 else max(0.02, (1.0 - progress) / 0.6)
+            dual.set_prices(_adapted(dual, average, scale, step * shrink))
+    result.restore()
     return result
 
 
 def sweep_work(arrays: Arrays) -> float:
     """The work of a pass."""
     return 1e-8 * len(arrays.low.cells) + 6e-5 * arrays.num_levels
-
-
-def _shrink(progress: float) -> float:
-    return 1.0 if progress < 0.4 else max(0.02, (1.0 - progress) / 0.6)
 
 
 def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
@@ -129,14 +173,3 @@ def _adapted(dual: Dual, excess: Floats, scale: float, step: float) -> Floats:
     relative = np.clip(excess * limit / np.maximum(arrays.room, 0.01 * limit), -0.9, 3.0)
     least = 1e-3 * min(scale, ALLOWED) / (len(arrays.room) * limit)
     return np.maximum(dual.prices, np.where(excess > 0, least, 0.0)) * np.exp(step * relative)
-
-
-def make_feasible(arrays: Arrays, choice: Integers, budget: Budget) -> tuple[Integers, bool]:
-    """The choice made to fit and improved, and whether that succeeded."""
-
-    def stop() -> bool:
-        budget.spend(4e-8 * len(arrays.low.slot_start) + 1e-3)
-        return budget.exhausted
-
-    repaired, fits = repair(arrays, choice, stop)
-    return (improve(arrays, repaired, stop) if fits else repaired), fits

@@ -24,7 +24,7 @@ class Budget:
     of the time limit are kept for what must be done after the search.
     """
 
-    def __init__(self, work_limit: float | None, time_limit: float | None) -> None:
+    def __init__(self, work_limit: float = math.inf, time_limit: float = math.inf) -> None:
         self.work_limit = work_limit
         self.time_limit = time_limit
         self.work = 0.0
@@ -41,12 +41,9 @@ class Budget:
     @property
     def used(self) -> float:
         """The used part of whichever limit is nearer, from 0 to 1."""
-        used = 0.0
-        if self.work_limit is not None:
-            used = self.work / max(self.work_limit, 1e-9)
-        if self.time_limit is not None:
-            used = max(used, self.seconds / max(self.time_limit - self.reserve, 1e-9))
-        return min(used, 1.0)
+        work = self.work / max(self.work_limit, 1e-9)
+        seconds = self.seconds / max(self.time_limit - self.reserve, 1e-9)
+        return min(max(work, seconds), 1.0)
 
     @property
     def exhausted(self) -> bool:
@@ -54,35 +51,26 @@ class Budget:
 
     def keep(self, seconds: float) -> None:
         """Reserves at least so many seconds, but no more than a quarter of the time limit."""
-        if self.time_limit is not None:
-            self.reserve = max(self.reserve, min(seconds, self.time_limit / 4))
+        self.reserve = max(self.reserve, min(seconds, self.time_limit / 4))
 
     def check(self) -> None:
         """Raises OutOfTime at the time limit; the work limit has no say here."""
-        if self.time_limit is not None and self.seconds >= self.time_limit - self.reserve:
+        if self.seconds >= self.time_limit - self.reserve:
             raise OutOfTime
-
-    def share(self, part: float) -> tuple[float | None, float | None]:
-        """A part of what is left, as (work, seconds); None where there is no limit."""
-        work = None if self.work_limit is None else max(0.0, self.work_limit - self.work) * part
-        if self.time_limit is None:
-            return work, None
-        return work, max(0.0, self.time_limit - self.reserve - self.seconds) * part
 
     def fits(self, seconds: float) -> bool:
         """Whether a step that took so many seconds before still fits into the time limit."""
-        return self.time_limit is None or self.seconds + seconds < self.time_limit - self.reserve
+        return self.seconds + seconds < self.time_limit - self.reserve
 
-    def least_left(self, part: float) -> float:
-        """The smaller of the work and the seconds left until a part of the limits is used."""
-        return min((left for left in self.until(part) if left is not None), default=math.inf)
-
-    def until(self, part: float) -> tuple[float | None, float | None]:
+    def left(self, until: float = 1.0) -> tuple[float, float]:
         """What is left until a part of the limits is used, as (work, seconds)."""
-        work = None if self.work_limit is None else max(0.0, self.work_limit * part - self.work)
-        if self.time_limit is None:
-            return work, None
-        return work, max(0.0, (self.time_limit - self.reserve) * part - self.seconds)
+        seconds = (self.time_limit - self.reserve) * until - self.seconds
+        return max(0.0, self.work_limit * until - self.work), max(0.0, seconds)
+
+    def share(self, part: float) -> tuple[float, float]:
+        """A part of what is left, as (work, seconds)."""
+        work, seconds = self.left()
+        return work * part, seconds * part
 
     def stopper(self, work: float, until: float = 1.0) -> Stop:
         """A `Stop` that spends `work` for every step and holds at the part `until` of the limit."""

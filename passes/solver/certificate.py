@@ -20,11 +20,7 @@ def certified_bound(dual: Dual) -> int:
     """An exact lower bound on the model's cost without its offset, memory limit included."""
     arrays = dual.arrays
     largest = max(
-        (float(np.abs(part).max(initial=0.0)) for part in (dual.low, dual.high, dual.priced)),
-        default=0.0,
-    )
-    largest = max(
-        largest,
+        *(float(np.abs(part).max(initial=0.0)) for part in (dual.low, dual.high, dual.priced)),
         float(arrays.low.exact.max(where=arrays.low.exact < INFINITE, initial=0)),
         float(arrays.exact.max(initial=0)),
     )
@@ -34,11 +30,10 @@ def certified_bound(dual: Dual) -> int:
     if bits < 0:
         return 0
     low, high = (np.rint(np.ldexp(part, bits)).astype(np.int64) for part in (dual.low, dual.high))
-    total = _edges(dual, low, high, bits)
     nodes = (arrays.exact << bits) + _price_costs(dual, bits)
     np.add.at(nodes, arrays.low.slot_node, low)
     np.add.at(nodes, arrays.high.slot_node, high)
-    total += _sum(np.minimum.reduceat(nodes, arrays.first[:-1]))
+    total = _edges(dual, low, high, bits) + _sum(np.minimum.reduceat(nodes, arrays.first[:-1]))
     paid = sum(
         int(price) * int(room)
         for price, room in zip(_rounded(dual.prices), arrays.room.tolist(), strict=True)
@@ -55,9 +50,8 @@ def _edges(dual: Dual, low: Integers, high: Integers, bits: int) -> int:
     side = dual.arrays.high
     if not len(side.exact):
         return 0
-    counts = np.diff(np.append(side.slot_start, len(side.exact)))
     kept = np.where(side.exact < INFINITE, side.exact, 0) << bits
-    kept -= np.repeat(high, counts)
+    kept -= np.repeat(high, side.slot_size)
     kept -= low[side.cell_far_slot]
     kept[side.exact >= INFINITE] = np.iinfo(np.int64).max
     least_of_slot = np.minimum.reduceat(kept, side.slot_start)
@@ -71,8 +65,7 @@ def _price_costs(dual: Dual, bits: int) -> Integers:
     costs = np.zeros(len(arrays.costs), object)
     if not len(arrays.usage):
         return np.zeros(len(arrays.costs), np.int64)
-    total = np.concatenate([[0], np.cumsum(_rounded(dual.prices))])
-    row_price = total[arrays.row_end] - total[arrays.row_start]
+    row_price = arrays.in_rows(_rounded(dual.prices))
     amounts = arrays.usage.astype(np.int64).astype(object) * row_price[arrays.usage_row]
     np.add.at(costs, arrays.usage_strategy, amounts)
     if bits <= PRICE_BITS:

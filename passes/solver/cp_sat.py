@@ -39,8 +39,8 @@ class CpSatAnswer:
 def solve_cp_sat(
     model: Model,
     *,
-    time_limit: float | None = None,
-    work_limit: float | None = None,
+    time_limit: float = math.inf,
+    work_limit: float = math.inf,
     workers: int = 1,
     seed: int = 0,
 ) -> CpSatAnswer:
@@ -52,13 +52,17 @@ def solve_cp_sat(
     from ortools.sat.python import cp_model
 
     start = time.monotonic()
+
+    def is_late() -> bool:
+        return time.monotonic() - start > BUILD_PART * time_limit
+
     shift = max(0, model.largest_cost().bit_length() - 50)
     program = cp_model.CpModel()
     pick = {u: [program.new_bool_var("") for _ in model.cost_of(u)] for u in model.nodes}
     variables: list[cp_model.IntVar] = []
     weights: list[int] = []
     for u, literals in pick.items():
-        if time_limit is not None and time.monotonic() - start > BUILD_PART * time_limit:
+        if is_late():
             return CpSatAnswer(None, 0, False, False)
         costs = model.cost_of(u)
         program.add_exactly_one(literals)
@@ -84,7 +88,7 @@ def solve_cp_sat(
                 for literal, column in zip(pick[v], by_column, strict=True):
                     program.add_exactly_one([*column, literal.negated()])
     for terms, amounts, room in memory_terms(model):
-        if time_limit is not None and time.monotonic() - start > BUILD_PART * time_limit:
+        if is_late():
             return CpSatAnswer(None, 0, False, False)
         program.add(
             cp_model.LinearExpr.weighted_sum([pick[u][s] for u, s in terms], amounts) <= room
@@ -93,9 +97,9 @@ def solve_cp_sat(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
-    if time_limit is not None:
+    if time_limit < math.inf:
         solver.parameters.max_time_in_seconds = max(0.01, time_limit - (time.monotonic() - start))
-    if work_limit is not None:
+    if work_limit < math.inf:
         solver.parameters.max_deterministic_time = max(0.0, work_limit / CP_SAT_SECONDS)
     status = solver.solve(program)
     chosen = None

@@ -12,8 +12,8 @@ least, then *pushes* to each edge after it an equal part of what the node has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -45,10 +45,8 @@ class DualState:
     priced: Floats
 
 
-class Visitor(Protocol):
-    """Something that looks at each level in a pass."""
-
-    def __call__(self, level: Level, before: Side, /) -> None: ...
+Visitor = Callable[[Level, Side], None]
+"""Something that looks at each level in a pass, with the edges before it."""
 
 
 class Dual:
@@ -81,9 +79,8 @@ class Dual:
         self.low[:], self.high[:], self.nodes[:] = state.low, state.high, state.nodes
 
     def set_prices(self, prices: Floats) -> None:
-        arrays = self.arrays
         self.prices = prices
-        priced = arrays.costs + self.price_costs(prices)
+        priced = self.arrays.costs + self.price_costs(prices)
         self.nodes += priced - self.priced
         self.priced = priced
 
@@ -98,14 +95,9 @@ class Dual:
     def price_costs(self, prices: Floats) -> Floats:
         """What the prices add to the cost of each strategy."""
         arrays = self.arrays
-        total = np.concatenate([[0.0], np.cumsum(prices)])
-        row_price = total[arrays.row_end] - total[arrays.row_start]
-        added: Floats = np.bincount(
-            arrays.usage_strategy,
-            arrays.usage * row_price[arrays.usage_row],
-            minlength=len(arrays.costs),
-        ).astype(np.float64, copy=False)
-        return added
+        amounts = arrays.usage * arrays.in_rows(prices)[arrays.usage_row]
+        added = np.bincount(arrays.usage_strategy, amounts, len(arrays.costs))
+        return added.astype(np.float64, copy=False)
 
     def sweep(self, forward: bool, visit: Visitor | None = None) -> float:
         """One pass; returns the bound after it, in floating point."""
@@ -189,7 +181,7 @@ class Excesses:
         self.strategies[level.strategies] = excess
         if level.slots.stop > level.slots.start:
             near = excess[before.slot_node[level.slots] - start] - level.pulled
-            widths = np.diff(np.append(before.slot_start[level.slots], level.cells.stop))
+            widths = before.slot_size[level.slots]
             far = before.slot_far[level.slots]
             least = np.minimum.reduceat(nodes, arrays.first[:-1])
             offset = np.repeat(near - least[far], widths)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.passes.solver.problem import FORBIDDEN, Integers, Problem
+from autopar.passes.solver.usage_rows import over_points
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,11 @@ class Tables:
 
     def least(self) -> Integers:
         """The least cell of each table."""
-        if not len(self.cells):
-            return np.zeros(0, np.int64)
-        return np.minimum.reduceat(self.cells, self.first[:-1])
+        return np.minimum.reduceat(self.cells, self.first[:-1]) if len(self.cells) else self.cells
 
     def most(self) -> Integers:
         """The largest cell of each table."""
-        if not len(self.cells):
-            return np.zeros(0, np.int64)
-        return np.maximum.reduceat(self.cells, self.first[:-1])
+        return np.maximum.reduceat(self.cells, self.first[:-1]) if len(self.cells) else self.cells
 
     def split(self) -> list[Integers]:
         """The tables again, as views of one dimension."""
@@ -82,10 +79,7 @@ class Flat:
             return 0, (0, 0)
         fits = float(used.sum(dtype=np.float64)) < 2.0**62
         used = used if fits else used.astype(object)
-        changes = np.zeros(len(self.times), used.dtype)
-        np.add.at(changes, self.start, used)
-        np.subtract.at(changes, self.end, used)
-        total = np.cumsum(changes[:-1])
+        total = over_points(self.start, self.end, used, len(self.times) - 1)
         point = int(total.argmax())
         if total[point] <= 0:
             return 0, (0, 0)

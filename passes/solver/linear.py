@@ -14,10 +14,11 @@ contains `p * usage`. A point's row holds only what changes there, which keeps t
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from autopar.passes.solver.model import INFINITE
 from autopar.passes.solver.problem import Integers
 
 if TYPE_CHECKING:
-    from ortools.math_opt import model_pb2
+    from ortools.math_opt import model_pb2, result_pb2, solution_pb2
     from ortools.math_opt.python import mathopt
 
 SCALE = 1e5
@@ -83,9 +84,7 @@ class Core:
         pairs = (self.pairs <= allowed) & (side.exact < INFINITE)
         if keep is not None:
             strategies[keep] = True
-            slots = np.flatnonzero(keep[arrays.owner[side.slot_node]] == side.slot_node)
-            far = side.slot_far[slots]
-            pairs[side.slot_start[slots] + keep[far] - arrays.first[far]] = True
+            pairs[arrays.pairs(keep)[2]] = True
         return np.flatnonzero(strategies), np.flatnonzero(pairs)
 
 
@@ -114,8 +113,8 @@ def relaxation(
     strategies: Integers,
     pairs: Integers,
     *,
-    work_limit: float | None = None,
-    time_limit: float | None = None,
+    work_limit: float = math.inf,
+    time_limit: float = math.inf,
 ) -> Relaxed:
     """Solves the linear relaxation over some strategies and pairs (places in `high`)."""
     from ortools.math_opt.python import mathopt
@@ -126,9 +125,9 @@ def relaxation(
     size = len(program.linear_constraints.ids) + len(program.linear_constraint_matrix.row_ids)
     each = ITERATION_WORK * size
     parameters = mathopt.SolveParameters(lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX)
-    if work_limit is not None:
+    if work_limit < math.inf:
         parameters.iteration_limit = max(1, int(work_limit / each))
-    left = None if time_limit is None else time_limit - (time.monotonic() - start)
+    left = time_limit - (time.monotonic() - start)
     result = _solved(program, mathopt.SolverType.GLOP, parameters, left)
     work = each * result.solve_stats.simplex_iterations + BUILD_WORK * size
     value, prices, choice = None, None, None
@@ -146,9 +145,7 @@ def relaxation(
         solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL.value
         if solved and found.HasField("primal_solution"):
             value = found.primal_solution.objective_value / scale + constant
-            parts = np.full(len(arrays.costs), -1.0)
-            parts[strategies] = found.primal_solution.variable_values.values[: len(strategies)]
-            choice = first_least(-parts, arrays.first[:-1])
+            choice = _largest(dual, strategies, found)
     return Relaxed(value, prices, low, high, choice, work)
 
 
@@ -159,7 +156,7 @@ def best_in_core(
     keep: Integers,
     *,
     branches: int,
-    time_limit: float | None = None,
+    time_limit: float = math.inf,
 ) -> tuple[Integers | None, bool, float]:
     """The best choice found over some strategies and pairs, whether it is proven best, the work.
 
@@ -178,7 +175,7 @@ def best_in_core(
         if dual.prices[point] > 0
         or profile[point] == profile[max(0, point - reach) : point + reach + 1].max()
     ]
-    program, _, _, _, _ = _program(dual, strategies, pairs, np.array(peaks, np.int64))
+    program, *_ = _program(dual, strategies, pairs, np.array(peaks, np.int64))
     parameters = mathopt.SolveParameters(
         threads=1,
         random_seed=0,
@@ -186,17 +183,21 @@ def best_in_core(
         node_limit=branches,
     )
     parameters.gscip.int_params.update(SCIP_PARAMETERS)
-    left = None if time_limit is None else time_limit - (time.monotonic() - start)
+    left = time_limit - (time.monotonic() - start)
     result = _solved(program, mathopt.SolverType.GSCIP, parameters, left)
     branched = BRANCH_SECONDS * result.solve_stats.node_count
     work = len(pairs) * (branched + ROOT_SECONDS * len(pairs))
     solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL.value
     if not result.solutions or not result.solutions[0].HasField("primal_solution"):
         return None, solved, work
+    return _largest(dual, strategies, result.solutions[0]), solved, work
+
+
+def _largest(dual: Dual, strategies: Integers, solution: solution_pb2.SolutionProto) -> Integers:
+    """Per node the strategy of which a solution has most."""
     parts = np.full(len(dual.arrays.costs), -1.0)
-    values = result.solutions[0].primal_solution.variable_values.values
-    parts[strategies] = values[: len(strategies)]
-    return first_least(-parts, dual.arrays.first[:-1]), solved, work
+    parts[strategies] = solution.primal_solution.variable_values.values[: len(strategies)]
+    return first_least(-parts, dual.arrays.first[:-1])
 
 
 def _program(
@@ -213,8 +214,7 @@ def _program(
     nodes, points = arrays.num_nodes, len(arrays.room)
     column_of = np.full(len(arrays.costs), -1)
     column_of[strategies] = np.arange(len(strategies))
-    widths = np.diff(np.append(high.slot_start, len(high.cells)))
-    near = np.repeat(np.arange(len(high.slot_start)), widths)[pairs]
+    near = np.repeat(np.arange(len(high.slot_start)), high.slot_size)[pairs]
     far = high.cell_far_slot[pairs]
     both = (column_of[high.slot_node[near]] >= 0) & (column_of[low.slot_node[far]] >= 0)
     pairs, near, far = pairs[both], near[both], far[both]
@@ -298,12 +298,12 @@ def _solved(
     program: model_pb2.ModelProto,
     solver: mathopt.SolverType,
     parameters: mathopt.SolveParameters,
-    seconds: float | None,
-) -> Any:
-    """The result, as a message, of what may take these seconds (None: as long as it takes)."""
+    seconds: float,
+) -> result_pb2.SolveResultProto:
+    """The result, as a message, of what may take these seconds."""
     from ortools.math_opt.python import mathopt
 
-    if seconds is not None:
+    if seconds < math.inf:
         parameters.time_limit = timedelta(seconds=max(0.001, seconds))
     model = mathopt.Model.from_model_proto(program)
     return mathopt.solve(model, solver, params=parameters).to_proto()

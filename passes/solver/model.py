@@ -170,17 +170,12 @@ class Model:
         return costs
 
     def add_costs(self, u: int, costs: Integers) -> None:
-        self.costs[u] = saturated(self.cost_of(u) + costs)
-        self.dirty_nodes.add(u)
+        self.replace_costs(u, saturated(self.cost_of(u) + costs))
 
     def add_edge(self, u: int, v: int, matrix: Integers) -> None:
         """Adds an edge, to the one that is there if there is one."""
         present = self.edges[u].get(v)
-        if present is not None:
-            matrix = saturated(present + matrix)
-        self.edges[u][v] = matrix
-        self.edges[v][u] = matrix.T
-        self.dirty_edges.add((u, v) if u < v else (v, u))
+        self.replace_edge(u, v, matrix if present is None else saturated(present + matrix))
         self.dirty_nodes.update((u, v))
 
     def replace_costs(self, u: int, costs: Integers) -> None:
@@ -201,16 +196,11 @@ class Model:
         """Drops all strategies of `u` but those listed (indices in ascending order)."""
         if len(strategies) == 0:
             raise Contradiction
-        self.costs[u] = self.cost_of(u)[strategies]
+        self.replace_costs(u, self.cost_of(u)[strategies])
         for v, matrix in self.edges[u].items():
-            kept = matrix[strategies]
-            self.edges[u][v] = kept
-            self.edges[v][u] = kept.T
-            self.dirty_edges.add((u, v) if u < v else (v, u))
-        self.dirty_nodes.add(u)
+            self.replace_edge(u, v, matrix[strategies])
         if self.memory[u]:
             self.memory[u] = [joined(self.memory[u]).select(strategies)]
-
         self.trail.append(Kept(u, strategies))
 
     def merge(self, v: int, u: int, strategy_of: Integers) -> None:
@@ -285,6 +275,11 @@ class Model:
         for change in reversed(self.trail[since:]):
             change.undo(assignment)
         return tuple(assignment)
+
+    def before(self, earlier: Model, chosen: dict[int, int]) -> dict[int, int]:
+        """What a choice means for the model of which this one was made."""
+        assignment = self.reconstruct(chosen, len(earlier.trail))
+        return {u: assignment[u] for u in earlier.nodes}
 
     def value(self, chosen: dict[int, int]) -> int:
         """The exact internal cost of a choice for the nodes that are left, without the offset."""

@@ -150,27 +150,19 @@ class Neighbourhoods:
                 return None, False
             if relaxed.value(chosen) + relaxed.offset >= upper:
                 return None, True
-            assignment = relaxed.reconstruct(chosen, len(less.trail))
-            chosen = {u: assignment[u] for u in less.nodes}
+            chosen = relaxed.before(less, chosen)
             if less.fits(chosen):
-                return _before(less, chosen, small), True
+                return less.before(small, chosen), True
         cells = less.num_cells
         if cells > CP_SAT_CELLS:
             return None, False
-        work, seconds = budget.share(1.0)
-        work = CP_SAT_WORK if work is None else min(work, CP_SAT_WORK)
-        answer = solve_cp_sat(less, time_limit=seconds, work_limit=work)
+        work, seconds = budget.left()
+        answer = solve_cp_sat(less, time_limit=seconds, work_limit=min(work, CP_SAT_WORK))
         budget.spend(answer.work + 2e-5 * cells)
         complete = answer.infeasible or answer.optimal
         if answer.chosen is None:
             return None, complete
-        return _before(less, answer.chosen, small), complete
-
-
-def _before(less: Model, chosen: dict[int, int], small: Model) -> dict[int, int]:
-    """The choice for `small` that a choice for what was made of it means."""
-    assignment = less.reconstruct(chosen, len(small.trail))
-    return {u: assignment[u] for u in small.nodes}
+        return less.before(small, answer.chosen), complete
 
 
 def contributions(dual: Dual, choice: Integers) -> Floats:
@@ -179,18 +171,14 @@ def contributions(dual: Dual, choice: Integers) -> Floats:
     least = np.minimum.reduceat(dual.nodes, arrays.first[:-1])
     excess = dual.nodes[choice] - least
     side = arrays.high
-    slots = np.flatnonzero(choice[arrays.owner[side.slot_node]] == side.slot_node)
-    far = side.slot_far[slots]
-    cells = side.slot_start[slots] + choice[far] - arrays.first[far]
+    slots, far, cells = arrays.pairs(choice)
     kept = side.cells[cells] - dual.high[slots] - dual.low[side.cell_far_slot[cells]]
     near = arrays.owner[side.slot_node[slots]]
     excess = excess + np.bincount(near, kept, arrays.num_nodes)
     excess += np.bincount(far, kept, arrays.num_nodes)
     # Paying for room that stays unused: shared by the nodes that are alive there.
     idle = dual.prices * (arrays.room - arrays.profile(choice))
-    total = np.concatenate([[0.0], np.cumsum(idle)])
-    rows = total[arrays.row_end] - total[arrays.row_start]
-    alive = np.bincount(arrays.row_node, rows, arrays.num_nodes)
+    alive = np.bincount(arrays.row_node, arrays.in_rows(idle), arrays.num_nodes)
     share = idle.sum() / alive.sum() if alive.sum() > 0 else 0.0
     return np.maximum(excess + share * alive, 0.0)
 

@@ -7,14 +7,10 @@ the whole model then says what they are worth, and which pairs the core lacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
-from autopar.passes.solver.ascent import Ascent, make_feasible, sweep_work
-from autopar.passes.solver.budget import Budget
-from autopar.passes.solver.dual import Chooser, Dual
+from autopar.passes.solver.ascent import Ascent, sweep_work
+from autopar.passes.solver.dual import Chooser
 from autopar.passes.solver.linear import (
     BRANCH_SECONDS,
     ROOT_SECONDS,
@@ -60,69 +56,35 @@ LOOK_EVERY = 5
 MOST_SWEEPS = 100
 
 
-def polish(
-    result: Ascent,
-    budget: Budget,
-    found: Callable[[Integers], float],
-    *,
-    upper: float,
-    until: float,
-) -> None:
+def polish(result: Ascent, until: float) -> None:
     """Improves the bound and the choice of an ascent, in place.
 
-    The prices may take until the part `until` of the budget. `found` takes each feasible choice
-    and returns the least cost known so far, `upper` is that cost before.
+    The prices may take until the part `until` of the budget.
     """
-    choices = _Choices(result, budget, found, upper)
     core = Core(result.dual)
-    improve_prices(result, core, choices, budget, until)
+    improve_prices(result, core, until)
     core.look()
-    search_core(result, core, choices, budget)
+    search_core(result, core)
 
 
-@dataclass
-class _Choices:
-    """Makes choices fit and passes them on; `upper` is the least cost known so far."""
-
-    result: Ascent
-    budget: Budget
-    found: Callable[[Integers], float]
-    upper: float
-
-    def attempt(self, choice: Integers) -> None:
-        arrays = self.result.dual.arrays
-        if arrays.costs_of(choice) < ALLOWED and not self.budget.exhausted:
-            choice, fits = make_feasible(arrays, choice, self.budget)
-            if fits:
-                best = self.result.choice
-                if best is None or arrays.costs_of(choice) < arrays.costs_of(best):
-                    self.result.choice = choice
-                self.upper = min(self.upper, self.found(choice))
-
-    @property
-    def gap(self) -> float:
-        return self.upper - self.result.bound
+def attempt(result: Ascent, choice: Integers) -> None:
+    """Makes a choice fit and passes it on, if there is no forbidden pair in it."""
+    if result.dual.arrays.costs_of(choice) < ALLOWED and not result.budget.exhausted:
+        result.attempt(choice)
 
 
-def improve_prices(
-    result: Ascent, core: Core, choices: _Choices, budget: Budget, until: float
-) -> None:
+def improve_prices(result: Ascent, core: Core, until: float) -> None:
     """Finds better prices and messages; each program's optimum is also rounded to a choice."""
-    dual, arrays = result.dual, result.dual.arrays
-
-    def note(bound: float) -> None:
-        if bound > result.bound:
-            result.bound, result.best = bound, dual.state()
-
-    note(converge(dual, budget, choices.upper, until))
+    dual, budget = result.dual, result.budget
+    result.note(converge(result, until))
     cells, rate = FIRST_CELLS, SECONDS_PER_CELL
     for _ in range(PROGRAMS):
-        work, seconds = budget.until(until)
-        cells = int(min(cells, PROGRAM_PART * budget.least_left(until) / rate))
-        if choices.gap < 1.0 or cells < LEAST_CELLS:
+        work, seconds = budget.left(until)
+        cells = int(min(cells, PROGRAM_PART * min(work, seconds) / rate))
+        if result.gap < 1.0 or cells < LEAST_CELLS:
             break
         core.look()
-        budget.spend(2 * sweep_work(arrays))
+        budget.spend(2 * sweep_work(dual.arrays))
         strategies, pairs = core.cheapest(cells, result.choice)
         if len(pairs) > TIES * cells:
             break  # so many add the same that a core of this size says little
@@ -131,12 +93,12 @@ def improve_prices(
             dual,
             strategies,
             pairs,
-            work_limit=None if work is None else PROGRAM_PART * work,
-            time_limit=None if seconds is None else PROGRAM_PART * seconds,
+            work_limit=PROGRAM_PART * work,
+            time_limit=PROGRAM_PART * seconds,
         )
         budget.spend(relaxed.work)
         rate = max(rate, relaxed.work / max(1, len(pairs)))
-        if seconds is not None:
+        if seconds < np.inf:
             rate = max(rate, (budget.seconds - start) / max(1, len(pairs)))
         if relaxed.prices is None:
             if result.choice is not None:
@@ -145,35 +107,34 @@ def improve_prices(
             continue
         dual.set_prices(relaxed.prices)
         dual.add_messages(relaxed.low, relaxed.high)
-        bound = converge(dual, budget, choices.upper, until)
+        bound = converge(result, until)
         if bound < result.bound and result.best is not None:
             # The core lacked what the new prices make cheap: look there, and go half the way.
             core.look()
             dual.set_prices(0.5 * (dual.prices + result.best.prices))
-            bound = converge(dual, budget, choices.upper, until)
-        note(bound)
+            bound = converge(result, until)
+        result.note(bound)
         if relaxed.choice is not None:
-            choices.attempt(relaxed.choice)
+            attempt(result, relaxed.choice)
         for forward in (True, False):
-            chooser = Chooser(arrays)
+            chooser = Chooser(dual.arrays)
             dual.sweep(forward, chooser)
-            choices.attempt(chooser.choice)
+            attempt(result, chooser.choice)
         value = np.inf if relaxed.value is None else relaxed.value
-        if value - result.bound <= CLOSE * choices.gap:
+        if value - result.bound <= CLOSE * result.gap:
             break
         cells *= 2
-    if result.best is not None:
-        dual.restore(result.best)
+    result.restore()
 
 
-def search_core(result: Ascent, core: Core, choices: _Choices, budget: Budget) -> None:
+def search_core(result: Ascent, core: Core) -> None:
     """Looks for a better choice by branch and bound over larger and larger cores."""
-    wanted = FIRST_INTEGER_CELLS
+    budget, wanted = result.budget, FIRST_INTEGER_CELLS
     for _ in range(INTEGER_PROGRAMS):
         work, seconds = budget.share(INTEGER_PART)
-        left = min(part for part in (work, seconds, np.inf) if part is not None)
+        left = min(work, seconds)
         cells = int(min(wanted, (ROOT_PART * left / ROOT_SECONDS) ** 0.5))
-        if result.choice is None or choices.gap < 1.0 or cells < LEAST_CELLS:
+        if result.choice is None or result.gap < 1.0 or cells < LEAST_CELLS:
             break
         strategies, pairs = core.cheapest(cells, result.choice)
         spare = left / len(pairs) - ROOT_SECONDS * len(pairs) if len(pairs) else np.inf
@@ -188,24 +149,24 @@ def search_core(result: Ascent, core: Core, choices: _Choices, budget: Budget) -
             time_limit=seconds,
         )
         budget.spend(spent)
-        before = choices.gap
+        before = result.gap
         if choice is not None:
-            choices.attempt(choice)
+            attempt(result, choice)
         if not solved or len(pairs) < cells:
             break
-        wanted *= 2 if before - choices.gap > CLOSE * before else 4
+        wanted *= 2 if before - result.gap > CLOSE * before else 4
 
 
-def converge(dual: Dual, budget: Budget, upper: float, until: float) -> float:
+def converge(result: Ascent, until: float) -> float:
     """Passes at the present prices until the bound hardly rises; returns it."""
-    last = -np.inf
+    dual, budget, last = result.dual, result.budget, -np.inf
     for sweep in range(MOST_SWEEPS):
         bound = dual.sweep(sweep % 2 == 0)
         budget.spend(sweep_work(dual.arrays))
         if budget.used >= until:
             break
         if sweep % LOOK_EVERY == LOOK_EVERY - 1:
-            if bound - last < 0.2 * CLOSE * (upper - bound):
+            if bound - last < 0.2 * CLOSE * (result.least - bound):
                 break
             last = bound
     return bound

@@ -8,6 +8,7 @@ that don't touch each other.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.passes.solver.arrays import Arrays, Floats
 from autopar.passes.solver.budget import Stop
@@ -30,10 +31,13 @@ def conditional_costs(arrays: Arrays, choice: Integers) -> Floats:
 
 def usage_changes(arrays: Arrays, choice: Integers) -> Floats:
     """By how much each usage differs from that of its node's present strategy."""
-    present = arrays.usage[
-        arrays.row_first + choice[arrays.row_node] - arrays.first[arrays.row_node]
-    ]
-    return arrays.usage - present[arrays.usage_row]
+    return arrays.usage - arrays.used(choice)[arrays.usage_row]
+
+
+def fitting(arrays: Arrays, changes: Floats, slack: Floats) -> NDArray[np.bool_]:
+    """Whether each strategy, with these changes of usage, would find room for what it adds."""
+    too_much = changes > np.maximum(least_in_rows(arrays, slack), 0)[arrays.usage_row]
+    return np.bincount(arrays.usage_strategy, too_much, len(arrays.costs)) == 0
 
 
 def least_in_rows(arrays: Arrays, slack: Floats) -> Floats:
@@ -56,9 +60,7 @@ def improve(arrays: Arrays, choice: Integers, stop: Stop) -> Integers:
     slack = arrays.room - arrays.profile(choice)
     while not stop():
         conditional = conditional_costs(arrays, choice)
-        changes = usage_changes(arrays, choice)
-        too_much = changes > np.maximum(least_in_rows(arrays, slack), 0)[arrays.usage_row]
-        fits = np.bincount(arrays.usage_strategy, too_much, len(arrays.costs)) == 0
+        fits = fitting(arrays, usage_changes(arrays, choice), slack)
         best = first_least(np.where(fits, conditional, np.inf), arrays.first[:-1])
         gain = conditional[choice] - conditional[best]
         order = np.flatnonzero(gain > 0)
@@ -78,14 +80,10 @@ def repair(arrays: Arrays, choice: Integers, stop: Stop) -> tuple[Integers, bool
         excess = np.maximum(-slack, 0)
         if not excess.any():
             return choice, True
-        weight = np.concatenate([[0.0], np.cumsum(excess / excess.max())])
-        row_weight = weight[arrays.row_end] - weight[arrays.row_start]
         changes = usage_changes(arrays, choice)
-        least = np.maximum(least_in_rows(arrays, slack), 0)
-        too_much = changes > least[arrays.usage_row]
-        count = len(arrays.costs)
-        fits = np.bincount(arrays.usage_strategy, too_much, count) == 0
-        saved = -np.bincount(arrays.usage_strategy, changes * row_weight[arrays.usage_row], count)
+        fits = fitting(arrays, changes, slack)
+        weighted = changes * arrays.in_rows(excess / excess.max())[arrays.usage_row]
+        saved = -np.bincount(arrays.usage_strategy, weighted, len(arrays.costs))
         conditional = conditional_costs(arrays, choice)
         extra = conditional - conditional[choice][arrays.owner]
         useful = fits & (saved > 0) & (conditional < ALLOWED)

@@ -123,9 +123,10 @@ def solve(
     Raises:
         Infeasible: if there is no solution, or none was found within the limits.
     """
-    if work_limit is None and time_limit is None:
-        work_limit = DEFAULT_WORK
-    search = _Solve(problem, Budget(work_limit, time_limit), seed, progress)
+    if work_limit is None:
+        work_limit = DEFAULT_WORK if time_limit is None else math.inf
+    budget = Budget(work_limit, math.inf if time_limit is None else time_limit)
+    search = _Solve(problem, budget, seed, progress)
     try:
         search.run()
     except Contradiction:
@@ -228,7 +229,7 @@ class _Solve:
         """Whether the model's optimum without memory was found and fits: it is the answer then."""
         left = math.inf
         if self.problem.usage_limit is not None:
-            left = self.budget.least_left(self.budget.used + FREE_PART)
+            left = min(self.budget.left(self.budget.used + FREE_PART))
         best = self.optimum_without_memory(model, left)
         if best is None or not self.offer(model, best[0]):
             return False
@@ -260,8 +261,7 @@ class _Solve:
             nonlocal best
             accepted = self.offer(current, chosen)
             if accepted:
-                assignment = current.reconstruct(chosen, len(model.trail))
-                best = {u: assignment[u] for u in model.nodes}
+                best = current.before(model, chosen)
             return accepted
 
         for turn in range(ROUNDS):
@@ -290,13 +290,7 @@ class _Solve:
             )
             if few and not self.budget.exhausted and len(arrays.room):
                 until = max(until, self.budget.used + POLISH_PART * (1.0 - self.budget.used))
-                polish(
-                    result,
-                    self.budget,
-                    found,
-                    upper=min(upper, self.upper(current)),
-                    until=until,
-                )
+                polish(result, until)
             bound = certified_bound(dual)
             if bound > current.largest_cost():
                 raise Contradiction
@@ -330,7 +324,7 @@ class _Solve:
         relaxed = model.without_memory()
         if not reduce(relaxed, stop=self.stopper()):
             return False
-        best = self.optimum_without_memory(relaxed, self.budget.least_left(1.0))
+        best = self.optimum_without_memory(relaxed, min(self.budget.left()))
         if best is None or not (take(relaxed, best[0]) or self.closed):
             return False
         self.bound = self.best_cost
@@ -341,8 +335,7 @@ class _Solve:
         """Whether the model, small by now, was solved exactly with a part of the budget."""
         cells = model.num_cells
         work, seconds = self.budget.share(part)
-        least = min(share for share in (work, seconds, np.inf) if share is not None)
-        if cells > EXACT_CELLS or EXACT_WORK * cells > least:
+        if cells > EXACT_CELLS or EXACT_WORK * cells > min(work, seconds):
             return False
         answer = solve_cp_sat(model, time_limit=seconds, work_limit=work, seed=self.seed)
         self.budget.spend(answer.work + EXACT_WORK * cells)
@@ -417,7 +410,7 @@ class _Solve:
 
     def feasible(self, problem: Problem) -> tuple[tuple[int, ...] | None, bool]:
         """An assignment of a related problem, or None and whether it is proven to have none."""
-        search = _Solve(problem, Budget(PEAK_WORK, self.budget.share(1.0)[1]), self.seed, None)
+        search = _Solve(problem, Budget(PEAK_WORK, self.budget.left()[1]), self.seed, None)
         try:
             search.run()
         except Contradiction:

@@ -9,7 +9,7 @@ import numpy as np
 from autopar.passes.solver.flat import Tables
 from autopar.passes.solver.model import Contradiction, Model
 from autopar.passes.solver.problem import Integers
-from autopar.passes.solver.usage_rows import Rows, add_rows, disjoint
+from autopar.passes.solver.usage_rows import Rows, add_rows, disjoint, over_points
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,9 @@ def compress_time(model: Model) -> None:
         return
     model.check()
     single = _compress_single(model)
-    most = np.zeros(len(model.base) + 1, np.int64)
-    opens = np.zeros(len(model.base) + 1, np.int64)
-    closes = np.zeros(len(model.base) + 1, np.int64)
-
-    def count(starts: Integers, ends: Integers, largest: Integers) -> None:
-        np.add.at(most, starts, largest)
-        np.subtract.at(most, ends, largest)
-        np.add.at(opens, starts, 1)
-        np.add.at(closes, ends, 1)
-
-    others = [u for u in model.nodes if model.memory[u]]
-    if single is not None:
-        count(single.starts, single.ends, single.largest)
-        others = sorted(set(others).difference(single.nodes))
+    spans = [(single.starts, single.ends, single.largest)]
+    alone = set(single.nodes)
+    others = [u for u in model.nodes if model.memory[u] and u not in alone]
     for u in model.checked(others):
         rows = disjoint(model.memory[u])
         least = rows.usage.min(axis=1)
@@ -59,15 +48,17 @@ def compress_time(model: Model) -> None:
         if not varied.all():
             rows = Rows(rows.starts[varied], rows.ends[varied], rows.usage[varied])
         model.memory[u] = [rows] if len(rows.starts) else []
-        count(rows.starts, rows.ends, rows.usage.max(axis=1, initial=0))
+        spans.append((rows.starts, rows.ends, rows.usage.max(axis=1, initial=0)))
     if len(model.base) and int(model.base.max()) > model.limit:
         point = int(model.base.argmax())
         raise Contradiction(int(model.base[point]), point)
-    binding = np.flatnonzero(model.base + np.cumsum(most[:-1]) > model.limit)
-    kept = _maximal(binding, model.base, opens, closes)
+    points = len(model.base)
+    starts, ends, largest = (np.concatenate(parts) for parts in zip(*spans, strict=True))
+    binding = np.flatnonzero(model.base + over_points(starts, ends, largest, points) > model.limit)
+    opened, closed = (np.cumsum(np.bincount(at, minlength=points)) for at in (starts, ends))
+    kept = _maximal(binding, model.base, opened, closed)
     place = np.searchsorted(kept, np.arange(len(model.base) + 1))
-    if single is not None:
-        _place_single(model, single, place)
+    _place_single(model, single, place)
     for u in others:
         for rows in model.memory[u]:
             starts, ends = place[rows.starts], place[rows.ends]
@@ -79,22 +70,20 @@ def compress_time(model: Model) -> None:
     model.times = [model.times[i] for i in kept]
 
 
-def _compress_single(model: Model) -> _Single | None:
+def _compress_single(model: Model) -> _Single:
     """Moves the least usage of all nodes of one row to the base, all of them at once."""
     nodes = [
         u for u in model.nodes if len(model.memory[u]) == 1 and len(model.memory[u][0].starts) == 1
     ]
     if not nodes:
-        return None
+        nothing = np.zeros(0, np.int64)
+        return _Single([], nothing, nothing, nothing, [])
     rows = [model.memory[u][0] for u in nodes]
     starts = np.concatenate([row.starts for row in rows])
     ends = np.concatenate([row.ends for row in rows])
     usage = Tables.of([row.usage for row in rows])
     least = usage.least()
-    changes = np.zeros(len(model.base) + 1, np.int64)
-    np.add.at(changes, starts, least)
-    np.subtract.at(changes, ends, least)
-    model.base += np.cumsum(changes[:-1])
+    model.base += over_points(starts, ends, least, len(model.base))
     largest = usage.most() - least
     usage = Tables(usage.cells - np.repeat(least, np.diff(usage.first)), usage.first)
     varied = np.flatnonzero(largest)
@@ -121,22 +110,18 @@ def _place_single(model: Model, single: _Single, place: Integers) -> None:
         )
 
 
-def _maximal(points: Integers, base: Integers, opens: Integers, closes: Integers) -> Integers:
+def _maximal(points: Integers, base: Integers, opened: Integers, closed: Integers) -> Integers:
     """The points that no neighbouring point covers: rows only opened (or closed) in between."""
-    opened, closed = np.cumsum(opens), np.cumsum(closes)
     kept: list[int] = []
     for point in points.tolist():
         while kept:
             last = kept[-1]
-            none_closes = closed[point] == closed[last]
-            none_opens = opened[point] == opened[last]
-            if none_closes and base[last] <= base[point]:
+            if closed[point] == closed[last] and base[last] <= base[point]:
                 kept.pop()
-            elif none_opens and base[point] <= base[last]:
-                break
-            else:
+                continue
+            if opened[point] != opened[last] or base[point] > base[last]:
                 kept.append(point)
-                break
+            break
         else:
             kept.append(point)
     return np.array(kept, np.int64)

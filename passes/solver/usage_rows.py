@@ -55,7 +55,12 @@ def add_rows(base: Integers, starts: Integers, ends: Integers, usage: Integers) 
         for start, end, amount in zip(starts, ends, usage, strict=True):
             base[start:end] += amount
         return
-    changes = np.zeros(len(base) + 1, np.int64)
+    base += over_points(starts, ends, usage, len(base))
+
+
+def over_points(starts: Integers, ends: Integers, usage: Integers, points: int) -> Integers:
+    """What each `usage[k]` that holds at the points `starts[k]:ends[k]` adds up to, per point."""
+    changes = np.zeros(points + 1, usage.dtype)
     np.add.at(changes, starts, usage)
     np.subtract.at(changes, ends, usage)
-    base += np.cumsum(changes[:-1])
+    return np.cumsum(changes[:-1])

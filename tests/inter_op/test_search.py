@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.passes.planner import stage_search as search
 from autopar.passes.planner.stage_problem import StageKind, StageProblem, Successors
-from autopar.passes.planner.stage_search import best_path, least_memory_path
+from autopar.passes.planner.stage_search import best_path
 
 Path = tuple[tuple[int, int, int, int], ...]
 """Stages as (start, stop, kind, option)."""
@@ -61,13 +61,11 @@ def random_problem(source: random.Random, sums: bool) -> StageProblem:
                 in_flight=lambda count, divisor=divisor: -(-count // divisor),  # type: ignore[misc]
             )
         )
-    max_count = source.randint(0, 6)
     return StageProblem(
         lattice,
         tuple(kinds),
         num_devices=source.randint(1, 5),
-        max_count=max_count,
-        count=source.choice([None, None, source.randint(0, max_count)]),
+        max_count=source.randint(0, 6),
         all_devices=source.random() < 0.5,
         memory_limit=source.choice([None, source.randint(2, 30)]),
     )
@@ -92,7 +90,7 @@ def paths(problem: StageProblem, start: int) -> Iterator[Path]:
         devices_fit = (
             used == problem.num_devices if problem.all_devices else used <= problem.num_devices
         )
-        if devices_fit and count <= problem.max_count and problem.count in (None, count):
+        if devices_fit and count <= problem.max_count:
             yield path
 
 
@@ -136,8 +134,7 @@ def order(problem: StageProblem, path: Path, sums: bool) -> tuple[int, int, Path
 def test_equals_the_best_of_all_paths(seed: int, sums: bool) -> None:
     problem = random_problem(random.Random(seed), sums)
     limit = math.inf if problem.memory_limit is None else problem.memory_limit
-    possible = list(paths(problem, 0))
-    fitting = [path for path in possible if memory(problem, path) <= limit]
+    fitting = [path for path in paths(problem, 0) if memory(problem, path) <= limit]
     found = best_path(problem)
     if not fitting:
         assert found is None
@@ -146,12 +143,6 @@ def test_equals_the_best_of_all_paths(seed: int, sums: bool) -> None:
         best = min(fitting, key=lambda path: (cost(problem, path), order(problem, path, sums)))
         assert found.cost == cost(problem, best)
         assert tuple(step[:4] for step in found.steps) == best
-    smallest = least_memory_path(problem)
-    if not possible:
-        assert smallest is None
-    else:
-        assert smallest is not None
-        assert smallest.bottleneck == min(memory(problem, path) for path in possible)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -191,8 +182,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
         StageKind(1, 1, ones, summed=np.ones((2, 3, 3)))
     with pytest.raises(ValueError, match="for 5 states"):
         StageProblem(chain(4), (StageKind(1, 1, ones),), 2, 2)
-    with pytest.raises(ValueError, match="a count of 3 is not between 0 and 2"):
-        StageProblem(chain(2), (StageKind(1, 1, ones),), 2, 2, count=3)
 
 
 def test_examples_in_the_docstrings() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -173,7 +174,7 @@ def test_neighbourhoods_improve_a_poor_choice() -> None:
         assert model.fits(chosen)
         costs.append(model.value(chosen))
 
-    search.search(Budget(1.0, None), better)
+    search.search(Budget(1.0), better)
     assert search.improved == len(costs) - 1 > 0
     assert costs == sorted(costs, reverse=True)
 
@@ -221,13 +222,13 @@ def test_usages_beyond_64_bits_add_up_exactly() -> None:
 
 
 def test_a_budget_says_when_the_time_is_over() -> None:
-    Budget(0.0, None).check()
-    Budget(None, 60.0).check()
+    Budget(0.0).check()
+    Budget(time_limit=60.0).check()
     with pytest.raises(OutOfTime):
-        Budget(None, 0.0).check()
-    assert Budget(2.0, None).fits(1e9) and not Budget(None, 60.0).fits(61.0)
-    assert Budget(2.0, None).least_left(0.5) == 1.0
-    assert Budget(2.0, 0.0).least_left(0.5) == 0.0
+        Budget(time_limit=0.0).check()
+    assert Budget(2.0).fits(1e9) and not Budget(time_limit=60.0).fits(61.0)
+    assert Budget(2.0).left(0.5) == (1.0, math.inf)
+    assert min(Budget(2.0, 0.0).left(0.5)) == 0.0
     problem = grid(3, 3, 3, seed=0, tightness=0.5)
     with pytest.raises(OutOfTime):
-        Model(problem, check=Budget(None, 0.0).check)
+        Model(problem, check=Budget(time_limit=0.0).check)

@@ -147,8 +147,9 @@ def test_polish_improves_bound_and_choice() -> None:
         return min(costs)
 
     start = some_choice(arrays)
-    result = Ascent(dual, choice=start)
-    polish(result, Budget(5.0, None), found, upper=arrays.costs_of(start), until=0.8)
+    cost = arrays.costs_of(start)
+    result = Ascent(dual, Budget(5.0), found, upper=cost, choice=start, cost=cost)
+    polish(result, until=0.8)
     assert before < result.bound <= min(costs) < arrays.costs_of(start)
     assert result.bound == pytest.approx(certified_bound(dual), abs=1.0)
     assert result.choice is not None and arrays.costs_of(result.choice) == min(costs)
