@@ -8,7 +8,7 @@ Closed-over arrays are inputs of role "constant", their values are in `Graph.con
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -215,22 +215,48 @@ def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from walk(inner)
 
 
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The variables among atoms, in their order: all but literals."""
+    return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
+
+
+def makers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, int]:
+    """For every variable that equations make, the number of its equation."""
+    return {var: number for number, eqn in enumerate(eqns) for var in eqn.outvars}
+
+
+def readers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, list[int]]:
+    """For every variable that equations read, their numbers, ascending and each once."""
+    readers: dict[Var, list[int]] = {}
+    for number, eqn in enumerate(eqns):
+        for var in dict.fromkeys(variables(eqn.invars)):
+            readers.setdefault(var, []).append(number)
+    return readers
+
+
+def made_from(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[int]:
+    """Numbers of the equations that values are made from, directly or not."""
+    live, found = set(variables(wanted)), set[int]()
+    for number in reversed(range(len(eqns))):
+        if not live.isdisjoint(eqns[number].outvars):
+            found.add(number)
+            live.update(variables(eqns[number].invars))
+    return found
+
+
 def used_vars(jaxpr: Jaxpr) -> set[Var]:
     """Variables that an equation or a result reads."""
-    used = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
-    for eqn in jaxpr.eqns:
-        used.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
-    return used
+    return set(variables(jaxpr.outvars)).union(*(variables(e.invars) for e in jaxpr.eqns))
 
 
 def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """Drop equations whose results nobody reads; an equation with an effect always stays."""
-    live = {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
+    live = set(variables(jaxpr.outvars))
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in live for v in eqn.outvars):
             kept.append(eqn)
-            live.update(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+            live.update(variables(eqn.invars))
     return jaxpr.replace(eqns=kept[::-1])
 
 

@@ -6,14 +6,15 @@ each as it is: no pass has to find out again which of a program's scans is the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from jax.extend import core as jex_core
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, with_jaxpr
 from autopar.passes.graph.scans import ScanParts
 
@@ -186,6 +187,61 @@ def in_phases(graph: Graph, loops: Iterable[LoopPhase] = ()) -> Microbatched:
         else:
             eqns.append(eqn)
     return Microbatched(graph, (*phases, WholePhase(tuple(eqns))))
+
+
+class Carried(Protocol):
+    """What a scan carries, as `Accumulator` has it."""
+
+    @property
+    def carry(self) -> Var: ...
+    @property
+    def start(self) -> Atom: ...
+    @property
+    def result(self) -> Atom: ...
+    @property
+    def total(self) -> Var: ...
+
+
+def scan_like(
+    scan: JaxprEqn,
+    consts: Sequence[tuple[Var, Atom]],
+    carries: Sequence[Carried],
+    slices: Sequence[tuple[Var, Atom]],
+    stacks: Sequence[tuple[Atom, Var]],
+    eqns: Sequence[JaxprEqn],
+) -> JaxprEqn:
+    """A scan like another one, made of other parts.
+
+    Args:
+      scan: gives the length, the direction, and where it is from.
+      consts: variables of the body, each with the value outside, as `slices`.
+      carries: what it carries.
+      slices: variables of the body, each with the stacked value outside.
+      stacks: what leaves the body in every iteration, each with the stack outside.
+      eqns: of the body.
+    """
+    effects = jex_core.no_effects.union(*(eqn.effects for eqn in eqns))
+    body = jax_compat.replace_jaxpr(
+        scan.params["jaxpr"].jaxpr,
+        invars=[*(v for v, _ in consts), *(c.carry for c in carries), *(v for v, _ in slices)],
+        outvars=[*(c.result for c in carries), *(atom for atom, _ in stacks)],
+        eqns=list(eqns),
+        effects=effects,
+    )
+    closed = ClosedJaxpr(body, ())
+    return scan.replace(
+        invars=[*(x for _, x in consts), *(c.start for c in carries), *(x for _, x in slices)],
+        outvars=[*(c.total for c in carries), *(var for _, var in stacks)],
+        params=jax_compat.scan_params(scan.params, closed, len(consts), len(carries)),
+        effects=effects,
+    )
+
+
+def stacked(var: Var, length: int) -> Var:
+    """A new variable for the stack of a variable of a scan's body."""
+    aval = var.aval
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax_compat.new_var(jax_compat.array_type((length, *aval.shape), aval.dtype, weak))
 
 
 def _combining(body: Jaxpr, readers: Mapping[Var, list[int]], carry: Var) -> tuple[int, ...]:

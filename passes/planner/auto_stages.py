@@ -19,13 +19,11 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.cutting import residual_bytes
-from autopar.passes.pieces.piece_costs import PieceCosts
 from autopar.passes.planner.candidates import label_batch, plan_stage
 from autopar.passes.planner.layouts import StageLayout, submesh
 from autopar.passes.planner.stage_choice import StageOption, best_stages
-from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, memory_limit_of
+from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.sharding.peak_memory import local_bytes
-from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Layer, StageGraph, Stages
@@ -57,10 +55,7 @@ class _LayerCost:
 
 
 def choose_stages(
-    split: SplitStep,
-    options: Options,
-    cluster: Cluster,
-    report: Callable[[str], None],
+    split: SplitStep, options: Options, cluster: Cluster, report: Callable[[str], None]
 ) -> StageLayout | None:
     """The stages with the least step time that fit, or None where one stage is best.
 
@@ -127,13 +122,10 @@ def choose_stages(
 
 def _sizes(cluster: Cluster) -> list[int]:
     """Powers of two within a node, and whole nodes."""
-    inside = [2**i for i in range(cluster.devices_per_node.bit_length())]
-    sizes = [n for n in inside if n <= cluster.devices_per_node]
-    nodes = [2**i for i in range(1, cluster.num_nodes.bit_length() + 1)]
-    sizes += [n * cluster.devices_per_node for n in nodes if n <= cluster.num_nodes]
-    if cluster.num_devices not in sizes:
-        sizes.append(cluster.num_devices)
-    return sorted(set(sizes))
+    inside = {2**i for i in range(cluster.devices_per_node.bit_length())}
+    nodes = (2**i for i in range(1, cluster.num_nodes.bit_length()))
+    whole = {n * cluster.devices_per_node for n in nodes}
+    return sorted(inside | whole | {cluster.num_devices})
 
 
 def _costs(
@@ -150,15 +142,14 @@ def _costs(
         tuple(layer.digest for layer in units.layers.layers[start:stop])
         for start, stop in itertools.pairwise(ends)
     ]
-    distinct = list(dict.fromkeys(kinds))
-    firsts = {kind: kinds.index(kind) for kind in distinct}
+    firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
     forward = {
         kind: _forward_share(units.layers.layers[ends[place] : ends[place + 1]])
         for kind, place in firsts.items()
     }
     found: dict[int, list[_LayerCost]] = {}
     for size in sizes:
-        report(f"costs of {len(distinct)} kinds of layers on {size} devices")
+        report(f"costs of {len(firsts)} kinds of layers on {size} devices")
         part = submesh(cluster, size)
         known = {
             kind: _cost(labelled[place], forward[kind], options, part)
@@ -174,36 +165,23 @@ def _forward_share(found: Sequence[Layer]) -> float:
 
 
 def _cost(stage: StageGraph, forward: float, options: Options, part: Cluster) -> _LayerCost:
-    return _measured(stage, forward, plan_stage(stage, options, part), part)
-
-
-def _measured(
-    stage: StageGraph, forward: float, planned: PlannedStage, part: Cluster
-) -> _LayerCost:
-    program = planned.program
-    prices = PieceCosts(Pricing(part, planned.mesh), planned.split.rules)
-    inside, outside = 0.0, []
-    carried = 0
-    for instruction in program.block.instructions:
-        if (
-            isinstance(instruction, Loop)
-            and stage.loop is not None
-            and instruction.eqn is stage.loop.scan
-        ):
-            inside = prices.seconds(instruction.body)
-            carried = sum(local_bytes(v, program.mesh) for v in instruction.results)
-        else:
-            outside.append(instruction)
-    block = program.block
-    state = sum(
-        local_bytes(version, program.mesh)
+    """What a run of layers costs, of whose FLOPs this share is forward."""
+    planned = plan_stage(stage, options, part)
+    program, prices = planned.program, planned.costs(part)
+    block, scan = program.block, None if stage.loop is None else stage.loop.scan
+    loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
+    outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
+    inside = sum(prices.seconds(loop.body) for loop in loops)
+    held = [
+        version
         for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
         if label.role in ("state", "constant")
-    )
+    ]
+    held += (version for loop in loops for version in loop.results)
     return _LayerCost(
         seconds=inside,
         forward_seconds=inside * forward,
-        once_seconds=prices.seconds(Block(block.inputs, tuple(outside), block.outputs)),
-        bytes_fixed=state + carried,
+        once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
+        bytes_fixed=sum(local_bytes(version, program.mesh) for version in held),
         bytes_per_microbatch=residual_bytes(stage, program),
     )

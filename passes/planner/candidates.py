@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jax.extend.core import Literal, Var
+
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.graph.graph import Input
-from autopar.passes.graph.microbatched import LoopPhase
 from autopar.passes.pieces.cutting import cut, uncut
-from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
+from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import PipelineProgram, Run, Send
+from autopar.passes.pipeline.instructions import PipelineProgram, Send
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
@@ -34,7 +35,6 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
-from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import pins_of
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
@@ -91,6 +91,7 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
+        """Whether every device can hold what it has at its worst moment."""
         return max(self.peak_bytes) <= self.limit
 
     @property
@@ -119,27 +120,40 @@ def plan_layout(
         return _plan_one(split, options, cluster, report)
     names = _schedules(options)
     made = [_plan_stages(split, names[0], layout, options, cluster, report)]
-    if len(names) > 1 and not made[0].stages.forward_only:
-        splitting = [name for name in names if name.startswith("zb")]
-        if splitting:
-            first = _plan_stages(split, splitting[0], layout, options, cluster, report)
-            made.append(first)
-            made += [_with_schedule(first, name, cluster) for name in splitting[1:]]
+    splitting = [name for name in names[1:] if name.startswith("zb")]
+    if splitting and not made[0].stages.forward_only:
+        first = _plan_stages(split, splitting[0], layout, options, cluster, report)
+        schedule = first.schedule
+        made.append(first)
+        for name in splitting[1:]:
+            other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
+            made.append(
+                _assemble(
+                    first.split,
+                    first.stages,
+                    first.planned,
+                    other,
+                    cluster,
+                    first.limit,
+                    first.remat,
+                    first.pieces,
+                )
+            )
     if options.remat == "auto" and not any(candidate.fits for candidate in made):
         report("computing forward passes again where a stage does not fit")
-        made += [rematerialized(candidate, cluster) for candidate in made]
+        made += [_rematerialized(candidate, cluster) for candidate in made]
     return made
 
 
 def _plan_one(
     split: SplitStep, options: Options, cluster: Cluster, report: Report
 ) -> list[PlannedStep]:
-    stages = one_stage(split.step, split.rules)
+    stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
     made = []
     for mesh in logical_meshes(options, cluster, of_stage=False):
         report(f"choosing shardings on a mesh of {' x '.join(map(str, mesh))}")
-        planned = plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh)))
-        made.append(assemble_step(split, stages, [planned], ONE_STAGE, options, cluster, [False]))
+        planned = (plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))),)
+        made.append(_assemble(split, stages, planned, ONE_STAGE, cluster, limit, (False,)))
     return made
 
 
@@ -162,8 +176,7 @@ def _plan_stages(
     if callable(name):
         splits = make_schedule(name, meshes, count, num_chunks=chunks).splits_backward
     report(f"slicing into {meshes * chunks} stages")
-    stages = slice_stages(split.step, split.rules, layout.boundaries, split_backward=splits)
-    split = dataclasses.replace(split, step=stages.whole, rules=stages.rules)
+    split, stages = sliced(split, layout.boundaries, split_backward=splits)
     if stages.forward_only and name in AUTO_SCHEDULES:
         name = "inference"
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
@@ -173,7 +186,16 @@ def _plan_stages(
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         planned.append(plan_stage(stage, options, parts[number % len(parts)]))
     remat = layout.remat or (options.remat == "full",) * len(planned)
-    return assemble_step(split, stages, planned, schedule, options, cluster, remat)
+    limit = memory_limit_of(options, cluster)
+    return _assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
+
+
+def sliced(
+    split: SplitStep, boundaries: int | tuple[int, ...], *, split_backward: bool
+) -> tuple[SplitStep, Stages]:
+    """A step in stages, with the step as it was cut for them."""
+    stages = slice_stages(split.step, split.rules, boundaries, split_backward=split_backward)
+    return dataclasses.replace(split, step=stages.whole, rules=stages.rules), stages
 
 
 def plan_stage(stage: StageGraph, options: Options, part: Cluster) -> PlannedStage:
@@ -201,9 +223,10 @@ def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
 def _labelled(stage: StageGraph, known: BatchDims) -> StageGraph:
     if stage.loop is None:
         return stage
-    inner = {outer: v for v, outer in _entering(stage.loop) if not hasattr(outer, "val")}
+    entering = zip(stage.loop.body.invars, stage.loop.scan.invars, strict=True)
+    inner = {outer: v for v, outer in entering if not isinstance(outer, Literal)}
 
-    def labelled(var: Any, label: Input, leaf: int | None) -> Input:
+    def labelled(var: Var, label: Input, leaf: int | None) -> Input:
         dims = known.get(inner[var], frozenset()) if leaf is None and var in inner else ()
         return dataclasses.replace(label, batch_axis=min(dims) + 1) if dims else label
 
@@ -212,34 +235,24 @@ def _labelled(stage: StageGraph, known: BatchDims) -> StageGraph:
     return dataclasses.replace(stage, step=dataclasses.replace(stage.step, graph=graph))
 
 
-def _entering(loop: LoopPhase) -> list[tuple[Any, Any]]:
-    return list(zip(loop.body.invars, loop.scan.invars, strict=True))
-
-
-def assemble_step(
+def _assemble(
     split: SplitStep,
     stages: Stages,
-    planned: Sequence[PlannedStage],
+    planned: tuple[PlannedStage, ...],
     schedule: Schedule,
-    options: Options,
     cluster: Cluster,
-    remat: Sequence[bool],
+    limit: int,
+    remat: tuple[bool, ...],
+    pieces: Pieces | None = None,
 ) -> PlannedStep:
-    """Cut the planned stages into pieces, order them, and simulate a step."""
-    pieces = take_apart(stages, [p.program for p in planned], remat)
+    """Cut the planned stages into pieces, unless they are, order these, and simulate a step."""
+    pieces = pieces or take_apart(stages, [p.program for p in planned], remat)
     program = order(schedule, pieces, split)
-    timeline = simulated(pieces, program, planned, cluster)
-    limit = memory_limit_of(options, cluster)
-    return PlannedStep(
-        split, stages, tuple(planned), pieces, program, timeline, limit, tuple(remat)
-    )
+    timeline = _simulated(pieces, program, planned, cluster)
+    return PlannedStep(split, stages, planned, pieces, program, timeline, limit, remat)
 
 
-def take_apart(
-    stages: Stages,
-    programs: Sequence[SpmdProgram],
-    remat: Sequence[bool],
-) -> Pieces:
+def take_apart(stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool]) -> Pieces:
     """The pieces of the stages' programs; of one stage alone, one piece."""
     if len(programs) == 1:
         return uncut(stages.graphs[0], programs[0])
@@ -267,7 +280,7 @@ def order(schedule: Schedule, pieces: Pieces, split: SplitStep) -> PipelineProgr
     )
 
 
-def rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
+def _rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
     """The same plan; stages on meshes that do not fit compute their forward pass again."""
     while True:
         too_much = {m for m, size in enumerate(candidate.peak_bytes) if size > candidate.limit}
@@ -277,51 +290,28 @@ def rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
         )
         if remat == candidate.remat:
             return candidate
-        programs = [p.program for p in candidate.planned]
-        pieces = take_apart(candidate.stages, programs, remat)
-        program = order(candidate.schedule, pieces, candidate.split)
-        candidate = dataclasses.replace(
-            candidate,
-            pieces=pieces,
-            program=program,
-            timeline=simulated(pieces, program, candidate.planned, cluster),
-            remat=remat,
-        )
+        c = candidate
+        candidate = _assemble(c.split, c.stages, c.planned, c.schedule, cluster, c.limit, remat)
 
 
-def _with_schedule(candidate: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
-    """The same stages in another order."""
-    schedule = candidate.schedule
-    other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
-    program = order(other, candidate.pieces, candidate.split)
-    timeline = simulated(candidate.pieces, program, candidate.planned, cluster)
-    return dataclasses.replace(candidate, program=program, timeline=timeline)
-
-
-def simulated(
+def _simulated(
     pieces: Pieces, program: PipelineProgram, planned: Sequence[PlannedStage], cluster: Cluster
 ) -> Timeline:
     """The timeline that the cost model expects."""
-    costs = [
-        PieceCosts(Pricing(submesh(cluster, math.prod(p.mesh)), p.mesh), p.split.rules)
-        for p in planned
-    ]
-    seconds = {p.name: costs[p.stage].seconds(p.block) for p in pieces.pieces}
+    costs = [p.costs(cluster) for p in planned]
+    seconds = {p.name: planned[p.stage].seconds(p, costs[p.stage]) for p in pieces.pieces}
 
     def transfer_seconds(send: Send) -> float:
         link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
         size = sum(program.value_of[b.value].bytes_per_device for b in send.buffers)
         return link.latency + size / link.bandwidth
 
-    def run_seconds(run: Run) -> float:
-        return seconds[run.piece]
-
     sizes = [0] * program.schedule.num_meshes
     for stage, mesh in enumerate(program.schedule.mesh_of_stage):
         sizes[mesh] = math.prod(pieces.programs[stage].mesh)
     return simulate(
         program,
-        run_seconds,
+        lambda run: seconds[run.piece],
         transfer_seconds,
         devices_per_mesh=sizes,
         temporary_bytes=inner_bytes(pieces, [p.peak.bytes for p in planned]),

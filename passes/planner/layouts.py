@@ -43,29 +43,17 @@ def asked_layout(options: Options, cluster: Cluster) -> StageLayout:
     """What the options say; all meshes are of one size.
 
     Raises:
-      OptionError: the devices do not divide by the stages, or chunks not the stages.
-    """
-    if options.stages in ("auto", 1):
-        return StageLayout(1, (cluster.num_devices,))
-    meshes, wanted = num_meshes(options, cluster), options.stages
-    if isinstance(wanted, int):
-        wanted *= chunks_of(options)
-    assert isinstance(wanted, (int, tuple))
-    return StageLayout(wanted, (cluster.num_devices // meshes,) * meshes)
-
-
-def num_meshes(options: Options, cluster: Cluster) -> int:
-    """How many meshes the request makes of the cluster.
-
-    Raises:
       OptionError: the devices do not divide by the stages, or chunks do not divide the stages.
     """
     stages, chunks = options.stages, chunks_of(options)
+    if stages in ("auto", 1):
+        return StageLayout(1, (cluster.num_devices,))
+    boundaries: int | tuple[int, ...]
     if isinstance(stages, int):
-        meshes = stages
+        meshes, boundaries = stages, stages * chunks
     else:
         assert isinstance(stages, tuple)
-        total = len(stages) + 1
+        total, boundaries = len(stages) + 1, stages
         if total % chunks:
             raise OptionError(
                 f"stages={list(stages)} cannot have num_chunks={chunks}.",
@@ -89,7 +77,7 @@ def num_meshes(options: Options, cluster: Cluster) -> int:
             where=f"stages={stages!r}",
             hint=f"use a number of stages of {', '.join(map(str, divisors))}.",
         )
-    return meshes
+    return StageLayout(boundaries, (cluster.num_devices // meshes,) * meshes)
 
 
 def chunks_of(options: Options) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.step_model import ModelPiece, ModelValue, StepModel
 from autopar.passes.graph.graph import batch_sizes
-from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
+from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.instructions import PipelineProgram
-from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape, itemsize
@@ -49,10 +48,9 @@ def step_model(
     found = []
     inside = inner_bytes(pieces, [p.peak.bytes for p in planned])
     for piece in pieces.pieces:
-        plan = planned[piece.stage]
-        pricing = Pricing(submesh(cluster, math.prod(plan.mesh)), plan.mesh)
-        total = PieceCosts(pricing, plan.split.rules).seconds(piece.block)
-        moving = _moving(piece.block, pricing)
+        costs = planned[piece.stage].costs(cluster)
+        total = planned[piece.stage].seconds(piece, costs)
+        moving = _moving(piece.block, costs.pricing)
         plain = piece.plain()
         found.append(
             ModelPiece(
@@ -98,13 +96,12 @@ def _moving(block: Block, pricing: Pricing) -> _Moving:
 
 
 def _resharding(instruction: Relayout, pricing: Pricing) -> _Moving:
-    atom: Any = instruction.source.atom
+    atom = instruction.source.atom
     whole = math.prod(aval_shape(atom))
     latency = moved = 0.0
     for step in instruction.steps:
         alpha, beta = pricing.step(step)
         latency += alpha
         moved += beta * itemsize(atom.aval) * step.elements(whole)
-    if instruction.purpose == "activation":
-        return _Moving(latency, moved, 0.0)
-    return _Moving(latency, 0.0, moved)
+    of_activation = instruction.purpose == "activation"
+    return _Moving(latency, moved if of_activation else 0.0, 0.0 if of_activation else moved)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-from jax.extend import core as jex_core
+from jax.extend.core import Jaxpr
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import collective_seconds
@@ -34,12 +33,14 @@ from autopar.passes.planner.candidates import (
     PlannedStep,
     label_batch,
     order,
+    sliced,
     stage_options,
     take_apart,
 )
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.plan_model import step_model
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, prepare
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.make import make_schedule
@@ -49,9 +50,9 @@ from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
+from autopar.passes.sharding.spmd_program import SpmdProgram, is_literal
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-from autopar.passes.slicing.slice_stages import one_stage, slice_stages
+from autopar.passes.slicing.slice_stages import one_stage
 from autopar.plans.plan import Plan
 
 
@@ -187,29 +188,38 @@ def _reason(chosen: PlannedStep, options: Options) -> str:
 
 
 def _inputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
-    found = []
-    for number, label in enumerate(split.graph.inputs):
-        group = pieces.inputs[number]
-        homes = tuple(pieces.values[value].stage for value in group)
-        version = pieces.versions[group[0]]
-        found.append(
-            _tensor_plan(
-                version, label.path, label.role, label.donated, pieces.programs[homes[0]], homes
-            )
-        )
-    return tuple(found)
+    return tuple(
+        _tensor_plan(pieces, values, label.path, label.role, donated=label.donated)
+        for label, values in zip(split.graph.inputs, pieces.inputs, strict=True)
+    )
 
 
 def _outputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
-    found = []
-    for label, value in zip(split.graph.outputs, pieces.outputs, strict=True):
-        stage = pieces.values[value].stage
-        role = "output" if label.alias is None else "state"
-        version = pieces.versions[value]
-        found.append(
-            _tensor_plan(version, label.path, role, False, pieces.programs[stage], (stage,))
-        )
-    return tuple(found)
+    return tuple(
+        _tensor_plan(pieces, (value,), label.path, "output" if label.alias is None else "state")
+        for label, value in zip(split.graph.outputs, pieces.outputs, strict=True)
+    )
+
+
+def _tensor_plan(
+    pieces: Pieces, values: Sequence[int], path: str, role: str, *, donated: bool = False
+) -> TensorPlan:
+    """How a leaf is stored that is these values of the pieces, each on another stage."""
+    version, stages = pieces.versions[values[0]], tuple(pieces.values[v].stage for v in values)
+    program, aval = pieces.programs[stages[0]], version.atom.aval
+    shape = aval_shape(version.atom)
+    size = math.prod(shape) * itemsize(aval)
+    return TensorPlan(
+        path=path,
+        role=role,
+        shape=shape,
+        dtype=str(aval.dtype),
+        spec=tuple(tuple(program.axis_names[a] for a in axes) for axes in version.layout.dims),
+        bytes=size,
+        bytes_per_device=size if is_literal(version) else local_bytes(version, program.mesh),
+        donated=donated,
+        stages=stages,
+    )
 
 
 def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
@@ -222,10 +232,7 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
     if not plan.is_pipeline:
         stages, schedule = one_stage(split.step, split.rules), ONE_STAGE
     else:
-        stages = slice_stages(
-            split.step, split.rules, pipeline.boundaries, split_backward=pipeline.splits_backward
-        )
-        split = dataclasses.replace(split, step=stages.whole, rules=stages.rules)
+        split, stages = sliced(split, pipeline.boundaries, split_backward=pipeline.splits_backward)
         schedule = make_schedule(
             options.schedule if callable(options.schedule) else pipeline.schedule,
             pipeline.num_meshes,
@@ -305,36 +312,7 @@ def _collectives(program: SpmdProgram, cluster: Cluster) -> tuple[Collective, ..
     return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in collectives(program))
 
 
-def _tensor_plan(
-    version: ShardedValue,
-    path: str,
-    role: str,
-    donated: bool,
-    program: SpmdProgram,
-    stages: tuple[int, ...],
-) -> TensorPlan:
-    """How a leaf is stored."""
-    shape = aval_shape(version.atom)
-    return TensorPlan(
-        path=path,
-        role=role,
-        shape=shape,
-        dtype=str(version.atom.aval.dtype),
-        spec=tuple(tuple(program.axis_names[a] for a in axes) for axes in version.layout.dims),
-        bytes=math.prod(shape) * itemsize(version.atom.aval),
-        bytes_per_device=_held(version, program),
-        donated=donated,
-        stages=stages,
-    )
-
-
-def _held(version: ShardedValue, program: SpmdProgram) -> int:
-    if isinstance(version.atom, jex_core.Literal):
-        return math.prod(aval_shape(version.atom)) * itemsize(version.atom.aval)
-    return local_bytes(version, program.mesh)
-
-
-def total_flops(jaxpr: Any, rules: Any, times: int = 1) -> int:
+def total_flops(jaxpr: Jaxpr, rules: Rules, times: int = 1) -> int:
     """Operations of a whole step over all devices; loops count their trips, branches both sides."""
     total = 0
     for eqn in jaxpr.eqns:

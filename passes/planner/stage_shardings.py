@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
-
-from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
@@ -13,7 +11,10 @@ from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import Microbatched
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.pieces.piece_costs import PieceCosts
+from autopar.passes.pieces.pieces import StagePiece
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
@@ -34,7 +35,7 @@ class SplitStep:
     """A step with its batch split in time, its rules, and how each output is put together."""
 
     step: Microbatched
-    rules: Mapping[JaxprEqn, FactorRule]
+    rules: Rules
     certificate: tuple[OutputCertificate, ...] = ()
 
     @property
@@ -62,7 +63,19 @@ class PlannedStage:
 
     @property
     def step_seconds(self) -> float:
+        """What the integer program expects of a step."""
         return self.solution.cost / PICOSECONDS
+
+    def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
+        """What a run of one of its pieces takes; of all of it, what it was chosen by."""
+        if piece.instructions is self.program.block.instructions:
+            return self.step_seconds
+        return costs.seconds(piece.block)
+
+    def costs(self, cluster: Cluster) -> PieceCosts:
+        """What blocks of the stage cost on its part of the cluster."""
+        part = submesh(cluster, math.prod(self.mesh))
+        return PieceCosts(Pricing(part, self.mesh), self.split.rules)
 
 
 def prepare(
@@ -78,10 +91,7 @@ def prepare(
 
 
 def plan_mesh(
-    split: SplitStep,
-    mesh: tuple[int, ...],
-    options: Options,
-    cluster: Cluster,
+    split: SplitStep, mesh: tuple[int, ...], options: Options, cluster: Cluster
 ) -> PlannedStage:
     """The cheapest program that fits; if none does, the one that needs least memory."""
     built, pricing, dims = prepare(split, mesh, options, cluster)

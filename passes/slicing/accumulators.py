@@ -2,18 +2,18 @@
 
 A shared parameter's gradient is `a + b` in the loop's body, `a` from one layer and `b` from
 another. If these are on different stages, each stage accumulates its own terms, and the sums are
-added up once, behind the loop.
+added up once, after the loop.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.graph import Atom, makers_of, variables
 from autopar.passes.graph.microbatched import Accumulator
 from autopar.passes.graph.primitives import ADDS, PASSED
 from autopar.passes.slicing.anatomy import Anatomy
@@ -44,13 +44,8 @@ class Terms:
 def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
     """The terms of every accumulator. Only plain sums are taken apart."""
     body = parts.body
-    uses = Counter(
-        atom
-        for atoms in (*(eqn.invars for eqn in body.eqns), body.outvars)
-        for atom in atoms
-        if not isinstance(atom, Literal)
-    )
-    made_by = {var: index for index, eqn in enumerate(body.eqns) for var in eqn.outvars}
+    atoms = (*(v for eqn in body.eqns for v in eqn.invars), *body.outvars)
+    uses, made_by = Counter(variables(atoms)), makers_of(body.eqns)
     combining = parts.loop.combining
 
     def maker(atom: Atom) -> int | None:
@@ -62,8 +57,8 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
 
     found = []
     for carried in parts.loop.accumulators:
-        outside = _outside(parts, carried)
-        if not is_sum(body.eqns, carried) or len(outside) != 1:
+        outside = _outside(body.eqns, carried)
+        if not _is_sum(body.eqns, carried) or len(outside) != 1:
             found.append(Terms(carried, outside))
             continue
         atom = outside[0]
@@ -83,21 +78,20 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
             else:
                 terms.append(atom)
         if len(terms) == 1:
-            chain = []
-            terms = list(outside)
+            chain, terms = [], [*outside]
         found.append(Terms(carried, tuple(terms), tuple(sorted(sums)), tuple(reversed(chain))))
     return tuple(found)
 
 
-def _outside(parts: Anatomy, carried: Accumulator) -> tuple[Atom, ...]:
+def _outside(eqns: Sequence[JaxprEqn], carried: Accumulator) -> tuple[Atom, ...]:
     """What the combining equations read apart from the carry and each other's results."""
-    eqns = [parts.body.eqns[index] for index in carried.combine]
-    own = {carried.carry, *(var for eqn in eqns for var in eqn.outvars)}
-    read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in own]
-    return tuple(dict.fromkeys(read))
+    combining = [eqns[index] for index in carried.combine]
+    own = {carried.carry, *(var for eqn in combining for var in eqn.outvars)}
+    read = variables(v for eqn in combining for v in eqn.invars)
+    return tuple(dict.fromkeys(v for v in read if v not in own))
 
 
-def is_sum(eqns: list[JaxprEqn], carried: Accumulator) -> bool:
+def _is_sum(eqns: Sequence[JaxprEqn], carried: Accumulator) -> bool:
     """Whether an accumulator is carry + term."""
     if len(carried.combine) != 1:
         return False
@@ -118,13 +112,3 @@ def _adds(eqn: JaxprEqn) -> bool:
 def absorbed_by(terms: tuple[Terms, ...]) -> Mapping[int, int]:
     """The body's equations that go where an accumulator's terms go, each with its accumulator."""
     return {index: number for number, item in enumerate(terms) for index in item.absorbed}
-
-
-def terms_reading(terms: tuple[Terms, ...]) -> dict[Var, list[tuple[int, int]]]:
-    """For every variable, the (accumulator, term) that it is."""
-    found: dict[Var, list[tuple[int, int]]] = {}
-    for number, item in enumerate(terms):
-        for place, atom in enumerate(item.terms):
-            if not isinstance(atom, Literal):
-                found.setdefault(atom, []).append((number, place))
-    return found

@@ -18,7 +18,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import OptionError
-from autopar.passes.graph.graph import Atom, Graph, Input
+from autopar.passes.graph.graph import Graph, Input, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import FactorRule
@@ -105,41 +105,37 @@ def holds(label: Input, aval: Any) -> bool:
     return label.role == "state" and not is_small(aval)
 
 
+def held_leaves(graph: Graph) -> dict[Var, int]:
+    """The state leaves that live on one stage, with their input numbers."""
+    leaves = enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True))
+    return {var: number for number, (var, label) in leaves if holds(label, var.aval)}
+
+
 def _free(step: Microbatched, loop: LoopPhase) -> frozenset[Var]:
-    graph = step.graph
-    free: set[Var] = {
-        var
-        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        if not holds(label, var.aval)
-    }
+    free = set(step.graph.jaxpr.invars) - held_leaves(step.graph).keys()
     _spread(step.prologue, free)
     entering = {**loop.consts, **loop.slices}
-    free |= {v for v, a in entering.items() if _is_free(a, free)}
+    free |= {v for v, atom in entering.items() if isinstance(atom, Literal) or atom in free}
     _spread(loop.body.eqns, free)
     known = free | entering.keys()
     for eqn in loop.body.eqns:
-        if eqn.primitive.name in _PLAIN and all(_is_free(atom, known) for atom in eqn.invars):
+        if eqn.primitive.name in _PLAIN and known.issuperset(variables(eqn.invars)):
             known.update(eqn.outvars)
             free.update(eqn.outvars)
     _spread(step.epilogue, free)
     # After the loop, what is computed from scalars alone is computed wherever it is read.
     for eqn in step.epilogue:
-        scalars = all(is_small(v.aval) for v in eqn.outvars) and all(
-            _is_free(v, free) or is_small(v.aval) for v in eqn.invars
-        )
-        if _cheap(eqn) and (scalars or all(_is_free(v, free) for v in eqn.invars)):
+        large = [v for v in variables(eqn.invars) if v not in free and not is_small(v.aval)]
+        scalars = all(is_small(v.aval) for v in eqn.outvars) and not large
+        if _cheap(eqn) and (scalars or free.issuperset(variables(eqn.invars))):
             free.update(eqn.outvars)
     return frozenset(free)
 
 
 def _spread(eqns: Iterable[JaxprEqn], free: set[Var]) -> None:
     for eqn in eqns:
-        if _cheap(eqn) and all(_is_free(atom, free) for atom in eqn.invars):
+        if _cheap(eqn) and free.issuperset(variables(eqn.invars)):
             free.update(eqn.outvars)
-
-
-def _is_free(atom: Atom, free: set[Var]) -> bool:
-    return isinstance(atom, Literal) or atom in free
 
 
 def _cheap(eqn: JaxprEqn) -> bool:
@@ -154,7 +150,7 @@ def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
     for index, eqn in enumerate(loop.body.eqns):
         if not eqn.effects and all(var in free for var in eqn.outvars):
             continue
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        operands = variables(eqn.invars)
         if any(v in carries for v in operands):
             continue
         if _TRANSPOSED.search(str(eqn.source_info.name_stack)) or any(v in late for v in operands):
@@ -173,21 +169,17 @@ def bytes_of(var: Any) -> int:
 
 def leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
     """The held state leaves that a value before the loop, or a free value, is made from."""
-    graph = parts.graph
-    found: dict[Var, frozenset[int]] = {}
-    for number, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):
-        if holds(label, var.aval):
-            found[var] = frozenset({number})
+    found = {var: frozenset({number}) for var, number in held_leaves(parts.graph).items()}
 
     def through(eqn: JaxprEqn) -> None:
-        leaves = [found[v] for v in eqn.invars if not isinstance(v, Literal) and v in found]
+        leaves = [found[v] for v in variables(eqn.invars) if v in found]
         if leaves:
             union = frozenset().union(*leaves)
             found.update((var, union) for var in eqn.outvars)
 
     for eqn in parts.step.prologue:
         through(eqn)
-    for var, atom in (*parts.loop.consts.items(), *parts.loop.slices.items()):
+    for var, atom in {**parts.loop.consts, **parts.loop.slices}.items():
         if not isinstance(atom, Literal) and atom in found:
             found[var] = found[atom]
     for eqn in parts.body.eqns:

@@ -4,225 +4,176 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jax.extend import core as jex_core
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, Input, Output
-from autopar.passes.graph.microbatched import LoopPhase, in_phases
+from autopar.passes.graph.microbatched import LoopPhase, in_phases, scan_like, stacked
 from autopar.passes.slicing.anatomy import bytes_of, is_small
 from autopar.passes.slicing.placed import PlacedProgram
 from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
 from autopar.passes.slicing.task_order import order_tasks
-from autopar.passes.slicing.transfers import Needs, StageExchange, Transfer
+from autopar.passes.slicing.transfers import StageExchange, Transfer
 
 
 def assemble(
-    program: PlacedProgram, demand: StageExchange, *, split_backward: bool
+    program: PlacedProgram, exchange: StageExchange, *, split_backward: bool
 ) -> tuple[tuple[StageGraph, ...], tuple[StageLink, ...]]:
     """The stages' graphs and their links."""
     made = [
-        _StageAssembly(program, demand, stage, split_backward=split_backward)
-        for stage in range(len(demand.needs))
+        _StageAssembly(program, exchange, stage, split_backward=split_backward)
+        for stage in range(len(exchange.needs))
     ]
-    links = []
-    for passed in demand.passed:
-        source, target = made[passed.source], made[passed.target]
-        var = passed.var
-        links.append(
-            StageLink(
-                source=passed.source,
-                target=passed.target,
-                per_microbatch=passed.space == "inside",
-                label=target.received_labels[passed],
-                shape=tuple(var.aval.shape),
-                dtype=var.aval.dtype,
-                bytes=bytes_of(var),
-                source_output=source.sent_at[passed.space, var],
-                target_input=target.received_at[passed],
-            )
+    links = tuple(
+        StageLink(
+            source=passed.source,
+            target=passed.target,
+            per_microbatch=passed.inside,
+            label=made[passed.target].label(passed),
+            shape=tuple(passed.var.aval.shape),
+            dtype=passed.var.aval.dtype,
+            bytes=bytes_of(passed.var),
+            source_output=made[passed.source].position_sent(passed.var),
+            target_input=made[passed.target].position_received(passed.var),
         )
-    return tuple(stage.result for stage in made), tuple(links)
+        for passed in exchange.passed
+    )
+    return tuple(stage.graph() for stage in made), links
 
 
 class _StageAssembly:
-    """One stage being put together."""
+    """One stage being put together.
+
+    Attributes:
+      own: input numbers of the whole graph's leaves that it has, constants left out.
+      constants: input numbers of the constants that it has.
+      received: what it gets, first what is from outside of the loop.
+      sent: what it sends, first what is from outside of the loop.
+      stacks: for what is received or sent by the body, the stacked variable outside.
+    """
 
     def __init__(
-        self, program: PlacedProgram, demand: StageExchange, stage: int, *, split_backward: bool
-    ):
-        self.program = program
-        self.needs: Needs = demand.needs[stage]
-        self.leaves = set(self.needs.leaves)
+        self, program: PlacedProgram, exchange: StageExchange, stage: int, *, split_backward: bool
+    ) -> None:
+        self.program, self.needs = program, exchange.needs[stage]
+        whole = program.parts.graph
+        leaves = set(self.needs.leaves)
         if stage == 0:  # what nobody reads has to be somewhere
-            used = {leaf for needs in demand.needs for leaf in needs.leaves}
-            self.leaves |= set(range(len(program.parts.graph.inputs))) - used
-        self.stage = stage
-        self.received = [passed for passed in demand.passed if passed.target == stage]
-        sent = [passed for passed in demand.passed if passed.source == stage]
-        self.sent_inside = _distinct(passed.var for passed in sent if passed.space == "inside")
-        self.sent_outside = _distinct(passed.var for passed in sent if passed.space == "outside")
-        tasks = order_tasks(program, self.needs, self.sent_inside, split_backward=split_backward)
-        self.order, self.tasks = tasks
-        self.received_labels = {passed: self._label(passed) for passed in self.received}
-        self.stacks: dict[Var, Var] = {}  # received and sent values of the body, stacked outside
-        for var in (*self._received("inside"), *self.sent_inside):
-            self.stacks[var] = jax_compat.new_var(
-                _stacked_aval(var.aval, program.parts.loop.num_microbatches)
-            )
-        self.result = self._build()
+            leaves |= set(range(len(whole.inputs))).difference(*(n.leaves for n in exchange.needs))
+        self.own = sorted(n for n in leaves if whole.inputs[n].role != "constant")
+        self.constants = sorted(n for n in leaves if whole.inputs[n].role == "constant")
+        passed = sorted(exchange.passed, key=lambda p: p.inside)
+        self.received = [p for p in passed if p.target == stage]
+        sent = {p.var: p.inside for p in passed if p.source == stage}
+        self.sent, self.sent_inside = [*sent], [var for var, inside in sent.items() if inside]
+        self.order, self.tasks = order_tasks(
+            program, self.needs, self.sent_inside, split_backward=split_backward
+        )
+        self.received_inside = [p.var for p in self.received if p.inside]
+        self.stacks = {
+            var: stacked(var, program.parts.loop.num_microbatches)
+            for var in (*self.received_inside, *self.sent_inside)
+        }
 
-    def _received(self, space: str) -> list[Var]:
-        return [passed.var for passed in self.received if passed.space == space]
+    def position_received(self, var: Var) -> int:
+        """Where among the graph's inputs a value arrives."""
+        return len(self.own) + [p.var for p in self.received].index(var)
 
-    def _label(self, passed: Transfer) -> str:
-        program = self.program
-        if passed.space == "inside":
-            item = program.body[
-                next(i for i, x in enumerate(program.body) if passed.var in x.eqn.outvars)
-            ]
-            if item.backward:
+    def position_sent(self, var: Var) -> int:
+        """Where among the graph's outputs a value leaves."""
+        return len(self.needs.outputs) + self.sent.index(var)
+
+    def label(self, passed: Transfer) -> str:
+        """What a value is that the stage receives."""
+        program, var = self.program, passed.var
+        if passed.inside:
+            if any(item.backward for item in program.body if var in item.eqn.outvars):
                 return "gradient"
             forward = any(
-                task == "F" and passed.var in program.body[index].eqn.invars
+                task == "F" and var in program.body[index].eqn.invars
                 for index, task in zip(self.order, self.tasks, strict=True)
             )
             return "activation" if forward else "residual"
-        jaxpr, labels = program.parts.graph.jaxpr, program.parts.graph.inputs
-        for var, label in zip(jaxpr.invars, labels, strict=True):
-            if var is passed.var:
-                return label.path
-        if any(carry.total is passed.var for carry in program.carries):
+        graph = program.parts.graph
+        if var in graph.jaxpr.invars:
+            return graph.inputs[graph.jaxpr.invars.index(var)].path
+        if any(carry.total is var for carry in program.carries):
             return "partial sum"
-        if any(var is passed.var for _, var in program.parts.loop.stacks):
+        if any(stack is var for _, stack in program.parts.loop.stacks):
             return "collected"
-        return "scalar" if is_small(passed.var.aval) else "result"
+        return "scalar" if is_small(var.aval) else "result"
 
-    def _build(self) -> StageGraph:
-        program, graph, needs = self.program, self.program.parts.graph, self.needs
-        leaves = sorted(self.leaves)
-        own = [n for n in leaves if graph.inputs[n].role != "constant"]
-        constants = [n for n in leaves if graph.inputs[n].role == "constant"]
-        received = [p for p in self.received if p.space == "outside"]
-        received += [p for p in self.received if p.space == "inside"]
-        self.received_at = {p: len(own) + place for place, p in enumerate(received)}
-        first_constant = len(graph.inputs) - len(graph.constants)
-        outputs = sorted(needs.outputs)
-        sent: list[tuple[str, Var]] = [("outside", var) for var in self.sent_outside]
-        sent += [("inside", var) for var in self.sent_inside]
-        self.sent_at = {key: len(outputs) + place for place, key in enumerate(sent)}
-
-        before = [i for i in sorted(needs.outside) if i < program.num_before]
-        behind = [i for i in sorted(needs.outside) if i >= program.num_before]
+    def graph(self) -> StageGraph:
+        """The stage's program."""
+        program, whole = self.program, self.program.parts.graph
         loop = self._loop()
-        eqns = [program.outside[index].eqn for index in before]
-        eqns += [] if loop is None else [loop.scan]
-        eqns += [program.outside[index].eqn for index in behind]
-        invars = [
-            *(graph.jaxpr.invars[n] for n in own),
-            *(p.var if p.space == "outside" else self.stacks[p.var] for p in received),
-            *(graph.jaxpr.invars[n] for n in constants),
+        outside = sorted(self.needs.outside)
+        eqns: list[JaxprEqn] = [
+            *(program.outside[index].eqn for index in outside if index < program.num_before),
+            *(() if loop is None else (loop.scan,)),
+            *(program.outside[index].eqn for index in outside if index >= program.num_before),
         ]
-        outvars = [
-            *(graph.jaxpr.outvars[n] for n in outputs),
-            *(var if space == "outside" else self.stacks[var] for space, var in sent),
-        ]
+        received = [self.stacks.get(p.var, p.var) for p in self.received]
+        outputs = sorted(self.needs.outputs)
         jaxpr = jax_compat.replace_jaxpr(
-            graph.jaxpr,
-            invars=invars,
-            outvars=outvars,
+            whole.jaxpr,
+            invars=[
+                *(whole.jaxpr.invars[n] for n in self.own),
+                *received,
+                *(whole.jaxpr.invars[n] for n in self.constants),
+            ],
+            outvars=[
+                *(whole.jaxpr.outvars[n] for n in outputs),
+                *(self.stacks.get(var, var) for var in self.sent),
+            ],
             eqns=eqns,
             effects=jex_core.no_effects.union(*(eqn.effects for eqn in eqns)),
         )
-        inputs = [graph.inputs[n] for n in own]
-        inputs += [
-            Input(f"recv[{place}] {self.received_labels[p]}", "other")
-            for place, p in enumerate(received)
+        numbers = (*self.own, *(None for _ in received), *self.constants)
+        results = (*outputs, *(None for _ in self.sent))
+        labels = [f"recv[{i}] {self.label(p)}" for i, p in enumerate(self.received)]
+        inputs = [
+            *(whole.inputs[n] for n in self.own),
+            *(Input(label, "other") for label in labels),
+            *(whole.inputs[n] for n in self.constants),
         ]
-        inputs += [graph.inputs[n] for n in constants]
-        labels = [graph.outputs[n] for n in outputs]
-        labels += [Output(f"send[{place}]") for place in range(len(sent))]
-        numbers: list[int | None] = [*own, *(None for _ in received), *constants]
-        results: list[int | None] = [*outputs, *(None for _ in sent)]
-        inputs, labels = _twinned(inputs, labels, numbers, results)
-        whole = Graph(
+        left = [whole.outputs[n] for n in outputs]
+        left += [Output(f"send[{place}]") for place in range(len(self.sent))]
+        # What is replaced on another stage has no alias here.
+        into, out_of = _places(numbers), _places(results)
+        first_constant = len(whole.inputs) - len(whole.constants)
+        graph = Graph(
             jaxpr=jaxpr,
-            inputs=tuple(inputs),
-            outputs=tuple(labels),
-            constants=tuple(graph.constants[n - first_constant] for n in constants),
+            inputs=tuple(replace(label, alias=out_of.get(label.alias)) for label in inputs),
+            outputs=tuple(replace(label, alias=into.get(label.alias)) for label in left),
+            constants=tuple(whole.constants[n - first_constant] for n in self.constants),
         )
-        step = in_phases(whole, [] if loop is None else [loop])
-        return StageGraph(step, inputs=tuple(numbers), outputs=tuple(results))
+        return StageGraph(in_phases(graph, [] if loop is None else [loop]), numbers, results)
 
     def _loop(self) -> LoopPhase | None:
         """The stage's part of the loop."""
         program, loop, needs = self.program, self.program.parts.loop, self.needs
         if not self.order and not needs.carries and not needs.stacked:
             return None
-        consts = [var for var in loop.consts if var in needs.consts]
-        carries = [program.carries[index] for index in sorted(needs.carries)]
-        slices = [var for var in loop.slices if var in needs.slices]
-        received = self._received("inside")
-        stacked = [loop.stacks[index] for index in sorted(needs.stacked)]
-        invars = [*consts, *(carry.carry for carry in carries), *slices, *received]
-        results = [
-            *(carry.result for carry in carries),
-            *(atom for atom, _ in stacked),
-            *self.sent_inside,
-        ]
-        eqns = [program.body[index].eqn for index in self.order]
-        body = jax_compat.replace_jaxpr(
-            loop.body,
-            invars=invars,
-            outvars=results,
-            eqns=eqns,
-            effects=jex_core.no_effects.union(*(eqn.effects for eqn in eqns)),
-        )
-        outvars = [
-            *(carry.total for carry in carries),
-            *(var for _, var in stacked),
-            *(self.stacks[var] for var in self.sent_inside),
-        ]
-        operands = [
-            *(loop.consts[var] for var in consts),
-            *(carry.start for carry in carries),
-            *(loop.slices[var] for var in slices),
-            *(self.stacks[var] for var in received),
-        ]
-        params = jax_compat.scan_params(
-            loop.scan.params, ClosedJaxpr(body, ()), len(consts), len(carries)
-        )
-        scan = loop.scan.replace(
-            invars=operands, outvars=outvars, params=params, effects=body.effects
+        scan = scan_like(
+            loop.scan,
+            consts=[pair for pair in loop.consts.items() if pair[0] in needs.consts],
+            carries=[program.carries[index] for index in sorted(needs.carries)],
+            slices=[
+                *(pair for pair in loop.slices.items() if pair[0] in needs.slices),
+                *((var, self.stacks[var]) for var in self.received_inside),
+            ],
+            stacks=[
+                *(loop.stacks[index] for index in sorted(needs.stacked)),
+                *((var, self.stacks[var]) for var in self.sent_inside),
+            ],
+            eqns=[program.body[index].eqn for index in self.order],
         )
         return LoopPhase(scan, self.tasks)
 
 
-def _twinned(
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-    numbers: Sequence[int | None],
-    results: Sequence[int | None],
-) -> tuple[list[Input], list[Output]]:
-    """Twins renumbered; those that are on another stage are none any more."""
-    at_input: Mapping[int, int] = {n: i for i, n in enumerate(numbers) if n is not None}
-    at_output: Mapping[int, int] = {n: i for i, n in enumerate(results) if n is not None}
-
-    def at(places: Mapping[int, int], number: int | None) -> int | None:
-        return None if number is None else places.get(number)
-
-    return (
-        [replace(label, alias=at(at_output, label.alias)) for label in inputs],
-        [replace(label, alias=at(at_input, label.alias)) for label in outputs],
-    )
-
-
-def _distinct(variables: Any) -> list[Var]:
-    return list(dict.fromkeys(v for v in variables if not isinstance(v, Literal)))
-
-
-def _stacked_aval(aval: Any, count: int) -> Any:
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax_compat.array_type((count, *aval.shape), aval.dtype, weak)
+def _places(numbers: Sequence[int | None]) -> Mapping[int | None, int]:
+    """Where each number of the whole graph is on the stage."""
+    return {number: place for place, number in enumerate(numbers) if number is not None}

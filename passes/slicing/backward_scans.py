@@ -8,16 +8,15 @@ computes the rest, cannot read elsewhere. Both compute the same numbers as the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom
-from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.graph.graph import Atom, made_from, variables
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched, scan_like, stacked
 from autopar.passes.graph.primitives import ADDS, CASTS, HEAVY
-from autopar.passes.graph.scans import ScanParts
 from autopar.passes.slicing.anatomy import Anatomy
 
 _SUMS = ADDS | CASTS
@@ -43,29 +42,23 @@ def _awaited(parts: Anatomy) -> set[Var]:
     for index in sorted(parts.backward, reverse=True):
         eqn = parts.body.eqns[index]
         if eqn.primitive.name in HEAVY or any(var in found for var in eqn.outvars):
-            found.update(_variables(eqn.invars))
+            found.update(variables(eqn.invars))
     return found
 
 
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-@dataclass(frozen=True)
-class _ScanPart:
+class _ScanPart(NamedTuple):
     """A part of a scan's body: numbers of results and of equations."""
 
-    results: frozenset[int]
-    eqns: frozenset[int]
+    results: set[int]
+    eqns: set[int]
 
 
-def _split(eqn: JaxprEqn, awaited: set[Var]) -> list[JaxprEqn]:
-    scan = ScanParts.of(eqn)
-    body = scan.body
-    _, carries, _ = scan.operands(body.invars)
-    if body.constvars or eqn.params["jaxpr"].consts:
+def _split(eqn: JaxprEqn, awaited: Collection[Var]) -> list[JaxprEqn]:
+    if eqn.params["jaxpr"].jaxpr.constvars or eqn.params["jaxpr"].consts:
         return [eqn]
-    handed_on = {place for place, var in enumerate(carries) if not _is_sum(body, var, place)}
+    loop = LoopPhase(eqn)
+    body, carries = loop.body, [item.carry for item in loop.accumulators]
+    handed_on = {place for place, carry in enumerate(carries) if not _is_sum(body, carry, place)}
     asked = {place for place, var in enumerate(eqn.outvars) if var in awaited}
     first = _closure(body, carries, handed_on | asked)
     others = {
@@ -79,12 +72,12 @@ def _split(eqn: JaxprEqn, awaited: set[Var]) -> list[JaxprEqn]:
     later = second.eqns - first.eqns
     if not any(body.eqns[index].primitive.name in HEAVY for index in later):
         return [eqn]
-    results = frozenset(others | (second.results - first.results))
-    again, kept = _again(body, first, results, later, carries)
-    made = [jax_compat.new_var(_stacked(var, eqn.params["length"])) for var in kept]
+    results = others | (second.results - first.results)
+    again, kept = _again(body, first, _ScanPart(results, later), carries)
+    stacks = [(var, stacked(var, eqn.params["length"])) for var in kept]
     return [
-        _scan(eqn, first.results, sorted(first.eqns), (), kept, made),
-        _scan(eqn, results, sorted(later | again), tuple(zip(kept, made, strict=True)), (), ()),
+        _part(loop, first, given=(), kept=stacks),
+        _part(loop, _ScanPart(results, later | again), given=stacks, kept=()),
     ]
 
 
@@ -92,137 +85,92 @@ def _is_sum(body: Jaxpr, carry: Var, place: int) -> bool:
     """Whether what is carried is only added to: nothing else depends on what it was."""
     reached: set[Atom] = {carry}
     for eqn in body.eqns:
-        if any(var in reached for var in _variables(eqn.invars)):
+        if not reached.isdisjoint(variables(eqn.invars)):
             if eqn.primitive.name not in _SUMS:
                 return False
             reached.update(eqn.outvars)
-    return not any(
-        var in reached and number != place
-        for number, var in enumerate(body.outvars)
-        if not isinstance(var, Literal)
-    )
+    others = (*body.outvars[:place], *body.outvars[place + 1 :])
+    return reached.isdisjoint(variables(others))
 
 
 def _closure(body: Jaxpr, carries: Sequence[Var], results: set[int]) -> _ScanPart:
     """The equations that results are made from, and all results that they hand on for that."""
-    made_by = {var: index for index, eqn in enumerate(body.eqns) for var in eqn.outvars}
-    place_of = {var: place for place, var in enumerate(carries)}
-    found, eqns = set(results), set[int]()
-    stack = [body.outvars[place] for place in results]
-    while stack:
-        atom = stack.pop()
-        if isinstance(atom, Literal):
-            continue
-        if atom in place_of and place_of[atom] not in found:
-            found.add(place_of[atom])
-            stack.append(body.outvars[place_of[atom]])
-        index = made_by.get(atom)
-        if index is not None and index not in eqns:
-            eqns.add(index)
-            stack += body.eqns[index].invars
-    return _ScanPart(frozenset(found), frozenset(eqns))
+    while True:
+        wanted = [body.outvars[place] for place in results]
+        eqns = made_from(body.eqns, wanted)
+        read = set(variables([*wanted, *(v for i in eqns for v in body.eqns[i].invars)]))
+        more = results | {place for place, carry in enumerate(carries) if carry in read}
+        if more == results:
+            return _ScanPart(results, eqns)
+        results = more
 
 
 def _again(
-    body: Jaxpr,
-    first: _ScanPart,
-    results: frozenset[int],
-    later: frozenset[int],
-    carries: Sequence[Var],
-) -> tuple[frozenset[int], list[Var]]:
+    body: Jaxpr, first: _ScanPart, second: _ScanPart, carries: Sequence[Var]
+) -> tuple[set[int], list[Var]]:
     """What the second part computes once more because it is cheap, and what is kept for it."""
     hidden = {var for place, var in enumerate(carries) if place in first.results}
-    cheap: set[int] = set()
+    cheap: list[int] = []
     for index in sorted(first.eqns):
         eqn = body.eqns[index]
-        if eqn.primitive.name in HEAVY or any(v in hidden for v in _variables(eqn.invars)):
+        if eqn.primitive.name in HEAVY or not hidden.isdisjoint(variables(eqn.invars)):
             hidden.update(eqn.outvars)
         else:
-            cheap.add(index)
-    made_by = {var: index for index in cheap for var in body.eqns[index].outvars}
-    again: set[int] = set()
-    kept: dict[Var, None] = {}
-    stack = [v for index in later for v in _variables(body.eqns[index].invars)]
-    stack += _variables(body.outvars[place] for place in results)
-    while stack:
-        var = stack.pop()
-        if var in hidden:
-            kept[var] = None
-        elif var in made_by and made_by[var] not in again:
-            again.add(made_by[var])
-            stack += _variables(body.eqns[made_by[var]].invars)
+            cheap.append(index)
+    wanted = [v for index in second.eqns for v in body.eqns[index].invars]
+    wanted += (body.outvars[place] for place in second.results)
+    again = {cheap[n] for n in made_from([body.eqns[index] for index in cheap], wanted)}
+    read = set(variables([*wanted, *(v for index in again for v in body.eqns[index].invars)]))
     order = [*carries, *(var for eqn in body.eqns for var in eqn.outvars)]
-    return frozenset(again), [var for var in order if var in kept]
+    return again, [var for var in order if var in hidden and var in read]
 
 
-def _stacked(var: Var, length: int) -> object:
-    aval = var.aval
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax_compat.array_type((length, *aval.shape), aval.dtype, weak)
-
-
-def _scan(
-    eqn: JaxprEqn,
-    results: frozenset[int],
-    indices: Sequence[int],
+def _part(
+    loop: LoopPhase,
+    part: _ScanPart,
     given: Sequence[tuple[Var, Var]],
-    kept: Sequence[Var],
-    made: Sequence[Var],
+    kept: Sequence[tuple[Var, Var]],
 ) -> JaxprEqn:
     """A scan that computes a part.
 
     Args:
-      eqn: the scan.
-      results: numbers of its results that this one gives.
-      indices: of the equations that it has.
+      loop: the scan.
+      part: the results that this one gives, and the equations that it has.
       given: variables of the body that are slices here, each with the stacked value.
-      kept: variables of the body that are stacked as further results.
-      made: for each of them the variable outside.
+      kept: variables of the body that are stacked as further results, each with the stack.
     """
-    scan = ScanParts.of(eqn)
-    body = scan.body
-    consts, carries, slices = scan.operands(range(len(body.invars)))
-    needed = set(_variables(v for index in indices for v in body.eqns[index].invars))
-    needed |= {*_variables(body.outvars[place] for place in results), *kept}
-    needed -= {var for var, _ in given}
-    places = [
-        *(place for place in consts if body.invars[place] in needed),
-        *(place for number, place in enumerate(carries) if number in results),
-        *(place for place in slices if body.invars[place] in needed),
-    ]
-    # Every scan has variables of its own.
-    renamed: dict[Atom, Var] = {}
-
-    def new(var: Var) -> Var:
-        if isinstance(var, DropVar):
-            return var
-        renamed[var] = jax_compat.new_var(var.aval)
-        return renamed[var]
-
-    def read(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else renamed[atom]
-
-    invars = [*(new(body.invars[place]) for place in places), *(new(var) for var, _ in given)]
-    eqns = [
-        body.eqns[index].replace(
-            invars=[read(v) for v in body.eqns[index].invars],
-            outvars=[new(v) for v in body.eqns[index].outvars],
+    carries = loop.accumulators
+    stacks = [pair for n, pair in enumerate(loop.stacks, len(carries)) if n in part.results]
+    own = [item for place, item in enumerate(carries) if place in part.results]
+    eqns = [loop.body.eqns[index] for index in sorted(part.eqns)]
+    results = [*(item.result for item in own), *(atom for atom, _ in (*stacks, *kept))]
+    read = set(variables([*(v for eqn in eqns for v in eqn.invars), *results]))
+    return _with_own_variables(
+        scan_like(
+            loop.scan,
+            [pair for pair in loop.consts.items() if pair[0] in read],
+            own,
+            [*(pair for pair in loop.slices.items() if pair[0] in read), *given],
+            [*stacks, *kept],
+            eqns,
         )
-        for index in indices
-    ]
-    wanted = sorted(results)
-    outvars = [read(v) for v in (*(body.outvars[place] for place in wanted), *kept)]
-    closed = ClosedJaxpr(
-        jax_compat.replace_jaxpr(body, invars=invars, outvars=outvars, eqns=eqns), ()
     )
-    params = jax_compat.scan_params(
-        eqn.params,
-        closed,
-        sum(place in consts for place in places),
-        sum(place < scan.num_carry for place in wanted),
-    )
-    return eqn.replace(
-        invars=[*(eqn.invars[place] for place in places), *(outer for _, outer in given)],
-        outvars=[*(eqn.outvars[place] for place in wanted), *made],
-        params=params,
-    )
+
+
+def _with_own_variables(scan: JaxprEqn) -> JaxprEqn:
+    """The same scan, whose body shares no variable with another one."""
+    body = scan.params["jaxpr"].jaxpr
+    renamed: dict[Var, Var] = {}
+
+    def new(made: Sequence[Var]) -> list[Var]:
+        fresh = [v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in made]
+        renamed.update(zip(made, fresh, strict=True))
+        return fresh
+
+    def read(atoms: Sequence[Atom]) -> list[Atom]:
+        return [atom if isinstance(atom, Literal) else renamed[atom] for atom in atoms]
+
+    invars = new(body.invars)
+    eqns = [e.replace(invars=read(e.invars), outvars=new(e.outvars)) for e in body.eqns]
+    body = body.replace(invars=invars, outvars=read(body.outvars), eqns=eqns)
+    return scan.replace(params={**scan.params, "jaxpr": ClosedJaxpr(body, ())})

@@ -6,15 +6,14 @@ its iterations. A scan over time is none: what it reads of the state is the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Literal
 
-from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.slicing.anatomy import Anatomy, bytes_of, holds, leaves_of
+from autopar.passes.slicing.anatomy import Anatomy, bytes_of, held_leaves, leaves_of
 
 
 class Origins:
@@ -25,23 +24,13 @@ class Origins:
     """
 
     def __init__(self, parts: Anatomy) -> None:
-        graph = parts.graph
-        self._leaves = {
-            var: number
-            for number, (var, label) in enumerate(
-                zip(graph.jaxpr.invars, graph.inputs, strict=True)
-            )
-            if holds(label, var.aval)
+        self._leaves = held_leaves(parts.graph)
+        self._outside = parts.loop.consts
+        self._made_by = {
+            var: (eqn, place)
+            for eqn in (*parts.graph.jaxpr.eqns, *parts.body.eqns)
+            for place, var in enumerate(eqn.outvars)
         }
-        self._outside: dict[Var, Atom] = dict(parts.loop.consts)
-        self._made_by: dict[Var, tuple[JaxprEqn, int]] = {}
-        self.add(graph.jaxpr)
-        self.add(parts.body)
-
-    def add(self, jaxpr: Jaxpr) -> None:
-        """Look through the equations of one more jaxpr."""
-        for eqn in jaxpr.eqns:
-            self._made_by.update((var, (eqn, place)) for place, var in enumerate(eqn.outvars))
 
     def of(self, atom: Atom, axis: int) -> tuple[int, int] | None:
         """The input number of the leaf, and its dimension that is the value's dimension `axis`.
@@ -95,19 +84,12 @@ def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
         if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < 2:
             continue
         consts, _, slices = ScanParts.of(eqn).operands(eqn.invars)
-        stacked = _state(origins, slices)
-        shared = [v for v in consts if not isinstance(v, Literal)]
+        stacked = {}  # bytes of the state's leaves
+        for var in variables(slices):
+            origin = origins.of(var, 0) if var.aval.shape else None
+            if origin is not None:
+                stacked[origin[0]] = bytes_of(var)
+        shared = variables(consts)
         if sum(stacked.values()) > sum(bytes_of(v) for v in shared if v in leaves):
             found[index] = LayerScan(int(eqn.params["length"]), frozenset(stacked))
-    return found
-
-
-def _state(origins: Origins, atoms: Iterable[Atom]) -> dict[int, int]:
-    """State leaves that values are made from, with their bytes."""
-    found = {}
-    for atom in atoms:
-        if not isinstance(atom, Literal) and atom.aval.shape:
-            origin = origins.of(atom, 0)
-            if origin is not None:
-                found[origin[0]] = bytes_of(atom)
     return found

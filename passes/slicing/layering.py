@@ -9,8 +9,8 @@ between its iterations.
 
 from __future__ import annotations
 
-import bisect
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +18,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.errors import OptionError
-from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import user_source
+from autopar.passes.graph.graph import fingerprint, makers_of, readers_of, user_source
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule
@@ -38,25 +37,32 @@ _FEWER = 1.5
 _SLACK = 1.05
 
 
-Entry = tuple[int, int, int]  # an equation, the first of its iterations, behind the last (0: all)
+Entry = tuple[int, int, int]  # an equation, the first of its iterations, after the last (0: all)
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """The forward equations in order: their numbers, FLOPs, and bytes alive behind each.
+    """The forward equations in order, and of each its FLOPs and the bytes alive after it.
 
     A scan over layers is several entries, one for each iteration (or few of them, if many).
+
+    Attributes:
+      until: FLOPs, forward and backward, of the first n entries, for all n.
     """
 
     entries: list[Entry]
     forward: list[int]
     backward: list[int]
     alive: list[int]
+    until: list[int]
 
-    def flops_until(self) -> list[int]:
-        """FLOPs of the first n entries, for all n."""
-        both = (f + b for f, b in zip(self.forward, self.backward, strict=True))
-        return list(itertools.accumulate(both, initial=0))
+    def bytes_at(self, place: int) -> int:
+        """Bytes that cross a cut before this entry."""
+        return self.alive[place - 1]
+
+    def flops(self, place: int) -> int:
+        """Of one entry, forward and backward."""
+        return self.forward[place] + self.backward[place]
 
 
 def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
@@ -78,38 +84,30 @@ def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least:
         cuts = places
     if len(cuts) + 1 < at_least:
         cuts = _anywhere(chain, cuts, at_least)
-    made = []
-    for first, last in itertools.pairwise((0, *cuts, len(chain.entries))):
-        entries = chain.entries[first:last]
-        numbers = list(dict.fromkeys(index for index, *_ in entries))
-        iterations = _iterations(parts, entries)
-        heaviest = max(range(first, last), key=lambda i: chain.forward[i] + chain.backward[i])
-        made.append(
-            Layer(
-                equations=tuple(numbers),
-                forward_flops=sum(chain.forward[first:last]),
-                backward_flops=sum(chain.backward[first:last]),
-                cut_bytes=chain.alive[last - 1],
-                digest=_digest(parts, numbers, [stop - start for _, start, stop in iterations]),
-                source=user_source(parts.body.eqns[chain.entries[heaviest][0]]),
-                iterations=iterations,
-            )
-        )
-    return Layers(tuple(made))
+    ends = (0, *cuts, len(chain.entries))
+    return Layers(tuple(_layer(parts, chain, *pair) for pair in itertools.pairwise(ends)))
 
 
-def _iterations(parts: Anatomy, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """The scans of which these entries are a part only."""
-    found: dict[int, tuple[int, int]] = {}
-    for index, start, stop in entries:
-        if stop:
-            first, last = found.get(index, (start, stop))
-            found[index] = (min(first, start), max(last, stop))
-    lengths = {index: int(parts.body.eqns[index].params["length"]) for index in found}
-    return tuple(
-        (index, start, stop)
-        for index, (start, stop) in found.items()
-        if stop - start < lengths[index]
+def _layer(parts: Anatomy, chain: _Chain, first: int, last: int) -> Layer:
+    """The layer of these entries of the chain."""
+    eqns = parts.body.eqns
+    runs: dict[int, list[Entry]] = {}
+    for entry in chain.entries[first:last]:
+        runs.setdefault(entry[0], []).append(entry)
+    iterations = []  # of the scans of which these entries are a part only
+    for index, entries in runs.items():
+        start, stop = min(e[1] for e in entries), max(e[2] for e in entries)
+        if stop and stop - start < eqns[index].params["length"]:
+            iterations.append((index, start, stop))
+    heaviest = max(range(first, last), key=chain.flops)
+    return Layer(
+        equations=tuple(runs),
+        forward_flops=sum(chain.forward[first:last]),
+        backward_flops=sum(chain.backward[first:last]),
+        cut_bytes=chain.bytes_at(last),
+        digest=_digest(parts, list(runs), [stop - start for _, start, stop in iterations]),
+        source=user_source(eqns[chain.entries[heaviest][0]]),
+        iterations=tuple(iterations),
     )
 
 
@@ -118,20 +116,31 @@ def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     scans = {index: scan.length for index, scan in find_layer_scans(parts).items()}
     entries: list[Entry] = []
     for index in parts.trunk():
-        if index in scans:
-            runs = _runs(index, scans[index])
+        if index in scans:  # iterations one by one; if there are many, in runs
+            count = min(scans[index], _MAX_LAYERS)
+            ends = [scans[index] * place // count for place in range(count + 1)]
+            runs = [(index, start, stop) for start, stop in itertools.pairwise(ends)]
             entries += runs[::-1] if eqns[index].params["reverse"] else runs
         else:
             entries.append((index, 0, 0))
-    twins: dict[int, int] = {}
-    for index, twin in find_primals(parts).items():
-        twins[twin] = twins.get(twin, 0) + flops_of(eqns[index], parts.body, rules)
     own = {index: flops_of(eqns[index], parts.body, rules) for index, *_ in entries}
+    dual: Counter[int] = Counter()  # FLOPs of the backward equations that belong to each
+    for index, primal in find_primals(parts).items():
+        dual[primal] += flops_of(eqns[index], parts.body, rules)
 
     def share(total: int, entry: Entry) -> int:
         index, start, stop = entry
         return total * stop // scans[index] - total * start // scans[index] if stop else total
 
+    forward = [share(own[entry[0]], entry) for entry in entries]
+    backward = [share(dual[entry[0]], entry) for entry in entries]
+    both = (f + b for f, b in zip(forward, backward, strict=True))
+    until = list(itertools.accumulate(both, initial=0))
+    return _Chain(entries, forward, backward, _alive(eqns, entries), until)
+
+
+def _alive(eqns: Sequence[JaxprEqn], entries: Sequence[Entry]) -> list[int]:
+    """For every entry, the bytes that it and earlier ones made, and later ones read."""
     made: dict[Var, int] = {}
     until: dict[Var, int] = {}
     alive = np.zeros(len(entries), np.int64)
@@ -153,20 +162,7 @@ def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
     for var, last in until.items():
         change[made[var]] += bytes_of(var)
         change[last] -= bytes_of(var)
-    alive += np.cumsum(change[:-1])
-    return _Chain(
-        entries=entries,
-        forward=[share(own[entry[0]], entry) for entry in entries],
-        backward=[share(twins.get(entry[0], 0), entry) for entry in entries],
-        alive=[int(x) for x in alive],
-    )
-
-
-def _runs(index: int, length: int) -> list[Entry]:
-    """A scan's iterations one by one; if there are many, in runs."""
-    count = min(length, _MAX_LAYERS)
-    ends = [length * place // count for place in range(count + 1)]
-    return [(index, start, stop) for start, stop in itertools.pairwise(ends)]
+    return [int(x) for x in alive + np.cumsum(change[:-1])]
 
 
 def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
@@ -175,61 +171,51 @@ def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
     Apart from these, the places that leave nearly no work in front: a cut there is of no use, but
     places next to it compare with it.
     """
-    count = len(chain.entries)
-    total = sum(chain.forward) + sum(chain.backward)
-    heavy = [
-        place
-        for place, (index, *_) in enumerate(chain.entries)
-        if parts.body.eqns[index].primitive.name in HEAVY
-    ]
+    total, count = chain.until[-1], len(chain.entries)
+    names = [parts.body.eqns[index].primitive.name for index, *_ in chain.entries]
+    heavy = [place for place in range(count) if names[place] in HEAVY]
     if len(heavy) < 2:
-        big = total / _MAX_LAYERS
-        heavy = [i for i in range(count) if chain.forward[i] + chain.backward[i] >= big]
-    best = []
-    for one, other in itertools.pairwise((0, *heavy)):
-        gap = range(one + 1, other + 1)
-        if gap:
-            best.append(min(gap, key=lambda place: (chain.alive[place - 1], -place)))
-    until = chain.flops_until()
+        heavy = [place for place in range(count) if chain.flops(place) >= total / _MAX_LAYERS]
+    best = [
+        min(range(one + 1, other + 1), key=lambda place: (chain.bytes_at(place), -place))
+        for one, other in itertools.pairwise((0, *heavy))
+        if one < other
+    ]
     least = total / (2 * _MAX_LAYERS)
     return (
-        [place for place in best if least <= until[place] <= total - least],
-        [place for place in best if until[place] < least],
+        [place for place in best if least <= chain.until[place] <= total - least],
+        [place for place in best if chain.until[place] < least],
     )
 
 
 def _cheap_places(chain: _Chain, places: Sequence[int], front: Sequence[int]) -> list[int]:
     """Without those that lie next to a clearly cheaper one."""
-    until = chain.flops_until()
+    until = chain.until
     kept: list[int] = []
-    for place in sorted((*places, *front), key=lambda place: (chain.alive[place - 1], place)):
-        near = [
-            other
+    for place in sorted((*places, *front), key=lambda place: (chain.bytes_at(place), place)):
+        if not any(
+            abs(until[other] - until[place]) < _NEAR * until[-1]
+            and chain.bytes_at(other) * _FEWER < chain.bytes_at(place)
             for other in kept
-            if abs(until[other] - until[place]) < _NEAR * until[-1]
-            and chain.alive[other - 1] * _FEWER < chain.alive[place - 1]
-        ]
-        if not near:
-            bisect.insort(kept, place)
-    return [place for place in kept if place not in front]
+        ):
+            kept.append(place)
+    return sorted(set(kept).difference(front))
 
 
 def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
     """The places that minimise sum(share of FLOPs squared) + weight * sum(relative bytes)."""
     if not places:
         return []
-    until = chain.flops_until()
-    total = until[-1] or 1
-    unit = float(np.median([chain.alive[place - 1] for place in places])) or 1.0
+    unit = float(np.median([chain.bytes_at(place) for place in places])) or 1.0
     weight = 1 / (2 * _MAX_LAYERS**2)
     ends = [0, *places, len(chain.entries)]
-    at = np.array([until[end] / total for end in ends])
+    at = np.array([chain.until[end] / (chain.until[-1] or 1) for end in ends])
     cost = np.zeros(len(ends))
     before = np.zeros(len(ends), int)
     for end in range(1, len(ends)):
         options = cost[:end] + (at[end] - at[:end]) ** 2
         before[end] = int(np.argmin(options))
-        crossing = chain.alive[ends[end] - 1] / unit if end < len(ends) - 1 else 0.0
+        crossing = chain.bytes_at(ends[end]) / unit if end < len(ends) - 1 else 0.0
         cost[end] = options[before[end]] + weight * crossing
     cuts = []
     end = int(before[-1])
@@ -245,19 +231,17 @@ def _anywhere(chain: _Chain, cuts: Sequence[int], count: int) -> list[int]:
     For programs with fewer heavy equations than stages are asked for.
     """
     others = [place for place in range(1, len(chain.entries)) if place not in cuts]
-    others.sort(key=lambda place: (chain.alive[place - 1], place))
+    others.sort(key=lambda place: (chain.bytes_at(place), place))
     return sorted((*cuts, *others[: count - 1 - len(cuts)]))
 
 
 def _digest(parts: Anatomy, numbers: Sequence[int], lengths: Sequence[int]) -> str:
     """The content hash of a layer, with the free equations that it reads left outside."""
     eqns = [parts.body.eqns[index] for index in numbers]
-    made = {var for eqn in eqns for var in eqn.outvars}
-    read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made]
-    jaxpr = jax_compat.replace_jaxpr(
-        parts.body, eqns=eqns, invars=list(dict.fromkeys(read)), outvars=[]
-    )
-    return "-".join([graphs.fingerprint(jaxpr), *map(str, lengths)])
+    made = makers_of(eqns)
+    read = [v for v in readers_of(eqns) if v not in made]
+    jaxpr = jax_compat.replace_jaxpr(parts.body, eqns=eqns, invars=read, outvars=[])
+    return "-".join([fingerprint(jaxpr), *map(str, lengths)])
 
 
 def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]:
@@ -313,22 +297,16 @@ def _balanced(found: Sequence[Layer], stages: int) -> tuple[int, ...]:
             )
     limit = bottleneck[stages, count] * _SLACK
     crossing = [0, *(layer.cut_bytes for layer in found)]
-    best: list[list[tuple[float, float, tuple[int, ...]] | None]] = [
-        [None] * (count + 1) for _ in range(stages + 1)
-    ]
-    best[0][0] = (0.0, 0.0, ())
-    for number in range(1, stages + 1):
-        for end in range(number, count + 1):
-            options = []
-            for start in range(number - 1, end):
-                previous = best[number - 1][start]
+    # For each number of first layers: bytes sent, the slowest stage's FLOPs, where stages begin.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for _ in range(stages):
+        options: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}
+        for start, (sent, slowest, cuts) in best.items():
+            for end in range(start + 1, count + 1):
                 work = until[end] - until[start]
-                if previous is None or work > limit:
-                    continue
-                sent, slowest, cuts = previous
-                starts = (*cuts, start) if start else cuts
-                options.append((sent + crossing[start], max(slowest, work), starts))
-            best[number][end] = min(options, default=None)
-    chosen = best[stages][count]
-    assert chosen is not None
-    return chosen[2]
+                if work <= limit:
+                    starts = (*cuts, start) if start else cuts
+                    option = (sent + crossing[start], max(slowest, work), starts)
+                    options.setdefault(end, []).append(option)
+        best = {end: min(ways) for end, ways in options.items()}
+    return best[count][2]

@@ -6,14 +6,15 @@ Rematerialized equations compute the same as forward ones: values are numbered b
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
 
@@ -23,72 +24,71 @@ _WRAPPER = re.compile(r"(transpose|jvp|vmap|checkpoint|rematted_computation|rema
 def find_primals(parts: Anatomy) -> dict[int, int]:
     """Heavy backward equations of the body, each with the forward equation it belongs to.
 
-    A backward contraction shares an operand with its twin: the residual or the parameter. Where
+    A backward contraction shares an operand with its primal: the residual or the parameter. Where
     several forward equations read that operand (shared layers, an encoder's output), they must
     agree in the name stack and the source line as well, or in the cotangent that the other gradient
-    of the twin reads. Equations without a single twin are left out.
+    of the primal reads. Equations without a single primal are left out.
     """
-    numbers = _value_numbers(parts)
-    eqns = parts.body.eqns
+    numbers, eqns = _value_numbers(parts), parts.body.eqns
+
+    def numbers_of(atoms: Iterable[Atom]) -> list[int]:
+        return [numbers[var] for var in variables(atoms)]
+
+    def at_place(candidates: Iterable[int], eqn: JaxprEqn) -> list[int]:
+        return [c for c in dict.fromkeys(candidates) if _place(eqns[c]) == _place(eqn)]
+
+    def agreed(candidates: Sequence[int], eqn: JaxprEqn) -> int | None:
+        """The only candidate; else the only one that shares an operand and the place."""
+        if len(set(candidates)) > 1:
+            candidates = at_place(candidates, eqn)
+        return candidates[0] if len(set(candidates)) == 1 else None
+
     trunk = [index for index in parts.trunk() if eqns[index].primitive.name in HEAVY]
-    inner = {numbers[var] for index in parts.trunk() for var in eqns[index].outvars}
+    inner = {number for index in parts.trunk() for number in numbers_of(eqns[index].outvars)}
     readers: dict[int, list[int]] = {}
     makers: dict[int, int] = {}
     for index in trunk:
-        for number in _numbers_of(eqns[index].invars, numbers):
+        for number in numbers_of(eqns[index].invars):
             readers.setdefault(number, []).append(index)
-        for number in _numbers_of(eqns[index].outvars, numbers):
-            makers[number] = index
-    twins: dict[int, int] = {}
+        makers.update(dict.fromkeys(numbers_of(eqns[index].outvars), index))
+    primals: dict[int, int] = {}
     unclear: dict[int, list[int]] = {}
+    reading: dict[int, set[int]] = {}
     for index in sorted(parts.backward):
         eqn = eqns[index]
         if eqn.primitive.name not in HEAVY:
             continue
-        operands = _numbers_of(eqn.invars, numbers)
+        operands = numbers_of(eqn.invars)
         shared = [
             candidate
             for number in operands
-            for candidate in dict.fromkeys(readers.get(number, ()))
+            for candidate in readers.get(number, ())
             if eqns[candidate].primitive is eqn.primitive
         ]
         if eqn.primitive.name == "scan":
             shared = [makers[n] for n in operands if n in makers] or shared
-        twin = _agreed(shared, eqn, eqns)
-        if twin is None:
+        primal = agreed(shared, eqn)
+        if primal is None:
             unclear[index] = shared
-        else:
-            twins[index] = twin
+            continue
+        primals[index] = primal
+        for number in operands:
+            reading.setdefault(number, set()).add(primal)
     # The two gradients of a product read one cotangent: what is known of one tells the other.
-    reading: dict[int, set[int]] = {}
-    for index, twin in twins.items():
-        for number in _numbers_of(eqns[index].invars, numbers):
-            reading.setdefault(number, set()).add(twin)
     for index, shared in unclear.items():
-        eqn = eqns[index]
-        operands = _numbers_of(eqn.invars, numbers)
-        beside = {t for n in operands if n not in readers for t in reading.get(n, ())}
-        twin = _agreed([candidate for candidate in shared if candidate in beside], eqn, eqns)
-        if twin is None:  # several at one place, such as query, key and value, read one residual
+        eqn, operands = eqns[index], numbers_of(eqns[index].invars)
+        beside = {p for n in operands if n not in readers for p in reading.get(n, ())}
+        primal = agreed([candidate for candidate in shared if candidate in beside], eqn)
+        if primal is None:  # several at one place, such as query, key and value, read one residual
             made = [n for n in operands if n in inner and n in readers]
             near = {c for n in made for c in readers[n] if c in shared}
-            near = {c for c in near if _place(eqns[c]) == _place(eqn)}
-            twin = min(near, default=None)
-        if twin is None:
-            named = [c for c in trunk if eqns[c].primitive is eqn.primitive]
-            named = [c for c in named if _place(eqns[c]) == _place(eqn)]
-            twin = named[0] if len(named) == 1 else None
-        if twin is not None:
-            twins[index] = twin
-    return twins
-
-
-def _agreed(candidates: list[int], eqn: JaxprEqn, eqns: list[JaxprEqn]) -> int | None:
-    """The only candidate; else the only one that shares an operand and the place."""
-    if len(set(candidates)) == 1:
-        return candidates[0]
-    placed = {c for c in candidates if _place(eqns[c]) == _place(eqn)}
-    return placed.pop() if len(placed) == 1 else None
+            primal = min(at_place(near, eqn), default=None)
+        if primal is None:
+            named = at_place((c for c in trunk if eqns[c].primitive is eqn.primitive), eqn)
+            primal = named[0] if len(named) == 1 else None
+        if primal is not None:
+            primals[index] = primal
+    return primals
 
 
 def _place(eqn: JaxprEqn) -> tuple[str, Any]:
@@ -96,23 +96,18 @@ def _place(eqn: JaxprEqn) -> tuple[str, Any]:
     return "/".join(part for part in stack.split("/") if part), jax_compat.user_frame(eqn)
 
 
-def _numbers_of(atoms: Iterable[Any], numbers: dict[Var, int]) -> list[int]:
-    return [numbers[v] for v in atoms if not isinstance(v, Literal) and v in numbers]
-
-
 def _value_numbers(parts: Anatomy) -> dict[Var, int]:
     """Equal numbers for variables of the body that hold equal values."""
     numbers: dict[Var, int] = {}
     known: dict[Any, list[int]] = {}
-    fresh = iter(range(1 << 62))
+    fresh = itertools.count()
 
     def key(atom: Atom) -> Any:
         if isinstance(atom, Literal):
             return ("literal", str(atom.val), str(atom.aval))
         return numbers[atom]
 
-    for var in parts.body.invars:
-        numbers[var] = next(fresh)
+    numbers.update((var, next(fresh)) for var in parts.body.invars)
     for eqn in parts.body.eqns:
         if eqn.primitive.name == "optimization_barrier":
             for var, operand in zip(eqn.outvars, eqn.invars, strict=True):

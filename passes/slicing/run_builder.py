@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,17 +11,19 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.microbatch.run_steps import combine
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import is_key, shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (
+    How,
     RunCut,
     Runs,
     Sizes,
     Value,
+    atoms_of,
     changed_params,
     how_to_cut,
     scaled,
@@ -44,23 +46,26 @@ class RunBuilder:
 
     def __init__(self, origins: Origins, rules: Mapping[JaxprEqn, FactorRule]) -> None:
         self.origins, self.rules = origins, rules
-        self.wanted: dict[int, tuple[int, Sizes]] = {}
+        self.wanted: dict[int, How] = {}
         self.env: dict[Var, Value] = {}
         self.eqns: list[JaxprEqn] = []
         self.made_by: dict[Var, JaxprEqn] = {}
-        self.known: dict[Any, Any] = {}  # slices and concatenations that were made
-        self.traced: dict[Any, Any] = {}
-
-    # Values.
+        self.known: dict[Hashable, Atom] = {}  # slices and concatenations that were made
+        self.traced: dict[Hashable, ClosedJaxpr] = {}
+        self.current: JaxprEqn | None = None
 
     def read(self, atom: Atom) -> Value:
         """What is known of a variable."""
         return atom if isinstance(atom, Literal) else self.env[atom]
 
-    def fresh(self, aval: Any, axis: int, sizes: Sizes) -> Runs:
-        """New variables for a value in runs."""
-        avals = (with_size(aval, axis, size) for size in sizes)
-        return Runs(axis, sizes, tuple(jax_compat.new_var(aval) for aval in avals))
+    def define(self, var: Var, how: How | None) -> tuple[Atom, ...]:
+        """The variables that hold a value: new ones if it is in runs, else its own."""
+        self.env[var] = var
+        if how is not None:
+            axis, sizes = how
+            avals = (with_size(var.aval, axis, size) for size in sizes)
+            self.env[var] = Runs(axis, sizes, tuple(jax_compat.new_var(aval) for aval in avals))
+        return atoms_of(self.env[var])
 
     def join(self, value: Value) -> Atom:
         """A value in one piece."""
@@ -77,7 +82,7 @@ class RunBuilder:
     def split(self, value: Value, axis: int, sizes: Sizes) -> tuple[Atom, ...]:
         """A value in runs of these sizes; the leaf that it is made from is wanted so as well."""
         if isinstance(value, Runs):
-            if (value.axis, value.sizes) == (axis, sizes):
+            if value.how == (axis, sizes):
                 return value.atoms
             value = self.join(value)
         else:
@@ -111,8 +116,6 @@ class RunBuilder:
         )
         return self.known[key]
 
-    # New equations.
-
     def append(self, eqn: JaxprEqn) -> None:
         """One more equation."""
         self.eqns.append(eqn)
@@ -122,99 +125,85 @@ class RunBuilder:
         self, eqn: JaxprEqn, operands: Sequence[Atom], params: Mapping[str, Any]
     ) -> list[Atom]:
         """An equation with other operands and params."""
-        return self.emit(
-            lambda *xs: bind_with(eqn, xs, params), operands, key=bound_key(eqn, params), like=eqn
-        )
+        key = _bound_key(eqn, params)
+        return self.emit(lambda *xs: bind_with(eqn, xs, params), operands, key=key, like=eqn)
 
     def emit(
         self,
         function: Callable[..., Sequence[Any]],
         operands: Sequence[Atom],
         *,
-        key: Any,
+        key: Hashable,
         like: JaxprEqn | None = None,
     ) -> list[Atom]:
         """The equations of a traced function of these operands, with its results."""
         closed = self.trace(function, operands, key)
-        env: dict[Var, Atom] = {}
-        variables = [v for v in operands if not isinstance(v, Literal)]
-        env.update(zip(closed.jaxpr.invars, variables, strict=True))
-
-        def at(atom: Atom) -> Atom:
-            return atom if isinstance(atom, Literal) else env[atom]
-
         assert not closed.consts
+        env = dict(zip(closed.jaxpr.invars, variables(operands), strict=True))
+        origin = like or self.current
+
+        def at(atoms: Sequence[Atom]) -> list[Atom]:
+            return [atom if isinstance(atom, Literal) else env[atom] for atom in atoms]
+
         for eqn in closed.jaxpr.eqns:
             outvars = [jax_compat.new_var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-            made = eqn.replace(invars=[at(v) for v in eqn.invars], outvars=outvars)
-            if like is not None:
-                made = made.replace(source_info=like.source_info)
-            elif self.current is not None:
-                made = made.replace(source_info=self.current.source_info)
-            self.append(made)
-        return [at(atom) for atom in closed.jaxpr.outvars]
-
-    current: JaxprEqn | None = None
+            info = eqn.source_info if origin is None else origin.source_info
+            self.append(eqn.replace(invars=at(eqn.invars), outvars=outvars, source_info=info))
+        return at(closed.jaxpr.outvars)
 
     def trace(
-        self,
-        function: Callable[..., Sequence[Any]],
-        operands: Sequence[Atom],
-        key: Any,
+        self, function: Callable[..., Sequence[Any]], operands: Sequence[Atom], key: Hashable
     ) -> ClosedJaxpr:
         """A function of values of these types, traced once for each key."""
         shapes = tuple(
             ("literal", str(v.val)) if isinstance(v, Literal) else str(_struct(v.aval))
             for v in operands
         )
-        found = self.traced.get((key, shapes))
-        if found is None:
-            structs = [_struct(v.aval) for v in operands if not isinstance(v, Literal)]
+        if (key, shapes) not in self.traced:
 
             def whole(*arrays: Any) -> Sequence[Any]:
                 given = iter(arrays)
-                return function(*(v.val if isinstance(v, Literal) else next(given)
-                                  for v in operands))  # fmt: skip
+                values = [v.val if isinstance(v, Literal) else next(given) for v in operands]
+                return function(*values)
 
-            found = self.traced[key, shapes] = jax.make_jaxpr(whole)(*structs)
-        return found
-
-    # Equations cut by their rules.
+            structs = [_struct(var.aval) for var in variables(operands)]
+            self.traced[key, shapes] = jax.make_jaxpr(whole)(*structs)
+        return self.traced[key, shapes]
 
     def by_rule(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value] | None:
         """One equation per run, or None if the equation must see whole values."""
         cut = how_to_cut(eqn, self.rules.get(eqn), operands)
         if cut is None:
             return None
-        changes = [changed_params(eqn, cut, place) for place in range(len(cut.sizes))]
-        if any(change is None for change in changes):
-            return None
+        changes = []
+        for place in range(len(cut.sizes)):
+            change = changed_params(eqn, cut, place)
+            if change is None:
+                return None
+            changes.append(change)
         split = [
             self.split(value, dim, scaled(cut.sizes, inner)) if dim is not None
             else (self.join(value),) * len(cut.sizes)
             for value, (dim, inner) in zip(operands, cut.operands, strict=True)
         ]  # fmt: skip
-        groups = [[group[place] for group in split] for place in range(len(cut.sizes))]
-        if not all(
-            self.fits(eqn, cut, place, groups[place], change or {})
-            for place, change in enumerate(changes)
-        ):
+        groups = [[atoms[place] for atoms in split] for place in range(len(cut.sizes))]
+        runs = list(zip(cut.sizes, groups, changes, strict=True))
+        if not all(self.fits(eqn, cut, *run) for run in runs):
             return None
-        made = [
-            self.bound(eqn, group, change or {})
-            for group, change in zip(groups, changes, strict=True)
-        ]
+        made = [self.bound(eqn, group, change) for _, group, change in runs]
         results: list[Value] = []
-        for number, (dim, inner) in enumerate(cut.results):
-            parts = tuple(atoms[number] for atoms in made)
+        for parts, (dim, inner) in zip(zip(*made, strict=True), cut.results, strict=True):
             if dim is not None:
                 results.append(Runs(dim, scaled(cut.sizes, inner), parts))
                 continue
-            combine = _combining(cut.kind)
             total = parts[0]
             for part in parts[1:]:
-                (total,) = self.emit(combine, [total, part], key=("combine", cut.kind))
+                (total,) = self.emit(
+                    lambda one, other: [combine(cut.kind, one, other)],
+                    [total, part],
+                    key=("combine", cut.kind),
+                )
             results.append(total)
         return results
 
@@ -222,7 +211,7 @@ class RunBuilder:
         self,
         eqn: JaxprEqn,
         cut: RunCut,
-        place: int,
+        size: int,
         operands: Sequence[Atom],
         changes: Mapping[str, Any],
     ) -> bool:
@@ -231,25 +220,19 @@ class RunBuilder:
         It may not if its params hold sizes that `changed_params` does not know of.
         """
         try:
-            found = self.trace(
-                lambda *xs: bind_with(eqn, xs, changes), operands, bound_key(eqn, changes)
+            closed = self.trace(
+                lambda *xs: bind_with(eqn, xs, changes), operands, _bound_key(eqn, changes)
             )
         except (TypeError, ValueError):
             return False
-        for atom, var, (dim, inner) in zip(
-            found.jaxpr.outvars, eqn.outvars, cut.results, strict=True
-        ):
-            aval = var.aval if dim is None else with_size(var.aval, dim, cut.sizes[place] * inner)
-            if atom.aval.shape != aval.shape:
-                return False
-        return True
+        wanted = [
+            var.aval.shape if dim is None else with_size(var.aval, dim, size * inner).shape
+            for var, (dim, inner) in zip(eqn.outvars, cut.results, strict=True)
+        ]
+        return [atom.aval.shape for atom in closed.jaxpr.outvars] == wanted
 
 
-def _combining(kind: str) -> Callable[..., list[Any]]:
-    return lambda one, other: [combine(kind, one, other)]
-
-
-def bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Any:
+def _bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Hashable:
     """Equations are compared by identity; those that are bound are the program's, which is held."""
     return id(eqn), tuple(sorted((name, repr(value)) for name, value in changes.items()))
 

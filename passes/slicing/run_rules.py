@@ -15,6 +15,7 @@ from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import shape_of
 
 Sizes = tuple[int, ...]
+How = tuple[int, Sizes]  # the dimension in which a value is in runs, and their sizes
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,18 @@ class Runs:
     sizes: Sizes
     atoms: tuple[Atom, ...]
 
+    @property
+    def how(self) -> How:
+        """The dimension and the sizes."""
+        return self.axis, self.sizes
+
 
 Value = Atom | Runs
+
+
+def atoms_of(value: Value) -> tuple[Atom, ...]:
+    """A value's runs, or itself."""
+    return value.atoms if isinstance(value, Runs) else (value,)
 
 
 def scaled(sizes: Sizes, inner: int) -> Sizes:
@@ -73,27 +84,20 @@ def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]
         return None
     sizes = tuple(size // inner for size in runs.sizes)
 
-    def where(values: Any, shape: Sequence[int]) -> tuple[int | None, int] | None:
-        found = [dim for dim, factors in enumerate(values) if factor in factors]
-        if not found:
-            return None, 1
-        if len(found) > 1 or values[found[0]][0] != factor:
+    places: list[tuple[int | None, int]] = []
+    for value_dims, atom in zip(
+        (*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True
+    ):
+        found = [dim for dim, factors in enumerate(value_dims) if factor in factors]
+        if len(found) > 1 or (found and value_dims[found[0]][0] != factor):
             return None
-        return found[0], shape[found[0]] // rule.factors[factor].size
-
-    ins = [where(v, shape_of(x)) for v, x in zip(rule.operands, eqn.invars, strict=True)]
-    outs = [where(v, shape_of(x)) for v, x in zip(rule.results, eqn.outvars, strict=True)]
-    if any(item is None for item in (*ins, *outs)):
-        return None
-    here = {item is not None and item[0] is not None for item in outs}
+        length = shape_of(atom)[found[0]] // rule.factors[factor].size if found else 1
+        places.append((found[0] if found else None, length))
+    ins, outs = tuple(places[: len(eqn.invars)]), tuple(places[len(eqn.invars) :])
+    here = {dim is not None for dim, _ in outs}
     if here != {kind == "pass"} or (kind != "pass" and eqn.primitive.name not in _REDUCTIONS):
         return None
-    return RunCut(
-        sizes,
-        kind,
-        tuple(item for item in ins if item is not None),
-        tuple(item for item in outs if item is not None),
-    )
+    return RunCut(sizes, kind, ins, outs)
 
 
 # Of a part of the operands, these compute a part of the sum (maximum, ...) with the same params. A
@@ -108,11 +112,9 @@ def changed_params(eqn: JaxprEqn, cut: RunCut, place: int) -> dict[str, Any] | N
         return None
     size = cut.sizes[place]
 
-    def shape(values: Any, where: tuple[int | None, int]) -> tuple[int, ...]:
-        found = list(values)
-        if where[0] is not None:
-            found[where[0]] = size * where[1]
-        return tuple(found)
+    def shape(values: Sequence[int], where: tuple[int | None, int]) -> tuple[int, ...]:
+        dim, inner = where
+        return tuple(size * inner if d == dim else length for d, length in enumerate(values))
 
     if name in ("broadcast_in_dim", "reshape"):
         key = "shape" if name == "broadcast_in_dim" else "new_sizes"
@@ -120,25 +122,19 @@ def changed_params(eqn: JaxprEqn, cut: RunCut, place: int) -> dict[str, Any] | N
     if name == "dynamic_slice":
         return {"slice_sizes": shape(params["slice_sizes"], cut.results[0])}
     if name == "slice":
-        dim, inner = cut.operands[0]
+        dim = cut.operands[0][0]
         assert dim is not None
         whole = shape_of(eqn.invars[0])[dim]
         if (params["start_indices"][dim], params["limit_indices"][dim]) != (0, whole):
             return None
         if params["strides"] is not None and params["strides"][dim] != 1:
             return None
-        limits = list(params["limit_indices"])
-        limits[dim] = size * inner
-        return {"limit_indices": tuple(limits)}
+        return {"limit_indices": shape(params["limit_indices"], cut.operands[0])}
     if name == "gather":
-        dim, inner = cut.operands[0]
-        if dim is None:
-            return {}
-        whole = shape_of(eqn.invars[0])[dim]
-        sizes = list(params["slice_sizes"])
-        if sizes[dim] == whole and whole > 1:
-            sizes[dim] = size * inner
-        return {"slice_sizes": tuple(sizes)}
+        dim, sizes = cut.operands[0][0], params["slice_sizes"]
+        if dim is not None and sizes[dim] == shape_of(eqn.invars[0])[dim] > 1:
+            return {"slice_sizes": shape(sizes, cut.operands[0])}
+        return {}
     if name == "conv_general_dilated":
         plain = params["feature_group_count"] == params["batch_group_count"] == 1
         return {} if plain else None

@@ -13,19 +13,20 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.graph.graph import Atom, Graph, Input, Output
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.shardings import is_key
-from autopar.passes.slicing.anatomy import Anatomy, holds
+from autopar.passes.slicing.anatomy import Anatomy, held_leaves
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_builder import RunBuilder, ends
-from autopar.passes.slicing.run_rules import Runs, Sizes, Value, with_size
+from autopar.passes.slicing.run_rules import How, Runs, Sizes, Value, atoms_of, with_size
 from autopar.passes.slicing.stage_graphs import LeafRows
 
 
@@ -64,166 +65,121 @@ def cut_scans(
       rules: the factor rules of its equations.
       sizes: numbers of the body's equations that are cut, each with the iterations of every run.
     """
-    seeds: dict[int, tuple[int, Sizes]] = {}
+    seeds: dict[int, How] = {}
     while True:  # until every leaf that is wanted in runs is read in runs
         cutter = _Cutter(parts, rules, sizes, seeds)
-        cutter.run()
+        made = cutter.program()
         missing = {leaf: how for leaf, how in cutter.wanted.items() if leaf not in seeds}
         if not missing:
-            return cutter.result()
+            return made
         seeds.update(missing)
 
 
 class _Cutter(RunBuilder):
+    """Evaluates a program.
+
+    Args:
+      parts: the program.
+      rules: the factor rules of its equations.
+      sizes: the scans to cut.
+      seeds: leaves that are in runs.
+    """
+
     def __init__(
         self,
         parts: Anatomy,
         rules: Mapping[JaxprEqn, FactorRule],
         sizes: Mapping[int, Sizes],
-        seeds: Mapping[int, tuple[int, Sizes]],
-    ):
+        seeds: Mapping[int, How],
+    ) -> None:
         super().__init__(Origins(parts), rules)
-        self.parts, self.seeds = parts, dict(seeds)
+        self.parts, self.seeds = parts, seeds
         self.sizes = {id(parts.body.eqns[index]): tuple(runs) for index, runs in sizes.items()}
         self.numbers = {id(eqn): index for index, eqn in enumerate(parts.body.eqns)}
         self.source = Source(-1)
         self.sources: list[Source] = []
-        self.carries: dict[int, tuple[int, Sizes]] = {}  # of the loop, that are in runs
+        self.inside = False  # the loop's body, but not a body in it
         self.loop = parts.loop
 
-    # The program as a whole.
-
-    def run(self) -> None:
+    def program(self) -> CutProgram:
+        """The new program."""
         graph = self.parts.graph
-        self.invars: list[Var] = []
-        self.inputs: list[tuple[LeafRows, ...]] = []
-        for number, (var, label) in enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True)):
-            first = len(self.invars)
-            if number not in self.seeds:
-                self.env[var] = var
-                self.invars.append(var)
-                self.inputs.append((LeafRows(first),))
-                continue
-            assert label.role == "state"
-            axis, sizes = self.seeds[number]
-            runs = self.fresh(var.aval, axis, sizes)
-            self.env[var] = runs
-            self.invars += runs.atoms
-            self.inputs.append(
-                tuple(
-                    LeafRows(first + place, axis, start, stop)
-                    for place, (start, stop) in enumerate(ends(sizes))
-                )
-            )
+        invars: list[Atom] = []
+        inputs: list[tuple[LeafRows, ...]] = []
+        for number, var in enumerate(graph.jaxpr.invars):
+            inputs.append(_rows(len(invars), self.seeds.get(number)))
+            invars += self.define(var, self.seeds.get(number))
         self.evaluate(graph.jaxpr.eqns)
-        self.outvars: list[Atom] = []
-        self.outputs: list[tuple[LeafRows, ...]] = []
+        outvars: list[Atom] = []
+        outputs: list[tuple[LeafRows, ...]] = []
+        held = held_leaves(graph)
         for atom, output in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
-            first = len(self.outvars)
-            value = self.read(atom)
-            alias = output.alias
-            if alias is not None and isinstance(value, Runs) and self.may_split(alias):
-                self.wanted.setdefault(alias, (value.axis, value.sizes))
-            if alias is None or alias not in self.seeds:
-                self.outvars.append(self.join(value))
-                self.outputs.append((LeafRows(first),))
-                continue
-            axis, sizes = self.seeds[alias]
-            self.outvars += self.split(value, axis, sizes)
-            self.outputs.append(
-                tuple(
-                    LeafRows(first + place, axis, start, stop)
-                    for place, (start, stop) in enumerate(ends(sizes))
-                )
-            )
-
-    def may_split(self, leaf: int) -> bool:
-        graph = self.parts.graph
-        var = graph.jaxpr.invars[leaf]
-        return holds(graph.inputs[leaf], var.aval) and not is_key(var.aval)
-
-    def result(self) -> CutProgram:
-        graph = self.parts.graph
+            value, how = self.read(atom), None
+            if output.alias is not None:
+                how, leaf = self.seeds.get(output.alias), graph.jaxpr.invars[output.alias]
+                if isinstance(value, Runs) and leaf in held and not is_key(leaf.aval):
+                    self.wanted.setdefault(output.alias, value.how)
+            outputs.append(_rows(len(outvars), how))
+            outvars += [self.join(value)] if how is None else self.split(value, *how)
         jaxpr = jax_compat.replace_jaxpr(
             graph.jaxpr,
-            invars=self.invars,
-            outvars=self.outvars,
+            invars=invars,
+            outvars=outvars,
             eqns=self.eqns,
             effects=graph.jaxpr.effects,
         )
-        inputs = [
-            dataclasses.replace(label, path=label.path + _suffix(rows), alias=None)
-            for label, group in zip(graph.inputs, self.inputs, strict=True)
-            for rows in group
-        ]
-        outputs = [
-            dataclasses.replace(label, path=label.path + _suffix(rows), alias=None)
-            for label, group in zip(graph.outputs, self.outputs, strict=True)
-            for rows in group
-        ]
-        for label, group in zip(graph.outputs, self.outputs, strict=True):
-            if label.alias is None:
-                continue
-            for out, into in zip(group, self.inputs[label.alias], strict=True):
-                outputs[out.number] = dataclasses.replace(outputs[out.number], alias=into.number)
-                if graph.inputs[label.alias].alias is not None:
-                    inputs[into.number] = dataclasses.replace(inputs[into.number], alias=out.number)
-        return CutProgram(
-            in_phases(Graph(jaxpr, tuple(inputs), tuple(outputs), graph.constants), [self.loop]),
-            tuple(self.sources),
-            tuple(self.inputs),
-            tuple(self.outputs),
+        whole = Graph(
+            jaxpr,
+            _labelled(graph.inputs, inputs, outputs),
+            _labelled(graph.outputs, outputs, inputs),
+            graph.constants,
         )
+        step = in_phases(whole, [self.loop])
+        return CutProgram(step, tuple(self.sources), tuple(inputs), tuple(outputs))
 
     def append(self, eqn: JaxprEqn) -> None:
         super().append(eqn)
         if self.inside:
             self.sources.append(self.source)
 
-    inside = False
-
-    # Equations.
-
     def evaluate(self, eqns: Sequence[JaxprEqn]) -> None:
+        """Equations, one after the other."""
         for eqn in eqns:
             if self.inside and id(eqn) in self.numbers:
                 self.source = Source(self.numbers[id(eqn)])
             self.current = eqn
-            self.equation(eqn)
+            self.equation(eqn, [self.read(atom) for atom in eqn.invars])
 
-    def equation(self, eqn: JaxprEqn) -> None:
-        operands = [self.read(atom) for atom in eqn.invars]
+    def equation(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
+        """One equation, cut if an operand is in runs, or it is a scan over layers."""
         name = eqn.primitive.name
         if eqn is self.parts.loop.scan:
             self.microbatches(eqn, operands)
             return
-        if name == "scan":
+        if name == "scan" and not eqn.effects:
             sizes = self.sizes.get(id(eqn)) or _sizes_of_slices(eqn, operands)
-            if sizes is not None and not eqn.effects:
+            if sizes is not None:
                 self.scan(eqn, operands, sizes)
                 return
         if any(isinstance(value, Runs) for value in operands) and not eqn.effects:
             if name == "optimization_barrier":
                 self.barrier(eqn, operands)
                 return
-            if name == "cond":
+            if name == "cond" and not any(b.jaxpr.constvars for b in eqn.params["branches"]):
                 self.cond(eqn, operands)
                 return
-            results = self.by_rule(eqn, operands)
+            results = None if name == "cond" else self.by_rule(eqn, operands)
             if results is not None:
                 self.env.update(zip(eqn.outvars, results, strict=True))
                 return
-        self.whole(eqn, operands)
-
-    def whole(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
-        """An equation as it is."""
         atoms = [self.join(value) for value in operands]
         same = all(new is old for new, old in zip(atoms, eqn.invars, strict=True))
         self.append(eqn if same else eqn.replace(invars=atoms))
         self.env.update((var, var) for var in eqn.outvars)
 
     def barrier(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
-        flat = [atom for value in operands for atom in _atoms(value)]
+        """One barrier for all runs."""
+        flat = [atom for value in operands for atom in atoms_of(value)]
         outvars = [jax_compat.new_var(atom.aval) for atom in flat]
         self.append(eqn.replace(invars=flat, outvars=outvars))
         left = iter(outvars)
@@ -237,224 +193,189 @@ class _Cutter(RunBuilder):
     def scan(self, eqn: JaxprEqn, operands: Sequence[Value], sizes: Sizes) -> None:
         """One scan per run of iterations, from carry to carry."""
         parts = ScanParts.of(eqn)
-        consts, carry, slices = parts.operands(operands)
-        consts, carry = [self.join(v) for v in consts], [self.join(v) for v in carry]
-        slices = [self.want_all(v, 0, sizes) for v in slices]
+        read, starts, sliced = parts.operands(operands)
+        consts, carry = [self.join(v) for v in read], [self.join(v) for v in starts]
+        slices = list(sliced)
+        for number, value in enumerate(slices):
+            if not isinstance(value, Runs):
+                self.want(value, 0, sizes)
+            elif value.how != (0, sizes):
+                slices[number] = self.join(value)
         totals, stacks = parts.results(eqn.outvars)
-        stacked: list[list[Atom]] = [[] for _ in stacks]
-        places = range(len(sizes))
-        starts = [start for start, _ in ends(sizes)]
+        runs: dict[int, list[Var]] = {}
         outer = self.source
-        for place in reversed(places) if eqn.params["reverse"] else places:
-            self.source = Source(outer.equation, starts[place])
-            xs = [self.run_of(value, sizes, place) for value in slices]
+        places = list(enumerate(ends(sizes)))
+        for place, (start, stop) in reversed(places) if eqn.params["reverse"] else places:
+            self.source = Source(outer.equation, start)
+            xs = [
+                value.atoms[place] if isinstance(value, Runs) else self.slice(value, 0, start, stop)
+                for value in slices
+            ]
             carried = [jax_compat.new_var(v.aval) for v in totals]
-            made = [jax_compat.new_var(with_size(v.aval, 0, sizes[place])) for v in stacks]
+            runs[place] = [jax_compat.new_var(with_size(v.aval, 0, stop - start)) for v in stacks]
             self.append(
                 eqn.replace(
                     invars=[*consts, *carry, *xs],
-                    outvars=[*carried, *made],
-                    params={**eqn.params, "length": sizes[place]},
+                    outvars=[*carried, *runs[place]],
+                    params={**eqn.params, "length": stop - start},
                 )
             )
-            carry = list(carried)
-            for group, var in zip(stacked, made, strict=True):
-                group.append(var)
+            carry = [*carried]
         self.source = outer
         self.env.update(zip(totals, carry, strict=True))
-        for var, group in zip(stacks, stacked, strict=True):
-            atoms = reversed(group) if eqn.params["reverse"] else group
-            self.env[var] = Runs(0, sizes, tuple(atoms))
-
-    def want_all(self, value: Value, axis: int, sizes: Sizes) -> Value:
-        """A value that will be read in runs: its leaf is wanted so."""
-        if isinstance(value, Runs):
-            same = (value.axis, value.sizes) == (axis, sizes)
-            return value if same else self.join(value)
-        self.want(value, axis, sizes)
-        return value
-
-    def run_of(self, value: Value, sizes: Sizes, place: int) -> Atom:
-        if isinstance(value, Runs):
-            return value.atoms[place]
-        return self.slice(value, 0, *ends(sizes)[place])
+        for number, var in enumerate(stacks):
+            self.env[var] = Runs(0, sizes, tuple(runs[place][number] for place, _ in places))
 
     def cond(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
         """Branches whose operands and results are in runs."""
         branches = [closed.jaxpr for closed in eqn.params["branches"]]
-        if any(branch.constvars for branch in branches):
-            self.whole(eqn, operands)
-            return
-        wanted: dict[int, tuple[int, Sizes]] = {}
+        wanted: dict[int, How] = {}
         while True:
-            made = [self.branch(branch, operands[1:], wanted) for branch in branches]
-            found = {
-                place: (value.axis, value.sizes)
-                for _, _, values in made
-                for place, value in enumerate(values)
-                if isinstance(value, Runs) and place not in wanted
-            }
-            if not found:
+            made = [self.body(branch, operands[1:], wanted) for branch in branches]
+            more: dict[int, How] = {}
+            for branch in made:
+                more |= {place: how for place, how in branch.runs().items() if place not in wanted}
+            if not more:
                 break
-            wanted.update(found)
-        closed = tuple(
-            ClosedJaxpr(
-                jax_compat.replace_jaxpr(
-                    branch,
-                    invars=invars,
-                    outvars=[atom for value in values for atom in _atoms(value)],
-                    eqns=eqns,
-                ),
-                (),
-            )
-            for branch, (invars, eqns, values) in zip(branches, made, strict=True)
-        )
-        outvars: list[Var] = []
-        for place, var in enumerate(eqn.outvars):
-            if place in wanted:
-                runs = self.fresh(var.aval, *wanted[place])
-                self.env[var] = runs
-                outvars += runs.atoms
-            else:
-                self.env[var] = var
-                outvars.append(var)
+            wanted.update(more)
+        outvars = [v for n, var in enumerate(eqn.outvars) for v in self.define(var, wanted.get(n))]
+        condition, *others = operands
         self.append(
             eqn.replace(
-                invars=[
-                    self.join(operands[0]),
-                    *(atom for value in operands[1:] for atom in _atoms(value)),
-                ],
+                invars=[self.join(condition), *(v for x in others for v in atoms_of(x))],
                 outvars=outvars,
-                params={**eqn.params, "branches": closed},
+                params={
+                    **eqn.params,
+                    "branches": tuple(
+                        ClosedJaxpr(new.of(branch), ())
+                        for new, branch in zip(made, branches, strict=True)
+                    ),
+                },
             )
         )
 
-    def branch(
-        self, jaxpr: Jaxpr, operands: Sequence[Value], wanted: Mapping[int, tuple[int, Sizes]]
-    ) -> tuple[list[Var], list[JaxprEqn], list[Value]]:
-        """A branch's variables and equations, and its results, those of `wanted` in runs."""
-        with self.nested():
-            invars = self.bind_inputs(jaxpr.invars, operands)
-            self.evaluate(jaxpr.eqns)
-            values: list[Value] = []
-            for place, atom in enumerate(jaxpr.outvars):
-                value = self.read(atom)
-                if place in wanted:
-                    axis, sizes = wanted[place]
-                    value = Runs(axis, sizes, self.split(value, axis, sizes))
-                values.append(value)
-            return invars, self.eqns, values
+    def body(
+        self,
+        jaxpr: Jaxpr,
+        operands: Sequence[Value],
+        wanted: Mapping[int, How],
+        *,
+        is_loop: bool = False,
+    ) -> _Body:
+        """A body that is given these values, and whose results in `wanted` are in runs.
 
-    def bind_inputs(self, variables: Sequence[Var], values: Sequence[Value]) -> list[Var]:
-        """New variables of a body for what it is given, in runs where that is."""
-        invars: list[Var] = []
-        for var, value in zip(variables, values, strict=True):
-            if isinstance(value, Runs):
-                runs = self.fresh(var.aval, value.axis, value.sizes)
-                self.env[var] = runs
-                invars += runs.atoms
-            else:
-                self.env[var] = var
-                invars.append(var)
-        return invars
-
-    def nested(self) -> _Nested:
-        return _Nested(self)
-
-    # The loop over microbatches.
+        What was known outside is known again afterwards.
+        """
+        saved = self.eqns, self.known, self.current, self.inside
+        self.eqns, self.known, self.inside = [], {}, is_loop
+        if is_loop:
+            self.sources = []
+        invars = [
+            v
+            for var, value in zip(jaxpr.invars, operands, strict=True)
+            for v in self.define(var, value.how if isinstance(value, Runs) else None)
+        ]
+        self.evaluate(jaxpr.eqns)
+        results: list[Value] = []
+        for place, atom in enumerate(jaxpr.outvars):
+            value, how = self.read(atom), wanted.get(place)
+            results.append(value if how is None else Runs(*how, self.split(value, *how)))
+        made = _Body(invars, self.eqns, results)
+        self.eqns, self.known, self.current, self.inside = saved
+        return made
 
     def microbatches(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
-        parts, body = ScanParts.of(eqn), self.parts.body
-        consts, starts, stacks = parts.operands(operands)
-        slices = [self.join(v) for v in stacks]
+        """The loop over the microbatches, whose carries are in runs where its results are."""
+        parts = ScanParts.of(eqn)
+        consts, begin, sliced = parts.operands(operands)
+        slices = [self.join(v) for v in sliced]
+        carries: dict[int, How] = {}
         while True:
-            carry: list[Value] = []
-            for number, value in enumerate(starts):
-                if number in self.carries:
-                    axis, sizes = self.carries[number]
-                    carry.append(Runs(axis, sizes, self.split(value, axis, sizes)))
-                else:
-                    carry.append(self.join(value))
-            given = [*consts, *carry, *slices]
-            with self.nested():
-                self.inside, self.sources = True, []
-                invars = self.bind_inputs(body.invars, given)
-                self.evaluate(body.eqns)
-                results = [self.read(atom) for atom in body.outvars]
-                found = {
-                    number: (value.axis, value.sizes)
-                    for number, value in enumerate(parts.results(results)[0])
-                    if isinstance(value, Runs) and number not in self.carries
-                }
-                if not found:
-                    outs: list[Atom] = []
-                    for number, value in enumerate(results):
-                        if number in self.carries:
-                            outs += self.split(value, *self.carries[number])
-                        else:
-                            outs += _atoms(value)
-                    eqns = self.eqns
-            if not found:
+            starts: list[Value] = []
+            for number, value in enumerate(begin):
+                how = carries.get(number)
+                starts.append(
+                    self.join(value) if how is None else Runs(*how, self.split(value, *how))
+                )
+            given = [*consts, *starts, *slices]
+            made = self.body(self.parts.body, given, carries, is_loop=True)
+            more = {
+                n: how for n, how in made.runs().items() if n < parts.num_carry and n not in carries
+            }
+            if not more:
                 break
-            self.carries.update(found)
-        outvars: list[Var] = []
-        for number, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
-            if number in self.carries:
-                runs = self.fresh(var.aval, *self.carries[number])
-            elif isinstance(value, Runs):
-                runs = self.fresh(var.aval, value.axis + 1, value.sizes)
-            else:
-                self.env[var] = var
-                outvars.append(var)
-                continue
-            self.env[var] = runs
-            outvars += runs.atoms
-        inner = jax_compat.replace_jaxpr(
-            body, invars=invars, outvars=outs, eqns=eqns, effects=body.effects
-        )
-        flat = [[atom for value in group for atom in _atoms(value)]
-                for group in (consts, carry, slices)]  # fmt: skip
-        made = eqn.replace(
-            invars=[atom for group in flat for atom in group],
+            carries.update(more)
+        outvars: list[Atom] = []
+        for number, var in enumerate(eqn.outvars):
+            how = made.runs().get(number)
+            if how is not None and number >= parts.num_carry:
+                how = how[0] + 1, how[1]
+            outvars += self.define(var, how)
+        counts = (sum(len(atoms_of(v)) for v in values) for values in (consts, starts))
+        closed = ClosedJaxpr(made.of(self.parts.body), ())
+        scan = eqn.replace(
+            invars=[atom for value in given for atom in atoms_of(value)],
             outvars=outvars,
-            params=jax_compat.scan_params(
-                eqn.params, ClosedJaxpr(inner, ()), len(flat[0]), len(flat[1])
-            ),
+            params=jax_compat.scan_params(eqn.params, closed, *counts),
         )
-        self.append(made)
-        self.loop = LoopPhase(made)
+        self.append(scan)
+        self.loop = LoopPhase(scan)
 
 
-class _Nested:
-    """Equations go to a new list; what was known outside is known again afterwards."""
+@dataclass(frozen=True)
+class _Body:
+    """What a body of control flow becomes."""
 
-    def __init__(self, cutter: _Cutter):
-        self.cutter = cutter
+    invars: list[Atom]
+    eqns: list[JaxprEqn]
+    results: list[Value]
 
-    def __enter__(self) -> None:
-        cutter = self.cutter
-        self.saved = (cutter.eqns, cutter.known, cutter.current, cutter.inside)
-        cutter.eqns, cutter.known, cutter.inside = [], {}, False
+    def runs(self) -> dict[int, How]:
+        """The results that are in runs."""
+        return {n: value.how for n, value in enumerate(self.results) if isinstance(value, Runs)}
 
-    def __exit__(self, *error: object) -> None:
-        cutter = self.cutter
-        cutter.eqns, cutter.known, cutter.current, cutter.inside = self.saved
+    def of(self, jaxpr: Jaxpr) -> Jaxpr:
+        """The new body in the old one's place."""
+        outvars = [atom for value in self.results for atom in atoms_of(value)]
+        return jax_compat.replace_jaxpr(
+            jaxpr, invars=self.invars, outvars=outvars, eqns=self.eqns, effects=jaxpr.effects
+        )
 
 
 def _sizes_of_slices(eqn: JaxprEqn, operands: Sequence[Value]) -> Sizes | None:
     """The runs in which some slices of a scan are."""
     *_, slices = ScanParts.of(eqn).operands(operands)
-    for value in slices:
-        if isinstance(value, Runs) and value.axis == 0:
-            return value.sizes
-    return None
+    runs = (value.sizes for value in slices if isinstance(value, Runs) and value.axis == 0)
+    return next(runs, None)
 
 
-def _atoms(value: Value) -> tuple[Atom, ...]:
-    return value.atoms if isinstance(value, Runs) else (value,)
+def _rows(first: int, how: How | None) -> tuple[LeafRows, ...]:
+    """The leaves, from `first`, that hold a leaf's rows."""
+    if how is None:
+        return (LeafRows(first),)
+    axis, sizes = how
+    return tuple(LeafRows(first + n, axis, *rows) for n, rows in enumerate(ends(sizes)))
 
 
-def _suffix(rows: LeafRows) -> str:
-    if rows.stop is None:
-        return ""
-    return "[" + ":, " * rows.axis + f"{rows.start}:{rows.stop}]"
+_Label = TypeVar("_Label", Input, Output)
+
+
+def _labelled(
+    labels: Sequence[_Label],
+    leaves: Sequence[Sequence[LeafRows]],
+    others: Sequence[Sequence[LeafRows]],
+) -> tuple[_Label, ...]:
+    """The labels of the new leaves, of which runs replace each other as the old leaves do."""
+
+    def suffix(rows: LeafRows) -> str:
+        return "" if rows.stop is None else f"[{':, ' * rows.axis}{rows.start}:{rows.stop}]"
+
+    return tuple(
+        dataclasses.replace(
+            label,
+            path=label.path + suffix(rows),
+            alias=None if label.alias is None else others[label.alias][place].number,
+        )
+        for label, group in zip(labels, leaves, strict=True)
+        for place, rows in enumerate(group)
+    )

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph.graph import makers_of, variables
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.populate import populate
@@ -16,7 +17,7 @@ from autopar.passes.slicing.anatomy import Anatomy, dissect
 from autopar.passes.slicing.assemble import assemble
 from autopar.passes.slicing.backward_scans import split_backward_scans
 from autopar.passes.slicing.conditionals import split_conditionals
-from autopar.passes.slicing.layer_scans import find_layer_scans
+from autopar.passes.slicing.layer_scans import LayerScan, find_layer_scans
 from autopar.passes.slicing.layering import boundaries_of, layers_of
 from autopar.passes.slicing.placed import build
 from autopar.passes.slicing.placement import place
@@ -62,8 +63,8 @@ def slice_stages(
     terms = find_terms(cut.parts)
     where = place(cut.parts, terms, cut.stage_of, len(boundaries) + 1)
     program = build(cut.parts, terms, where)
-    demand = find_exchange(program, len(boundaries) + 1)
-    graphs, links = assemble(program, demand, split_backward=split_backward)
+    exchange = find_exchange(program, len(boundaries) + 1)
+    graphs, links = assemble(program, exchange, split_backward=split_backward)
     return Stages(
         graphs=graphs,
         links=links,
@@ -79,18 +80,24 @@ def slice_stages(
 
 def one_stage(step: Microbatched, rules: Mapping[JaxprEqn, FactorRule]) -> Stages:
     """A whole program as the only stage, as it is: it needs no loop, and has no layers."""
-    leaves, results = range(len(step.graph.inputs)), range(len(step.graph.outputs))
+    graph = step.graph
+    leaves, results = tuple(range(len(graph.inputs))), tuple(range(len(graph.outputs)))
     return Stages(
-        graphs=(StageGraph(step, tuple(leaves), tuple(results)),),
+        graphs=(StageGraph(step, leaves, results),),
         links=(),
         forward_only=False,
         layers=Layers(()),
         boundaries=(),
         whole=step,
         rules=rules,
-        leaves=tuple((LeafRows(number),) for number in leaves),
-        results=tuple((LeafRows(number),) for number in results),
+        leaves=_whole(leaves),
+        results=_whole(results),
     )
+
+
+def _whole(leaves: Sequence[object]) -> tuple[tuple[LeafRows, ...], ...]:
+    """Leaves that are where they were."""
+    return tuple((LeafRows(number),) for number in range(len(leaves)))
 
 
 @dataclass(frozen=True)
@@ -121,11 +128,10 @@ def _cut(
                 before = rows.setdefault(index, {}).get(stage, (start, stop))
                 rows[index][stage] = (min(before[0], start), max(before[1], stop))
     rows = {index: by_stage for index, by_stage in rows.items() if len(by_stage) > 1}
-    graph = parts.graph
     if not rows:
-        leaves = tuple((LeafRows(number),) for number in range(len(graph.inputs)))
-        results = tuple((LeafRows(number),) for number in range(len(graph.outputs)))
-        return _CutScans(parts, rules, stage_of, leaves, results)
+        graph = parts.graph
+        return _CutScans(parts, rules, stage_of, _whole(graph.inputs), _whole(graph.outputs))
+    scans = find_layer_scans(parts)
     starts = {
         index: {
             start: next((s for s, (a, b) in rows[index].items() if a <= start < b))
@@ -133,9 +139,8 @@ def _cut(
             else stage_of[index]
             for start in places
         }
-        for index, places in _places(parts, rows).items()
+        for index, places in _places(scans, rows).items()
     }
-    scans = find_layer_scans(parts)
     sizes = {
         index: tuple(b - a for a, b in itertools.pairwise((*places, scans[index].length)))
         for index, places in starts.items()
@@ -146,24 +151,22 @@ def _cut(
     new = dissect(step)
     assert len(new.body.eqns) == len(made.sources)
     stages: dict[int, int] = {}
-    made_by = {var: index for index, eqn in enumerate(new.body.eqns) for var in eqn.outvars}
+    made_by = makers_of(new.body.eqns)
     for index in new.trunk():
         source = made.sources[index]
         stage = stage_of.get(source.equation, 0)
         if source.equation in starts:
             stage = starts[source.equation][source.iteration]
-        reads = (v for v in new.body.eqns[index].invars if not isinstance(v, Literal))
-        above = (stages.get(made_by[var], 0) for var in reads if var in made_by)
-        stages[index] = max(stage, *above, 0)
+        reads = variables(new.body.eqns[index].invars)
+        stages[index] = max(stage, *(stages.get(made_by.get(var, -1), 0) for var in reads), 0)
     return _CutScans(new, rules, stages, made.inputs, made.outputs)
 
 
 def _places(
-    parts: Anatomy, rows: Mapping[int, Mapping[int, tuple[int, int]]]
+    scans: Mapping[int, LayerScan], rows: Mapping[int, Mapping[int, tuple[int, int]]]
 ) -> dict[int, list[int]]:
     """Where scans are cut, from the first iteration: those over the same leaves are cut alike."""
     found: dict[int, list[int]] = {}
-    scans = find_layer_scans(parts)
     for index, scan in scans.items():
         family, leaves = {index}, set(scan.leaves)
         while True:

@@ -25,7 +25,7 @@ class Layer:
         first, last + 1).
       forward_flops: of one microbatch.
       backward_flops: of the heavy backward equations that belong to them, of one microbatch.
-      cut_bytes: what crosses behind this layer to later ones, of one microbatch.
+      cut_bytes: what crosses after this layer to later ones, of one microbatch.
       digest: equal for layers that compute the same on inputs of the same shapes.
       source: the user's line of its heaviest equation.
     """
@@ -61,7 +61,7 @@ class Layers:
             lines.append(
                 f"  {number:3}: kind {kinds[layer.digest]:2} {len(layer.equations):5} equations"
                 f" {layer.flops / total:6.1%} of FLOPs,"
-                f" {format_bytes(layer.cut_bytes)} behind it, {layer.source}"
+                f" {format_bytes(layer.cut_bytes)} after it, {layer.source}"
             )
         return "\n".join(lines)
 
@@ -74,7 +74,7 @@ class LeafRows:
       number: the leaf of the cut program that holds them.
       axis: the dimension in which the layers are.
       start: the first row.
-      stop: behind the last row; None if these are all.
+      stop: after the last row; None if these are all.
     """
 
     number: int

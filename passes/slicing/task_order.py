@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
+from autopar.passes.graph.graph import variables
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.placed import PlacedProgram
@@ -31,21 +32,18 @@ def order_tasks(
 def _forward_or_backward(
     program: PlacedProgram, needs: Needs, sent: Sequence[Var]
 ) -> dict[int, Task]:
-    outputs = [*sent, *(program.parts.loop.stacks[number][0] for number in needs.stacked)]
-    read_by: dict[Var, Task] = {v: "F" for v in outputs if not isinstance(v, Literal)}
+    collected = (program.parts.loop.stacks[number][0] for number in needs.stacked)
+    forward = set(variables([*sent, *collected]))  # what F reads or leaves
+    read = set(forward)
     task: dict[int, Task] = {}
     for index in sorted(needs.body, reverse=True):
         item = program.body[index]
-        found: Task
-        if item.stage is not None:
-            found = "B" if item.backward else "F"
-        else:
-            forward = any(read_by.get(var) == "F" for var in item.eqn.outvars)
-            found = "F" if forward or not any(v in read_by for v in item.eqn.outvars) else "B"
-        task[index] = found
-        for var in item.eqn.invars:
-            if not isinstance(var, Literal) and read_by.get(var) != "F":
-                read_by[var] = found
+        late = item.backward
+        if item.stage is None:
+            late = forward.isdisjoint(item.eqn.outvars) and not read.isdisjoint(item.eqn.outvars)
+        task[index] = "B" if late else "F"
+        read.update(variables(item.eqn.invars))
+        forward.update(() if late else variables(item.eqn.invars))
     return task
 
 
@@ -54,14 +52,14 @@ def _weight_gradients(
 ) -> set[int]:
     backward = [index for index in sorted(task, reverse=True) if task[index] == "B"]
     made = {var for index in backward for var in program.body[index].eqn.outvars}
-    wanted = {var for var in sent if var in made}
+    wanted = made.intersection(sent)
     every = not wanted
     awaited: set[int] = set()
     for index in backward:
         eqn = program.body[index].eqn
-        if any(var in wanted for var in eqn.outvars):
+        if not wanted.isdisjoint(eqn.outvars):
             awaited.add(index)
         elif not (every and eqn.primitive.name in HEAVY):
             continue
-        wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and v in made)
+        wanted.update(made.intersection(variables(eqn.invars)))
     return set(backward) - awaited

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal as Choice
 
 from jax.extend.core import Literal, Var
 
-from autopar.passes.graph.graph import Atom
-from autopar.passes.slicing.anatomy import holds
+from autopar.passes.graph.graph import Atom, makers_of, variables
 from autopar.passes.slicing.placed import PlacedProgram
-
-Space = Choice["inside", "outside"]
 
 
 @dataclass
 class Needs:
-    """What one stage has, by the numbers of `PlacedProgram`; dictionaries serve as ordered sets."""
+    """What one stage has, by the numbers of `PlacedProgram`."""
 
     body: set[int] = field(default_factory=set)
     outside: set[int] = field(default_factory=set)
@@ -26,22 +23,22 @@ class Needs:
     slices: set[Var] = field(default_factory=set)
     stacked: set[int] = field(default_factory=set)
     leaves: set[int] = field(default_factory=set)
-    outputs: dict[int, None] = field(default_factory=dict)
+    outputs: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A variable that one stage sends to another."""
+    """A variable that one stage sends to another; `inside`: of the loop's body."""
 
-    space: Space
     var: Var
     source: int
     target: int
+    inside: bool
 
 
 @dataclass(frozen=True)
 class StageExchange:
-    """The needs of every stage, and what passes between stages, in a fixed order."""
+    """The needs of every stage, and what passes between stages: first what is of the body."""
 
     needs: tuple[Needs, ...]
     passed: tuple[Transfer, ...]
@@ -51,200 +48,150 @@ def find_exchange(program: PlacedProgram, num_stages: int) -> StageExchange:
     """Follow every result back to the inputs, through whatever stages it is made on."""
     search = _NeedsSearch(program, num_stages)
     search.run()
+    body = [var for item in program.body for var in item.eqn.outvars]
+    before, after = (
+        [var for item in part for var in item.eqn.outvars]
+        for part in (program.outside[: program.num_before], program.outside[program.num_before :])
+    )
+    order = [*body, *search.inputs, *before, *search.totals, *search.stacks, *after]
+    place_of = {var: place for place, var in enumerate(order)}
     passed = [
-        Transfer(space, var, source, target)
-        for (space, var, target), source in search.links.items()
+        Transfer(var, source, target, place_of[var] < len(body))
+        for (var, target), source in search.links.items()
     ]
-    order = {var: place for place, var in enumerate(search.order())}
-    passed.sort(key=lambda p: (p.space, order[p.var], p.source, p.target))
+    passed.sort(key=lambda p: (place_of[p.var], p.source, p.target))
     return StageExchange(tuple(search.needs), tuple(passed))
 
 
 class _NeedsSearch:
-    def __init__(self, program: PlacedProgram, num_stages: int):
-        self.program = program
-        parts = program.parts
-        jaxpr = parts.graph.jaxpr
+    """A work list of variables that stages want.
+
+    Attributes:
+      needs: what each stage has.
+      links: for a variable and a stage that receives it, the stage that sends it.
+      stage_of: stages of the variables that are on one stage; others are where they are read.
+      homes: stages of state leaves. Small ones get theirs when it is known who wants them.
+    """
+
+    def __init__(self, program: PlacedProgram, num_stages: int) -> None:
+        self.program, self.graph = program, program.parts.graph
         self.needs = [Needs() for _ in range(num_stages)]
-        self.links: dict[tuple[Space, Var, int], int] = {}
-        self.inputs = {var: number for number, var in enumerate(jaxpr.invars)}
-        self.labels = parts.graph.inputs
-        self.inside = {v: i for i, item in enumerate(program.body) for v in item.eqn.outvars}
-        self.outside = {v: i for i, item in enumerate(program.outside) for v in item.eqn.outvars}
+        self.links: dict[tuple[Var, int], int] = {}
+        self.inputs = {var: number for number, var in enumerate(self.graph.jaxpr.invars)}
+        self.inside = makers_of(item.eqn for item in program.body)
+        self.outside = makers_of(item.eqn for item in program.outside)
         self.carried = {carry.carry: i for i, carry in enumerate(program.carries)}
         self.totals = {carry.total: i for i, carry in enumerate(program.carries)}
-        self.stacks = {var: i for i, (_, var) in enumerate(parts.loop.stacks)}
+        self.stacks = {var: i for i, (_, var) in enumerate(program.parts.loop.stacks)}
         self.homes = dict(program.homes)
+        self.stage_of = {self.graph.jaxpr.invars[n]: stage for n, stage in self.homes.items()}
+        for item in (*program.body, *program.outside):
+            if item.stage is not None:
+                self.stage_of.update(dict.fromkeys(item.eqn.outvars, item.stage))
+        for carry in program.carries:
+            self.stage_of.update(dict.fromkeys((carry.carry, carry.total), carry.stage))
+        for atom, var in program.parts.loop.stacks:
+            if not isinstance(atom, Literal) and atom in self.stage_of:
+                self.stage_of[var] = self.stage_of[atom]
         self.asked: dict[int, set[int]] = defaultdict(set)  # small state leaves: who wants them
-        self.work: list[tuple[Space, int, Atom]] = []
-        self.done: set[tuple[Space, int, Var]] = set()
-
-    def order(self) -> list[Var]:
-        """All variables, in the order of the program."""
-        program = self.program
-        return [
-            *program.parts.graph.jaxpr.invars,
-            *(v for item in program.body for v in item.eqn.outvars),
-            *(v for item in program.outside[: program.num_before] for v in item.eqn.outvars),
-            *self.totals,
-            *self.stacks,
-            *(v for item in program.outside[program.num_before :] for v in item.eqn.outvars),
-        ]
+        self.work: list[tuple[int, Var]] = []
+        self.done: set[tuple[int, Var]] = set()
 
     def run(self) -> None:
-        graph = self.program.parts.graph
+        graph = self.graph
         for index, item in enumerate(self.program.outside):
             if item.eqn.effects:
                 assert item.stage is not None
-                self.equation("outside", item.stage, index)
-        later = []
+                self.needs[item.stage].outside.add(index)
+                self.want(item.stage, item.eqn.invars)
+        later: list[tuple[int, int]] = []
         for number, (atom, label) in enumerate(
             zip(graph.jaxpr.outvars, graph.outputs, strict=True)
         ):
-            if label.alias is not None and label.alias not in self.homes:
-                later.append(number)
-                continue
-            stage = self.output_stage(atom) if label.alias is None else self.homes[label.alias]
-            self.output(stage, number, atom)
+            if label.alias is None:
+                self.output(self.origin(atom), number)
+            elif label.alias in self.homes:
+                self.output(self.homes[label.alias], number)
+            else:
+                later.append((number, label.alias))
         self.drain()
         # Small leaves of the state are at home on the lowest stage that wants them.
-        for number in later:
-            leaf = graph.outputs[number].alias
-            assert leaf is not None
-            self.settle(leaf)
-            self.output(self.homes[leaf], number, graph.jaxpr.outvars[number])
+        for number, leaf in later:
+            self.output(self.home(leaf), number)
             self.drain()
-        for number, leaf_label in enumerate(graph.inputs):
+        for number, (var, leaf_label) in enumerate(
+            zip(graph.jaxpr.invars, graph.inputs, strict=True)
+        ):
             if leaf_label.role == "state":
-                self.settle(number)
-                self.needs[self.homes[number]].leaves.add(number)
-        for number, stages in sorted(self.asked.items()):
-            for stage in sorted(stages - {self.homes[number]}):
-                var = graph.jaxpr.invars[number]
-                self.links["outside", var, stage] = self.homes[number]
+                home = self.home(number)
+                self.needs[home].leaves.add(number)
+                others = self.asked.get(number, set()) - {home}
+                self.links.update({(var, stage): home for stage in others})
 
-    def settle(self, leaf: int) -> None:
-        self.homes.setdefault(leaf, min(self.asked[leaf], default=0))
+    def home(self, leaf: int) -> int:
+        """The stage of a state leaf."""
+        return self.homes.setdefault(leaf, min(self.asked[leaf], default=0))
 
-    def output(self, stage: int, number: int, atom: Atom) -> None:
-        self.needs[stage].outputs[number] = None
-        self.want("outside", stage, atom)
+    def output(self, stage: int, number: int) -> None:
+        self.needs[stage].outputs.add(number)
+        self.want(stage, [self.graph.jaxpr.outvars[number]])
 
-    def output_stage(self, atom: Atom) -> int:
+    def origin(self, atom: Atom) -> int:
         """Where an output that replaces no leaf is cheapest: where what it is made from is."""
         seen: set[Var] = set()
-        stack = [atom]
+        stack = variables([atom])
         while stack:
-            atom = stack.pop()
-            if isinstance(atom, Literal) or atom in seen:
-                continue
-            seen.add(atom)
-            if atom in self.inputs:
-                if self.inputs[atom] in self.homes:
-                    return self.homes[self.inputs[atom]]
-            elif atom in self.totals:
-                return self.program.carries[self.totals[atom]].stage
-            elif atom in self.stacks:
-                stage = self.inside_stage(self.program.parts.loop.stacks[self.stacks[atom]][0])
-                if stage is not None:
-                    return stage
-            else:
-                item = self.program.outside[self.outside[atom]]
-                if item.stage is not None:
-                    return item.stage
-                stack += item.eqn.invars
+            var = stack.pop()
+            if var in self.stage_of:
+                return self.stage_of[var]
+            if var in self.outside and var not in seen:
+                seen.add(var)
+                stack += variables(self.program.outside[self.outside[var]].eqn.invars)
         return 0
 
-    def inside_stage(self, atom: Atom) -> int | None:
-        """The stage of a variable of the loop's body, None if it is copied."""
-        if isinstance(atom, Literal):
-            return None
-        if atom in self.carried:
-            return self.program.carries[self.carried[atom]].stage
-        return self.program.body[self.inside[atom]].stage if atom in self.inside else None
-
-    # The work list.
-
-    def want(self, space: Space, stage: int, atom: Atom) -> None:
-        if not isinstance(atom, Literal) and (space, stage, atom) not in self.done:
-            self.done.add((space, stage, atom))
-            self.work.append((space, stage, atom))
+    def want(self, stage: int, atoms: Iterable[Atom]) -> None:
+        new = [(stage, var) for var in variables(atoms) if (stage, var) not in self.done]
+        self.done.update(new)
+        self.work += new
 
     def drain(self) -> None:
         while self.work:
-            space, stage, var = self.work.pop()
-            if space == "inside":
-                self.visit_inside(stage, var)
+            stage, var = self.work.pop()
+            source = self.stage_of.get(var, stage)
+            if source == stage:
+                self.want(stage, self.read_for(stage, var))
             else:
-                self.visit_outside(stage, var)
+                self.links[var, stage] = source
+                self.want(source, [var])
 
-    def visit_inside(self, stage: int, var: Var) -> None:
-        parts, needs = self.program.parts, self.needs[stage]
-        if var in parts.loop.consts:
+    def read_for(self, stage: int, var: Var) -> Iterable[Atom]:
+        """What a stage needs for a variable that it has or makes, which is noted."""
+        program, loop, needs = self.program, self.program.parts.loop, self.needs[stage]
+        if var in self.inside:
+            needs.body.add(self.inside[var])
+            return program.body[self.inside[var]].eqn.invars
+        if var in self.outside:
+            needs.outside.add(self.outside[var])
+            return program.outside[self.outside[var]].eqn.invars
+        if var in loop.consts:
             needs.consts.add(var)
-            self.want("outside", stage, parts.loop.consts[var])
-        elif var in parts.loop.slices:
+            return [loop.consts[var]]
+        if var in loop.slices:
             needs.slices.add(var)
-            self.want("outside", stage, parts.loop.slices[var])
-        elif var in self.carried:
+            return [loop.slices[var]]
+        if var in self.carried:
             needs.carries.add(self.carried[var])
-        else:
-            index = self.inside[var]
-            source = self.program.body[index].stage
-            if source is None or source == stage:
-                self.equation("inside", stage, index)
-            else:
-                self.link("inside", var, source, stage)
-
-    def visit_outside(self, stage: int, var: Var) -> None:
-        needs = self.needs[stage]
-        if var in self.inputs:
-            self.input(stage, self.inputs[var])
         elif var in self.totals:
-            carry = self.program.carries[self.totals[var]]
-            if carry.stage != stage:
-                self.link("outside", var, carry.stage, stage)
-                return
             needs.carries.add(self.totals[var])
-            self.want("outside", stage, carry.start)
-            self.want("inside", stage, carry.result)
+            carry = program.carries[self.totals[var]]
+            return [carry.start, carry.result]
         elif var in self.stacks:
-            atom = self.program.parts.loop.stacks[self.stacks[var]][0]
-            source = self.inside_stage(atom)
-            if source is not None and source != stage:
-                self.link("outside", var, source, stage)
-                return
             needs.stacked.add(self.stacks[var])
-            self.want("inside", stage, atom)
+            return [loop.stacks[self.stacks[var]][0]]
         else:
-            index = self.outside[var]
-            source = self.program.outside[index].stage
-            if source is None or source == stage:
-                self.equation("outside", stage, index)
+            number = self.inputs[var]
+            if self.graph.inputs[number].role == "state" and number not in program.homes:
+                self.asked[number].add(stage)
             else:
-                self.link("outside", var, source, stage)
-
-    def input(self, stage: int, number: int) -> None:
-        label = self.labels[number]
-        var = self.program.parts.graph.jaxpr.invars[number]
-        if label.role != "state":
-            self.needs[stage].leaves.add(number)
-        elif holds(label, var.aval):
-            if self.homes[number] != stage:
-                self.link("outside", var, self.homes[number], stage)
-            else:
-                self.needs[stage].leaves.add(number)
-        else:
-            self.asked[number].add(stage)
-
-    def equation(self, space: Space, stage: int, index: int) -> None:
-        item = (self.program.body if space == "inside" else self.program.outside)[index]
-        numbers = self.needs[stage].body if space == "inside" else self.needs[stage].outside
-        if index not in numbers:
-            numbers.add(index)
-            for atom in item.eqn.invars:
-                self.want(space, stage, atom)
-
-    def link(self, space: Space, var: Var, source: int, target: int) -> None:
-        self.links[space, var, target] = source
-        self.want(space, source, var)
+                needs.leaves.add(number)
+        return ()
