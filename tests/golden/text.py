@@ -91,7 +91,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         candidates = [item for item in plan.candidates if item.chosen == chosen]
         yield from sorted(_candidate(item) for item in candidates)
     pipeline = plan.pipeline
-    if pipeline is not None:
+    if len(plan.stages) > 1:
         backward = "split" if pipeline.splits_backward else "whole"
         yield (
             f"pipeline {pipeline.schedule}, {pipeline.num_meshes} meshes, "
@@ -101,7 +101,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     for number, stage in enumerate(plan.stages):
         yield _stage(number, stage)
         yield from _indented(_collective(item) for item in stage.collectives)
-    if pipeline is not None and pipeline.transfers:
+    if pipeline.transfers:
         yield "transfers"
         yield from _indented(_transfer(item) for item in pipeline.transfers)
     yield "inputs"
