@@ -184,7 +184,7 @@ def parallelize(
       fn: an ordinary function of arrays in pytrees: state and batch to new state and metrics.
       cluster: the devices to plan for; by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
-      **options: see `autopar.options.Options`.
+      **options: see `autopar.base.options.Options`.
 
     Raises:
       OptionError: an option does not exist or has an impossible value.
@@ -222,8 +222,8 @@ def compile(
       *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
       cluster: the devices to plan for; by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
-      **options_and_kwargs: options (see `autopar.options.Options`); all other names are the step's
-        own arguments by keyword.
+      **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
+        step's own arguments by keyword.
 
     Raises:
       OptionError: an option does not exist or has an impossible value.
@@ -257,8 +257,8 @@ def plan(
       fn: as for `parallelize`.
       *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
       cluster: the devices to plan for; by default all that JAX sees.
-      **options_and_kwargs: options (see `autopar.options.Options`); all other names are the step's
-        own arguments by keyword.
+      **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
+        step's own arguments by keyword.
 
     Raises:
       AutoparError: as `compile`, but for errors of devices.

@@ -29,7 +29,7 @@ INPUTS = (
 PROBE = """
 import importlib.util
 import autopar.passes.graph, autopar.runtime
-for module in (autopar, autopar.passes.graph, autopar.runtime):
+for module in (autopar, autopar.passes.graph.graph, autopar.runtime):
     print(module.__file__)
 print(autopar.__version__)
 print(autopar.Cluster.preset("dgx-h100").num_devices)
@@ -94,7 +94,7 @@ def installed(tmp_path: Path, distribution: Path) -> Path:
 def check(folder: Path, package: Path, **variables: str) -> None:
     """Imports autopar in `folder` and compares what it finds with the package at `package`."""
     probe = run(sys.executable, "-W", "error", "-c", PROBE, folder=folder, **variables)
-    modules = ("__init__.py", "passes/graph.py", "runtime/__init__.py")
+    modules = ("__init__.py", "passes/graph/graph.py", "runtime/__init__.py")
     assert probe.splitlines() == [
         *(str(package / module) for module in modules),
         PROJECT["version"],
@@ -106,7 +106,8 @@ def check(folder: Path, package: Path, **variables: str) -> None:
 def test_a_wheel_holds_one_package(wheel: Path) -> None:
     names = contents(wheel)
     assert {name.split("/")[0] for name in names} == {"autopar"}
-    assert {"autopar/py.typed", "autopar/passes/graph.py", "autopar/runtime/__init__.py"} <= names
+    modules = {"autopar/passes/graph/graph.py", "autopar/runtime/__init__.py"}
+    assert {"autopar/py.typed", *modules} <= names
 
 
 def test_a_wheel_holds_every_file(wheel: Path) -> None:

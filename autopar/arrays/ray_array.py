@@ -48,7 +48,7 @@ class RaySharding:
     Args:
       parts: one, or several if its rows are on several meshes.
       axis: the dimension in which they are split.
-      ends: behind the last row of each part; () if there is one part.
+      ends: after the last row of each part; () if there is one part.
     """
 
     parts: tuple[MeshSharding, ...]

@@ -29,7 +29,7 @@ class SplitSharding:
 
     Args:
       axis: the dimension that is split.
-      ends: behind the last row of each part.
+      ends: after the last row of each part.
       parts: each part's sharding, on a mesh of its own.
     """
 

@@ -110,7 +110,7 @@ class StagePlan(Record):
       strategies: one for each node, in the order of the nodes.
       collectives: those of a step.
       mesh: number of the device mesh that runs the stage.
-      layers: the first layer of the stage, and the one behind its last.
+      layers: the first layer of the stage, and the one after its last.
       peak_bytes_per_device: at the worst moment of the step, on the stage's mesh.
       remat: "full" if the backward pass computes the stage's forward pass again, else "none".
     """

@@ -314,7 +314,7 @@ def format_homes(homes: Iterable[tuple[int, ...]]) -> str:
 
 
 def format_layers(layers: tuple[int, int]) -> str:
-    """The first layer and the one behind the last as people write them.
+    """The first layer and the one after the last as people write them.
 
     >>> format_layers((4, 8)), format_layers((4, 5))
     ('4 to 7', '4')

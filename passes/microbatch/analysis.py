@@ -83,7 +83,7 @@ def analyze(
 
     Args:
       graph: the traced step, batch leaves labelled with their batch axis.
-      rules: the factor rules of its equations (`autopar.passes.factors.populate.populate`).
+      rules: the factor rules of its equations (`autopar.passes.primitives.populate.populate`).
       num_microbatches: M, a divisor of the batch size.
       max_flops_share: the largest share of FLOPs that may be evaluated on the whole batch.
       max_bytes_share: the same for the bytes of values that grow with the batch.

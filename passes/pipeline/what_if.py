@@ -1,7 +1,7 @@
 """What would change a plan's step: another schedule, more microbatches, other links, more devices.
 
-Everything stands on the numbers that the plan holds (`autopar.step_model`), so no program and no
-device is needed, and nothing is planned again: the stages and their strategies stay as they are.
+Everything stands on the numbers that the plan holds (`autopar.base.step_model`), so no program and
+no device is needed, and nothing is planned again: the stages and their strategies stay as they are.
 """
 
 from __future__ import annotations
