@@ -1,7 +1,7 @@
 """`Executable`: a step that is planned and compiled, and is called like the plain function.
 
 A call does as little in Python as it can: flatten, check what JAX does not (a donated array used
-again, or one buffer behind two donated leaves, can end the process inside XLA), call the compiled
+again, or two donated leaves in one buffer, can end the process inside XLA), call the compiled
 program, unflatten. Whatever goes wrong there is looked into afterwards.
 
 The file is longer than others, because it documents what a user may call.
@@ -131,8 +131,6 @@ class Executable:
         self._keeps_types = self._only_arrays = False
         self._strays: set[int] = set()  # kept leaves that once came in another sharding
         self._told = not self._donated
-
-    # Calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -281,8 +279,6 @@ class Executable:
 
     def _argument_of(self, index: int) -> Argument:
         return next(a for a in reversed(self._traced.arguments) if a.start <= index)
-
-    # What was compiled
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:

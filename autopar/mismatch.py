@@ -13,10 +13,7 @@ from autopar.passes.trace.trace import Traced
 def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """A line for each leaf that differs in presence, shape or dtype; else what else differs."""
     now = tuple(arguments_of(traced.convention, args, kwargs))
-    lines = leaf_differences(
-        {path: leaf for a in traced.arguments for path, leaf in _leaves(a)},
-        {path: leaf for a in now for path, leaf in _leaves(a)},
-    )
+    lines = leaf_differences(*map(_leaves, (traced.arguments, now)))
     if lines:
         return lines
     _, _, static = traced.convention.split(args, kwargs)
@@ -47,8 +44,8 @@ def suffixes(argument: Argument) -> list[str]:
     return [path.removeprefix(argument.name) for path in argument.paths]
 
 
-def _leaves(argument: Argument) -> Sequence[tuple[str, Any]]:
-    return list(zip(argument.paths, argument.leaves, strict=True))
+def _leaves(arguments: Sequence[Argument]) -> dict[str, Any]:
+    return {path: x for a in arguments for path, x in zip(a.paths, a.leaves, strict=True)}
 
 
 def _text(leaf: Any) -> str:

@@ -80,12 +80,6 @@ class _Device:
 
     def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         outer, self.places = self.places, {}  # a loop's body is a trace of its own
-        try:
-            return self.instructions(block, arrays)
-        finally:
-            self.places = outer
-
-    def instructions(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         for instruction in block.instructions:
             if isinstance(instruction, Relayout):
@@ -99,7 +93,9 @@ class _Device:
                 self.loop(env, instruction)
             else:
                 self.branch(env, instruction)
-        return [self.read(env, version) for version in block.outputs]
+        results = [self.read(env, version) for version in block.outputs]
+        self.places = outer
+        return results
 
     def read(self, env: Env, version: ShardedValue) -> Any:
         if not isinstance(version.atom, jex_core.Literal):
@@ -144,7 +140,7 @@ class _Device:
         def body(carry: Any, xs: Any) -> Any:
             results = self.block(instruction.body, [*consts, *carry, *xs])
             carried, rows = scan.results(results)
-            return [_like(new, old) for new, old in zip(carried, carry, strict=True)], rows
+            return list(map(_like, carried, carry)), rows
 
         with source_context(instruction.eqn):
             carried, stacks = lax.scan(

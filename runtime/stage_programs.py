@@ -116,47 +116,41 @@ class StagePrograms:
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
         run = block_function(program.mesh, program.axis_names, piece.block)
-        ins = [(port, count if port.stacked else 1) for port in piece.inputs]
-        outs = [(port, count if port.stacked else 1) for port in piece.outputs]
+
+        def size(port: Port) -> int:
+            return count if port.stacked else 1
 
         def local(*arrays: Any) -> list[Any]:
             values, left = [], iter(arrays)
-            for port, number in ins:
-                parts = [_whole(next(left), port.version.layout) for _ in range(number)]
+            for port in piece.inputs:
+                parts = [_whole(next(left), port.version.layout) for _ in range(size(port))]
                 values.append(jnp.stack(parts) if port.stacked else parts[0])
             results = []
-            for (port, number), result in zip(outs, run(values), strict=True):
-                rows = [result[i] for i in range(number)] if port.stacked else [result]
+            for port, result in zip(piece.outputs, run(values), strict=True):
+                rows = [result[i] for i in range(count)] if port.stacked else [result]
                 results += [_held(row, port.version.layout) for row in rows]
             return results
 
-        def place(port: Port) -> Place:
-            return self.places[port.value]
-
-        in_places = [place(port) for port, number in ins for _ in range(number)]
-        out_places = [place(port) for port, number in outs for _ in range(number)]
-        out_avals = [port.version.atom.aval for port, number in outs for _ in range(number)]
+        ins, outs = (
+            [port for port in ports for _ in range(size(port))]
+            for ports in (piece.inputs, piece.outputs)
+        )
+        in_shardings = [self.places[port.value].sharding for port in ins]
+        out_shardings = [self.places[port.value].sharding for port in outs]
         sharded = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=tuple(p.sharding.spec for p in in_places),
-            out_specs=[p.sharding.spec for p in out_places],
+            in_specs=tuple(sharding.spec for sharding in in_shardings),
+            out_specs=[sharding.spec for sharding in out_shardings],
             check_vma=False,
         )
 
         def step(*arrays: Any) -> list[Any]:
-            return [
-                with_type_of(x, aval) for x, aval in zip(sharded(*arrays), out_avals, strict=True)
-            ]
+            results = zip(sharded(*arrays), outs, strict=True)
+            return [with_type_of(x, port.version.atom.aval) for x, port in results]
 
-        numbers = tuple(port.value for port, number in ins for _ in range(number))
-        return PieceFunction(
-            step,
-            numbers,
-            [p.sharding for p in in_places],
-            [p.sharding for p in out_places],
-            mesh,
-        )
+        values = tuple(port.value for port in ins)
+        return PieceFunction(step, values, in_shardings, out_shardings, mesh)
 
     def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
         made = self.function_of(piece)
@@ -197,11 +191,11 @@ def donated_numbers(run: Run) -> tuple[int, ...]:
 
 
 IN_FLIGHT = 12
-"""Runs that one mesh of virtual CPU devices may be behind what is dispatched (see `pace.py`)."""
+"""Runs that one mesh of virtual CPU devices may lag what is dispatched (see `pace.py`)."""
 
 
 class Pace:
-    """Waits until a mesh is no more than `IN_FLIGHT` runs behind."""
+    """Waits until a mesh has no more than `IN_FLIGHT` runs to do."""
 
     def __init__(self) -> None:
         self.results: deque[Any] = deque()

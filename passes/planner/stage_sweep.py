@@ -24,8 +24,6 @@ class StageCosts(NamedTuple):
 
     summed: Floats
     bottleneck: Floats
-    fixed: Floats
-    per_microbatch: Floats
     room: Floats
 
 
@@ -65,7 +63,7 @@ def tabulate(problem: StageProblem) -> StageTables:
                 for array in (kind.summed, kind.bytes_fixed, kind.bytes_per_microbatch)
             )
             room = _room(fixed, per_microbatch, problem.memory_limit)
-            row.append(StageCosts(summed, bottleneck, fixed, per_microbatch, room))
+            row.append(StageCosts(summed, bottleneck, room))
         cells.append(tuple(row))
     longest = np.full(len(problem.successors), -1)
     longest[-1] = 0

@@ -58,15 +58,11 @@ class Flat:
         index = index.reshape(-1, 2)
         self.start, self.end = index[:, 0], index[:, 1]
 
-    def costs(self, assignment: Integers) -> Integers:
-        """The chosen costs, of nodes and then of edges."""
-        cells = self.edges.first[:-1] + assignment[self.left] * self.width + assignment[self.right]
-        nodes = self.nodes.cells[self.nodes.first[:-1] + assignment]
-        return np.concatenate([nodes, self.edges.cells[cells]])
-
     def cost(self, assignment: Integers) -> int | None:
         """The exact cost of an assignment, None if it is forbidden."""
-        costs = self.costs(assignment)
+        cells = self.edges.first[:-1] + assignment[self.left] * self.width + assignment[self.right]
+        nodes = self.nodes.cells[self.nodes.first[:-1] + assignment]
+        costs = np.concatenate([nodes, self.edges.cells[cells]])
         return None if (costs >= FORBIDDEN).any() else sum(costs.tolist())
 
     def peak(self, assignment: Integers) -> tuple[int, tuple[int, int]]:

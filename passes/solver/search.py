@@ -211,12 +211,17 @@ class _Solve:
         """Offers what a few passes over a model give, at little cost beside what follows."""
         if model.nodes:
             arrays = flatten(model)
-
-            def found(choice: Integers) -> float:
-                self.offer(model, arrays.chosen(choice))
-                return self.upper(model)
-
+            found = self.finder(arrays, model, self.offer)
             ascend(Dual(arrays), FIRST_SWEEPS, self.budget, found)
+
+    def finder(self, arrays: Arrays, model: Model, take: Take) -> Callable[[Integers], float]:
+        """What an ascent calls with a choice: `take`, then the best cost in the model's terms."""
+
+        def found(choice: Integers) -> float:
+            take(model, arrays.chosen(choice))
+            return self.upper(model)
+
+        return found
 
     def stopper(self, until: float = 1.0) -> Stop:
         return self.budget.stopper(REDUCTION_WORK, until)
@@ -267,11 +272,6 @@ class _Solve:
         for turn in range(ROUNDS):
             arrays = flatten(current)
             dual = Dual(arrays, np.array([prices.get(time, 0.0) for time in current.times]))
-
-            def found(choice: Integers, arrays: Arrays = arrays, current: Model = current) -> float:
-                take(current, arrays.chosen(choice))
-                return self.upper(current)
-
             first = first or dual
             upper = min(self.upper(current), current.largest_cost() + 2.0)
             few = len(arrays.low.cells) < FEW_CELLS
@@ -281,7 +281,7 @@ class _Solve:
                 dual,
                 SWEEPS,
                 self.budget,
-                found,
+                self.finder(arrays, current, take),
                 upper=upper,
                 until=until,
                 known=self.best is not None,
