@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom, Graph, with_jaxpr
+from autopar.passes.graph.graph import Atom, Graph, readers_of, with_jaxpr
 from autopar.passes.graph.scans import ScanParts
 
 Task = Literal["F", "B", "W"]
@@ -30,22 +30,31 @@ class WholePhase:
 
 
 @dataclass(frozen=True)
-class Accumulator:
+class Carried:
     """A value that a loop carries.
 
     Args:
       carry: the body's variable for what has been accumulated so far.
       start: what it is before the loop, outside of the body.
-      combine: numbers of the body's equations that read the carry, directly or not.
       result: what the body makes of it.
       total: the variable after the loop.
     """
 
     carry: Var
     start: Atom
-    combine: tuple[int, ...]
     result: Atom
     total: Var
+
+
+@dataclass(frozen=True)
+class Accumulator(Carried):
+    """A value that a loop carries, and how it is made.
+
+    Args:
+      combine: numbers of the body's equations that read the carry, directly or not.
+    """
+
+    combine: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -100,13 +109,9 @@ class LoopPhase:
         _, starts, _ = self.parts.operands(self.scan.invars)
         carried, _ = self.parts.results(self.body.outvars)
         totals, _ = self.parts.results(self.scan.outvars)
-        readers: dict[Var, list[int]] = {}
-        for index, eqn in enumerate(self.body.eqns):
-            for atom in eqn.invars:
-                if not isinstance(atom, jex_core.Literal):
-                    readers.setdefault(atom, []).append(index)
+        readers = readers_of(self.body.eqns)
         return tuple(
-            Accumulator(carry, start, _combining(self.body, readers, carry), result, total)
+            Accumulator(carry, start, result, total, _combining(self.body, readers, carry))
             for carry, start, result, total in zip(carries, starts, carried, totals, strict=True)
         )
 
@@ -187,19 +192,6 @@ def in_phases(graph: Graph, loops: Iterable[LoopPhase] = ()) -> Microbatched:
         else:
             eqns.append(eqn)
     return Microbatched(graph, (*phases, WholePhase(tuple(eqns))))
-
-
-class Carried(Protocol):
-    """What a scan carries, as `Accumulator` has it."""
-
-    @property
-    def carry(self) -> Var: ...
-    @property
-    def start(self) -> Atom: ...
-    @property
-    def result(self) -> Atom: ...
-    @property
-    def total(self) -> Var: ...
 
 
 def scan_like(

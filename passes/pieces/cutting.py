@@ -19,7 +19,7 @@ from autopar.passes.pieces.pieces import Numbers, Pieces, Port, StagePiece
 from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import body_by_task, stage_pieces
 from autopar.passes.pieces.wiring import made_by, read_by
-from autopar.passes.pipeline.instructions import Value, ValueTransfer
+from autopar.passes.pipeline.instructions import ValueTransfer
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages
@@ -47,14 +47,13 @@ def cut(
         opened[link.target] = with_received(opened[link.target], link, layout)
     opened = [pruned(stage) for stage in opened]
     numbered: list[Numbered] = []
-    values: list[Value] = []
+    numbers = Numbers()
+    values = numbers.values
     pieces: list[StagePiece] = []
     for stage, levels in zip(opened, find_levels(opened, stages.links), strict=True):
         rounds = outer_rounds(stage, levels)
-        again = remat is not None and remat[stage.number]
-        tasks = body_by_task(stage, remat=again)
-        numbered.append(number_values(stage, rounds, tasks, len(values)))
-        values += numbered[-1].values
+        tasks = body_by_task(stage, remat=remat is not None and remat[stage.number])
+        numbered.append(number_values(stage, rounds, tasks, numbers))
         pieces += stage_pieces(stage, rounds, tasks, numbered[-1])
     transfers = []
     for link in stages.links:
@@ -74,7 +73,7 @@ def cut(
     return Pieces(
         programs=tuple(programs),
         values=tuple(values),
-        versions={n: v for of_stage in numbered for n, v in of_stage.versions.items()},
+        versions=dict(numbers.versions),
         pieces=tuple(pieces),
         transfers=tuple(transfers),
         inputs=tuple(tuple(inputs[i]) for i in range(max(inputs, default=-1) + 1)),

@@ -18,19 +18,18 @@ from autopar.passes.pieces.opened import Exchanged, OpenStage
 from autopar.passes.pieces.pieces import Numbers, Port
 from autopar.passes.pieces.rounds import AFTER_LOOP, FIRST, Level, Rounds
 from autopar.passes.pieces.wiring import made_by, read_by
-from autopar.passes.pipeline.instructions import Value
 from autopar.passes.sharding.spmd_program import Instruction, ShardedValue, is_literal, writes
 
 Tasks: TypeAlias = Mapping[Task, Sequence[Instruction]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Numbered:
-    """A stage's values, numbered one after the other.
+    """The numbers of a stage's values.
 
     Args:
-      values: what they are.
-      versions: their variables and layouts, by number.
+      stage: the stage.
+      numbers: gives them.
       inputs: the numbers of the graph's inputs.
       outputs: those of the graph's outputs; None where the body sends one.
       sent: the number of what a link takes, by the graph's output.
@@ -41,90 +40,66 @@ class Numbered:
       left_by_task: what each task leaves.
     """
 
-    values: Sequence[Value]
-    versions: Mapping[int, ShardedValue]
-    inputs: Sequence[int]
-    outputs: Sequence[int | None]
-    sent: Mapping[int, int]
-    outer: Mapping[ShardedValue, int]
-    stacked: frozenset[ShardedValue]
-    inner: Mapping[ShardedValue, int]
-    left_by_round: Mapping[Level, Sequence[Port]]
-    left_by_task: Mapping[Task, Sequence[Port]]
+    stage: OpenStage
+    numbers: Numbers
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    sent: dict[int, int] = field(default_factory=dict)
+    outer: dict[ShardedValue, int] = field(default_factory=dict)
+    stacked: set[ShardedValue] = field(default_factory=set)
+    inner: dict[ShardedValue, int] = field(default_factory=dict)
+    left_by_round: dict[Level, list[Port]] = field(default_factory=lambda: defaultdict(list))
+    left_by_task: dict[Task, list[Port]] = field(default_factory=lambda: defaultdict(list))
+
+    def new(self, version: ShardedValue, per_microbatch: bool = False, label: str = "") -> int:
+        """One more number."""
+        mesh = self.stage.program.mesh
+        return self.numbers.new(self.stage.number, version, mesh, per_microbatch, label)
 
 
-def number_values(stage: OpenStage, rounds: Rounds, tasks: Tasks, first: int) -> Numbered:
-    """Number the values of a stage, whose loop's body falls into `tasks`, from `first`."""
-    known = _Known(stage, Numbers(first))
-    inputs = _graph_inputs(known)
+def number_values(stage: OpenStage, rounds: Rounds, tasks: Tasks, numbers: Numbers) -> Numbered:
+    """Number the values of a stage, whose loop's body falls into `tasks`."""
+    known = Numbered(stage, numbers)
+    _graph_inputs(known)
     for_loop, from_body = _loop_operands(known), _body_results(known)
     made_in = {v: level for level, group in rounds.items() for x in group for v in writes(x)}
     for level, group in rounds.items():
         for v in read_by(group):
             if made_in.get(v, level) != level and v not in known.outer:
                 known.outer[v] = known.new(v)
-    outputs, copies = _graph_outputs(known)
+    copies = _graph_outputs(known)
     outer_sent = [v for inside, v in stage.sent.values() if not inside]
     # A link that carries what every microbatch left carries it put together.
     whole = {v: known.new(v) for v in dict.fromkeys(outer_sent) if v in known.stacked}
-    sent = {
-        position: known.inner[v] if inside else whole.get(v, known.outer[v])
-        for position, (inside, v) in stage.sent.items()
-    }
+    for position, (inside, v) in stage.sent.items():
+        known.sent[position] = known.inner[v] if inside else whole.get(v, known.outer[v])
     copies += [Port(number, v) for v, number in whole.items()]
-    left_by_round: dict[Level, list[Port]] = defaultdict(list)
+    left = known.left_by_round
     for earliest, ports in ((FIRST, for_loop), (AFTER_LOOP, copies)):
         for port in ports:
             level = FIRST if is_literal(port.version) else made_in.get(port.version, FIRST)
-            left_by_round[max(earliest, level)].append(port)
+            left[max(earliest, level)].append(port)
     for v, level in made_in.items():
-        if v in known.outer and (port := Port(known.outer[v], v)) not in left_by_round[level]:
-            left_by_round[level].append(port)
-    left_by_task, kept = _between_tasks(known, tasks, from_body)
-    return Numbered(
-        values=known.numbers.values,
-        versions=known.numbers.versions,
-        inputs=inputs,
-        outputs=outputs,
-        sent=sent,
-        outer=known.outer,
-        stacked=frozenset(known.stacked),
-        inner=known.inner | kept,
-        left_by_round=left_by_round,
-        left_by_task=left_by_task,
-    )
+        if v in known.outer and (port := Port(known.outer[v], v)) not in left[level]:
+            left[level].append(port)
+    _between_tasks(known, tasks, from_body)
+    return known
 
 
-@dataclass
-class _Known:
-    """The numbers that a stage's versions have so far."""
-
-    stage: OpenStage
-    numbers: Numbers
-    outer: dict[ShardedValue, int] = field(default_factory=dict)
-    stacked: set[ShardedValue] = field(default_factory=set)
-    inner: dict[ShardedValue, int] = field(default_factory=dict)
-
-    def new(self, version: ShardedValue, per_microbatch: bool = False, label: str = "") -> int:
-        mesh = self.stage.program.mesh
-        return self.numbers.new(self.stage.number, version, mesh, per_microbatch, label)
-
-
-def _graph_inputs(known: _Known) -> list[int]:
-    stage, numbers = known.stage, []
+def _graph_inputs(known: Numbered) -> None:
+    stage = known.stage
     block, labels = stage.program.block, stage.graph.graph.inputs
     for position, (planned, label) in enumerate(zip(block.inputs, labels, strict=True)):
         arriving = stage.received.get(position, Exchanged(False, planned))
         number = known.new(arriving.version, arriving.inside, label.path)
-        numbers.append(number)
+        known.inputs.append(number)
         (known.inner if arriving.inside else known.outer)[arriving.version] = number
         if arriving.inside and planned not in known.outer:
             known.outer[planned] = number
             known.stacked.add(planned)
-    return numbers
 
 
-def _loop_operands(known: _Known) -> list[Port]:
+def _loop_operands(known: Numbered) -> list[Port]:
     """What has to be provided for the loop, beside what has a number already."""
     edge, ports = known.stage.edge, []
     for outer, inner in edge.constants:
@@ -143,7 +118,7 @@ def _loop_operands(known: _Known) -> list[Port]:
     return ports
 
 
-def _body_results(known: _Known) -> list[Port]:
+def _body_results(known: Numbered) -> list[Port]:
     """What the body leaves for the pieces after the loop, for its next turn, and for links."""
     stage, ports = known.stage, []
     edge, made = stage.edge, made_by(stage.body)
@@ -174,13 +149,12 @@ def _body_results(known: _Known) -> list[Port]:
     return ports
 
 
-def _graph_outputs(known: _Known) -> tuple[list[int | None], list[Port]]:
-    """The outputs' numbers, and the constants and the copies that some of them need."""
-    numbers: list[int | None] = []
+def _graph_outputs(known: Numbered) -> list[Port]:
+    """Number the outputs; returns the constants and the copies that some of them need."""
     constants, copies = list[Port](), list[Port]()
     for position, v in enumerate(known.stage.program.block.outputs):
         if position in known.stage.sent and known.stage.sent[position].inside:
-            numbers.append(None)
+            known.outputs.append(None)
             continue
         number = None if is_literal(v) else known.outer.get(v)
         if number is None:
@@ -189,16 +163,14 @@ def _graph_outputs(known: _Known) -> tuple[list[int | None], list[Port]]:
                 constants.append(Port(number, v))
             else:
                 known.outer[v] = number
-        elif number in numbers:  # two results are the same value
+        elif number in known.outputs:  # two results are the same value
             number = known.new(v)
             copies.append(Port(number, v))
-        numbers.append(number)
-    return numbers, [*constants, *copies]
+        known.outputs.append(number)
+    return [*constants, *copies]
 
 
-def _between_tasks(
-    known: _Known, tasks: Tasks, results: Sequence[Port]
-) -> tuple[dict[Task, list[Port]], dict[ShardedValue, int]]:
+def _between_tasks(known: Numbered, tasks: Tasks, results: Sequence[Port]) -> None:
     """What each task leaves, and the numbers under which others read what they do not make.
 
     Of a version that two tasks make (B computes again what F made), the first leaves it for links
@@ -209,14 +181,12 @@ def _between_tasks(
         for v in made_by(group):
             makers[v].append(task)
     first: Task = next(iter(tasks), "F")  # what enters the body and leaves it, leaves with that
-    left: dict[Task, list[Port]] = defaultdict(list)
-    numbers: dict[tuple[Task, ShardedValue], int] = {}
+    left, numbers = known.left_by_task, dict[tuple[Task, ShardedValue], int]()
     for port in sorted(results, key=lambda port: is_literal(port.version)):
-        if is_literal(port.version):
-            left[first].append(port)
-        else:
-            task = makers.get(port.version, [first])[0]
-            left[task].append(port)
+        is_made = not is_literal(port.version) and port.version in makers
+        task = makers[port.version][0] if is_made else first
+        left[task].append(port)
+        if not is_literal(port.version):
             numbers.setdefault((task, port.version), port.value)
     kept: dict[ShardedValue, int] = {}
     for reader, group in tasks.items():
@@ -227,4 +197,4 @@ def _between_tasks(
                     numbers[giver, v] = known.new(v, per_microbatch=True, label="residual")
                     left[giver].append(Port(numbers[giver, v], v))
                 kept[v] = numbers[giver, v]
-    return left, kept
+    known.inner |= kept

@@ -118,9 +118,8 @@ class Runnable:
 
 @dataclass
 class Numbers:
-    """Numbers of values, given in order from `first`."""
+    """Numbers of values, given in order."""
 
-    first: int = 0
     values: list[Value] = field(default_factory=list)
     versions: dict[int, ShardedValue] = field(default_factory=dict)
 
@@ -132,7 +131,8 @@ class Numbers:
         per_microbatch: bool,
         label: str,
     ) -> int:
-        number = self.first + len(self.values)
+        """The number of one more value."""
+        number = len(self.values)
         size = local_bytes(version, mesh)
         self.values.append(Value(number, stage, size, per_microbatch, label))
         self.versions[number] = version

@@ -82,10 +82,9 @@ def computed_again(
             stack += operands
     if not priced:
         return []
-    tails, heads, capacities = zip(*arcs, strict=True)
-    infinite = 1 + sum(capacity or 0 for capacity in capacities)
-    bounds = [infinite if capacity is None else capacity for capacity in capacities]
-    kept = set(source_side(tails, heads, bounds, _SOURCE, _SINK).tolist())
+    infinite = 1 + sum(capacity or 0 for _, _, capacity in arcs)
+    bounded = [(tail, head, infinite if cap is None else cap) for tail, head, cap in arcs]
+    kept = set(source_side(bounded, _SOURCE, _SINK).tolist())
     return [forward[number] for number in sorted(priced) if node(number) not in kept]
 
 

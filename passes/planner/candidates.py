@@ -120,25 +120,16 @@ def plan_layout(
         return _plan_one(split, options, cluster, report)
     names = _schedules(options)
     made = [_plan_stages(split, names[0], layout, options, cluster, report)]
-    splitting = [name for name in names[1:] if name.startswith("zb")]
+    splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and not made[0].stages.forward_only:
         first = _plan_stages(split, splitting[0], layout, options, cluster, report)
         schedule = first.schedule
         made.append(first)
         for name in splitting[1:]:
             other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
-            made.append(
-                _assemble(
-                    first.split,
-                    first.stages,
-                    first.planned,
-                    other,
-                    cluster,
-                    first.limit,
-                    first.remat,
-                    first.pieces,
-                )
-            )
+            program = order(other, first.pieces, first.split)
+            timeline = _simulated(first.pieces, program, first.planned, cluster)
+            made.append(dataclasses.replace(first, program=program, timeline=timeline))
     if options.remat == "auto" and not any(candidate.fits for candidate in made):
         report("computing forward passes again where a stage does not fit")
         made += [_rematerialized(candidate, cluster) for candidate in made]
@@ -157,7 +148,7 @@ def _plan_one(
     return made
 
 
-def _schedules(options: Options) -> tuple[Any, ...]:
+def _schedules(options: Options) -> tuple[str | Callable[..., Any], ...]:
     if options.schedule not in ("auto", None):
         return (options.schedule,)
     return ("interleaved_1f1b",) if chunks_of(options) > 1 else AUTO_SCHEDULES
@@ -165,7 +156,7 @@ def _schedules(options: Options) -> tuple[Any, ...]:
 
 def _plan_stages(
     split: SplitStep,
-    name: Any,
+    name: str | Callable[..., Any],
     layout: StageLayout,
     options: Options,
     cluster: Cluster,
@@ -243,10 +234,9 @@ def _assemble(
     cluster: Cluster,
     limit: int,
     remat: tuple[bool, ...],
-    pieces: Pieces | None = None,
 ) -> PlannedStep:
-    """Cut the planned stages into pieces, unless they are, order these, and simulate a step."""
-    pieces = pieces or take_apart(stages, [p.program for p in planned], remat)
+    """Cut the planned stages into pieces, order these, and simulate a step."""
+    pieces = take_apart(stages, [p.program for p in planned], remat)
     program = order(schedule, pieces, split)
     timeline = _simulated(pieces, program, planned, cluster)
     return PlannedStep(split, stages, planned, pieces, program, timeline, limit, remat)

@@ -96,7 +96,7 @@ def compile_graph(
     fits = any(candidate.fits for candidate in candidates)
     if options.stages == "auto" and (cluster.num_nodes > 1 or not fits):
         candidates += search.automatic_pipelines()
-    chosen = _choose(candidates)
+    chosen = _quickest(candidates)
     if chosen is None:
         raise _out_of_memory(candidates, options, cluster, reason)
     made = write_plan(chosen, candidates, program_hash, options, cluster)
@@ -155,25 +155,21 @@ class _LayoutSearch:
         With the microbatches that are asked, else with about four for each node (at least eight).
         """
         options, sizes = self.options, batch_sizes(self.graph)
-        if options.microbatches == 1 or options.logical_mesh is not None or not sizes:
-            return []
         if options.microbatches == "auto":
             count = largest_count(sizes, max(8, 4 * self.cluster.num_nodes))
         else:
             count = int(options.microbatches)
-        if count < 2:
+        if count < 2 or options.logical_mesh is not None or not sizes:
             return []
         try:
             split = self.split(count)
         except (InexactMicrobatchError, BatchArgumentError):
             return []
         layout = choose_stages(split, options, self.cluster, self.report)
-        if layout is None:
-            return []
-        return plan_layout(split, layout, options, self.cluster, self.report)
+        return plan_layout(split, layout, options, self.cluster, self.report) if layout else []
 
 
-def _choose(candidates: Sequence[PlannedStep]) -> PlannedStep | None:
+def _quickest(candidates: Sequence[PlannedStep]) -> PlannedStep | None:
     """The quickest one that fits; of equal ones that on the mesh of fewest axes."""
 
     def key(candidate: PlannedStep) -> tuple[float, int]:
@@ -188,36 +184,32 @@ def _out_of_memory(
     limit = memory_limit_of(options, cluster)
     whole = [c for c in candidates if not c.is_pipeline]
     best = min(whole or candidates, key=lambda c: max(c.peak_bytes))
+    what = f"No plan keeps within {limit:,} bytes per device"
     if whole:
         hints = ["a smaller batch", "more devices"]
         if options.method in ONE_AXIS_METHODS:
             hints.insert(0, "method='auto'")
         if options.microbatches != "auto":
             hints.insert(0, "microbatches='auto'")
-        what = f"No plan keeps within {limit:,} bytes per device"
         what += f" ({reason})." if reason else "."
         where = f"method={options.method!r}, {cluster.num_devices} devices"
-        alive = best.planned[0].peak.alive[:5]
+        alive = best.planned[0].peak.alive
         hint = f"raise memory_limit, or use {', '.join(hints)}."
     else:
-        mesh = max(range(len(best.peak_bytes)), key=lambda m: best.peak_bytes[m])
-        names = [s for s, m in enumerate(best.schedule.mesh_of_stage) if m == mesh]
-        what = (
-            f"No plan keeps within {limit:,} bytes per device: stage "
-            f"{' and '.join(map(str, names))} needs {best.peak_bytes[mesh]:,}."
-        )
+        schedule, mesh = best.schedule, best.peak_bytes.index(max(best.peak_bytes))
+        stages = [s for s, m in enumerate(schedule.mesh_of_stage) if m == mesh]
+        names = " and ".join(map(str, stages))
+        what += f": stage {names} needs {best.peak_bytes[mesh]:,}."
         where = (
-            f"stages={options.stages!r}, schedule {best.schedule.name}, "
-            f"{best.schedule.num_microbatches} microbatches"
+            f"stages={options.stages!r}, schedule {schedule.name}, "
+            f"{schedule.num_microbatches} microbatches"
         )
-        largest = sorted(
-            (item for s in names for item in best.planned[s].peak.alive), key=lambda x: -x[1]
-        )
-        alive = tuple(largest[:5])
+        tensors = (item for s in stages for item in best.planned[s].peak.alive)
+        alive = tuple(sorted(tensors, key=lambda item: -item[1]))
         hint = (
             "raise memory_limit, or use more stages, more microbatches, or a schedule with fewer "
             "in flight (1f1b)."
         )
     return MemoryLimitError(
-        what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive
+        what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive[:5]
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from autopar.base.errors import OptionError
 from autopar.passes.graph.graph import Graph, Input, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import total_flops
 from autopar.passes.primitives.shardings import is_key
 
@@ -88,7 +88,7 @@ def dissect(step: Microbatched) -> Anatomy:
     return Anatomy(step, loop, free, _backward(loop, free))
 
 
-def flops_of(eqn: JaxprEqn, jaxpr: Jaxpr, rules: Mapping[JaxprEqn, FactorRule]) -> int:
+def flops_of(eqn: JaxprEqn, jaxpr: Jaxpr, rules: Rules) -> int:
     """Floating-point operations of one equation of a jaxpr, control flow included."""
     return total_flops(jaxpr.replace(eqns=[eqn]), rules)
 

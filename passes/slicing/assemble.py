@@ -9,13 +9,13 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Graph, Input, Output
-from autopar.passes.graph.microbatched import LoopPhase, in_phases, scan_like, stacked
+from autopar.passes.graph.graph import Graph, Input, Output, variables
+from autopar.passes.graph.microbatched import LoopPhase, Task, in_phases, scan_like, stacked
+from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import bytes_of, is_small
 from autopar.passes.slicing.placed import PlacedProgram
 from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
-from autopar.passes.slicing.task_order import order_tasks
-from autopar.passes.slicing.transfers import StageExchange, Transfer
+from autopar.passes.slicing.transfers import Needs, StageExchange, Transfer
 
 
 def assemble(
@@ -68,7 +68,7 @@ class _StageAssembly:
         self.received = [p for p in passed if p.target == stage]
         sent = {p.var: p.inside for p in passed if p.source == stage}
         self.sent, self.sent_inside = [*sent], [var for var, inside in sent.items() if inside]
-        self.order, self.tasks = order_tasks(
+        self.order, self.tasks = _order_tasks(
             program, self.needs, self.sent_inside, split_backward=split_backward
         )
         self.received_inside = [p.var for p in self.received if p.inside]
@@ -177,3 +177,55 @@ class _StageAssembly:
 def _places(numbers: Sequence[int | None]) -> Mapping[int | None, int]:
     """Where each number of the whole graph is on the stage."""
     return {number: place for place, number in enumerate(numbers) if number is not None}
+
+
+def _order_tasks(
+    program: PlacedProgram, needs: Needs, sent: Sequence[Var], *, split_backward: bool
+) -> tuple[list[int], tuple[Task, ...]]:
+    """The body's equations of one stage in the order F, B, W, and their tasks.
+
+    A copied equation belongs to the first task that reads it. With `split_backward`, B is what a
+    gradient that is sent is made from; on a stage that sends none, what a later heavy equation of
+    the backward pass is made from. The rest of the backward pass is W.
+    """
+    task = _forward_or_backward(program, needs, sent)
+    if split_backward:
+        task.update(dict.fromkeys(_weight_gradients(program, task, sent), "W"))
+    order = sorted(task, key=lambda index: ("FBW".index(task[index]), index))
+    return order, tuple(task[index] for index in order)
+
+
+def _forward_or_backward(
+    program: PlacedProgram, needs: Needs, sent: Sequence[Var]
+) -> dict[int, Task]:
+    collected = (program.parts.loop.stacks[number][0] for number in needs.stacked)
+    forward = set(variables([*sent, *collected]))  # what F reads or leaves
+    read = set(forward)
+    task: dict[int, Task] = {}
+    for index in sorted(needs.body, reverse=True):
+        item = program.body[index]
+        late = item.backward
+        if item.stage is None:
+            late = forward.isdisjoint(item.eqn.outvars) and not read.isdisjoint(item.eqn.outvars)
+        task[index] = "B" if late else "F"
+        read.update(variables(item.eqn.invars))
+        forward.update(() if late else variables(item.eqn.invars))
+    return task
+
+
+def _weight_gradients(
+    program: PlacedProgram, task: dict[int, Task], sent: Sequence[Var]
+) -> set[int]:
+    backward = [index for index in sorted(task, reverse=True) if task[index] == "B"]
+    made = {var for index in backward for var in program.body[index].eqn.outvars}
+    wanted = made.intersection(sent)
+    every = not wanted
+    awaited: set[int] = set()
+    for index in backward:
+        eqn = program.body[index].eqn
+        if not wanted.isdisjoint(eqn.outvars):
+            awaited.add(index)
+        elif not (every and eqn.primitive.name in HEAVY):
+            continue
+        wanted.update(made.intersection(variables(eqn.invars)))
+    return set(backward) - awaited

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import fingerprint, makers_of, readers_of, user_source
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, flops_of
 from autopar.passes.slicing.layer_scans import find_layer_scans
 from autopar.passes.slicing.primals import find_primals
@@ -65,7 +65,7 @@ class _Chain:
         return self.forward[place] + self.backward[place]
 
 
-def layers_of(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], *, at_least: int = 1) -> Layers:
+def layers_of(parts: Anatomy, rules: Rules, *, at_least: int = 1) -> Layers:
     """The layers of a microbatched program's loop.
 
     Args:
@@ -111,7 +111,7 @@ def _layer(parts: Anatomy, chain: _Chain, first: int, last: int) -> Layer:
     )
 
 
-def _chain(parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule]) -> _Chain:
+def _chain(parts: Anatomy, rules: Rules) -> _Chain:
     eqns = parts.body.eqns
     scans = {index: scan.length for index, scan in find_layer_scans(parts).items()}
     entries: list[Entry] = []

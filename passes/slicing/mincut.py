@@ -7,6 +7,7 @@ nested: what is below boundary k stays below k + 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from ortools.graph.python import max_flow
 
 Node = tuple[Any, ...]
+Arc = tuple[int, int, int]  # tail, head, capacity
 
 
 @dataclass(frozen=True)
@@ -75,69 +77,48 @@ def _cut(
 ) -> np.ndarray:
     """Numbers of the nodes above a boundary."""
     source, sink = len(numbers), len(numbers) + 1
-    following = len(numbers) + 2
-    tails: list[int] = []
-    heads: list[int] = []
-    capacities: list[int] = []
+    joints = itertools.count(len(numbers) + 2)
     firm = sum(value.bytes for value in values) + 1
     infinite = firm * (len(preferred) + 1)
-
-    def arc(tail: int, head: int, capacity: int) -> None:
-        if tail != head and capacity:
-            tails.append(tail)
-            heads.append(head)
-            capacities.append(capacity)
+    arcs: list[Arc] = []
 
     def pin(number: int, above: bool, capacity: int) -> None:
-        arc(*((source, number) if above else (number, sink)), capacity)
+        arcs.append((source, number, capacity) if above else (number, sink, capacity))
 
-    for node, where in fixed.items():
-        pin(numbers[node], where >= boundary, infinite)
-    for node, where in preferred.items():
-        pin(numbers[node], where >= boundary, firm)
-    for number in range(len(numbers)):
-        if stage[number] < boundary - 1:  # already below the last boundary
-            pin(number, False, infinite)
+    for given, capacity in ((fixed, infinite), (preferred, firm)):
+        for node, where in given.items():
+            pin(numbers[node], where >= boundary, capacity)
+    for number in np.flatnonzero(stage < boundary - 1):  # already below the last boundary
+        pin(int(number), False, infinite)
     for value in values:
         readers = [numbers[reader] for reader in value.readers]
         maker = None if value.maker is None else numbers[value.maker]
-        if maker is None:
-            low, high = min(value.stages) < boundary, max(value.stages) >= boundary
+        if value.tied or value.downward:
+            assert maker is not None
+            arcs += [(reader, maker, infinite) for reader in readers]
         if value.tied:
             assert maker is not None
-            for reader in readers:
-                arc(maker, reader, infinite)
-                arc(reader, maker, infinite)
+            arcs += [(maker, reader, infinite) for reader in readers]
             continue
-        joint = following
-        following += 2
-        if maker is not None or (high and not low):  # readers below pay
-            arc(source if maker is None else maker, joint, value.bytes)
-            for reader in readers:
-                arc(joint, reader, infinite)
-        if value.downward:
-            assert maker is not None
-            for reader in readers:
-                arc(reader, maker, infinite)
-        elif maker is not None or (low and not high):  # readers above pay
-            arc(joint + 1, sink if maker is None else maker, value.bytes)
-            for reader in readers:
-                arc(reader, joint + 1, infinite)
-    if not tails:
-        return np.zeros(0, int)
-    side = source_side(tails, heads, capacities, source, sink)
+        low = maker is not None or min(value.stages) < boundary
+        high = maker is not None or max(value.stages) >= boundary
+        if high and (maker is not None or not low):  # readers below pay
+            joint = next(joints)
+            arcs.append((source if maker is None else maker, joint, value.bytes))
+            arcs += [(joint, reader, infinite) for reader in readers]
+        if low and not value.downward and (maker is not None or not high):  # readers above pay
+            joint = next(joints)
+            arcs.append((joint, sink if maker is None else maker, value.bytes))
+            arcs += [(reader, joint, infinite) for reader in readers]
+    side = source_side([arc for arc in arcs if arc[0] != arc[1] and arc[2]], source, sink)
     return side[side < len(numbers)]
 
 
-def source_side(
-    tails: Sequence[int], heads: Sequence[int], capacities: Sequence[int], source: int, sink: int
-) -> np.ndarray:
+def source_side(arcs: Sequence[Arc], source: int, sink: int) -> np.ndarray:
     """The nodes before the cheapest cut of a network; of several, the cut next to the source."""
     flow = max_flow.SimpleMaxFlow()
-    flow.add_arc_with_capacity(source, sink, 0)  # so that both exist
-    flow.add_arcs_with_capacity(
-        np.array(tails, np.int32), np.array(heads, np.int32), np.array(capacities, np.int64)
-    )
+    for tail, head, capacity in ((source, sink, 0), *arcs):  # the first so that both exist
+        flow.add_arc_with_capacity(tail, head, capacity)
     status = flow.solve(source, sink)
     assert status == flow.OPTIMAL, status
     return np.array(flow.get_source_side_min_cut())

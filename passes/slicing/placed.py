@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, makers_of, variables
+from autopar.passes.graph.microbatched import Carried
 from autopar.passes.graph.primitives import COMBINES
 from autopar.passes.slicing.accumulators import Terms, absorbed_by
 from autopar.passes.slicing.anatomy import Anatomy, is_small
@@ -27,14 +27,10 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Carry:
-    """An accumulator of one stage: an `Accumulator`, but of one stage alone."""
+class Carry(Carried):
+    """What one stage accumulates."""
 
     stage: int
-    carry: Var
-    start: Atom
-    result: Atom
-    total: Var
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class _SplitAccumulators:
                 continue
             stage = next(iter(groups), where.totals[number])
             self.carries.append(
-                Carry(stage, carried.carry, carried.start, carried.result, carried.total)
+                Carry(carried.carry, carried.start, carried.result, carried.total, stage)
             )
             for index in item.absorbed:
                 eqn = parts.body.eqns[index]
@@ -152,7 +148,7 @@ class _SplitAccumulators:
             carry, result, total = (jax_compat.new_var(aval) for _ in range(3))
             eqns = self._adding(item, groups[stage], carry, result)
             self.added[last] += [Placed(eqn, stage, backward[stage]) for eqn in eqns]
-            self.carries.append(Carry(stage, carry, carried.start, result, total))
+            self.carries.append(Carry(carry, carried.start, result, total, stage))
             partial.append(total)
         where = None if is_small(carried.total.aval) else home
         adding = _sum_of(self.parts.body.eqns[last], partial, carried.total)
@@ -190,26 +186,27 @@ def _sum_of(adding: JaxprEqn, atoms: Sequence[Atom], result: Var) -> list[JaxprE
 
 def _located(
     parts: Anatomy, body: Sequence[Placed], carries: Sequence[Carry], outside: Sequence[Placed]
-) -> dict[Var, AbstractSet[int]]:
+) -> dict[Var, set[int]]:
     """For variables outside of the loop, the stages whose values they are computed from.
 
     State leaves are left out: they are read on assigned stages.
     """
     inside = {var: item.stage for item in body for var in item.eqn.outvars}
-    found: dict[Var, AbstractSet[int]] = {carry.total: {carry.stage} for carry in carries}
+    found: dict[Var, set[int]] = {carry.total: {carry.stage} for carry in carries}
     for atom, var in parts.loop.stacks:
         stage = None if isinstance(atom, Literal) else inside.get(atom)
         found[var] = set() if stage is None else {stage}
     for item in outside:
-        stages: AbstractSet[int] = {item.stage} if item.stage is not None else set()
-        if item.stage is None:
-            stages = set().union(*(found.get(v, ()) for v in variables(item.eqn.invars)))
+        read = variables(item.eqn.invars)
+        stages = {s for v in read for s in found.get(v, ())}
+        if item.stage is not None:
+            stages = {item.stage}
         found.update((var, stages) for var in item.eqn.outvars)
     return found
 
 
 def split_scalar_sums(
-    after: Sequence[Placed], located: Mapping[Var, AbstractSet[int]], outputs: AbstractSet[Var]
+    after: Sequence[Placed], located: Mapping[Var, set[int]], outputs: set[Var]
 ) -> list[Placed]:
     """Replace copied sums (or the like) of scalars from several stages by one partial per stage.
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -91,7 +90,7 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
     return primals
 
 
-def _place(eqn: JaxprEqn) -> tuple[str, Any]:
+def _place(eqn: JaxprEqn) -> tuple[str, tuple[str, int, str] | None]:
     stack = _WRAPPER.sub("", str(eqn.source_info.name_stack))
     return "/".join(part for part in stack.split("/") if part), jax_compat.user_frame(eqn)
 
@@ -99,10 +98,10 @@ def _place(eqn: JaxprEqn) -> tuple[str, Any]:
 def _value_numbers(parts: Anatomy) -> dict[Var, int]:
     """Equal numbers for variables of the body that hold equal values."""
     numbers: dict[Var, int] = {}
-    known: dict[Any, list[int]] = {}
+    known: dict[Hashable, list[int]] = {}
     fresh = itertools.count()
 
-    def key(atom: Atom) -> Any:
+    def key(atom: Atom) -> Hashable:
         if isinstance(atom, Literal):
             return ("literal", str(atom.val), str(atom.aval))
         return numbers[atom]
@@ -123,7 +122,7 @@ def _value_numbers(parts: Anatomy) -> dict[Var, int]:
     return numbers
 
 
-def _param(value: Any) -> Any:
+def _param(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:

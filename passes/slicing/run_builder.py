@@ -14,7 +14,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.microbatch.run_steps import combine
 from autopar.passes.primitives.cuts import bind_with
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.shardings import is_key, shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (
@@ -44,7 +44,7 @@ class RunBuilder:
       wanted: leaves that are read in runs: along which dimension, and of which sizes.
     """
 
-    def __init__(self, origins: Origins, rules: Mapping[JaxprEqn, FactorRule]) -> None:
+    def __init__(self, origins: Origins, rules: Rules) -> None:
         self.origins, self.rules = origins, rules
         self.wanted: dict[int, How] = {}
         self.env: dict[Var, Value] = {}

@@ -21,7 +21,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, Input, Output
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.shardings import is_key
 from autopar.passes.slicing.anatomy import Anatomy, held_leaves
 from autopar.passes.slicing.layer_scans import Origins
@@ -55,9 +55,7 @@ class CutProgram:
     outputs: tuple[tuple[LeafRows, ...], ...]
 
 
-def cut_scans(
-    parts: Anatomy, rules: Mapping[JaxprEqn, FactorRule], sizes: Mapping[int, Sizes]
-) -> CutProgram:
+def cut_scans(parts: Anatomy, rules: Rules, sizes: Mapping[int, Sizes]) -> CutProgram:
     """Cut scans of the loop's body.
 
     Args:
@@ -88,7 +86,7 @@ class _Cutter(RunBuilder):
     def __init__(
         self,
         parts: Anatomy,
-        rules: Mapping[JaxprEqn, FactorRule],
+        rules: Rules,
         sizes: Mapping[int, Sizes],
         seeds: Mapping[int, How],
     ) -> None:

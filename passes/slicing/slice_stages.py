@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import JaxprEqn
-
 from autopar.passes.graph.graph import makers_of, variables
 from autopar.passes.graph.microbatched import Microbatched
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.slicing.accumulators import find_terms
 from autopar.passes.slicing.anatomy import Anatomy, dissect
@@ -28,7 +26,7 @@ from autopar.passes.slicing.transfers import find_exchange
 
 def slice_stages(
     step: Microbatched,
-    rules: Mapping[JaxprEqn, FactorRule],
+    rules: Rules,
     stages: int | Sequence[int],
     *,
     split_backward: bool = False,
@@ -78,7 +76,7 @@ def slice_stages(
     )
 
 
-def one_stage(step: Microbatched, rules: Mapping[JaxprEqn, FactorRule]) -> Stages:
+def one_stage(step: Microbatched, rules: Rules) -> Stages:
     """A whole program as the only stage, as it is: it needs no loop, and has no layers."""
     graph = step.graph
     leaves, results = tuple(range(len(graph.inputs))), tuple(range(len(graph.outputs)))
@@ -105,7 +103,7 @@ class _CutScans:
     """The program whose equations can be placed, and the stages of the body's forward ones."""
 
     parts: Anatomy
-    rules: Mapping[JaxprEqn, FactorRule]
+    rules: Rules
     stage_of: Mapping[int, int]
     leaves: tuple[tuple[LeafRows, ...], ...]
     results: tuple[tuple[LeafRows, ...], ...]
@@ -113,7 +111,7 @@ class _CutScans:
 
 def _cut(
     parts: Anatomy,
-    rules: Mapping[JaxprEqn, FactorRule],
+    rules: Rules,
     found: Layers,
     boundaries: Sequence[int],
 ) -> _CutScans:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from jax.extend.core import JaxprEqn
 
 from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, Task
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class Stages:
     layers: Layers
     boundaries: tuple[int, ...]
     whole: Microbatched
-    rules: Mapping[JaxprEqn, FactorRule]
+    rules: Rules
     leaves: tuple[tuple[LeafRows, ...], ...]
     results: tuple[tuple[LeafRows, ...], ...]
 

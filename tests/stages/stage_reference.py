@@ -44,7 +44,7 @@ def _evaluate(stages: Stages, inputs: Sequence[Any]) -> list[Any]:
 
 
 def one_forward_one_backward(stages: Stages) -> Iterator[tuple[str, int, int]]:
-    """Tasks, each behind what it waits for, with several microbatches in flight.
+    """Tasks, each after what it waits for, with several microbatches in flight.
 
     W tasks come a microbatch later than they could.
     """
@@ -135,7 +135,7 @@ class _Machine:
         return True
 
     def leave_loop(self) -> None:
-        """Write what has left the loop to the variables behind it."""
+        """Write what has left the loop to the variables after it."""
         if self.stage.loop is not None:
             assert not self.flying
             totals = self.scan.outvars[: self.num_carry]

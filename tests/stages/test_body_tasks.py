@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.pieces.body_tasks import body_tasks
+from autopar.passes.pieces.stage_pieces import body_tasks
 from autopar.passes.sharding.layout import Layout, replicated
 from autopar.passes.sharding.spmd_program import (
     Compute,

@@ -100,7 +100,7 @@ def mean_square(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 )
 def test_layers_and_their_leaves_are_cut_where_it_is_asked(stages: Any, ends: list[int]) -> None:
     found = sliced(sgd(mean_square), parameters(), stages)
-    assert len(found.layers) == DEPTH + 1  # the linear map behind them is one as well
+    assert len(found.layers) == DEPTH + 1  # the linear map after them is one as well
     number = len(found.graphs)
     assert crossing(found) == one_each_way(number)
     pieces = list(itertools.pairwise(ends))
