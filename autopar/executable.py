@@ -4,7 +4,7 @@ A call does as little in Python as it can: flatten, check what JAX does not (a d
 again, or two donated leaves in one buffer, can end the process inside XLA), call the compiled
 program, unflatten. Whatever goes wrong there is looked into afterwards.
 
-The file is longer than others, because it documents what a user may call.
+It is long because it documents what a user may call.
 """
 
 from __future__ import annotations

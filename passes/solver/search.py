@@ -9,7 +9,7 @@
    exact model, or worth another ascent.
 5. Large-neighbourhood search on the best choice until the limit.
 
-The file is longer than others, because the parts of the budget stand beside the steps they bound.
+It is long because the parts of the budget stand beside the steps that they bound.
 """
 
 from __future__ import annotations
