@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import (
-    AutoparError,
-    DeviceError,
-    OptionError,
-)
+from autopar.base.errors import AutoparError, DeviceError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.passes.graph import jax_compat

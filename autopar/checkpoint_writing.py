@@ -1,4 +1,7 @@
-"""A checkpoint that is being written while the next steps run, and what is left at the end."""
+"""A checkpoint that is being written while the next steps run, and what is left at the end.
+
+Its leaves are stored by their paths, each in its own dtype.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.arrays.ray_array import Keeper, RayArray
+from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import AutoparError, CheckpointError
-from autopar.checkpoint_leaves import dtype_name, numbers_of
 from autopar.runtime.checkpoint_files import (
     LostItem,
     StoredLeaf,
@@ -23,12 +27,16 @@ from autopar.runtime.checkpoint_files import (
     keep_last,
     write_item,
 )
+from autopar.runtime.ray.transport.host_tiles import host_numbers
 
 logger = logging.getLogger("autopar")
 
 _DRIVER = "driver"
 _POLL_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
+
+PYTHON = {bool: "Python bool", int: "Python int", float: "Python float", complex: "Python complex"}
+"""Python numbers, and their dtypes as they are stored."""
 
 
 class WritingCheckpoint:
@@ -67,13 +75,6 @@ class WritingCheckpoint:
         _unfinished.add(self)
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for the end, and meanwhile see that actors are alive."""
-        try:
-            self._finish()
-        finally:
-            _unfinished.discard(self)
-
     def is_silent(self) -> bool:
         """Whether it is still being written after some seconds."""
         self._thread.join(_SILENT_SECONDS)
@@ -82,25 +83,27 @@ class WritingCheckpoint:
     def __str__(self) -> str:
         return f"the checkpoint of step {self._step} in {self._folder.parent}"
 
-    def _finish(self) -> None:
-        while True:
-            self._thread.join(_POLL_SECONDS)
-            if self._is_done:
-                return
-            is_alive = self._thread.is_alive()
-            for keeper, _, saving in self._parts:
-                if not saving.is_done:
-                    keeper.ping()  # a step before it may have failed; new actors are told again
-            if self._error is not None:
-                raise self._error
-            if not is_alive and not self._is_done:
-                if self._tries == self._told():
-                    raise CheckpointError(
-                        f"The state of step {self._step} was lost before it could be saved.",
-                        where=str(self._folder),
-                        why="the step that was to make it failed.",
-                    )
-                self.start()
+    def finish(self) -> None:
+        """Wait for the end, and meanwhile see that actors are alive."""
+        try:
+            while not self._is_done:
+                self._thread.join(_POLL_SECONDS)
+                is_alive = self._thread.is_alive()
+                for keeper, _, saving in self._parts:
+                    if not saving.is_done:
+                        keeper.ping()  # a step before may have failed; new actors are told again
+                if self._error is not None:
+                    raise self._error
+                if not is_alive and not self._is_done:
+                    if self._tries == self._told():
+                        raise CheckpointError(
+                            f"The state of step {self._step} was lost before it could be saved.",
+                            where=str(self._folder),
+                            why="the step that was to make it failed.",
+                        )
+                    self.start()
+        finally:
+            _unfinished.discard(self)
 
     def _told(self) -> list[int]:
         """How often actors were told to write."""
@@ -172,3 +175,51 @@ def _finish_all() -> None:
             writing.finish()
         except Exception as error:
             logger.error("%s", error)
+
+
+def flat(state: Any) -> tuple[list[str], list[Any]]:
+    """The paths of the leaves of a tree, and the leaves."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [jax.tree_util.keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """See that a leaf can be saved.
+
+    Raises:
+      CheckpointError: it was consumed, or is of no kind that is saved.
+    """
+    if isinstance(leaf, (jax.Array, SplitArray, RayArray)):
+        if leaf.is_deleted():
+            raise CheckpointError(
+                "A leaf of the state was consumed, so it cannot be saved.",
+                where=path,
+                hint="save the state that the last call of the step returned.",
+            )
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise CheckpointError(
+                "A leaf of the state lies on devices of other processes.", where=path
+            )
+        return
+    is_number = type(leaf) in PYTHON
+    if (is_number or isinstance(leaf, (np.ndarray, np.generic))) and np.asarray(
+        leaf
+    ).dtype != np.dtype(object):
+        return
+    raise CheckpointError(
+        f"A leaf of the state is a {type(leaf).__name__}, which cannot be saved.",
+        where=path,
+        why="leaves are arrays, PRNG keys and numbers of up to 64 bits.",
+    )
+
+
+def numbers_of(leaf: Any) -> np.ndarray:
+    """The numbers of a leaf, in its own dtype, also where JAX would use a smaller one."""
+    if isinstance(leaf, (jax.Array, SplitArray)):
+        return host_numbers(leaf)
+    return np.asarray(leaf)
+
+
+def dtype_name(leaf: Any) -> str:
+    """The name of a leaf's dtype as it is stored."""
+    return PYTHON.get(type(leaf)) or str(leaf.dtype.name)

@@ -15,6 +15,7 @@ from autopar.initialize import initialize
 from autopar.passes.planner.compiler import Compiled
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
+from autopar.runtime.ray.recovery.lineage import apart
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
@@ -95,20 +96,8 @@ class RayExecutable(Executable):
 
     def _without_aliases(self, donated: list[Any], kept: list[Any]) -> list[Any]:
         """A copy for each donated leaf on an actor that another leaf uses as well."""
-        seen = {id(x) for leaf in kept if isinstance(leaf, RayArray) for x in leaf.residents}
-        result = []
-        for leaf, index in zip(donated, self._donated, strict=True):
-            if isinstance(leaf, RayArray):
-                residents = {id(x) for x in leaf.residents}
-                if not seen.isdisjoint(residents):
-                    leaf = self._placed_leaf(leaf, index)
-                seen |= residents
-            result.append(leaf)
-        return result
-
-    def _placed_leaf(self, leaf: Any, index: int) -> RayArray:
-        """A leaf of the arguments, copied to where it belongs."""
-        return self._compiled.place(leaf, LeafPlace("argument", index))
+        leaves = dict(zip(self._donated, donated, strict=True))
+        return list(apart(leaves, kept, self._compiled.place).values())
 
     # Trees of arrays on actors
 
@@ -151,7 +140,9 @@ class RayExecutable(Executable):
         Args:
           tree: such as a state that the step returned. Other leaves stay as they are.
         """
-        self._start_fetching(tree)
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, RayArray):
+                leaf.copy_to_host_async()
         return jax.tree.map(lambda x: x.__jax_array__() if isinstance(x, RayArray) else x, tree)
 
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
@@ -183,14 +174,8 @@ class RayExecutable(Executable):
         for index, sharding in enumerate(self._in_shardings):
             shape = self._traced.signature.shapes[index]
             if sharding == old.sharding and (shape.shape, shape.dtype) == (old.shape, new.dtype):
-                return self._placed_leaf(new, index)
+                return self._compiled.place(new, LeafPlace("argument", index))
         return new
-
-    @staticmethod
-    def _start_fetching(tree: Any) -> None:
-        for leaf in jax.tree.leaves(tree):
-            if isinstance(leaf, RayArray):
-                leaf.copy_to_host_async()
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run the step on these arguments with every instruction timed; the state is kept.

@@ -33,12 +33,7 @@ from contest import evaluate, is_allowed, load_problem, peak_usage
 from plain_model import plain
 from solver_families import FAMILIES, with_limit
 
-from autopar.passes.solver import (
-    Infeasible,
-    Problem,
-    Solution,
-    solve,
-)
+from autopar.passes.solver import Infeasible, Problem, Solution, solve
 
 FAMILY_SIZES = (
     ("chain", 300, 6, 0),

@@ -30,14 +30,7 @@ import numpy as np
 import optax
 import pictures
 import typer
-from corpus import (
-    VOCABULARY,
-    Batch,
-    TrainingBatches,
-    bigram_bits,
-    read_corpus,
-    validation_batches,
-)
+from corpus import VOCABULARY, Batch, TrainingBatches, bigram_bits, read_corpus, validation_batches
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -36,13 +36,7 @@ class LostItem(Exception):
 
 
 class StoredPiece(NamedTuple):
-    """A part of a leaf.
-
-    Args:
-      item: that holds it.
-      name: in the item.
-      start: the index of its first element in the leaf.
-    """
+    """A part of a leaf, with a name in an item; `start` is the index of its first element."""
 
     item: str
     name: str
@@ -53,11 +47,8 @@ class StoredPiece(NamedTuple):
 class StoredLeaf:
     """A leaf of a saved state.
 
-    Args:
-      path: its path (`jax.tree_util.keystr`).
-      shape: of the leaf.
-      dtype: its name, or "Python int", "Python float", "Python bool" or "Python complex".
-      pieces: what it consists of; none: it has no elements.
+    The path is that of `jax.tree_util.keystr`; the dtype a name, or "Python int", "Python float",
+    "Python bool" or "Python complex". It has no pieces where it has no elements.
     """
 
     path: str
@@ -117,7 +108,12 @@ def steps_in(directory: Path) -> tuple[int, ...]:
     entries = _listed(directory)
     if MARKER not in entries:
         if entries:
-            raise _no_checkpoints(directory)
+            raise CheckpointError(
+                "This is no folder of checkpoints.",
+                where=str(directory),
+                why=f"it has other files, and no {MARKER}.",
+                hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
+            )
         return ()
     found = [match for name in entries if (match := _STEP.fullmatch(name))]
     return tuple(sorted(int(x[1]) for x in found if (directory / x.string / CONTENTS).exists()))
@@ -172,7 +168,11 @@ def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> Non
     }
     _write(folder / CONTENTS, json.dumps(contents, indent=1))
     os.replace(folder, folder.parent / name_of(step))
-    _sync(folder.parent)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def keep_last(directory: Path, count: int) -> None:
@@ -210,15 +210,6 @@ def name_of(step: int) -> str:
     return f"step_{step:08}"
 
 
-def _no_checkpoints(directory: Path) -> CheckpointError:
-    return CheckpointError(
-        "This is no folder of checkpoints.",
-        where=str(directory),
-        why=f"it has other files, and no {MARKER}.",
-        hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
-    )
-
-
 def _listed(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
@@ -236,11 +227,3 @@ def _write(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(new, file)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

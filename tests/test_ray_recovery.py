@@ -212,10 +212,10 @@ def test_an_error_that_shows_in_the_recovery(step: RayExecutable) -> None:
 def test_more_losses_than_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     replay, kills = Lineage.replay, [0]
 
-    def disturbed(self: Lineage, running: Any, keeper: Any) -> Any:
+    def disturbed(self: Lineage, running: Any) -> Any:
         if kills:
             kill(running.pool.pids[kills.pop()])
-        return replay(self, running, keeper)
+        return replay(self, running)
 
     monkeypatch.setattr(Lineage, "replay", disturbed)
     with on_actors(autopar.Ray(deadline=60, max_restarts=2), stages=1) as made:

@@ -141,7 +141,7 @@ class StageError(AutoparError, RuntimeError):
     Args:
       what, where, why, hint: as in `AutoparError`; `where` names the actor, the stage, the
         instruction and the microbatch.
-      spot: the same as a value (`runtime.ray.actor.failures.Spot`), or None.
+      spot: the same as a value (`runtime.ray.actor.messages.Spot`), or None.
     """
 
     def __init__(self, what: str, *, spot: Any = None, **told: str | None):

@@ -9,12 +9,7 @@ from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
 from autopar.report.palette import GREY, INK, KINDS, MINE, PARTS, QUIET
 from autopar.report.path_folding import short_path
-from autopar.report.summaries import (
-    CollectiveGroup,
-    TransferGroup,
-    input_categories,
-    memory_limit,
-)
+from autopar.report.summaries import CollectiveGroup, TransferGroup, input_categories, memory_limit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,12 +20,7 @@ from autopar.passes.graph.primitives import (
     SCATTERS,
     FactorKind,
 )
-from autopar.passes.primitives.factor_rule import (
-    DimFactors,
-    Factor,
-    FactorRule,
-    ValueFactors,
-)
+from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, ValueFactors
 from autopar.passes.primitives.shardings import (
     dtype_of,
     gather_picks,

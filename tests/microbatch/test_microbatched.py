@@ -13,13 +13,7 @@ from microbatch.helpers import analyzed, check_phases, run
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import check
-from autopar.passes.graph.microbatched import (
-    LoopPhase,
-    Microbatched,
-    Task,
-    WholePhase,
-    in_phases,
-)
+from autopar.passes.graph.microbatched import LoopPhase, Microbatched, Task, WholePhase, in_phases
 from autopar.passes.microbatch import split
 
 ROWS, COUNT = 16, 4

@@ -11,7 +11,7 @@ import pytest
 FREES = """
 import json, resource, sys
 import numpy as np
-from autopar.runtime.ray.actor.heap import give_back, keep_freed_memory
+from autopar.runtime.ray.actor.stage_actor import give_back, keep_freed_memory
 if "keep" in sys.argv:
     keep_freed_memory()
 found = []

@@ -22,15 +22,7 @@ from autopar.runtime.ray.transport.host_tiles import (
     to_host,
     unpacked,
 )
-from autopar.runtime.ray.transport.routes import (
-    Move,
-    Route,
-    Spread,
-    arrival,
-    departure,
-    route,
-    slices,
-)
+from autopar.runtime.ray.transport.routes import Move, Route, Spread, route, slices
 
 MESHES = ((1,), (2,), (4,), (2, 2), (1, 3), (2, 1, 2), (3,), (6,), (3, 2))
 AXES = ("x", "y", "z")
@@ -50,6 +42,11 @@ def spreads(draw: Any, shape: tuple[int, ...]) -> Spread:
         if dim is not None:
             dims[dim].append(axis)
     return Spread(shape, tuple(map(tuple, dims)), mesh)
+
+
+def num_elements(found: Route) -> int:
+    """How many cross."""
+    return sum(math.prod(move.shape) for move in found.moves)
 
 
 @st.composite
@@ -80,9 +77,9 @@ def moved(
     messages = {
         (sender, receiver): [part(move) for move in moves]
         for sender, own in enumerate(sources)
-        for receiver, moves in enumerate(departure(found, own, receivers).moves)
+        for receiver, moves in enumerate(found.departure(own, receivers).moves)
     }
-    arrivals = [arrival(found, n, targets[n], receivers, sources) for n in range(receivers)]
+    arrivals = [found.arrival(n, targets[n], receivers, sources) for n in range(receivers)]
     got: list[list[tuple[Move, np.ndarray]]] = []
     for receiver, way in enumerate(arrivals):
         got.append([])
@@ -118,7 +115,7 @@ def test_any_layout_becomes_any_other(pair: tuple[Spread, Spread], data: Any) ->
     received = moved(found, tiles_of(whole, source), math.prod(target.mesh), *counts)
     for got, wanted in zip(received, tiles_of(whole, target), strict=True):
         np.testing.assert_array_equal(got, wanted)
-    assert found.size == whole.size, "every element crosses once"
+    assert num_elements(found) == whole.size, "every element crosses once"
 
 
 def test_what_several_processes_want_comes_to_each_in_part() -> None:
@@ -205,11 +202,11 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread]) -> None:
     spreads = [Spread(shape, (*end.dims, *more), end.mesh) for end in ends]
     found = route(spreads[0], spreads[1])
     counts = [math.prod(end.mesh) for end in ends]
-    (moves,) = departure(found, range(counts[0]), 1).moves
-    way = arrival(found, 0, range(counts[1]), 1, [range(counts[0])])
+    (moves,) = found.departure(range(counts[0]), 1).moves
+    way = found.arrival(0, range(counts[1]), 1, [range(counts[0])])
     devices = {device: n for n, device in enumerate(array.sharding.mesh.devices.flat)}
     data = np.concatenate([np.zeros(0, np.uint8), *taken(array, moves, devices)])
-    assert data.size == found.size * dtype.itemsize
+    assert data.size == num_elements(found) * dtype.itemsize
     where = sharded(ends[1], 2)
     arrived = placed(unpacked(data, moves, dtype), way.tiles, array.shape, array.dtype, where)
     assert arrived.sharding.is_equivalent_to(where, arrived.ndim)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.runtime.ray.actor.store import KEYS, Missing, Store
+from autopar.runtime.ray.actor.actor_arrays import KEYS, Missing, Store
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 

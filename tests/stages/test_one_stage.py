@@ -7,14 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from sharding.steps import (
-    CLUSTER,
-    arrays,
-    graph_of,
-    momentum_shapes,
-    momentum_step,
-    shaped,
-)
+from sharding.steps import CLUSTER, arrays, graph_of, momentum_shapes, momentum_step, shaped
 
 from autopar.base.options import Options
 from autopar.passes.graph.graph import Graph

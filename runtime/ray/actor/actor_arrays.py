@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,28 +11,77 @@ import numpy as np
 
 from autopar.passes.graph.logical import no_mesh
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.store import KEYS, Missing, Store
-from autopar.runtime.ray.transport.host_tiles import (
-    assembled,
-    copied,
-    is_key,
-    numbers,
-    to_host,
-)
+from autopar.runtime.ray.transport.host_tiles import assembled, copied, is_key, numbers, to_host
 from autopar.runtime.ray.transport.routes import Box
 from autopar.runtime.stage_programs import StagePrograms
 
+KEYS = 1 << 32
+"""Keys of a step: its number times this, and what is below is the number of a value."""
+FIRST_OTHER = 1 << 48
+"""In place of a step's number for what comes from elsewhere, such as `initialize`."""
+
+
+class Missing(Exception):
+    """A key that the store does not have."""
+
+
+class Store:
+    """Arrays that outlive a step, by key; readers may come before the array does."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Any] = {}
+        self._changed = threading.Condition()
+        self._lost: list[tuple[int, int]] = []
+        self._complete: dict[bool, int] = {}
+
+    def __getitem__(self, key: int) -> Any:
+        with self._changed:
+            if key not in self._arrays:
+                raise Missing(f"key {key}")
+            return self._arrays[key]
+
+    def wait(self, key: int) -> Any:
+        """The array, when it is there: the driver watches that its step goes on.
+
+        Raises:
+          Missing: it was lost, or dropped.
+        """
+        serial = key // KEYS
+        with self._changed:
+            while key not in self._arrays:
+                is_past = serial <= self._complete.get(serial >= FIRST_OTHER, 0)
+                if is_past or any(first <= key < last for first, last in self._lost):
+                    raise Missing(f"key {key}")
+                self._changed.wait()
+            return self._arrays[key]
+
+    def put(self, key: int, array: Any) -> None:
+        with self._changed:
+            self._arrays[key] = array
+            self._changed.notify_all()
+
+    def complete(self, serial: int) -> None:
+        """Say that all arrays with these numbers, and lower ones of their kind, were put."""
+        with self._changed:
+            self._complete[serial >= FIRST_OTHER] = serial
+            self._changed.notify_all()
+
+    def drop(self, keys: Sequence[int]) -> None:
+        with self._changed:
+            for key in keys:
+                self._arrays.pop(key, None)
+
+    def lose(self, first: int, last: int) -> None:
+        """Say that keys from `first` to `last` (left out) will not come, and drop those there."""
+        with self._changed:
+            for key in [key for key in self._arrays if first <= key < last]:
+                del self._arrays[key]
+            self._lost.append((first, last))
+            self._changed.notify_all()
+
 
 class ActorArrays:
-    """Arrays in the store of one process.
-
-    Args:
-      plan: what the process runs.
-      programs: on its devices.
-
-    Attributes:
-      store: the arrays, by key.
-    """
+    """Arrays of one process, in its `store` by key; `programs` are those of its devices."""
 
     def __init__(self, plan: ActorPlan, programs: StagePrograms) -> None:
         self._plan, self._programs = plan, programs
@@ -58,13 +108,16 @@ class ActorArrays:
             return
         self.store.put(copy, copied(array))
 
-    def copies(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
+    def copies(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray] | None:
         """The numbers of arrays, or boxes, in memory that no later step overwrites.
 
-        Raises:
-          Missing: one is lost.
+        Returns:
+          None: one is lost.
         """
-        return [np.array(to_host(self.store[key], box)) for key, box in wanted]
+        try:
+            return [np.array(to_host(self.store[key], box)) for key, box in wanted]
+        except Missing:
+            return None
 
     def make(
         self,
@@ -72,12 +125,9 @@ class ActorArrays:
         arguments: Sequence[Any],
         wanted: Sequence[tuple[int, int, int, tuple[slice, ...] | None]],
     ) -> None:
-        """Run a function whose results, or rows of them, stay here.
+        """Run a function of arrays, compiled for the mesh of each stage, whose results stay here.
 
-        Args:
-          function: of arrays; it is compiled for the mesh of each stage.
-          arguments: its arguments.
-          wanted: (key, value, number of the result, rows) of what stays.
+        What is wanted is (key, value, number of the result, rows) of what stays.
         """
         implementations = [
             jax.random.key_impl(x) if is_key(getattr(x, "dtype", None)) else None for x in arguments

@@ -2,31 +2,38 @@
 
 A mesh has one process or several, each with as many of its devices, in their order. All processes
 of a mesh run its list of instructions; a route tells each which bytes it sends and gets.
+
+The instruction lists are those of the program. What the local runtime leaves to `jax.device_put`
+is written down here: the route of every buffer of a `Send`, and that of a leaf which a stage reads
+away from its home (a tied embedding, a counter): where it lives, the caller holds it between
+steps, and its home hands it on when a step begins.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.passes.pieces.pieces import Pieces
-from autopar.passes.pipeline.instructions import (
-    Instruction,
-    PipelineProgram,
-    Send,
-)
+from autopar.passes.pieces.pieces import Pieces, Runnable
+from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Recv, Send
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
+from autopar.passes.sharding.spmd_program import Block, ShardedValue, SpmdProgram
 from autopar.runtime.ray.transport.host_tiles import plain
-from autopar.runtime.ray.transport.mesh_processes import devices_of_process
 from autopar.runtime.ray.transport.routes import (
-    Arrival,
     Box,
-    Departure,
+    Route,
     Spread,
+    Way,
+    actors_of_meshes,
+    devices_of_process,
+    route,
 )
 
 FIRST_OWN_TAG = 1 << 32
@@ -54,34 +61,27 @@ class Slot(NamedTuple):
     carried: int | None = None
 
 
-@dataclass(frozen=True)
-class HandOn:
-    """A leaf that goes from its home to another mesh at the start of a step.
+class HandOn(NamedTuple):
+    """A part of a leaf that goes from its home to another mesh at the start of a step.
 
-    Args:
-      leaf, part: which.
-      value: its number on this side.
-      way: what this process sends or gets of its numbers.
+    It has the number `value` on this side; the way says what this process sends or gets of it.
     """
 
     leaf: int
     part: int
     value: int
-    way: Departure | Arrival
+    way: Way
 
 
 @dataclass(frozen=True)
 class ActorPlan:
     """What a process of one mesh must know.
 
+    It is a process of a mesh, which runs stages on so many devices; of the pieces and the program
+    of the plan only this mesh's are there.
+
     Args:
-      mesh: its number.
-      process: the number of the process among those of its mesh.
       processes: for every mesh, the actors that are its processes.
-      stages: those that it runs.
-      num_devices: of the mesh.
-      pieces: those of the plan; only this mesh's are there.
-      program: that of the plan; only this mesh's instructions are there.
       ways: for each `Send` and `Recv` of this mesh, by tag, the way of every buffer.
       slots: what takes the leaves.
       carried: those of `outputs` that the next step takes over, where the caller gives it all that
@@ -90,8 +90,6 @@ class ActorPlan:
       handed: by sending mesh, what others hand on to this mesh.
       copies: (leaf, part, home value, value) of what another stage of this mesh takes from it.
       outputs: numbers of the values that the caller takes.
-      awaited: for the index of a `Run`, the tags of the `Send`s that must have read what it takes
-        over.
     """
 
     mesh: int
@@ -101,14 +99,13 @@ class ActorPlan:
     num_devices: int
     pieces: Pieces
     program: PipelineProgram
-    ways: dict[int, tuple[Departure | Arrival, ...]]
+    ways: dict[int, tuple[Way, ...]]
     slots: tuple[Slot, ...]
     carried: tuple[int, ...]
     hand_on: dict[int, tuple[HandOn, ...]]
     handed: dict[int, tuple[HandOn, ...]]
     copies: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[int, ...]
-    awaited: dict[int, tuple[int, ...]]
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -168,13 +165,10 @@ class ActorPlan:
                 holders[box].append(actor)
         return tuple((actors[value % len(actors)], box) for box, actors in holders.items())
 
-    def shape_of(self, value: int) -> tuple[int, ...]:
-        """Of a value's numbers."""
-        return self._spread(value).shape
-
-    def dtype_of(self, value: int) -> np.dtype[Any]:
-        """Of a value's numbers."""
-        return plain((), self.pieces.versions[value].atom.aval.dtype)[1]
+    def numbers_of(self, value: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of a value's numbers."""
+        aval = self.pieces.versions[value].atom.aval
+        return self._spread(value).shape, plain((), aval.dtype)[1]
 
     def _spread(self, value: int) -> Spread:
         stage = self.program.value_of[value].stage
@@ -190,3 +184,184 @@ def spread_of(version: ShardedValue, program: SpmdProgram) -> Spread:
         axes = tuple(axis for axis, _ in layout.partial)
         shape, dims = (num_parts(axes, program.mesh), *shape), (axes, *dims)
     return Spread(shape, dims, program.mesh)
+
+
+def partition_plan(
+    runnable: Runnable,
+    num_leaves: int,
+    counts: Sequence[int],
+    carried: Mapping[int, int] | None = None,
+) -> tuple[ActorPlan, ...]:
+    """The part of every process, by actor, where each mesh has so many processes (`counts`).
+
+    The leaves after those of the step's arguments (`num_leaves`) are constants, without slots.
+    `carried` is, by leaf, the number of the result that the next step takes over in its place.
+    """
+    pieces, program = runnable.pieces, runnable.program
+    schedule = program.schedule
+    processes = actors_of_meshes(counts)
+    routes = _Routes(pieces, program, counts)
+    values = result_values(runnable)
+    followers = {leaf: values[result] for leaf, result in (carried or {}).items()}
+    taken = set(itertools.chain.from_iterable(followers.values()))
+    slots, hand_on, copies = _slots(runnable, num_leaves, routes, followers)
+    wanted = {rows.number for group in runnable.results for rows in group}
+    outputs = tuple(dict.fromkeys(pieces.outputs[number] for number in sorted(wanted)))
+    parts = []
+    for mesh, process in ((m, p) for m in range(schedule.num_meshes) for p in range(counts[m])):
+        stages = tuple(s for s, home in enumerate(schedule.mesh_of_stage) if home == mesh)
+        own = set(stages)
+        numbers = {value.number for value in program.values if value.stage in own}
+        instructions = program.meshes[mesh]
+        way = functools.partial(routes.way, mesh=mesh, process=process)
+        parts.append(
+            ActorPlan(
+                mesh=mesh,
+                process=process,
+                processes=processes,
+                stages=stages,
+                num_devices=routes.num_devices[mesh],
+                pieces=dataclasses.replace(
+                    pieces,
+                    programs=tuple(_without_block(p) for p in pieces.programs),
+                    versions={n: v for n, v in pieces.versions.items() if n in numbers},
+                    pieces=tuple(piece for piece in pieces.pieces if piece.stage in own),
+                ),
+                program=dataclasses.replace(
+                    program,
+                    meshes=tuple(x if m == mesh else () for m, x in enumerate(program.meshes)),
+                    order=tuple((mesh, index) for index in range(len(instructions))),
+                ),
+                ways={
+                    x.tag: tuple(map(way, routes.by_tag[x.tag]))
+                    for x in instructions
+                    if isinstance(x, (Send, Recv))
+                },
+                slots=tuple(slots[mesh]),
+                carried=tuple(n for n in outputs if n in numbers and n in taken),
+                hand_on={
+                    to: tuple(HandOn(x.leaf, x.part, x.home, way(x.crossing)) for x in found)
+                    for (source, to), found in hand_on.items()
+                    if source == mesh
+                },
+                handed={
+                    source: tuple(HandOn(x.leaf, x.part, x.value, way(x.crossing)) for x in found)
+                    for (source, to), found in hand_on.items()
+                    if to == mesh
+                },
+                copies=tuple(copies[mesh]),
+                outputs=tuple(n for n in outputs if n in numbers),
+            )
+        )
+    return tuple(parts)
+
+
+def result_values(runnable: Runnable) -> tuple[tuple[int, ...], ...]:
+    """For every leaf of the result, the value of each of its parts."""
+    outputs = runnable.pieces.outputs
+    return tuple(tuple(outputs[rows.number] for rows in group) for group in runnable.results)
+
+
+def _without_block(program: SpmdProgram) -> SpmdProgram:
+    return SpmdProgram(program.mesh, program.axis_names, Block((), (), ()))
+
+
+class _Crossing(NamedTuple):
+    """The route of one array, and the meshes at its ends."""
+
+    route: Route
+    source: int
+    target: int
+
+
+class _Handed(NamedTuple):
+    """A leaf, or rows of one, that its home hands on to another mesh."""
+
+    leaf: int
+    part: int
+    home: int
+    value: int
+    crossing: _Crossing
+
+
+class _Routes:
+    """The routes of a plan, as each process sees them; `counts` are those of the meshes' processes.
+
+    Attributes:
+      num_devices: of every mesh.
+      by_tag: for each `Send`, how every buffer crosses.
+    """
+
+    def __init__(self, pieces: Pieces, program: PipelineProgram, counts: Sequence[int]) -> None:
+        self._pieces, self._program, self._counts = pieces, program, counts
+        homes = program.schedule.mesh_of_stage
+        self.num_devices = tuple(
+            max(math.prod(pieces.programs[s].mesh) for s, home in enumerate(homes) if home == mesh)
+            for mesh in range(program.schedule.num_meshes)
+        )
+        targets = {
+            x.tag: x.buffers
+            for instructions in program.meshes
+            for x in instructions
+            if isinstance(x, Recv)
+        }
+        self.by_tag: dict[int, tuple[_Crossing, ...]] = {}
+        for instructions in program.meshes:
+            sent: list[int] = []  # sends are balanced over the whole step
+            for x in instructions:
+                if isinstance(x, Send):
+                    self.by_tag[x.tag] = tuple(
+                        self.between(a.value, b.value, sent)
+                        for a, b in zip(x.buffers, targets[x.tag], strict=True)
+                    )
+
+    def between(self, source: int, target: int, sent: list[int]) -> _Crossing:
+        """The route from one value to another, which is added to what was sent."""
+        ends, meshes = [], []
+        for number in (source, target):
+            stage = self._program.value_of[number].stage
+            ends.append(spread_of(self._pieces.versions[number], self._pieces.programs[stage]))
+            meshes.append(self._program.mesh_of(number))
+        sent += [0] * (math.prod(ends[0].mesh) - len(sent))
+        found = route(ends[0], ends[1], sent, self._counts[meshes[1]])
+        return _Crossing(found, meshes[0], meshes[1])
+
+    def way(self, crossing: _Crossing, mesh: int, process: int) -> Way:
+        """What a process of one of its meshes sends, or gets."""
+        own, num_targets = self._own(mesh, process), self._counts[crossing.target]
+        if mesh == crossing.source:
+            return crossing.route.departure(own, num_targets)
+        sources = [self._own(crossing.source, n) for n in range(self._counts[crossing.source])]
+        return crossing.route.arrival(process, own, num_targets, sources)
+
+    def _own(self, mesh: int, process: int) -> range:
+        return devices_of_process(self.num_devices[mesh], process, self._counts[mesh])
+
+
+def _slots(
+    runnable: Runnable, num_leaves: int, routes: _Routes, followers: Mapping[int, Sequence[int]]
+) -> tuple[
+    list[list[Slot]], dict[tuple[int, int], list[_Handed]], list[list[tuple[int, int, int, int]]]
+]:
+    """For every mesh its slots; what is handed on by (source, target); copies within a mesh."""
+    pieces, program = runnable.pieces, runnable.program
+    meshes = program.schedule.num_meshes
+    slots: list[list[Slot]] = [[] for _ in range(meshes)]
+    copies: list[list[tuple[int, int, int, int]]] = [[] for _ in range(meshes)]
+    hand_on: dict[tuple[int, int], list[_Handed]] = {}
+    for leaf, group in enumerate(runnable.leaves[:num_leaves]):
+        for part, rows in enumerate(group):
+            home, *others = pieces.inputs[rows.number]
+            here = program.mesh_of(home)
+            carried = followers[leaf][part] if leaf in followers else None
+            slots[here].append(Slot(home, leaf, part, True, carried))
+            for value in others:
+                there = program.mesh_of(value)
+                slots[there].append(Slot(value, leaf, part, False, carried))
+                if there == here:
+                    copies[here].append((leaf, part, home, value))
+                    continue
+                crossing = routes.between(home, value, [])
+                found = _Handed(leaf, part, home, value, crossing)
+                hand_on.setdefault((here, there), []).append(found)
+    return slots, hand_on, copies

@@ -14,32 +14,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.passes.pipeline.instructions import (
-    Buffer,
-    Send,
-)
+from autopar.passes.pipeline.instructions import Buffer, Send
 from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
-from autopar.runtime.ray.transport.host_tiles import (
-    as_bytes,
-    numbers,
-    placed,
-    taken,
-    unpacked,
-)
-from autopar.runtime.ray.transport.routes import Arrival, Departure, Move
+from autopar.runtime.ray.transport.host_tiles import as_bytes, numbers, placed, taken, unpacked
+from autopar.runtime.ray.transport.routes import Move, Way
 from autopar.runtime.ray.transport.sockets import Sockets, Ticket
 from autopar.runtime.stage_programs import StagePrograms
 
 
 class Exchange:
-    """The messages of one process in a step.
-
-    Args:
-      plan: what the process runs.
-      programs: on its devices.
-      devices: the number of each device in the mesh.
-      transport: to the other processes.
-      deadline: seconds that one wait may take.
+    """The messages of one process in a step; a wait may take as many seconds as the deadline.
 
     Attributes:
       tickets: of the `Send`s that are under way, by tag.
@@ -89,12 +73,7 @@ class Exchange:
         self._transport.send(actor, step, tag, 1, lambda: [_DONE])
 
     def send(
-        self,
-        mesh: int,
-        step: int,
-        tag: int,
-        arrays: Sequence[Any],
-        ways: Sequence[Departure | Arrival],
+        self, mesh: int, step: int, tag: int, arrays: Sequence[Any], ways: Sequence[Way]
     ) -> list[Ticket]:
         """Send to each process of another mesh what it gets from this one."""
         tickets = []
@@ -112,11 +91,7 @@ class Exchange:
         return tickets
 
     def send_buffers(
-        self,
-        x: Send,
-        ways: Sequence[Departure | Arrival],
-        buffers: dict[Buffer, Any],
-        step: int,
+        self, x: Send, ways: Sequence[Way], buffers: dict[Buffer, Any], step: int
     ) -> None:
         """What a `Send` says."""
         arrays = [buffers[buffer] for buffer in x.buffers]
@@ -126,14 +101,14 @@ class Exchange:
         self,
         mesh: int,
         tag: int,
-        items: Sequence[tuple[Buffer, Departure | Arrival]],
+        items: Sequence[tuple[Buffer, Way]],
         buffers: dict[Buffer, Any],
         step: int,
     ) -> None:
         """Receive from each process of another mesh; exchange with those of this one."""
         plan = self._plan
-        ways = [way for _, way in items if isinstance(way, Arrival)]
-        dtypes = [plan.dtype_of(buffer.value) for buffer, _ in items]
+        ways = [way for _, way in items]
+        dtypes = [plan.numbers_of(buffer.value)[1] for buffer, _ in items]
         found: list[list[tuple[Move, np.ndarray]]] = [[] for _ in items]
 
         def take(actor: int, tag: int, moves: Sequence[Sequence[Move]]) -> None:
@@ -160,10 +135,8 @@ class Exchange:
         for process, actor in others:
             take(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
         for (buffer, _), got, way in zip(items, found, ways, strict=True):
-            aval, place = (
-                plan.pieces.versions[buffer.value].atom.aval,
-                self._programs.places[buffer.value],
-            )
+            aval = plan.pieces.versions[buffer.value].atom.aval
+            place = self._programs.places[buffer.value]
             shape = tuple(aval.shape) if place.partial == 1 else (place.partial, *aval.shape)
             buffers[buffer] = placed(got, way.tiles, shape, aval.dtype, place.sharding)
 

@@ -1,13 +1,14 @@
-"""What an actor is told of one step."""
+"""What an actor is told of one step, and how it says what went wrong."""
 
 from __future__ import annotations
 
 import pickle
+import traceback
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autopar.runtime.ray.actor.actor_arrays import KEYS, Missing
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.store import KEYS
 from autopar.runtime.ray.actor.timing import Turns
 
 LARGE = 1 << 20
@@ -65,7 +66,60 @@ def packed(message: Message) -> Message | bytes:
 
 def unpacked(found: Message | bytes) -> Message:
     """The message again."""
-    if isinstance(found, bytes):
-        message: Message = pickle.loads(found)
-        return message
-    return found
+    return pickle.loads(found) if isinstance(found, bytes) else found
+
+
+Kind = Literal["error", "late", "lost", "group", "aborted"]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where in a step something happened.
+
+    The stage is that of the instruction ("stage 0"), or those of the actor; the index is None where
+    it is no instruction of the list. The instruction is what is done, for people.
+    """
+
+    actor: int
+    stage: str
+    index: int | None
+    instruction: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        text = f"actor {self.actor}, {self.stage}, {self.instruction}"
+        return text if self.microbatch is None else f"{text}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step ended early on one actor, as the actor says it.
+
+    Args:
+      kind: "error": something raised; "late": a wait took longer than the deadline; "lost": another
+        actor is gone; "group": another process of its mesh is gone or does not answer; "aborted":
+        the driver called the step off.
+      what: the error's type and message.
+      traceback: where it was raised.
+      peer, tag: the actor and the message that were waited for.
+    """
+
+    kind: Kind
+    spot: Spot
+    step: int
+    what: str = ""
+    traceback: str = ""
+    peer: int | None = None
+    tag: int | None = None
+
+
+def failure_of(error: BaseException, spot: Spot, step: int = 0) -> Failure:
+    """Something that was raised on an actor; must be called where it is handled."""
+    if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
+        kind = error.args[-1]
+        what = f"FloatingPointError: {kind} in its results, and jax_debug_{kind}s is set."
+    elif isinstance(error, Missing):
+        what = "an array that it needs is no longer there."
+    else:
+        what = f"{type(error).__name__}: {error}"
+    return Failure("error", spot, step, what, "".join(traceback.format_exception(error)))

@@ -35,18 +35,13 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.event_times import Place, Times
-from autopar.runtime.ray.actor.actor_arrays import ActorArrays
+from autopar.runtime.ray.actor.actor_arrays import KEYS, ActorArrays
 from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, ActorPlan
 from autopar.runtime.ray.actor.exchange import Exchange
-from autopar.runtime.ray.actor.failures import Failure, Spot, failure_of
-from autopar.runtime.ray.actor.messages import Message, spelled_out
-from autopar.runtime.ray.actor.store import KEYS
+from autopar.runtime.ray.actor.messages import Failure, Message, Spot, failure_of, spelled_out
 from autopar.runtime.ray.actor.timing import Alone, Together, Turns
 from autopar.runtime.ray.transport.group import is_of_group
-from autopar.runtime.ray.transport.host_tiles import (
-    copied,
-    resharded,
-)
+from autopar.runtime.ray.transport.host_tiles import copied, resharded
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
 
@@ -55,14 +50,10 @@ Action = Callable[[dict[Buffer, Any], int], None]
 
 
 class ProcessStep:
-    """The compiled share of one process.
+    """The compiled share of one process; a wait may take as many seconds as the deadline.
 
-    Args:
-      plan: what it runs.
-      constants: for every constant that its mesh holds, its value's number, and the numbers that
-        the process's devices hold.
-      transport: to the other processes.
-      deadline: seconds that one wait may take.
+    The constants are, for each that its mesh holds, its value's number, and the numbers that the
+    process's devices hold.
     """
 
     def __init__(
@@ -109,8 +100,7 @@ class ProcessStep:
         try:
             self._run(message)
         except TransportError as error:
-            kinds = {"late": "late", "lost": "lost", "aborted": "aborted", "failed": "error"}
-            kind: Any = kinds[error.reason]
+            kind: Any = "error" if error.reason == "failed" else error.reason
             spot, tag = self.spot(), self._tag()
             return Failure(kind, spot, message.step, error.detail, "", error.peer, tag)
         except BaseException as error:
@@ -127,12 +117,23 @@ class ProcessStep:
         self._at(None, "the start of the step")
         self._store.drop(message.forgotten)
         buffers = self._inputs(message)
-        if message.record is None:
+        recorder: Together | Alone | None = None
+        if isinstance(message.record, Turns):
+            recorder = Alone(self.plan, message.record, self._exchange, step)
+        elif message.record is not None:
+            recorder = Together(self.plan)
+        try:
             for index, action in enumerate(self.actions):
+                if recorder is not None:
+                    self._at(None, "a profile, waiting for its turn")
+                    recorder.before(index)
                 self.index, self.since = index, time.monotonic()
                 action(buffers, step)
-        else:
-            self._run_recorded(message, buffers)
+                if recorder is not None:
+                    recorder.after(index, buffers)
+        finally:
+            if recorder is not None:
+                self.times = recorder.end()
         self._at(None, "the end of the step")
         self._exchange.wait_for_all()
         outputs = {value: buffers[Buffer(value, None)] for value in self.plan.outputs}
@@ -148,22 +149,6 @@ class ProcessStep:
         for value, array in outputs.items():
             self._store.put(step * KEYS + value, array)
         self._store.complete(step)
-
-    def _run_recorded(self, message: Message, buffers: dict[Buffer, Any]) -> None:
-        recorder: Together | Alone
-        if isinstance(message.record, Turns):
-            recorder = Alone(self.plan, message.record, self._exchange, message.step)
-        else:
-            recorder = Together(self.plan)
-        try:
-            for index, action in enumerate(self.actions):
-                self._at(None, "a profile, waiting for its turn")
-                recorder.before(index)
-                self.index, self.since = index, time.monotonic()
-                action(buffers, message.step)
-                recorder.after(index, buffers)
-        finally:
-            self.times = recorder.end()
 
     def _inputs(self, message: Message) -> dict[Buffer, Any]:
         """The values with which the step begins."""
@@ -199,9 +184,9 @@ class ProcessStep:
         for source, items in plan.handed.items():
             wanted = [x for x in items if (x.leaf, x.part, x.value) in arriving]
             if wanted:
-                self._at(
-                    None, f"the start of the step, waiting for leaves of {_actors(plan, source)}"
-                )
+                actors = plan.processes[source]
+                who = f"actor{'' if len(actors) == 1 else 's'} {', '.join(map(str, actors))}"
+                self._at(None, f"the start of the step, waiting for leaves of {who}")
                 pairs = [(Buffer(x.value, None), x.way) for x in wanted]
                 self._exchange.receive(source, FIRST_OWN_TAG + source, pairs, buffers, message.step)
         return buffers
@@ -209,12 +194,13 @@ class ProcessStep:
     def _actions(self) -> Iterator[Action]:
         plan, programs, exchange = self.plan, self.programs, self._exchange
         pace, lasting = Pace(), lasting_writes(plan.program)
+        awaited = _awaited(plan.instructions)
         for index, x in enumerate(plan.instructions):
             if isinstance(x, Run):
                 compiled = self.variants[x.piece, donated_numbers(x)]
                 waited = programs.waited(x, lasting.get((plan.mesh, index), ()))
                 run = stages.run_action(compiled, x, pace, waited)
-                yield self._run_action(run, x, plan.awaited.get(index, ()))
+                yield self._run_action(run, x, awaited.get(index, ()))
             elif isinstance(x, Send):
                 yield functools.partial(exchange.send_buffers, x, plan.ways[x.tag])
             elif isinstance(x, Recv):
@@ -255,20 +241,19 @@ class ProcessStep:
         if index is None:
             return Spot(plan.actor, plan.label, None, self.doing)
         x = plan.instructions[index]
-        stage = _stage(x, plan)
-        text = x.label
-        if not isinstance(x, Run):
-            text += ": " + ", ".join(map(self.names, (*x.reads, *x.writes)))
-        return Spot(plan.actor, f"stage {stage}", index, text, _microbatch(x))
+        if isinstance(x, Run):
+            return Spot(plan.actor, f"stage {x.stage}", index, x.label, x.microbatch)
+        buffers = (*x.reads, *x.writes)
+        value_of = plan.program.value_of
+        stage = value_of[buffers[0].value].stage if buffers else plan.stages[0]
+        text = f"{x.label}: {', '.join(map(self.names, buffers))}"
+        found = {buffer.microbatch for buffer in buffers} - {None}
+        microbatch = found.pop() if len(found) == 1 else None
+        return Spot(plan.actor, f"stage {stage}", index, text, microbatch)
 
     def _tag(self) -> int | None:
         x = None if self.index is None else self.plan.instructions[self.index]
         return x.tag if isinstance(x, (Send, Recv)) else None
-
-
-def _actors(plan: ActorPlan, mesh: int) -> str:
-    found = plan.processes[mesh]
-    return f"actor{'' if len(found) == 1 else 's'} {', '.join(map(str, found))}"
 
 
 def _reshard(x: Reshard, sharding: NamedSharding, buffers: dict[Buffer, Any], step: int) -> None:
@@ -277,20 +262,6 @@ def _reshard(x: Reshard, sharding: NamedSharding, buffers: dict[Buffer, Any], st
 
 def _local(action: stages.Action) -> Action:
     return lambda buffers, step: action(buffers)
-
-
-def _stage(x: Instruction, plan: ActorPlan) -> int:
-    if isinstance(x, Run):
-        return x.stage
-    buffers = (*x.reads, *x.writes)
-    return plan.program.value_of[buffers[0].value].stage if buffers else plan.stages[0]
-
-
-def _microbatch(x: Instruction) -> int | None:
-    if isinstance(x, Run):
-        return x.microbatch
-    found = {buffer.microbatch for buffer in (*x.reads, *x.writes)} - {None}
-    return found.pop() if len(found) == 1 else None
 
 
 def _devices(plan: ActorPlan) -> list[jax.Device]:
@@ -319,3 +290,33 @@ def _mesh(plan: ActorPlan, stage: int, devices: Sequence[jax.Device]) -> Mesh:
         program.axis_names,
         axis_types=(AxisType.Auto,) * len(program.mesh),
     )
+
+
+def _awaited(instructions: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
+    """Which `Send`s a `Run` must wait for: those that read what it donates.
+
+    After an `Accumulate` or a `Reshard` one array may have two names.
+    """
+    alias: dict[Buffer, Buffer] = {}
+
+    def root(buffer: Buffer) -> Buffer:
+        while buffer in alias:
+            buffer = alias[buffer]
+        return buffer
+
+    sends: dict[Buffer, list[int]] = {}
+    found = {}
+    for index, x in enumerate(instructions):
+        if isinstance(x, Send):
+            for buffer in x.buffers:
+                sends.setdefault(root(buffer), []).append(x.tag)
+        elif isinstance(x, (Accumulate, Reshard)):
+            source = x.addend if isinstance(x, Accumulate) else x.source
+            if root(source) != root(x.target):
+                sends.setdefault(root(source), []).extend(sends.pop(root(x.target), []))
+                alias[root(x.target)] = root(source)
+        elif isinstance(x, Run):
+            tags = [tag for buffer in x.donates for tag in sends.get(root(buffer), ())]
+            if tags:
+                found[index] = tuple(dict.fromkeys(tags))
+    return found

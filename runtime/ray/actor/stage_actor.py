@@ -6,13 +6,15 @@ for a step (reading results, asking where the actor is, calling a step off) has 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -20,14 +22,10 @@ import ray
 from jax.extend.core import jaxpr_as_fun
 
 from autopar.base.version import __version__
-from autopar.runtime.checkpoint_files import write_item
-from autopar.runtime.ray.actor.failures import Failure, Spot, failure_of
-from autopar.runtime.ray.actor.heap import give_back, keep_freed_memory
-from autopar.runtime.ray.actor.messages import unpacked
+from autopar.runtime.checkpoint_files import LostItem, write_item
+from autopar.runtime.ray.actor.messages import Failure, Spot, failure_of, unpacked
 from autopar.runtime.ray.actor.process_step import ProcessStep
-from autopar.runtime.ray.actor.store import Missing
-from autopar.runtime.ray.actor.writer import Writer
-from autopar.runtime.ray.actor.writer_process import WriterProcess
+from autopar.runtime.ray.actor.writer import Writer, WriterProcess
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.ray.transport.group import join, reserve_port
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
@@ -39,12 +37,9 @@ class World:
 
     Args:
       label: the actor's name in logs.
-      actor: its number.
       place: the number of the process in its mesh, and how many processes that has.
       num_devices: how many it has; on CPUs they are virtual.
       platform: "cpu" or "cuda".
-      jax_config: values of `jax.config`.
-      environment: environment variables.
       token: of the transport.
       is_local: whether the cluster is this machine alone.
     """
@@ -60,15 +55,11 @@ class World:
     is_local: bool
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(NamedTuple):
     """What a started actor says.
 
-    Args:
-      address: where it listens for messages.
-      coordinator: where it can listen for the other processes of its mesh, if it has any.
-      pid: of its process.
-      versions: that it runs.
+    It listens for messages at its address, and can do so for the other processes of its mesh, if it
+    has any, at that of the coordinator.
     """
 
     address: tuple[str, int]
@@ -79,9 +70,8 @@ class Hello:
 
 def versions() -> tuple[tuple[str, str], ...]:
     """What must be the same in all processes."""
-    python = ".".join(map(str, sys.version_info[:2]))
     return (
-        ("Python", python),
+        ("Python", ".".join(map(str, sys.version_info[:2]))),
         ("jax", jax.__version__),
         ("jaxlib", jaxlib.version.__version__),
         ("autopar", __version__),
@@ -127,11 +117,9 @@ class StageActor:
     ) -> Failure | float:
         """Connect to the others and compile; the seconds that it took.
 
-        Args:
-          data: the actor's part of the plan, and constants.
-          addresses: of all actors.
-          coordinator: where the processes of its mesh meet; None: it is the only one.
-          deadline: seconds that connecting, and any wait in a step, may take.
+        The data are the actor's part of the plan, and constants. The processes of its mesh meet at
+        the coordinator; None: it is the only one. Connecting, and any wait in a step, may take as
+        many seconds as the deadline.
         """
         start = time.perf_counter()
         try:
@@ -164,28 +152,20 @@ class StageActor:
         self._step.arrays.store.lose(*lost)
         self._broken_from = None
 
-    def keep(self, key: int, value: int, tiles: Any) -> None:
-        """See `ActorArrays.keep`."""
-        self._step.arrays.keep(key, value, tiles)
-
-    def duplicate(self, key: int, copy: int) -> None:
-        """See `ActorArrays.duplicate`."""
-        self._step.arrays.duplicate(key, copy)
-
-    def copies(self, wanted: Sequence[tuple[int, Any]]) -> list[Any] | None:
-        """See `ActorArrays.copies`; None: one is lost."""
-        try:
-            copies: list[Any] = self._step.arrays.copies(wanted)
-        except Missing:
-            return None
-        return copies
+    def on_arrays(self, method: str, *arguments: Any) -> Any:
+        """What a method of `ActorArrays` gives."""
+        return getattr(self._step.arrays, method)(*arguments)
 
     def save(self, folder: str, items: Sequence[tuple[str, int, Any]]) -> None:
         """Begin to write arrays, as (name, key, box), as they are after the steps so far."""
-        names, wanted = [name for name, *_ in items], [(key, box) for _, key, box in items]
-        self._writer.begin(
-            folder, lambda: dict(zip(names, self._step.arrays.copies(wanted), strict=True))
-        )
+
+        def copies() -> dict[str, Any]:
+            arrays = self._step.arrays.copies([(key, box) for _, key, box in items])
+            if arrays is None:
+                raise LostItem
+            return dict(zip([name for name, *_ in items], arrays, strict=True))
+
+        self._writer.begin(folder, copies)
 
     def reach(self, addresses: Mapping[int, tuple[str, int]], deadline: float) -> Failure | None:
         """Connect to actors to which no array goes."""
@@ -217,19 +197,9 @@ class StageActor:
         return Spot(self._world.actor, self._world.label, None, doing)
 
     @ray.method(concurrency_group="aside")
-    def fetch(self, wanted: Sequence[tuple[int, Any]]) -> Any:
-        """See `ActorArrays.fetch`."""
-        return self._step.arrays.fetch(wanted)
-
-    @ray.method(concurrency_group="aside")
     def saved(self, folder: str) -> None:
         """See `Writer.wait`."""
         self._writer.wait(folder)
-
-    @ray.method(concurrency_group="aside")
-    def ready(self, key: int) -> None:
-        """See `ActorArrays.ready`."""
-        self._step.arrays.ready(key)
 
     @ray.method(concurrency_group="control")
     def where(self) -> tuple[Spot | None, float]:
@@ -270,3 +240,32 @@ class StageActor:
 
 GROUPS = {"aside": 4, "control": 1}
 """Concurrency groups and their threads."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_KEPT = (1 << 31) - 1
+_MMAP_THRESHOLDS = _KEPT, 32 << 20  # glibc before 2.35 refuses more than 32 MiB
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next allocation, rather than give it back.
+
+    What one piece leaves to the next (activations, gradients) is of the same size in every
+    microbatch. Given back, it is mapped and cleared anew each time: of a GPT of 12 layers, some
+    80,000 page faults in a step, which took a tenth of its CPU time. An arena keeps up to 2 GiB at
+    its end; outside the main thread, blocks of more than 64 MiB are given back all the same. Other
+    C libraries do as they like, and so does glibc where it is configured (`MALLOC_*`,
+    `GLIBC_TUNABLES`).
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        # The second alone would keep the first from growing by itself.
+        if any(mallopt(_MMAP_THRESHOLD, bytes_) for bytes_ in _MMAP_THRESHOLDS):
+            mallopt(_TRIM_THRESHOLD, _KEPT)
+
+
+def give_back() -> None:
+    """Return what is free now, such as what compiling took."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -27,9 +27,8 @@ TURN = 1 << 41
 class Turns:
     """When an actor may run which of its instructions, if all take turns.
 
-    Args:
-      awaited: for the index of an instruction: the actor that ends before it, and a number.
-      told: for the index of an instruction: the actors that wait for its end, and a number.
+    Each has, by the index of an instruction, a number: with the actor that ends before it, or with
+    the actors that wait for its end and are told.
     """
 
     awaited: dict[int, tuple[int, int]]

@@ -1,10 +1,18 @@
 """Writes an actor's items of checkpoints.
 
 The actor copies arrays between two steps, and a thread writes the copies while later steps run.
+
+Where processes have joined by `jax.distributed`, Orbax (0.12.8) lets only the first one write NumPy
+arrays. An actor of such a group hands its items to a child that has joined nobody. The child ends
+when its standard input does, so it is gone with the actor.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,16 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.runtime.checkpoint_files import LostItem
-from autopar.runtime.ray.actor.store import Missing
+from autopar.base.errors import CheckpointError
+from autopar.runtime.checkpoint_files import write_item
 
 
 class Writer:
-    """Writes items on an actor.
-
-    Args:
-      write: does it (`write_item`).
-    """
+    """Writes items on an actor, by `write_item` or what does the same."""
 
     def __init__(self, write: Callable[[Path, Mapping[str, np.ndarray]], None]) -> None:
         self._write_item = write
@@ -33,7 +37,7 @@ class Writer:
         try:
             arrays = copies()
         except Exception as error:
-            outcome.set_exception(LostItem(str(error)) if isinstance(error, Missing) else error)
+            outcome.set_exception(error)
         else:
             arguments = (outcome, Path(folder), arrays)
             threading.Thread(target=self._write, args=arguments, daemon=True).start()
@@ -55,3 +59,72 @@ class Writer:
             outcome.set_exception(error)
         else:
             outcome.set_result(None)
+
+
+class WriterProcess:
+    """`write_item`, done by a child, which is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        with self._lock:
+            why = self._ask((folder, dict(arrays)))
+        if why is not None:
+            raise CheckpointError("A checkpoint cannot be written.", where=str(folder), why=why)
+
+    def _ask(self, what: tuple[Path, dict[str, np.ndarray]]) -> str | None:
+        """Why it cannot be written, if so."""
+        child = self._running()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            pickle.dump(what, child.stdin, protocol=5)
+            child.stdin.flush()
+            answer: str | None = pickle.load(child.stdout)
+        except BaseException as error:
+            child.kill()
+            self._child, code = None, child.wait()
+            if not isinstance(error, (OSError, EOFError)):
+                raise
+            return f"the process that was to write it ended with code {code}."
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={
+                    **os.environ,
+                    "JAX_PLATFORMS": "cpu",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
+            )
+        return self._child
+
+
+def main() -> None:
+    """Write what comes, until nothing does."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    while True:
+        try:
+            folder, arrays = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        why: str | None = None
+        try:
+            write_item(folder, arrays)
+        except CheckpointError as error:
+            why = f"{error.what} {error.why or ''}"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        pickle.dump(why, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,38 +1,73 @@
-"""The processes of a pipeline: started, asked, and ended."""
+"""The processes of a pipeline: what they are sent, how they are started, asked, and ended."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
+from autopar.arrays.ray_array import RaySharding
 from autopar.base.errors import ClusterError, StageError
 from autopar.base.ray_options import Ray
+from autopar.passes.pieces.pieces import Runnable
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.failures import Failure, Spot
-from autopar.runtime.ray.actor.stage_actor import versions
-from autopar.runtime.ray.driver import launch
+from autopar.runtime.ray.actor.messages import Failure, Spot
+from autopar.runtime.ray.actor.stage_actor import GROUPS, StageActor, World, versions
+from autopar.runtime.ray.driver.outcomes import (
+    POLL_SECONDS,
+    Watch,
+    lost_error,
+    reason_of,
+    stage_error,
+)
 from autopar.runtime.ray.driver.ray_cluster import Connection
-from autopar.runtime.ray.driver.rpc import POLL_SECONDS, Watch, reason_of
-from autopar.runtime.ray.driver.step_errors import lost_error, stage_error
+from autopar.runtime.ray.transport import pickling
+from autopar.runtime.ray.transport.host_tiles import cut, to_host
 
 START_SECONDS = 120.0
 """How long actors may take to start, at the least: they import JAX."""
+
+CONFIG = (
+    "jax_enable_x64",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_disable_most_optimizations",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_softmax_custom_jvp",
+)
+"""What actors take over from the driver's `jax.config`."""
+
+
+CACHE_ALL = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""For a cache folder of a step's own: what was compiled once is never compiled again."""
 
 
 class ActorPool:
     """The processes of a pipeline.
 
-    Args:
-      plans: what the actors run, by actor.
-      blobs: what each of them is sent once (`launch.contents`).
-      options: the cluster and the deadline.
-      name: of the step.
-      config: values of `jax.config` for the actors.
-      cache: a folder for what the actors compile; None: as JAX is configured.
+    The plans say what the actors run, and the blobs are what each of them is sent once
+    (`contents`). They compile into a folder (`cache`); None: as JAX is configured by `config`.
 
     Attributes:
       handles: of the actors.
@@ -63,14 +98,42 @@ class ActorPool:
         self.closed: str | None = None
         self.handles: list[Any] = []
         connection = Connection(options.address, gpus_of(plans, options), self.deadline)
-        self._finalizer = weakref.finalize(self, launch.end, self.handles, connection)
+        self._finalizer = weakref.finalize(self, _end, self.handles, connection)
         try:
-            self.handles += launch.start(connection, plans, name, config, cache, options.devices)
             self.is_local = connection.is_local
+            if cache is not None and self.is_local:
+                config = {**config, **CACHE_ALL, "jax_compilation_cache_dir": cache}
+            self.handles += self._started(connection, config, options.devices)
             self._load(blobs)
         except BaseException:
             self.close("they could not be started.")
             raise
+
+    def _started(
+        self, connection: Connection, config: Mapping[str, Any], devices: str
+    ) -> list[Any]:
+        """Actor handles, of processes that are only about to start."""
+        token, tail = secrets.token_bytes(32), secrets.token_hex(3)
+        platform = "cuda" if devices == "gpu" else "cpu"
+        # Each actor has virtual devices of its own.
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        kept = " ".join(x for x in flags if "xla_force_host_platform_device_count" not in x)
+        worlds = [
+            World(
+                label=f"{plan.label} of {self.name}",
+                actor=plan.actor,
+                place=(plan.process, len(plan.siblings)),
+                num_devices=len(plan.own),
+                platform=platform,
+                jax_config=config,
+                environment={"JAX_PLATFORMS": platform, "XLA_FLAGS": kept},
+                token=token,
+                is_local=self.is_local,
+            )
+            for plan in self.plans
+        ]
+        names = [f"autopar {self.name} {plan.label} {tail}" for plan in self.plans]
+        return connection.actors(StageActor, worlds, names, GROUPS)
 
     def _load(self, blobs: Sequence[bytes]) -> None:
         """Connect the actors with each other and let them compile."""
@@ -100,13 +163,9 @@ class ActorPool:
         doing: str,
         patience: float | None = None,
     ) -> list[Any]:
-        """One call of every actor, which is no step.
+        """One call of every actor, which is no step; `doing` says in messages what they do.
 
-        Args:
-          method: of `StageActor`.
-          arguments: of each actor; None: there are none.
-          doing: what they do, for messages.
-          patience: seconds for which an actor may fail to answer; None: the deadline.
+        An actor may fail to answer for as many seconds as `patience`; None: the deadline.
 
         Raises:
           StageError: it fails on an actor.
@@ -163,3 +222,71 @@ def gpus_of(plans: Sequence[ActorPlan], options: Ray) -> list[int]:
 
 def _listed(found: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{name} {version}" for name, version in found)
+
+
+def settings() -> dict[str, Any]:
+    """This process's `jax.config`, as far as actors take it over."""
+    return {key: getattr(jax.config, key) for key in CONFIG if hasattr(jax.config, key)}
+
+
+def has_cache() -> bool:
+    """Whether the user has configured a folder for what JAX compiles."""
+    config: Any = jax.config
+    return bool(config.jax_compilation_cache_dir)
+
+
+def cache_folder() -> str:
+    """A new folder for what the actors of one step compile; those of dead processes are removed."""
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{_CACHE}-*-*"):
+        pid = folder.name.split("-")[2]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not _is_running(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_CACHE}-{os.getpid()}-")
+
+
+_CACHE = "autopar-compiled"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def contents(
+    runnable: Runnable,
+    plans: Sequence[ActorPlan],
+    shardings: Sequence[RaySharding],
+    num_leaves: int,
+    constants: Sequence[Any],
+    name: str,
+) -> list[bytes]:
+    """What every actor is sent once: its part of the plan, and the constants that it reads.
+
+    Raises:
+      TraceError: something in the step cannot be pickled.
+    """
+    own: list[list[tuple[int, tuple[np.ndarray, ...]]]] = [[] for _ in plans]
+    for leaf, value in enumerate(constants, num_leaves):
+        values = shardings[leaf].pieces(to_host(jax.numpy.asarray(value)))
+        for rows, numbers in zip(runnable.leaves[leaf], values, strict=True):
+            for number in runnable.pieces.inputs[rows.number]:
+                for actor in plans[0].processes[runnable.program.mesh_of(number)]:
+                    own[actor].append((number, cut(numbers, plans[actor].held(number))))
+    return [pickling.dumps(each, name) for each in zip(plans, own, strict=True)]
+
+
+def _end(handles: list[Any], connection: Connection) -> None:
+    """End actors, and give back their CPUs."""
+    if ray.is_initialized():
+        for actor in handles:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+    handles.clear()
+    connection.close()

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from autopar.arrays.ray_array import Keeper
 from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.runtime.event_times import Place, Times
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
@@ -20,11 +19,8 @@ from autopar.runtime.ray.driver.running import Running
 class Measured(NamedTuple):
     """What a profile is made of (`autopar.profile.profile_of`).
 
-    Args:
-      program: the instructions.
-      seconds: of each alone.
-      times: of a real run, by this process's clock.
-      machine: more arguments of `simulate`.
+    It has the seconds of each instruction alone, the times of a real run by this process's clock,
+    and more arguments of `simulate` (`machine`).
     """
 
     program: PipelineProgram
@@ -33,13 +29,10 @@ class Measured(NamedTuple):
     machine: dict[str, Any]
 
 
-def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Measured:
+def profiled(running: Running, leaves: Sequence[Any]) -> Measured:
     """Run a step three times: to warm up, one instruction at a time, and as it is.
 
-    Args:
-      running: the step and its actors.
-      leaves: of its arguments; none is consumed.
-      keeper: of the results, which are dropped.
+    None of its arguments' leaves is consumed, and the results are dropped.
 
     Raises:
       StageError: a step failed.
@@ -56,7 +49,7 @@ def profiled(running: Running, leaves: Sequence[Any], keeper: Keeper) -> Measure
     )
 
     def run(record: Callable[[ActorPlan], Any]) -> list[Any]:
-        running.step(leaves, (), keeper, record)
+        running.step(leaves, (), record)
         steps.finish()
         return steps.ask("times", None, "reading times")
 

@@ -31,14 +31,10 @@ _lock = threading.Lock()
 class Connection:
     """A use of a Ray cluster.
 
-    `close` gives back what it reserved. With the last use, a cluster that this module started ends,
-    and this process leaves one that it connected to.
-
-    Args:
-      address: as that of `autopar.Ray`.
-      gpus: of each actor that will want a CPU.
-      deadline: seconds that connecting may take.
-      reserve: whether to reserve these CPUs and GPUs; else it only keeps the cluster in use.
+    It reserves a CPU, and so many GPUs, for each actor (unless told not to: then it only keeps the
+    cluster in use), which `close` gives back. With the last use, a cluster that this module started
+    ends, and this process leaves one that it connected to. Connecting may take as many seconds as
+    the deadline.
 
     Raises:
       ClusterError: nothing answers at the address, or the cluster has too few CPUs or GPUs.
@@ -142,11 +138,7 @@ class Connection:
 
 
 def start_local(num_cpus: int, **options: Any) -> None:
-    """Start a cluster of this machine alone, on the loopback interface.
-
-    Args:
-      num_cpus: what the cluster says that it has.
-      **options: more arguments of `ray.init`.
+    """Start a cluster of this machine alone, on the loopback interface, as `ray.init` does.
 
     Raises:
       ClusterError: Ray does not start.
@@ -203,8 +195,10 @@ def _room(resources: Mapping[str, float], gpus: Sequence[int]) -> int:
 def loopback() -> Iterator[None]:
     """Let a cluster that starts meanwhile be at 127.0.0.1, where no other machine reaches it.
 
-    Ray asks for the machine's outward address, except where it believes that there are no clusters
-    of several nodes, as on macOS.
+    Ray (2.60) takes the machine's outward address in place of 127.0.0.1 wherever it is given
+    (`ray.init(_node_ip_address=...)`, `ray start`), except where it believes that there are no
+    clusters of several nodes, as on macOS. It takes other names of the loopback interface as they
+    are (127.0.0.2, ::ffff:127.0.0.1), but then it listens at all interfaces.
     """
     outward: Any = ray.util.get_node_ip_address
     setattr(ray.util, "get_node_ip_address", lambda address=None: LOOPBACK)  # noqa: B010

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.arrays.ray_array import ArrayKind, LeafPlace, MeshSharding, RaySharding
@@ -11,12 +11,8 @@ from autopar.base.ray_options import Ray
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.plans.plan import Plan
-from autopar.runtime.ray.actor.partition import (
-    ends_of,
-    home_values,
-    result_values,
-)
-from autopar.runtime.ray.transport.mesh_processes import actors_of_meshes, num_processes
+from autopar.runtime.ray.actor.actor_plan import result_values
+from autopar.runtime.ray.transport.routes import actors_of_meshes, num_processes
 from autopar.runtime.stage_programs import spec_of
 
 Parts = tuple[MeshSharding, ...]
@@ -25,13 +21,9 @@ Parts = tuple[MeshSharding, ...]
 class RayPipeline:
     """A pipelined plan for Ray actors; nothing is started yet.
 
-    Args:
-      runnable: what the meshes run.
-      twins: by donated leaf, the number of the result that the next call takes in its place.
-      devices_per_node: of the cluster: a mesh has an actor for each node.
-      options: the cluster and the deadline.
-      name: of the step.
-      plan: its summary.
+    A mesh has an actor for each node. `twins` are, by donated leaf, the number of the result that
+    the next call takes in its place; `replan` makes a plan for so many actors, for
+    `on_loss="replan"`.
 
     Attributes:
       num_processes: how many actors each mesh has.
@@ -48,12 +40,15 @@ class RayPipeline:
         options: Ray,
         name: str,
         plan: Plan,
+        replan: Callable[[int], RayPipeline] | None = None,
     ) -> None:
+        self.replan = replan
         self.runnable, self.options, self.name, self.plan = runnable, options, name, plan
         self.num_processes = num_processes(
             runnable.program.schedule, runnable.pieces.programs, devices_per_node
         )
-        self.homes, returned = home_values(runnable), result_values(runnable)
+        inputs, returned = runnable.pieces.inputs, result_values(runnable)
+        self.homes = tuple(tuple(inputs[x.number][0] for x in group) for group in runnable.leaves)
         known: dict[Parts, Parts] = {}
         leaves = [
             self._kind(group, values, LeafPlace("argument", number), known)
@@ -67,17 +62,10 @@ class RayPipeline:
         self.results = tuple(zip(returned, results, strict=True))
         self.in_shardings = tuple(kind.sharding for kind in leaves)
         self.out_shardings = tuple(kind.sharding for kind in results)
-        self.carried = self._carried(twins)
-
-    def _carried(self, twins: Mapping[int, int]) -> dict[int, int]:
-        found = {
-            leaf: result
-            for leaf, result in twins.items()
-            if self.in_shardings[leaf] == self.out_shardings[result]
-        }
+        found = {i: x for i, x in twins.items() if self.in_shardings[i] == self.out_shardings[x]}
         count = Counter(value for values, _ in self.results for value in values)
         is_own = all(count[value] == 1 for x in found.values() for value in self.results[x][0])
-        return found if is_own else {}
+        self.carried = found if is_own else {}
 
     def at(self, place: LeafPlace, weak: bool) -> tuple[tuple[int, ...], ArrayKind]:
         """What lies in a place: the values of its parts, and its kind but for the weak type."""
@@ -96,7 +84,8 @@ class RayPipeline:
     ) -> ArrayKind:
         """The kind of a leaf, from the values of its parts."""
         pieces, program = self.runnable.pieces, self.runnable.program
-        processes, ends = actors_of_meshes(self.num_processes), ends_of(group)
+        processes = actors_of_meshes(self.num_processes)
+        ends = tuple(rows.stop for rows in group if rows.stop is not None)
         parts = []
         for value in values:
             stage, mesh = program.value_of[value].stage, program.mesh_of(value)

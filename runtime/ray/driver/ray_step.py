@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray
+from autopar.arrays.ray_array import LeafPlace, RayArray
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
 from autopar.runtime.ray.driver.profiling import Measured, profiled
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.restarts import RestartedActors
+from autopar.runtime.ray.driver.running import Running
 from autopar.runtime.ray.driver.save import Saving
 from autopar.runtime.ray.recovery.lineage import Again, step_again
-from autopar.runtime.ray.recovery.runner import Runner
 from autopar.runtime.ray.transport import pickling
 
 
 class RayStep(RestartedActors):
     """A compiled step on actors: (donated leaves, kept leaves, constants) -> all output leaves.
 
-    Its methods can be called by any thread, one at a time works.
-
-    Args:
-      pipeline: the plan.
-      donated: numbers of the leaves that the step may take over.
-      kept: numbers of the others.
-      shapes: of all leaves.
-      constants: values after them.
-      replan: as of `RestartedActors`.
+    Its methods can be called by any thread, one at a time works. The leaves are known by numbers;
+    `shapes` are those of all leaves, and the constants are values after them.
 
     Raises:
       AutoparError: as `RestartedActors`.
@@ -47,11 +40,10 @@ class RayStep(RestartedActors):
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[Any],
-        replan: Callable[[int], RayPipeline] | None = None,
     ) -> None:
         self.order(donated, kept)
         self._savings: list[Saving] = []
-        super().__init__(pipeline, shapes, constants, replan)
+        super().__init__(pipeline, shapes, constants)
 
     def order(self, donated: Sequence[int], kept: Sequence[int]) -> None:
         """Say in which order calls give leaves."""
@@ -86,9 +78,9 @@ class RayStep(RestartedActors):
         log = self._lineage
         given = () if log is None else tuple(log.given(leaf, self) for leaf in leaves)
         if carried is None:
-            results = self.running.step(leaves, taken, self)
+            results = self.running.step(leaves, taken)
         else:
-            results = self.running.carry(carried, fresh, self)
+            results = self.running.tell(fresh, carried.residents, carried.serial)
         if log is not None:
             again = functools.partial(step_again, donated=taken)
             log.write(given, again, results, self.running.steps.serial)
@@ -109,7 +101,7 @@ class RayStep(RestartedActors):
         leaves = self._ordered(donated, kept)
         for number, leaf in enumerate(leaves):
             self._check(number, leaf)
-        return self.attempt(lambda: profiled(self.running, leaves, self))
+        return self.attempt(lambda: profiled(self.running, leaves))
 
     def _ordered(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves: list[Any] = [None] * len(self._order)
@@ -129,25 +121,19 @@ class RayStep(RestartedActors):
     def place(self, leaf: Any, place: LeafPlace, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors.
 
-        Args:
-          leaf: any kind of array; one that is there already is copied. Of PRNG keys also the
-            numbers that they wrap.
-          place: where.
-          weak: whether JAX promotes it as it does a Python number; None: as the leaf.
+        It is any kind of array; one that is there already is copied. Of PRNG keys also the numbers
+        that they wrap. `weak` says whether JAX promotes it as it does a Python number; None: as the
+        leaf.
         """
         is_weak = bool(getattr(leaf, "weak_type", False)) if weak is None else weak
         return self._noted(
-            [leaf],
-            lambda leaves, runner, keeper: [runner.place(leaves[0], place, is_weak, keeper)],
+            [leaf], lambda leaves, running: [running.arrays.place(leaves[0], place, is_weak)]
         )[0]
 
     def make(self, closed: Any, arguments: Sequence[Any], indices: Sequence[int]) -> list[RayArray]:
-        """Let the actors run a traced function, whose results stay there.
+        """Let the actors run a traced function (a closed jaxpr), whose results stay there.
 
-        Args:
-          closed: the function, a closed jaxpr.
-          arguments: its arguments.
-          indices: the leaves of the step's arguments that its results are.
+        Its results are leaves of the step's arguments, with these indices.
 
         Raises:
           StageError: it fails on an actor.
@@ -156,10 +142,7 @@ class RayStep(RestartedActors):
         function = pickling.dumps((closed, arguments), "The init function")
         places = tuple(LeafPlace("argument", index) for index in indices)
         weak = tuple(bool(aval.weak_type) for aval in closed.out_avals)
-
-        return self._noted(
-            [], lambda leaves, runner, keeper: runner.make(function, places, weak, keeper)
-        )
+        return self._noted([], lambda _, running: running.arrays.make(function, places, weak))
 
     def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Saving:
         """Let the actors write arrays of theirs into items of a folder while later steps run.
@@ -169,10 +152,10 @@ class RayStep(RestartedActors):
         """
         saving = Saving(folder, label, len(arrays))
 
-        def send(leaves: list[Any], runner: Runner, keeper: Keeper) -> list[RayArray]:
+        def send(leaves: list[Any], running: Running) -> list[RayArray]:
             for array in leaves:
                 array.check()
-            runner.save(saving, leaves)
+            saving.send(running.arrays, leaves, len(running.pool.plans))
             return []
 
         self._savings = [other for other in self._savings if not other.is_done]
@@ -188,7 +171,7 @@ class RayStep(RestartedActors):
         def do() -> list[RayArray]:
             log = self._lineage
             given = () if log is None else tuple(log.given(leaf, self) for leaf in leaves)
-            made = again(list(leaves), self.running, self)
+            made = again(list(leaves), self.running)
             if log is not None:
                 log.write(given, again, made, saving=saving)
             return made
@@ -214,12 +197,12 @@ class RayStep(RestartedActors):
 
     def describe(self, what: str) -> list[Any]:
         """See `StageActor.describe`, of each actor."""
-
-        def ask() -> list[Any]:
-            arguments = [(what,)] * len(self.running.pool.plans)
-            return self.running.steps.ask("describe", arguments, f"describing {what}")
-
-        return self.attempt(ask)
+        doing = f"describing {what}"
+        return self.attempt(
+            lambda: self.running.steps.ask(
+                "describe", [(what,)] * len(self.running.pool.plans), doing
+            )
+        )
 
     def close(self) -> None:
         """End all actors, when they have written what they were told to write."""
@@ -248,16 +231,7 @@ class RayStep(RestartedActors):
 
 
 class RayProgram(RayPipeline):
-    """A plan for Ray actors that can be started.
-
-    Args:
-      *args: as of `RayPipeline`.
-      replan: a plan for so many actors, where less hardware is no error.
-    """
-
-    def __init__(self, *args: Any, replan: Callable[[int], RayPipeline] | None = None) -> None:
-        super().__init__(*args)
-        self._replan = replan
+    """A plan for Ray actors that can be started."""
 
     def compile(
         self,
@@ -273,4 +247,4 @@ class RayProgram(RayPipeline):
           AutoparError: as `RayStep`.
         """
         del name
-        return RayStep(self, donated, kept, shapes, constants, self._replan)
+        return RayStep(self, donated, kept, shapes, constants)

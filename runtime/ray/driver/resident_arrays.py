@@ -2,38 +2,104 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 
-from autopar.arrays.ray_array import ArrayKind, Keeper, RayArray, RaySharding, Resident
+from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, RaySharding, Resident
 from autopar.base.errors import StageError
+from autopar.runtime.ray.actor.actor_arrays import FIRST_OTHER, KEYS
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
-from autopar.runtime.ray.actor.store import FIRST_OTHER, KEYS
 from autopar.runtime.ray.driver.actor_pool import ActorPool
-from autopar.runtime.ray.driver.fetch import Copies, Wanted, by_actor, joined, wanted
+from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.step_queue import StepQueue
 from autopar.runtime.ray.transport.host_tiles import cut, host_numbers
-from autopar.runtime.ray.transport.routes import Box
+from autopar.runtime.ray.transport.routes import Box, slices
+
+
+class Wanted(NamedTuple):
+    """An array that is read: its key, its parts, each as (actor, box), its shape and its dtype."""
+
+    key: int
+    sources: tuple[tuple[int, Box | None], ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def by_actor(arrays: Sequence[Wanted]) -> dict[int, list[tuple[int, Box | None]]]:
+    """What each actor gives of some arrays: (key, box)."""
+    items: dict[int, list[tuple[int, Box | None]]] = {}
+    for array in arrays:
+        for actor, box in array.sources:
+            items.setdefault(actor, []).append((array.key, box))
+    return items
+
+
+def joined(arrays: Sequence[Wanted], given: Mapping[int, Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """The arrays, in memory of their own, from what each actor gives (`by_actor`)."""
+    left = {actor: iter(parts) for actor, parts in given.items()}
+    found = []
+    for array in arrays:
+        whole = np.empty(array.shape, array.dtype)
+        for actor, box in array.sources:
+            whole[... if box is None else slices(box)] = next(left[actor])
+        found.append(whole)
+    return found
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of arrays that are on their way.
+
+    `refs` are, of each actor that sends any, what gives its parts in the order of the arrays.
+    """
+
+    arrays: tuple[Wanted, ...]
+    refs: dict[int, Any]
+
+    def is_there(self) -> bool:
+        """Whether all have arrived, or will not come; does not wait."""
+        refs = list(self.refs.values())
+        return not refs or not ray.wait(refs, num_returns=len(refs), timeout=0)[1]
+
+    def get(self) -> list[np.ndarray] | None:
+        """The arrays; None: a step before failed.
+
+        Raises:
+          RayError: an actor is lost.
+        """
+        given = dict(zip(self.refs, ray.get(list(self.refs.values())), strict=True))
+        return None if None in given.values() else joined(self.arrays, given)
 
 
 class ResidentArrays:
     """The arrays of a pool of actors; it is the `Owner` of their residents.
 
-    Args:
-      pool: the actors.
-      steps: what they were told.
+    Their keeper is not kept alive.
     """
 
-    def __init__(self, pool: ActorPool, steps: StepQueue) -> None:
-        self._pool, self._steps = pool, steps
+    def __init__(
+        self, pipeline: RayPipeline, pool: ActorPool, steps: StepQueue, keeper: Keeper
+    ) -> None:
+        self._pipeline, self._pool, self._steps = pipeline, pool, steps
+        self._keeper = weakref.ref(keeper)
         self._others = FIRST_OTHER
         self._firsts = {plan.mesh: plan for plan in pool.plans if plan.process == 0}
         self._held: dict[tuple[int, int], dict[Box, list[int]]] = {}
         self._fetches: dict[tuple[int, int], dict[int, Any]] = {}
         self._forgotten: deque[tuple[int, int]] = deque()
+
+    @property
+    def keeper(self) -> Keeper:
+        """That of the arrays."""
+        keeper = self._keeper()
+        assert keeper is not None, "it makes the call"
+        return keeper
 
     # What a step is given, and what it takes
 
@@ -116,13 +182,13 @@ class ResidentArrays:
             place = (resident.mesh, resident.key)
             if place not in self._fetches:
                 self._fetches[place] = {
-                    actor: self._pool.handles[actor].fetch.remote(items)
+                    actor: self._on(actor, "aside", "fetch", items)
                     for actor, items in by_actor([self._wanted(resident)]).items()
                 }
 
     def wait_ready(self, resident: Resident) -> None:
         """See `Owner`."""
-        steps, handles = self._steps, self._pool.handles
+        steps = self._steps
         with steps.busy():
             self.check(resident)
             if resident.is_ready:
@@ -132,7 +198,9 @@ class ResidentArrays:
             if serial < FIRST_OTHER:  # a step ends when all that it gives is computed
                 steps.wait_for_step(serial, siblings)
             else:
-                asked = {actor: handles[actor].ready.remote(resident.key) for actor in siblings}
+                asked = {
+                    actor: self._on(actor, "aside", "ready", resident.key) for actor in siblings
+                }
                 for actor, ref in asked.items():
                     steps.result(actor, ref)
             self.check(resident)  # another thread may have ended the actors
@@ -143,16 +211,15 @@ class ResidentArrays:
         with self._steps.busy():
             arrays = tuple(map(self._wanted, residents))
             asked = by_actor(arrays).items()
-            return Copies(
-                arrays, {actor: self._pool.handles[actor].copies.remote(x) for actor, x in asked}
-            )
+            return Copies(arrays, {actor: self._on(actor, None, "copies", x) for actor, x in asked})
 
     def sources(self, resident: Resident) -> tuple[tuple[int, Box | None], ...]:
         """See `ActorPlan.sources`."""
         return self._wanted(resident).sources
 
     def _wanted(self, resident: Resident) -> Wanted:
-        return wanted(self._firsts[resident.mesh], resident.key)
+        plan, value = self._firsts[resident.mesh], resident.key % KEYS
+        return Wanted(resident.key, plan.sources(value), *plan.numbers_of(value))
 
     # What a failure took
 
@@ -182,11 +249,7 @@ class ResidentArrays:
     def save(
         self, folders: Sequence[str], items: Sequence[Sequence[tuple[str, int, Box | None]]]
     ) -> list[Any]:
-        """Let actors write arrays as they are after the steps so far.
-
-        Args:
-          folders: of each actor.
-          items: of each actor, (name, key, box) of what it writes.
+        """Let each actor write (name, key, box) into its folder, as it is after the steps so far.
 
         Returns:
           What says when those that write anything have done so.
@@ -199,35 +262,37 @@ class ResidentArrays:
                     refs.append(actor.saved.remote(folder))
             return refs
 
-    def place(self, leaf: Any, values: Sequence[int], kind: ArrayKind, keeper: Keeper) -> RayArray:
-        """Put an array on the actors, where values lie; if it lives there already, a copy of it."""
+    def place(self, leaf: Any, place: LeafPlace, weak: bool) -> RayArray:
+        """A leaf, any kind of array, copied to a place on the actors.
+
+        `weak` says whether JAX promotes it as it does a Python number.
+        """
+        values, kind = self._pipeline.at(place, weak)
         with self._steps.busy():
             self._others += 1
             residents = self._new(kind.sharding, values)
             given = self.given(leaf, kind.sharding)
             for resident, value, rows in zip(residents, values, given, strict=True):
-                for number in self._firsts[resident.mesh].siblings:
-                    actor = self._pool.handles[number]
+                for actor in self._firsts[resident.mesh].siblings:
                     if isinstance(rows, Resident):
-                        actor.duplicate.remote(rows.key, resident.key)
+                        self._on(actor, None, "duplicate", rows.key, resident.key)
                     else:
-                        tiles = self._cut(self._pool.plans[number], value, rows)
-                        actor.keep.remote(resident.key, value, tiles)
-            return RayArray(residents, kind, keeper)
+                        tiles = self._cut(self._pool.plans[actor], value, rows)
+                        self._on(actor, None, "keep", resident.key, value, tiles)
+            return RayArray(residents, kind, self.keeper)
 
     def make(
-        self, function: bytes, homes: Sequence[tuple[Sequence[int], ArrayKind]], keeper: Keeper
+        self, function: bytes, places: Sequence[LeafPlace], weak: Sequence[bool]
     ) -> list[RayArray]:
-        """Let the actors run a traced function.
+        """What a traced function gives that runs on the actors.
 
-        Args:
-          function: a closed jaxpr and its arguments, pickled.
-          homes: of each result, the values where its parts shall lie, and its kind.
-          keeper: of the results.
+        The function is a closed jaxpr and its arguments, pickled; each result has a place, and is
+        weak if JAX promotes it as it does a Python number.
 
         Raises:
           StageError: it fails on an actor.
         """
+        homes = [self._pipeline.at(*pair) for pair in zip(places, weak, strict=True)]
         with self._steps.busy():
             items: list[list[tuple[int, int, int, Any]]] = [[] for _ in self._firsts]
             made = []
@@ -236,13 +301,22 @@ class ResidentArrays:
                 residents, indices = self._new(kind.sharding, values), kind.sharding.indices()
                 for resident, value, rows in zip(residents, values, indices, strict=True):
                     items[resident.mesh].append((resident.key, value, number, rows))
-                made.append(RayArray(residents, kind, keeper))
+                made.append(RayArray(residents, kind, self.keeper))
             arguments = [(function, items[plan.mesh]) for plan in self._pool.plans]
             self._steps.ask("make", arguments, "initialize")
             for array in made:
                 for resident in array.residents:
                     resident.is_ready = True
             return made
+
+    def _on(self, actor: int, group: str | None, method: str, *arguments: Any) -> Any:
+        """Ask an actor for what a method of its `ActorArrays` gives.
+
+        What may come before the array does is asked "aside", in threads for which no step waits.
+        """
+        call = self._pool.handles[actor].on_arrays
+        call = call if group is None else call.options(concurrency_group=group)
+        return call.remote(method, *arguments)
 
     def _new(self, sharding: RaySharding, values: Sequence[int]) -> tuple[Resident, ...]:
         """Residents for the parts of an array that no step makes."""

@@ -22,9 +22,15 @@ import ray
 
 from autopar.arrays.ray_array import Keeper
 from autopar.base.errors import AutoparError, LostActorError
-from autopar.runtime.ray.actor.partition import partition_plan
-from autopar.runtime.ray.driver import launch
-from autopar.runtime.ray.driver.actor_pool import ActorPool, gpus_of
+from autopar.runtime.ray.actor.actor_plan import partition_plan
+from autopar.runtime.ray.driver.actor_pool import (
+    ActorPool,
+    cache_folder,
+    contents,
+    gpus_of,
+    has_cache,
+    settings,
+)
 from autopar.runtime.ray.driver.ray_cluster import Connection, NoRoom, await_room, free_actors
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.running import Running
@@ -55,11 +61,7 @@ class Recovery:
 class RestartedActors(Keeper):
     """What runs a plan, on new actors after a loss; a `Keeper` of arrays but for what a step does.
 
-    Args:
-      pipeline: the plan.
-      shapes: of all leaves.
-      constants: values after them.
-      replan: a plan for so many actors, for `on_loss="replan"`.
+    The shapes are those of all leaves, and the constants are values after them.
 
     Attributes:
       recoveries: one for each time that actors were started again.
@@ -74,32 +76,31 @@ class RestartedActors(Keeper):
         pipeline: RayPipeline,
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[Any],
-        replan: Callable[[int], RayPipeline] | None = None,
     ) -> None:
         options = pipeline.options
         self._options, self._name = options, pipeline.name
         self._shapes, self._constants = shapes, constants
-        self._replan = replan
         self._prepare(pipeline)
-        self._config = launch.settings()  # actors that start later are to be like the first
+        self._config = settings()  # actors that start later are to be like the first
         self._lock = threading.RLock()
         self._is_shut = False
         self.recoveries: tuple[Recovery, ...] = ()
         self._restarts, self._is_recovering = 0, False
         self._lineage: Lineage | None = None
         self._snapshots: Snapshots | None = None
-        self._cluster: Connection | None = None
+        self._finalizers: list[weakref.finalize] = []
         self._cache: str | None = None
         if options.max_restarts:
             self._lineage = Lineage()
             self._snapshots = Snapshots(self._lineage, options.snapshot_every)
             # Without a use of its own, Ray would end between the old actors and the new ones.
             gpus = gpus_of(self._plans, options)
-            self._cluster = Connection(options.address, gpus, options.deadline, reserve=False)
-            weakref.finalize(self, self._cluster.close)
-            if not launch.has_cache():
-                self._cache = launch.cache_folder()
-                weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
+            cluster = Connection(options.address, gpus, options.deadline, reserve=False)
+            self._finalizers.append(weakref.finalize(self, cluster.close))
+            if not has_cache():
+                self._cache = cache_folder()
+                remove = weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
+                self._finalizers.append(remove)
         try:
             self.running = self._start()
         except BaseException:
@@ -112,7 +113,7 @@ class RestartedActors(Keeper):
         self._plans = partition_plan(
             pipeline.runnable, count, pipeline.num_processes, pipeline.carried
         )
-        self._blobs = launch.contents(
+        self._blobs = contents(
             pipeline.runnable,
             self._plans,
             pipeline.in_shardings,
@@ -125,13 +126,12 @@ class RestartedActors(Keeper):
         pool = ActorPool(
             self._plans, self._blobs, self._options, self._name, self._config, self._cache
         )
-        return Running(self._pipeline, pool)
+        return Running(self._pipeline, pool, self)
 
     def attempt(self, do: Callable[[], T]) -> T:
         """What `do` returns; if actors are lost meanwhile, it is done again on new ones.
 
-        Args:
-          do: does nothing that lasts before it raises a `LostActorError`.
+        It does nothing that lasts before it raises a `LostActorError`.
 
         Raises:
           LostActorError: they were lost more often than `max_restarts` allows.
@@ -179,7 +179,7 @@ class RestartedActors(Keeper):
                 await_room(gpus_of(self._plans, self._options), self._options.deadline)
                 running = self._start()
                 try:
-                    failure = log.replay(running, self)
+                    failure = log.replay(running)
                 except BaseException as ended:
                     running.pool.close(f"{type(ended).__name__} ended a recovery.")
                     raise
@@ -220,13 +220,13 @@ class RestartedActors(Keeper):
         Raises:
           AutoparError: it is not asked for, or there is no such plan.
         """
-        if self._replan is None:
+        if self._pipeline.replan is None:
             raise refused
         count = len(self._plans)
         found = free_actors(gpus_of(self._plans, self._options), self._options.deadline)
         if not 0 < found < count:
             raise refused
-        self._prepare(self._replan(found))
+        self._prepare(self._pipeline.replan(found))
         if len(self._plans) > found:
             raise refused
         logger.warning(
@@ -257,7 +257,5 @@ class RestartedActors(Keeper):
         self._release()
 
     def _release(self) -> None:
-        if self._cluster is not None:
-            self._cluster.close()
-        if self._cache is not None:
-            shutil.rmtree(self._cache, ignore_errors=True)
+        for finalizer in self._finalizers:
+            finalizer()

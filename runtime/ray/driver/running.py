@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, Resident
+from autopar.arrays.ray_array import Keeper, RayArray, Resident
+from autopar.runtime.ray.actor.actor_arrays import KEYS
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.actor.messages import Message, packed
-from autopar.runtime.ray.actor.store import KEYS
 from autopar.runtime.ray.driver.actor_pool import ActorPool
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.resident_arrays import ResidentArrays
-from autopar.runtime.ray.driver.save import Saving
 from autopar.runtime.ray.driver.step_queue import StepQueue
 
 _IS_DELETED, _KEY, _OWNER = map(operator.attrgetter, ("is_deleted", "key", "owner"))
@@ -28,21 +27,17 @@ class CarriedArrays(NamedTuple):
 
 
 class Running:
-    """What runs a step.
-
-    Args:
-      pipeline: the plan.
-      pool: its processes.
+    """What runs a step; it does not keep the keeper of the results alive.
 
     Attributes:
-      steps: what they were told.
+      steps: what its processes were told.
       arrays: what they have.
     """
 
-    def __init__(self, pipeline: RayPipeline, pool: ActorPool) -> None:
+    def __init__(self, pipeline: RayPipeline, pool: ActorPool, keeper: Keeper) -> None:
         self.pipeline, self.pool = pipeline, pool
         self.steps = StepQueue(pool)
-        self.arrays = ResidentArrays(pool, self.steps)
+        self.arrays = ResidentArrays(pipeline, pool, self.steps, keeper)
         self._values = list(dict.fromkeys(v for values, _ in pipeline.results for v in values))
         self._meshes = list(map(pipeline.runnable.program.mesh_of, self._values))
         place = {value: place for place, value in enumerate(self._values)}
@@ -58,16 +53,12 @@ class Running:
         self,
         leaves: Sequence[Any],
         donated: Collection[int],
-        keeper: Keeper,
         record: Callable[[ActorPlan], Any] | None = None,
     ) -> list[RayArray]:
-        """One step; returns when the actors have been told.
+        """One step with leaves of any kind of array; returns when the actors have been told.
 
-        Args:
-          leaves: of the arguments; any kind of array.
-          donated: positions of those that the step takes over, if they live on these actors.
-          keeper: of the results.
-          record: what each actor shall note of its instructions' times (`Message.record`).
+        It takes over the leaves at donated positions, if they live on these actors. `record` says
+        what each actor shall note of its instructions' times (`Message.record`).
 
         Raises:
           StageError: an earlier step failed.
@@ -79,16 +70,12 @@ class Running:
             for resident in leaves[position].residents
             if resident.owner is self.arrays
         ]
-        return self._step(dict(enumerate(leaves)), consumed, keeper, record=record)
+        return self.tell(dict(enumerate(leaves)), consumed, record=record)
 
     def carried(self, arrays: Sequence[Any]) -> CarriedArrays | None:
-        """What all these arrays are, if one step returned them for the next one to take over.
+        """What arrays are, for every leaf of `RayPipeline.carried`, if one step returned them.
 
-        Args:
-          arrays: for every leaf of `RayPipeline.carried`.
-
-        Returns:
-          None: they are something else, or one of them is gone.
+        None: they are something else, or one of them is gone.
         """
         if set(map(type, arrays)) != {RayArray} or self.pool.closed is not None:
             return None
@@ -104,37 +91,20 @@ class Running:
             return None
         return CarriedArrays(serial, residents)
 
-    def carry(
-        self, carried: CarriedArrays, fresh: Mapping[int, Any], keeper: Keeper
-    ) -> list[RayArray]:
-        """One step that takes over what an earlier one returned for it; the usual step, and quick.
-
-        Args:
-          carried: what it takes over.
-          fresh: the other leaves, by number.
-          keeper: of the results.
-
-        Raises:
-          StageError: an earlier step failed.
-        """
-        return self._step(fresh, carried.residents, keeper, carried.serial)
-
-    def _step(
+    def tell(
         self,
         leaves: Mapping[int, Any],
         consumed: Sequence[Resident],
-        keeper: Keeper,
         carried: int | None = None,
         record: Callable[[ActorPlan], Any] | None = None,
     ) -> list[RayArray]:
-        """Tell all actors to run a step.
+        """Tell all actors to run a step that takes over what is consumed; leaves are by number.
 
-        Args:
-          leaves: by number; none of those that are carried.
-          consumed: what the step takes over.
-          keeper: of the results.
-          carried: the number of the step of which all that can be carried is consumed.
-          record: as of `step`.
+        Where all that can be carried of an earlier step is consumed, `carried` is that step's
+        number, and its arrays are none of the leaves: the usual step, and quick.
+
+        Raises:
+          StageError: an earlier step failed.
         """
         steps, arrays, plans = self.steps, self.arrays, self.pool.plans
         shardings = self.pipeline.in_shardings
@@ -164,7 +134,7 @@ class Running:
             except BaseException:
                 arrays.forget_later(forgotten)
                 raise
-            results = self._results(serial, keeper)
+            results = self._results(serial)
             arrays.consume(consumed)
             try:
                 steps.tell(messages)  # last of all: actors that wake up take cores
@@ -175,43 +145,11 @@ class Running:
                 raise
             return results
 
-    def _results(self, serial: int, keeper: Keeper) -> list[RayArray]:
+    def _results(self, serial: int) -> list[RayArray]:
         """What a step gives."""
         keys = map((serial * KEYS).__add__, self._values)
         residents = list(map(Resident, repeat(self.arrays), self._meshes, keys))
         parts: Iterable[tuple[Resident, ...]] = zip(residents)
         if not self._is_plain:
             parts = (tuple(residents[i] for i in places) for places in self._places)
-        return list(map(RayArray, parts, self._kinds, repeat(keeper)))
-
-    def place(self, leaf: Any, place: LeafPlace, weak: bool, keeper: Keeper) -> RayArray:
-        """A leaf, copied to a place on the actors.
-
-        Args:
-          leaf: any kind of array.
-          place: where.
-          weak: whether JAX promotes it as it does a Python number.
-          keeper: of the result.
-        """
-        return self.arrays.place(leaf, *self.pipeline.at(place, weak), keeper)
-
-    def make(
-        self, function: bytes, places: Sequence[LeafPlace], weak: Sequence[bool], keeper: Keeper
-    ) -> list[RayArray]:
-        """What a function gives that runs on the actors.
-
-        Args:
-          function: a closed jaxpr and its arguments, pickled.
-          places: of its results.
-          weak: whether JAX promotes them as it does Python numbers.
-          keeper: of the results.
-
-        Raises:
-          StageError: it fails.
-        """
-        homes = [self.pipeline.at(*pair) for pair in zip(places, weak, strict=True)]
-        return self.arrays.make(function, homes, keeper)
-
-    def save(self, saving: Saving, arrays: Sequence[RayArray]) -> None:
-        """Let the actors write arrays; see `Saving.send`."""
-        saving.send(self.arrays, arrays, len(self.pool.plans))
+        return list(map(RayArray, parts, self._kinds, repeat(self.arrays.keeper)))

@@ -17,12 +17,7 @@ from autopar.runtime.ray.driver.resident_arrays import ResidentArrays
 
 
 class Saving:
-    """Arrays on their way into a folder.
-
-    Args:
-      folder: of the checkpoint.
-      label: the items' names begin with it.
-      arrays: how many they are.
+    """So many arrays on their way into a checkpoint's folder, as items whose names begin so.
 
     Attributes:
       tries: how often they were sent.
@@ -39,28 +34,26 @@ class Saving:
     def send(self, resident: ResidentArrays, arrays: Sequence[RayArray], num_actors: int) -> None:
         """Tell the actors to copy and write their parts; again, unless that was done."""
         with self._lock:
-            if not self.is_done:
-                self._send(resident, arrays, num_actors)
-
-    def _send(self, resident: ResidentArrays, arrays: Sequence[RayArray], num_actors: int) -> None:
-        names = [f"{self._label}_actor_{n}_try_{self.tries}" for n in range(num_actors)]
-        items: list[list[tuple[str, int, Any]]] = [[] for _ in names]
-        found = []
-        for index, array in enumerate(arrays):
-            pieces: list[StoredPiece] = []
-            starts = (0, *array.sharding.ends)  # of its parts, along one dimension
-            for part, first in zip(array.residents, starts, strict=False):
-                for actor, box in resident.sources(part) if array.size else ():
-                    item, name = names[actor], f"{index}.{len(pieces)}"
-                    items[actor].append((name, part.key, box))
-                    start = [0] * array.ndim if box is None else [x for x, _ in box[: array.ndim]]
-                    if array.sharding.ends:
-                        start[array.sharding.axis] += first
-                    pieces.append(StoredPiece(item, name, tuple(start)))
-            found.append(tuple(pieces))
-        folders = [str(self.folder / name) for name in names]
-        self._refs, self.pieces = resident.save(folders, items), found
-        self.tries += 1
+            if self.is_done:
+                return
+            names = [f"{self._label}_actor_{n}_try_{self.tries}" for n in range(num_actors)]
+            items: list[list[tuple[str, int, Any]]] = [[] for _ in names]
+            found = []
+            for index, array in enumerate(arrays):
+                pieces: list[StoredPiece] = []
+                starts = (0, *array.sharding.ends)  # of its parts, along one dimension
+                for part, first in zip(array.residents, starts, strict=False):
+                    for actor, box in resident.sources(part) if array.size else ():
+                        item, name = names[actor], f"{index}.{len(pieces)}"
+                        items[actor].append((name, part.key, box))
+                        start = [0 if box is None else box[dim][0] for dim in range(array.ndim)]
+                        if array.sharding.ends:
+                            start[array.sharding.axis] += first
+                        pieces.append(StoredPiece(item, name, tuple(start)))
+                found.append(tuple(pieces))
+            folders = [str(self.folder / name) for name in names]
+            self._refs, self.pieces = resident.save(folders, items), found
+            self.tries += 1
 
     def is_settled(self) -> bool:
         """Whether it was written, or never can be; does not wait."""
@@ -75,10 +68,7 @@ class Saving:
         return True
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all is written.
-
-        Args:
-          seconds: at most so long; None: as long as it takes.
+        """Wait until all is written, at most so many seconds; None: as long as it takes.
 
         Raises:
           LostItem: an actor or an array was lost, or the time is over; they may be sent again.

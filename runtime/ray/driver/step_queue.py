@@ -23,12 +23,20 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from autopar.base.errors import LostActorError, StageError
-from autopar.runtime.ray.actor.failures import Spot
-from autopar.runtime.ray.actor.messages import Message
-from autopar.runtime.ray.actor.store import KEYS
+from autopar.runtime.ray.actor.actor_arrays import KEYS
+from autopar.runtime.ray.actor.messages import Message, Spot
 from autopar.runtime.ray.driver.actor_pool import ActorPool
-from autopar.runtime.ray.driver.rpc import POLL_SECONDS, Watch, outcome_of, overdue, reason_of
-from autopar.runtime.ray.driver.step_errors import Outcome, Silent, first_error, is_over
+from autopar.runtime.ray.driver.outcomes import (
+    POLL_SECONDS,
+    Outcome,
+    Silent,
+    Watch,
+    first_error,
+    is_over,
+    outcome_of,
+    overdue,
+    reason_of,
+)
 
 AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
@@ -37,13 +45,9 @@ GRACE_SECONDS = 10.0
 
 
 class StepQueue:
-    """What a pool of actors was told to do. Any thread can call it, one at a time works.
+    """What a pool of actors was told to do, up to the step with the number `serial`.
 
-    Args:
-      pool: the actors.
-
-    Attributes:
-      serial: the number of the last step.
+    Any thread can call it, one at a time works.
     """
 
     def __init__(self, pool: ActorPool) -> None:

@@ -9,17 +9,58 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray
+from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, Resident
 from autopar.base.errors import LostActorError, StageError
-from autopar.runtime.ray.recovery.runner import Runner, Unfinished
 from autopar.runtime.ray.transport.host_tiles import host_numbers
+
+
+class Coming(Protocol):
+    """Copies of arrays that are on their way; see `driver.resident_arrays.Copies`."""
+
+    def is_there(self) -> bool: ...
+    def get(self) -> list[np.ndarray] | None: ...
+
+
+class Unfinished(Protocol):
+    """Arrays that are being written to files; see `driver.save.Saving`."""
+
+    is_done: bool
+
+    def is_settled(self) -> bool: ...
+
+
+class ToldSteps(Protocol):
+    """The steps that the actors were told of; see `driver.step_queue.StepQueue`."""
+
+    serial: int
+
+    def finish(self) -> None: ...
+    def called_off(self, serial: int) -> bool: ...
+
+
+class HeldArrays(Protocol):
+    """The arrays that the actors have; see `driver.resident_arrays.ResidentArrays`."""
+
+    def copies(self, residents: Sequence[Resident]) -> Coming: ...
+    def lost_array(self) -> StageError: ...
+    def place(self, leaf: Any, place: LeafPlace, weak: bool) -> RayArray: ...
+
+
+class Runner(Protocol):
+    """What runs a step; see `driver.running.Running`."""
+
+    @property
+    def steps(self) -> ToldSteps: ...
+    @property
+    def arrays(self) -> HeldArrays: ...
+    def step(self, leaves: Sequence[Any], donated: Collection[int]) -> list[RayArray]: ...
 
 
 @dataclass(frozen=True)
@@ -33,24 +74,20 @@ Given = Made | np.ndarray
 """A leaf in the log: made by an earlier entry, or the numbers that the driver gave."""
 
 
-Again = Callable[[list[Any], Runner, Keeper], list[RayArray]]
-"""Makes arrays of leaves; it holds neither actors nor a keeper, but is given them."""
+Again = Callable[[list[Any], Any], list[RayArray]]
+"""Makes arrays of leaves on a `Runner`; it holds no actors, but is given them."""
 
 
 @dataclass(eq=False)
 class LogEntry:
-    """Something that was done; one without anything is the place of a snapshot.
+    """Something that was done with leaves; one without anything is the place of a snapshot.
 
-    Args:
-      leaves: what it was done with.
-      again: does it.
-      results: the numbers of the arrays that it makes.
-      serial: of a step, its number on the actors that ran it last.
-      saving: of arrays that are written to files; it is done again unless it was done.
+    Its results are the numbers of the arrays that it makes. A step has a number on the actors that
+    ran it last (`serial`); what writes arrays to files is done again unless it was done (`saving`).
     """
 
     leaves: tuple[Given, ...] = ()
-    again: Again = lambda leaves, runner, keeper: []
+    again: Again = lambda leaves, runner: []
     results: tuple[int, ...] = ()
     serial: int | None = None
     saving: Unfinished | None = None
@@ -65,14 +102,10 @@ class LogEntry:
         return self.serial is not None and runner.steps.called_off(self.serial)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """An array in host memory.
+class Saved(NamedTuple):
+    """An array in host memory (of PRNG keys, what they wrap), its place on the actors, its type.
 
-    Args:
-      numbers: its elements; of PRNG keys, what they wrap.
-      place: where it lies on the actors.
-      weak: whether JAX promotes it as it does a Python number.
+    It is weak if JAX promotes it as it does a Python number.
     """
 
     numbers: np.ndarray
@@ -137,11 +170,9 @@ class Lineage:
         return found
 
     def drop(self, is_dead: Callable[[LogEntry], bool], error: StageError) -> None:
-        """Take entries out of the log, and those that need what they made.
+        """Take out the entries that failed, and those that need what they made.
 
-        Args:
-          is_dead: whether an entry failed.
-          error: for those who hold what it was to make.
+        Those who hold what they were to make are told of the error.
         """
         dead: set[int] = set()
         kept: list[LogEntry] = []
@@ -173,11 +204,9 @@ class Lineage:
         )
 
     def snapshot(self, mark: LogEntry, found: Mapping[int, Saved]) -> None:
-        """Go on from a snapshot.
+        """Go on from a snapshot, taken at a mark.
 
-        Args:
-          mark: where it was taken.
-          found: every array that was alive then, unless an earlier snapshot has it.
+        It has every array that was alive then, unless an earlier snapshot has it.
         """
         self.entries = self.entries[self.entries.index(mark) + 1 :]
         self._copies = {key: pair for key, pair in self._copies.items() if _is_alive(pair[0]())}
@@ -196,12 +225,8 @@ class Lineage:
         self.entries = kept[::-1]
         self.saved = {number: saved for number, saved in self.saved.items() if number in needed}
 
-    def replay(self, runner: Runner, keeper: Keeper) -> StageError | None:
-        """Make all that is needed once more, and hand it to those who hold it.
-
-        Args:
-          runner: the actors, which are new.
-          keeper: of the arrays.
+    def replay(self, runner: Runner) -> StageError | None:
+        """Make all that is needed once more, on new actors, and hand it to those who hold it.
 
         Returns:
           What a step of the user's raised, if one did: it and what needs it are out of the log.
@@ -214,7 +239,7 @@ class Lineage:
         last = {n: index for index, entry in enumerate(self.entries) for n in entry.inputs}
         arrays: dict[int, RayArray] = {}
         for number, saved in self.saved.items():
-            arrays[number] = runner.place(saved.numbers, saved.place, saved.weak, keeper)
+            arrays[number] = runner.arrays.place(saved.numbers, saved.place, saved.weak)
         failure: StageError | None = None
         failed: set[int] = set()
         for index, entry in enumerate(self.entries):
@@ -223,7 +248,7 @@ class Lineage:
                 continue
             try:
                 leaves = [arrays[x.number] if isinstance(x, Made) else x for x in entry.leaves]
-                made = entry.again(leaves, runner, keeper)
+                made = entry.again(leaves, runner)
             except LostActorError:
                 raise
             except StageError as error:
@@ -258,35 +283,32 @@ def _is_alive(array: jax.Array | None) -> bool:
     return array is not None and not array.is_deleted()
 
 
-def step_again(
-    leaves: list[Any], runner: Runner, keeper: Keeper, donated: Sequence[int]
-) -> list[RayArray]:
+def step_again(leaves: list[Any], runner: Runner, donated: Sequence[int]) -> list[RayArray]:
     """An `Again` of a step that takes over the leaves at some positions."""
-    return runner.step(_apart(leaves, donated, runner, keeper), donated, keeper)
+    taken = set(donated)
+    own = apart(
+        {position: leaves[position] for position in donated},
+        [leaf for position, leaf in enumerate(leaves) if position not in taken],
+        lambda leaf, place: runner.arrays.place(leaf, place, leaf.weak_type),
+    )
+    return runner.step([own.get(position, leaf) for position, leaf in enumerate(leaves)], donated)
 
 
-def _apart(
-    leaves: Sequence[Any], donated: Sequence[int], runner: Runner, keeper: Keeper
-) -> list[Any]:
-    """The leaves, with a copy of each donated one whose memory another has too.
+def apart(
+    donated: Mapping[int, Any],
+    kept: Sequence[Any],
+    place: Callable[[RayArray, LeafPlace], RayArray],
+) -> dict[int, Any]:
+    """The donated leaves, with a copy of each whose memory another leaf has too.
 
     Where two leaves of a result are one array depends on the plan.
     """
-    taken = set(donated)
-    seen = {
-        id(resident)
-        for position, leaf in enumerate(leaves)
-        if isinstance(leaf, RayArray) and position not in taken
-        for resident in leaf.residents
-    }
-    found = list(leaves)
-    for position in donated:
-        leaf = leaves[position]
+    seen = {id(x) for leaf in kept if isinstance(leaf, RayArray) for x in leaf.residents}
+    found = dict(donated)
+    for number, leaf in donated.items():
         if isinstance(leaf, RayArray):
-            own = {id(resident) for resident in leaf.residents}
-            if not seen.isdisjoint(own):
-                found[position] = runner.place(
-                    leaf, LeafPlace("argument", position), leaf.weak_type, keeper
-                )
-            seen |= own
+            residents = {id(x) for x in leaf.residents}
+            if not seen.isdisjoint(residents):
+                found[number] = place(leaf, LeafPlace("argument", number))
+            seen |= residents
     return found

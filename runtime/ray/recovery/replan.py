@@ -13,7 +13,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.planner.compiler import Compiled, compile_graph
 from autopar.passes.planner.layouts import submesh
-from autopar.runtime.ray.transport.mesh_processes import num_processes
+from autopar.runtime.ray.transport.routes import num_processes
 
 
 def replan(
@@ -26,13 +26,8 @@ def replan(
 ) -> Compiled:
     """A plan as it was asked for, with no more processes than can run.
 
-    Args:
-      graph: of the step.
-      options: what the user asked for. A number of stages is an upper bound here.
-      cluster: the whole cluster.
-      compiled: the plan for it.
-      num_actors: how many processes can run.
-      report: is told what is done.
+    A number of stages among the options is an upper bound here. The cluster is the whole one, and
+    what is compiled the plan for it.
 
     Raises:
       AutoparError: no plan fits these processes and what the user asked for.

@@ -7,25 +7,20 @@ so it is copied once, however long it is held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from ray.exceptions import RayError
 
 from autopar.arrays.ray_array import LeafPlace, RayArray
-from autopar.runtime.ray.recovery.lineage import Lineage, LogEntry, Saved
-from autopar.runtime.ray.recovery.runner import Coming, Runner
+from autopar.runtime.ray.recovery.lineage import Coming, Lineage, LogEntry, Runner, Saved
 
 
-@dataclass(frozen=True)
-class _Coming:
-    """A snapshot that is on its way.
+class _Coming(NamedTuple):
+    """A snapshot that is on its way: its place in the log, and what the driver has already.
 
-    Args:
-      mark: where in the log it was taken.
-      known: what the driver has already.
-      arrays: of what the actors send, (number, parts, the dimension of these, place, weak type).
-      copies: of all their parts, in this order.
+    Of what the actors send, the arrays are (number, parts, the dimension of these, place, weak
+    type), with copies of all their parts in this order.
     """
 
     mark: LogEntry
@@ -35,12 +30,7 @@ class _Coming:
 
 
 class Snapshots:
-    """Takes a snapshot every few steps.
-
-    Args:
-      log: gets them.
-      every: so many steps.
-    """
+    """Takes a snapshot every so many steps, which the log gets."""
 
     def __init__(self, log: Lineage, every: int) -> None:
         self._log, self._every = log, every

@@ -28,13 +28,9 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def join(coordinator: str, process: int, num_processes: int, deadline: float) -> None:
-    """Join the others, before JAX is used; waits for them.
+    """Join the others, before JAX is used; waits for them, so many seconds at most.
 
-    Args:
-      coordinator: "host:port" where process 0 is to listen.
-      process: the number of this process.
-      num_processes: how many there are.
-      deadline: seconds that it may take.
+    The coordinator is "host:port" where process 0 is to listen.
 
     Raises:
       RuntimeError: they do not come in time, or the port is in use.

@@ -38,12 +38,7 @@ def numbers(array: Any) -> Any:
 
 
 def to_host(array: Any, box: Box | None = None) -> np.ndarray:
-    """An array in host memory; waits for it.
-
-    Args:
-      array: any.
-      box: of its numbers, what some device of this process holds; None: all of it.
-    """
+    """An array in host memory, or a box of it that a device of this process holds; waits for it."""
     if box is None:
         return np.asarray(numbers(array))
     found = numbers(array)
@@ -71,12 +66,8 @@ def assembled(
 ) -> jax.Array:
     """An array of what the devices of this process hold.
 
-    Args:
-      tiles: numbers, and the devices of the mesh that hold them, by number; other processes have
-        other tiles.
-      shape: of the array.
-      dtype: of the array.
-      sharding: where it shall be.
+    The tiles are numbers, and the devices of the mesh that hold them, by number; other processes
+    have other tiles. Shape, dtype and sharding are those of the array.
     """
     real_shape, _ = plain(shape, dtype)
     if len(real_shape) > len(shape):  # a key's numbers have one more dimension
@@ -134,10 +125,8 @@ def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 def taken(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> Iterator[np.ndarray]:
     """The bytes of moves, in their order; waits for the array.
 
-    Args:
-      array: on the sending mesh.
-      moves: of its numbers, from devices of this process.
-      devices: the number of every device of that mesh.
+    The moves are from devices of this process, of the numbers of an array on the sending mesh,
+    each of whose devices has a number.
     """
     if not moves:
         return
@@ -153,13 +142,7 @@ def as_bytes(part: np.ndarray) -> np.ndarray:
 
 
 def unpacked(data: np.ndarray, moves: Sequence[Move], dtype: Any) -> list[tuple[Move, np.ndarray]]:
-    """The numbers of every move, from the bytes that `taken` gives.
-
-    Args:
-      data: the bytes.
-      moves: in their order.
-      dtype: of the numbers.
-    """
+    """The numbers of every move, in their order, from the bytes that `taken` gives."""
     found, start = [], 0
     for move in moves:
         size = math.prod(move.shape) * dtype.itemsize
@@ -175,14 +158,9 @@ def placed(
     dtype: Any,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """The array on the receiving mesh.
+    """The array on the receiving mesh, of this shape, dtype and sharding.
 
-    Args:
-      parts: all moves into tiles that devices of this process hold.
-      tiles: these, by number.
-      shape: of the array.
-      dtype: of the array.
-      sharding: where it shall be.
+    The parts are all moves into tiles that devices of this process hold, which are given by number.
     """
     _, real_dtype = plain(shape, dtype)
     by_tile: dict[int, list[tuple[Move, np.ndarray]]] = {number: [] for number in tiles}

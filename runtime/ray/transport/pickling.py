@@ -20,14 +20,10 @@ from autopar.passes.graph import jax_compat
 
 
 def dumps(value: Any, what: str) -> bytes:
-    """`value` as bytes.
-
-    Args:
-      value: anything; functions are pickled with what they close over.
-      what: what it is, for the message.
+    """Anything as bytes; functions are pickled with what they close over.
 
     Raises:
-      TraceError: something in it cannot be pickled; says what.
+      TraceError: something in it cannot be pickled; says what, and in what.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)

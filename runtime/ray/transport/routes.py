@@ -7,7 +7,8 @@ least), and the receiver gives the whole tile to all devices that want it.
 
 A mesh may consist of several processes. What several of the receiving ones want is cut in as many
 pieces; each gets one from the sender and passes it on to the others, which is an all-gather. So it
-crosses between the meshes once also then.
+crosses between the meshes once also then. A mesh has one process, or one for each node whose
+devices it takes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from autopar.passes.schedules.schedule import Schedule
+from autopar.passes.sharding.spmd_program import SpmdProgram
 
 Box = tuple[tuple[int, int], ...]
 """First index and last index + 1 in every dimension."""
@@ -86,100 +90,74 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
-    """How one array crosses.
+class Way:
+    """A route as one process sees it.
 
     Args:
-      moves: in the order in which their bytes are sent, each in row-major order.
-      tiles: of the receiving mesh.
+      moves: of the sending mesh: from its devices, by the receiving process that gets them; of the
+        receiving one: what it gets from the sending mesh, by sending process.
+      passed_on: what it gets from the processes of its own mesh, in the order of their senders.
+      tiles: by number, those that its devices hold, where it receives.
+    """
+
+    moves: tuple[tuple[Move, ...], ...]
+    passed_on: tuple[tuple[Move, ...], ...] = ()
+    tiles: dict[int, Tile] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one array crosses, to tiles of the receiving mesh.
+
+    The moves are in the order in which their bytes are sent, each in row-major order.
     """
 
     moves: tuple[Move, ...]
     tiles: tuple[Tile, ...]
 
-    @property
-    def size(self) -> int:
-        """The number of elements that cross."""
-        return sum(math.prod(move.shape) for move in self.moves)
+    def departure(self, own: Sequence[int], num_targets: int) -> Way:
+        """What leaves from devices `own`, where the receiving mesh has `num_targets` processes."""
+        moves: list[list[Move]] = [[] for _ in range(num_targets)]
+        for move in self.moves:
+            if move.device in own:
+                moves[move.processes[0]].append(move)
+        return Way(tuple(map(tuple, moves)))
 
+    def arrival(
+        self, process: int, own: Sequence[int], num_processes: int, sources: Sequence[range]
+    ) -> Way:
+        """What comes to a process, with devices `own`, of the receiving mesh's `num_processes`.
 
-@dataclass(frozen=True)
-class Departure:
-    """A route as one process of the sending mesh sees it.
-
-    Args:
-      moves: from its devices, by the receiving process that gets them.
-    """
-
-    moves: tuple[tuple[Move, ...], ...]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A route as one process of the receiving mesh sees it.
-
-    Args:
-      moves: what it gets from the sending mesh, by sending process.
-      passed_on: what it gets from the processes of its own mesh, in the order of their senders.
-      tiles: by number, those that its devices hold.
-    """
-
-    moves: tuple[tuple[Move, ...], ...]
-    passed_on: tuple[tuple[Move, ...], ...]
-    tiles: dict[int, Tile]
-
-
-def departure(found: Route, own: Sequence[int], num_targets: int) -> Departure:
-    """What leaves from the devices `own`, where the receiving mesh has `num_targets` processes."""
-    moves: list[list[Move]] = [[] for _ in range(num_targets)]
-    for move in found.moves:
-        if move.device in own:
-            moves[move.processes[0]].append(move)
-    return Departure(tuple(map(tuple, moves)))
-
-
-def arrival(
-    found: Route, process: int, own: Sequence[int], num_processes: int, sources: Sequence[range]
-) -> Arrival:
-    """What comes to a process of the receiving mesh.
-
-    Args:
-      found: the route.
-      process: its number.
-      own: the numbers of its devices.
-      num_processes: of its mesh.
-      sources: the numbers of the devices of each process of the sending mesh.
-    """
-    moves: list[list[Move]] = [[] for _ in sources]
-    passed_on: list[list[Move]] = [[] for _ in range(num_processes)]
-    # A message holds its moves in their order, and whoever passes on has read one after the other.
-    for sender, theirs in enumerate(sources):
-        for move in found.moves:
-            if move.device in theirs:
-                first, *others = move.processes
-                if first == process:
-                    moves[sender].append(move)
-                elif process in others:
-                    passed_on[first].append(move)
-    tiles = {
-        number: Tile(tile.shape, devices)
-        for number, tile in enumerate(found.tiles)
-        if (devices := tuple(device for device in tile.devices if device in own))
-    }
-    return Arrival(tuple(map(tuple, moves)), tuple(map(tuple, passed_on)), tiles)
+        `sources` are the numbers of the devices of each process of the sending mesh.
+        """
+        moves: list[list[Move]] = [[] for _ in sources]
+        passed_on: list[list[Move]] = [[] for _ in range(num_processes)]
+        # A message holds its moves in their order, and whoever passes on has read one after the
+        # other.
+        for sender, theirs in enumerate(sources):
+            for move in self.moves:
+                if move.device in theirs:
+                    first, *others = move.processes
+                    if first == process:
+                        moves[sender].append(move)
+                    elif process in others:
+                        passed_on[first].append(move)
+        tiles = {
+            number: Tile(tile.shape, devices)
+            for number, tile in enumerate(self.tiles)
+            if (devices := tuple(device for device in tile.devices if device in own))
+        }
+        return Way(tuple(map(tuple, moves)), tuple(map(tuple, passed_on)), tiles)
 
 
 def route(
     source: Spread, target: Spread, sent: list[int] | None = None, num_processes: int = 1
 ) -> Route:
-    """The moves that bring an array from one mesh to another.
+    """The moves that bring an array from how it lies on one mesh to how it shall lie on another.
 
-    Args:
-      source: how it lies on the sending mesh.
-      target: how it shall lie on the receiving mesh.
-      sent: elements that each sending device has sent before; what it sends here is added, so
-        that one list for several arrays balances them all.
-      num_processes: of the receiving mesh; each has as many of its devices, in their order.
+    Each process of the receiving mesh has as many of its devices, in their order. `sent` are the
+    elements that each sending device has sent before; what it sends here is added, so that one list
+    for several arrays balances them all.
 
     >>> print(route(Spread((4,), ((0,),), (2,)), Spread((4,), ((),), (3,))).tiles)
     (Tile(shape=(4,), devices=(0, 1, 2)),)
@@ -237,3 +215,40 @@ def _cut(box: Box, count: int) -> list[Box]:
 def slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
     """A box as an index."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def num_processes(
+    schedule: Schedule, programs: Sequence[SpmdProgram], devices_per_node: int
+) -> tuple[int, ...]:
+    """How many processes every mesh has, where the programs are those of all stages.
+
+    A mesh that does not consist of whole nodes, or whose stages have meshes of different sizes, has
+    one process.
+    """
+    counts = []
+    for mesh in range(schedule.num_meshes):
+        sizes = {
+            math.prod(programs[stage].mesh)
+            for stage, home in enumerate(schedule.mesh_of_stage)
+            if home == mesh
+        }
+        size = max(sizes)
+        is_even = len(sizes) == 1 and size % devices_per_node == 0
+        counts.append(size // devices_per_node if is_even else 1)
+    return tuple(counts)
+
+
+def actors_of_meshes(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """For every mesh, the actors that are its processes.
+
+    >>> actors_of_meshes([1, 2])
+    ((0,), (1, 2))
+    """
+    ends = itertools.accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True))
+
+
+def devices_of_process(num_devices: int, process: int, num_processes: int) -> range:
+    """The numbers of a process's devices in its mesh."""
+    size = num_devices // num_processes
+    return range(process * size, (process + 1) * size)

@@ -63,12 +63,9 @@ HELLO_SECONDS = 10.0
 class Sockets:
     """Messages between the actors of a pipeline, matched by sender, step and tag.
 
-    They go over TCP: one connection for each ordered pair of actors that talk.
-
-    Args:
-      actor: the number of this process.
-      host: the address to listen at; the port is any free one.
-      token: 32 bytes that all processes of the pipeline know; a connection begins with them.
+    They go over TCP: one connection for each ordered pair of actors that talk, which begins with a
+    token, 32 bytes that all processes of the pipeline know. The host is the address to listen at,
+    and the port is any free one.
     """
 
     def __init__(self, actor: int, host: str, token: bytes):
