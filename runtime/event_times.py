@@ -41,12 +41,7 @@ Place = tuple[int, int]
 
 
 class Times(NamedTuple):
-    """When the real run did what, in seconds of one clock.
-
-    Args:
-      dispatched: when the call that dispatches an instruction began.
-      ready: when the results of those that have any were there.
-    """
+    """When, on one clock, an instruction's dispatch began, and its results, if any, were there."""
 
     dispatched: dict[Place, float]
     ready: dict[Place, float]

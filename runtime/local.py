@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -116,15 +115,7 @@ class LocalProgram(StagePrograms):
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[jax.Array],
     ) -> PipelineStep:
-        """A compiled step that can be run instruction by instruction, as profiles do.
-
-        Args:
-          compiled: what `compile` returned for the other arguments.
-          donated: as those of `compile`.
-          kept: likewise.
-          shapes: likewise.
-          constants: likewise.
-        """
+        """What `compile` returned for the other arguments, to be run instruction by instruction."""
         if isinstance(compiled, PipelineStep):
             return compiled
 
@@ -158,10 +149,8 @@ class PipelineStep:
             [number for rows in group for number in pipeline.pieces.inputs[rows.number]]
             for group in pipeline.leaves
         ]
-        self.donated = [self._target(i) for i in donated]
-        self.kept = [self._target(i) for i in kept]
-        self.donated_types = [(shapes[i].shape, shapes[i].dtype) for i in donated]
-        self.kept_types = [(shapes[i].shape, shapes[i].dtype) for i in kept]
+        self.targets = [self._target(i) for i in (*donated, *kept)]
+        self.types = [shapes[i] for i in (*donated, *kept)]
         # What a step must not lose: outputs that are inputs as they came.
         outputs = set(pipeline.pieces.outputs)
         self.passed = [not outputs.isdisjoint(groups[i]) for i in donated]
@@ -174,12 +163,15 @@ class PipelineStep:
         of_kept = (Buffer(number, None) for leaf in kept for number in groups[leaf])
         self.lasting = (*of_kept, *self.constants)
 
-    def _target(self, leaf: int) -> _Target:
+    def _target(
+        self, leaf: int
+    ) -> tuple[SplitSharding | None, list[list[tuple[Buffer, NamedSharding]]]]:
+        """How a leaf is split over meshes, if it is; what buffers take each part, and where."""
         pipeline = self.pipeline
         sharding = pipeline.in_shardings[leaf]
         groups = (pipeline.pieces.inputs[rows.number] for rows in pipeline.leaves[leaf])
-        places = ([(Buffer(n, None), pipeline.places[n].sharding) for n in ns] for ns in groups)
-        return _Target(sharding if isinstance(sharding, SplitSharding) else None, tuple(places))
+        places = [[(Buffer(n, None), pipeline.places[n].sharding) for n in ns] for ns in groups]
+        return sharding if isinstance(sharding, SplitSharding) else None, places
 
     def _actions(self) -> Iterator[Action]:
         """The instructions in their global order, each as a function of buffers and transfers."""
@@ -242,16 +234,21 @@ class PipelineStep:
         Raises:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
-        _check(donated, self.donated_types)
-        _check(kept, self.kept_types)
+        leaves = (*donated, *kept)
+        for leaf, wanted in zip(leaves, self.types, strict=True):
+            aval = leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf)
+            if aval.shape != wanted.shape or aval.dtype != wanted.dtype:
+                raise TypeError(
+                    f"compiled for {wanted.dtype}{list(wanted.shape)}, "
+                    f"called with {aval.dtype}{list(aval.shape)}"
+                )
         buffers = dict(self.constants)
-        leaves = zip((*donated, *kept), (*self.donated, *self.kept), strict=True)
-        for leaf, target in leaves:
-            if target.split is not None:
-                parts = put_parts(leaf, target.split)
+        for leaf, (split, places_of_parts) in zip(leaves, self.targets, strict=True):
+            if split is not None:
+                parts = put_parts(leaf, split)
             else:
                 parts = [leaf.__jax_array__() if isinstance(leaf, SplitArray) else leaf]
-            for part, places in zip(parts, target.places, strict=True):
+            for part, places in zip(parts, places_of_parts, strict=True):
                 for name, sharding in places:
                     # What the last step returned is there already: most leaves of most calls.
                     is_there = isinstance(part, jax.Array) and part.sharding == sharding
@@ -270,28 +267,6 @@ class PipelineStep:
     def cost_analysis(self) -> dict[str, Any]:
         """XLA's count of operations, for every piece."""
         return {name: x.cost_analysis() for (name, _), x in self.variants.items()}
-
-
-@dataclass(frozen=True)
-class _Target:
-    """The buffers that take a leaf, for each of its parts, and where they are.
-
-    Args:
-      split: how the leaf is split over meshes, if it is.
-      places: of each part.
-    """
-
-    split: SplitSharding | None
-    places: tuple[list[tuple[Buffer, NamedSharding]], ...]
-
-
-def _check(leaves: Sequence[Any], types: Sequence[tuple[tuple[int, ...], Any]]) -> None:
-    for leaf, (shape, dtype) in zip(leaves, types, strict=True):
-        aval = leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf)
-        if aval.shape != shape or aval.dtype != dtype:
-            raise TypeError(
-                f"compiled for {dtype}{list(shape)}, called with {aval.dtype}{list(aval.shape)}"
-            )
 
 
 def _inside(action: stages.Action) -> Action:

@@ -38,11 +38,7 @@ def block_function(
     mesh: tuple[int, ...], axis_names: tuple[str, ...], block: Block
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """The function of local arrays that `jax.shard_map` runs on every device of the mesh."""
-
-    def run(arrays: Sequence[Any]) -> list[Any]:
-        return _Device(mesh, axis_names).block(block, arrays)
-
-    return run
+    return lambda arrays: _Device(mesh, axis_names).block(block, arrays)
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
@@ -213,14 +209,14 @@ def _all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:
     if monoid == "sum":
         return lax.psum(value, names)
     if monoid in ("max", "or"):
-        return _on_integers(lambda x: lax.pmax(x, names), value)
+        return _on_integers(lax.pmax, value, names)
     if monoid in ("min", "and"):
-        return _on_integers(lambda x: lax.pmin(x, names), value)
+        return _on_integers(lax.pmin, value, names)
     assert monoid == "prod", monoid
     return jnp.prod(lax.all_gather(value, names), axis=0, dtype=value.dtype)
 
 
-def _on_integers(function: Callable[[Any], Any], value: Any) -> Any:
+def _on_integers(function: Callable[[Any, Any], Any], value: Any, names: tuple[str, ...]) -> Any:
     if value.dtype != jnp.bool_:
-        return function(value)
-    return function(value.astype(jnp.int32)).astype(jnp.bool_)
+        return function(value, names)
+    return function(value.astype(jnp.int32), names).astype(jnp.bool_)

@@ -6,6 +6,7 @@ of time. A runtime has the meshes of all stages (`local.py`) or those of its pro
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,9 @@ class Place:
 
 @dataclass(frozen=True)
 class PieceFunction:
-    """A piece on its mesh.
+    """A piece on its stage's mesh, as a function that takes and returns global arrays.
 
-    Args:
-      call: takes and returns global arrays.
-      values: numbers of the values that it takes, once for each array.
-      in_shardings: of what it takes.
-      out_shardings: of what it returns.
-      mesh: its stage's.
+    The values are the numbers of those that it takes, once for each array.
     """
 
     call: Callable[..., list[Any]]
@@ -103,12 +99,11 @@ class StagePrograms:
         """A compiled function for every piece and every set of values that it donates."""
         found: dict[tuple[str, tuple[int, ...]], Any] = {}
         by_name = {piece.name: piece for piece in self.pieces.pieces}
-        for instructions in self.program.meshes:
-            for x in instructions:
-                if isinstance(x, Run) and x.stage in self.stage_meshes:
-                    key = (x.piece, donated_numbers(x))
-                    if key not in found:
-                        found[key] = self._compile(by_name[x.piece], key[1])
+        for x in itertools.chain(*self.program.meshes):
+            if isinstance(x, Run) and x.stage in self.stage_meshes:
+                key = (x.piece, donated_numbers(x))
+                if key not in found:
+                    found[key] = self._compile(by_name[x.piece], key[1])
         return found
 
     def function_of(self, piece: StagePiece) -> PieceFunction:

@@ -54,18 +54,6 @@ def live_bytes(
     return tuple(rows)
 
 
-def peak_bytes(
-    program: PipelineProgram, temporary_bytes: Mapping[str, int] | None = None
-) -> tuple[int, ...]:
-    """For every mesh, the most bytes per device that are alive at once (see `live_bytes`)."""
-    return tuple(
-        max((live.during for live in row), default=given)
-        for given, row in zip(
-            input_bytes(program), live_bytes(program, temporary_bytes), strict=True
-        )
-    )
-
-
 def _given(program: PipelineProgram) -> list[dict[Buffer, int]]:
     return [
         _sizes(program, program.buffers_on(mesh, program.inputs))

@@ -19,7 +19,6 @@ the value was made, and takes it after its last write.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -77,17 +76,9 @@ def emit(
         is never written; or the schedule's order makes meshes wait for each other (which are
         named).
     """
+    numbers = map(tuple, (inputs, outputs, donated))
     empty: tuple[tuple[Instruction, ...], ...] = ((),) * schedule.num_meshes
-    program = PipelineProgram(
-        schedule,
-        tuple(values),
-        tuple(pieces),
-        empty,
-        (),
-        tuple(inputs),
-        tuple(outputs),
-        tuple(donated),
-    )
+    program = PipelineProgram(schedule, tuple(values), tuple(pieces), empty, (), *numbers)
     validate(program, transfers)
     origins = _origins(transfers)
     runs = _runs(program, origins)
@@ -163,26 +154,14 @@ def _in_order(program: PipelineProgram, origins: Mapping[int, int], kind: str) -
         {writer[n] for n in (origins.get(n, n) for n in piece.reads) if n in writer} - {i}
         for i, piece in enumerate(pieces)
     ]
-    readers: dict[int, list[int]] = defaultdict(list)
-    for reader, needed in enumerate(needs):
-        for i in needed:
-            readers[i].append(reader)
-    missing = [len(needed) for needed in needs]
-    ready = [i for i, count in enumerate(missing) if count == 0]
-    ordered = []
-    while ready:
-        first = heapq.heappop(ready)
-        ordered.append(first)
-        for reader in readers[first]:
-            missing[reader] -= 1
-            if missing[reader] == 0:
-                heapq.heappush(ready, reader)
-    if len(ordered) < len(pieces):
-        stuck = [piece.name for i, piece in enumerate(pieces) if i not in ordered]
-        raise ScheduleError(
-            f"The {kind} pieces {', '.join(stuck)} need each other's values in a cycle."
-        )
-    return [pieces[i] for i in ordered]
+    left, ordered = dict(enumerate(pieces)), []
+    while left:
+        first = next((i for i in left if needs[i].isdisjoint(left)), None)
+        if first is None:
+            stuck = ", ".join(piece.name for piece in left.values())
+            raise ScheduleError(f"The {kind} pieces {stuck} need each other's values in a cycle.")
+        ordered.append(left.pop(first))
+    return ordered
 
 
 _Around = Mapping[tuple[int, int], list[Instruction]]  # (mesh, position among its runs)
@@ -220,7 +199,7 @@ def _communication(
                 if written.get(source, -1) >= first_read[target]:
                     raise ScheduleError(
                         f"Value {number} ({program.value_of[number].label}) is read on mesh {mesh} "
-                        f"before value {origin}, from which it is made, has its last write.",
+                        f"before value {origin}, from which it is made, has its last write."
                     )
                 before[mesh, first_read[target]].append(Reshard(source, target))
                 continue

@@ -39,14 +39,10 @@ Names: TypeAlias = Callable[[Buffer], str]
 
 @dataclass(frozen=True)
 class Value:
-    """An array on one stage.
+    """An array that a stage holds, by the number that buffers, pieces and transfers call it.
 
-    Args:
-      number: what buffers, pieces and transfers call it.
-      stage: the stage that holds it.
-      bytes_per_device: its bytes on each device of the stage's mesh (of one microbatch, if so).
-      per_microbatch: whether every microbatch has one of its own.
-      label: for people: a parameter's path, "activation", "gradient".
+    Its bytes are those on each device of the stage's mesh, of one microbatch if every microbatch
+    has one of its own. The label is for people: a parameter's path, "activation", "gradient".
     """
 
     number: int
@@ -133,12 +129,10 @@ class Run(_Printed):
 
 @dataclass(frozen=True)
 class Send(_Printed):
-    """Start one packed transfer to another mesh; the sender goes on without waiting.
+    """Start one packed transfer to mesh `to`; the sender goes on without waiting.
 
-    Args:
-      tag: unique in the program; the `Recv` on the other mesh has the same.
-      to: the mesh.
-      buffers: what is sent, under the sender's numbers.
+    The tag is unique in the program; the `Recv` on the other mesh has the same. The buffers have
+    the sender's numbers.
     """
 
     tag: int
@@ -160,12 +154,9 @@ class Send(_Printed):
 
 @dataclass(frozen=True)
 class Recv(_Printed):
-    """Wait for the transfer with this tag.
+    """Wait for the transfer with this tag from mesh `source`.
 
-    Args:
-      tag: that of the `Send`.
-      source: the mesh that sends.
-      buffers: what arrives, under the receiver's numbers, in the order of the `Send`.
+    The buffers have the receiver's numbers, in the order of the `Send`.
     """
 
     tag: int

@@ -16,10 +16,8 @@ def lasting_writes(program: PipelineProgram) -> dict[tuple[int, int], list[Buffe
             if lasting:
                 found[mesh, index] = lasting
             # One array may have two names after these.
-            if isinstance(instruction, Accumulate) and instruction.target in taken:
-                taken.add(instruction.addend)
-            elif isinstance(instruction, Reshard) and instruction.target in taken:
-                taken.add(instruction.source)
+            if isinstance(instruction, Accumulate | Reshard) and instruction.target in taken:
+                taken.update(instruction.reads)
             elif isinstance(instruction, Run):
                 taken.update(instruction.donates)
     return found

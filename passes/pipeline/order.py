@@ -7,7 +7,7 @@ is enqueued far ahead, and all meshes' collectives start in an order on which al
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Instruction, Names, Recv, Run, Send
@@ -57,15 +57,10 @@ def dispatchable(
 def require_end(
     meshes: Sequence[Sequence[Instruction]], position: Sequence[int], names: Names
 ) -> None:
-    """Raise if some mesh is not at the end of its list."""
-    if any(at < len(instructions) for at, instructions in zip(position, meshes, strict=True)):
-        raise deadlock(meshes, position, names)
-
-
-def deadlock(
-    meshes: Sequence[Sequence[Instruction]], position: Sequence[int], names: Names = str
-) -> ScheduleError:
-    """The error for meshes that are stuck at `position` in their lists: who waits for whom."""
+    """Raise if meshes are stuck before the ends of their lists, and say who waits for whom."""
+    mesh = next((m for m, xs in enumerate(meshes) if position[m] < len(xs)), None)
+    if mesh is None:
+        return
     sender = {
         instruction.tag: (mesh, index)
         for mesh, instructions in enumerate(meshes)
@@ -73,38 +68,31 @@ def deadlock(
         if isinstance(instruction, Send)
     }
     sentences: dict[int, str] = {}
-    mesh = next(m for m, instructions in enumerate(meshes) if position[m] < len(instructions))
     while mesh not in sentences:
         recv = meshes[mesh][position[mesh]]
         assert isinstance(recv, Recv), recv
         what = ", ".join(map(names, recv.buffers))
-        reader = _next_run(meshes[mesh], position[mesh])
+        reader = _first_run(meshes[mesh][position[mesh] :], "its end")
         waiting = f"mesh {mesh} waits for {what} from mesh {recv.source} before {reader}"
         if recv.tag not in sender:
-            return ScheduleError(
+            raise ScheduleError(
                 "The instructions deadlock.", why=f"{waiting}, and no mesh sends it."
             )
         home, index = sender[recv.tag]
-        maker = _last_run(meshes[home], index)
+        maker = _first_run(reversed(meshes[home][:index]), "its start")
         sentences[mesh] = f"- {waiting}, sent after {maker}, which mesh {home} has not reached"
         mesh = home
         if position[home] > index:
-            return ScheduleError(
+            raise ScheduleError(
                 "The instructions deadlock.", why=f"{waiting}, which has been received already."
             )
     cycle = list(sentences)[list(sentences).index(mesh) :]
-    return ScheduleError(
+    raise ScheduleError(
         "The instructions deadlock.",
         why="meshes wait for each other in a cycle:\n" + "\n".join(sentences[m] for m in cycle),
         hint="let the schedule run each task after those whose values its stage receives.",
     )
 
 
-def _next_run(instructions: Sequence[Instruction], index: int) -> str:
-    labels = (x.label for x in instructions[index:] if isinstance(x, Run))
-    return next(labels, "its end")
-
-
-def _last_run(instructions: Sequence[Instruction], index: int) -> str:
-    labels = (x.label for x in reversed(instructions[:index]) if isinstance(x, Run))
-    return next(labels, "its start")
+def _first_run(instructions: Iterable[Instruction], default: str) -> str:
+    return next((x.label for x in instructions if isinstance(x, Run)), default)

@@ -71,12 +71,8 @@ def simulate(
     Raises:
       ScheduleError: meshes wait for each other in a cycle (named), or a cost is negative.
     """
-    num_meshes = len(program.meshes)
-    devices = (
-        (devices_per_mesh,) * num_meshes
-        if isinstance(devices_per_mesh, int)
-        else tuple(devices_per_mesh)
-    )
+    num_meshes, given = len(program.meshes), devices_per_mesh
+    devices = (given,) * num_meshes if isinstance(given, int) else tuple(given)
     if len(devices) != num_meshes or min(devices, default=1) < 1:
         raise ScheduleError(
             f"devices_per_mesh={devices_per_mesh} does not give {num_meshes} meshes their devices."
@@ -204,12 +200,9 @@ def _shared(
 
 def _line(program: PipelineProgram, meshes: Sequence[int]) -> dict[tuple[int, int], int]:
     """The runs of these meshes, numbered in the order in which they are dispatched."""
-    places = [
-        place
-        for place in program.order
-        if place[0] in meshes and isinstance(program.meshes[place[0]][place[1]], Run)
-    ]
-    return {place: number for number, place in enumerate(places)}
+    places = ((m, i) for m, i in program.order if m in meshes)
+    runs = ((m, i) for m, i in places if isinstance(program.meshes[m][i], Run))
+    return {place: number for number, place in enumerate(runs)}
 
 
 def _cost(given: Callable[[_T], float] | float, instruction: _T) -> float:

@@ -18,23 +18,18 @@ from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
 from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import Piece, PieceKind, Run, Send, Value, ValueTransfer
+from autopar.passes.pipeline.instructions import Piece, PieceKind, Send, Value, ValueTransfer
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.named import SCHEDULES
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 
-_LOOP = ("F", "B", "W")
-
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step.
-
-    Args:
-      timeline: when every instruction would run.
-    """
+    """A simulated step; its timeline says when every instruction would run."""
 
     timeline: Timeline
 
@@ -115,20 +110,16 @@ def what_if(
             "The plan does not hold what a simulation needs.", hint="plan again."
         )
     count = plan.num_microbatches if microbatches is None else microbatches
-    rows = plan.num_microbatches / _possible(count, model, pipeline)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise OptionError(f"microbatches={count!r} is not possible.", why="use 1 or more.")
+    _divided(model, count, f"microbatches={count}")
+    rows = plan.num_microbatches / count
     scales = _scales(plan, rows, cluster, link_scale, compute_scale)
     if scales.copies > 1:
         _divided(model, count * scales.copies, f"{count} microbatches on {scales.copies} times "
                  "the devices")  # fmt: skip
     order = _order(pipeline, schedule, count) if plan.is_pipeline else ONE_STAGE
     return Simulation(_simulated(plan, pipeline, model, order, scales))
-
-
-def _possible(count: Any, model: StepModel, pipeline: PipelinePlan) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise OptionError(f"microbatches={count!r} is not possible.", why="use 1 or more.")
-    _divided(model, count, f"microbatches={count}")
-    return count
 
 
 def _divided(model: StepModel, parts: int, what: str) -> None:
@@ -207,11 +198,10 @@ def _scales(
 
 def _device_speed(old: Cluster, new: Cluster) -> float:
     """How much faster a device is, by whichever of operations and memory gained less."""
-    ratios = [
-        new.device.peak_flops_for(dtype) / old.device.peak_flops_for(dtype)
-        for dtype in ("bfloat16", "float32")
-    ]
-    return min(*ratios, new.device.memory_bandwidth / old.device.memory_bandwidth)
+    before, after = old.device, new.device
+    kinds = ("bfloat16", "float32")
+    ratios = (after.peak_flops_for(kind) / before.peak_flops_for(kind) for kind in kinds)
+    return min(*ratios, after.memory_bandwidth / before.memory_bandwidth)
 
 
 def _inside(cluster: Cluster, size: int) -> Link:
@@ -222,17 +212,12 @@ def _inside(cluster: Cluster, size: int) -> Link:
 def _simulated(
     plan: PlanRecord, pipeline: PipelinePlan, model: StepModel, schedule: Schedule, scales: _Scales
 ) -> Timeline:
+    def scaled(size: int, of_rows: bool) -> int:
+        return math.ceil(size * scales.rows) if of_rows else size
+
     values = [
-        Value(
-            number,
-            value.stage,
-            math.ceil(value.bytes_per_device * scales.rows)
-            if value.per_microbatch
-            else value.bytes_per_device,
-            value.per_microbatch,
-            value.label,
-        )
-        for number, value in enumerate(model.values)
+        Value(i, v.stage, scaled(v.bytes_per_device, v.per_microbatch), v.per_microbatch, v.label)
+        for i, v in enumerate(model.values)
     ]
     pieces = [
         Piece(p.name, p.stage, cast("PieceKind", p.when), p.reads, p.writes, p.donates)
@@ -258,29 +243,24 @@ def _simulated(
         size = sum(values[buffer.value].bytes_per_device for buffer in send.buffers)
         return scales.link.latency + size / scales.link.bandwidth
 
-    def run_seconds(run: Run) -> float:
-        return seconds[run.piece]
-
     devices = [0] * pipeline.num_meshes
     for stage in plan.stages:
         devices[stage.mesh] = stage.num_devices * scales.copies
     return simulate(
         program,
-        run_seconds,
+        lambda run: seconds[run.piece],
         transfer_seconds,
         devices_per_mesh=devices,
         temporary_bytes={
-            piece.name: math.ceil(piece.temporary_bytes * scales.rows)
-            if piece.when in _LOOP or not plan.is_pipeline
-            else piece.temporary_bytes
-            for piece in model.pieces
+            p.name: scaled(p.temporary_bytes, p.when in LOOP_KINDS or not plan.is_pipeline)
+            for p in model.pieces
         },
     )
 
 
 def _piece_seconds(piece: ModelPiece, scales: _Scales) -> float:
     """Microbatches change the loop's pieces alone: the others see all rows, however many."""
-    looping = piece.when in _LOOP
+    looping = piece.when in LOOP_KINDS
     rows = scales.rows if looping else 1 / scales.copies
     compute = scales.compute * rows / scales.rows
     if piece.when == "epilogue":  # the optimizer: every copy of a stage does all of it
@@ -302,7 +282,7 @@ def _sums(model: StepModel) -> dict[str, int]:
     if len(model.pieces) == 1:
         (piece,) = model.pieces
         return {piece.name: sum(model.values[n].bytes_per_device for n in piece.donates)}
-    made = {n for p in model.pieces if p.when in _LOOP for n in p.writes}
+    made = {n for p in model.pieces if p.when in LOOP_KINDS for n in p.writes}
     left = {n for n in made if not model.values[n].per_microbatch}
     found: dict[str, int] = {}
     for piece in model.pieces:

@@ -9,11 +9,10 @@ afterwards as a whole.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
@@ -31,17 +30,7 @@ from autopar.passes.slicing.stage_graphs import Layer, StageGraph, Stages
 MAX_UNITS = 24  # more layers than this are put together in equal runs before the search
 
 
-class Remat(enum.Enum):
-    """What a stage's backward pass starts from, as `StageOption.choice`."""
-
-    FULL = "forward pass computed again"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True)
-class _LayerCost:
+class _LayerCost(NamedTuple):
     """One run of layers on one submesh: per microbatch, once a step, and memory per device.
 
     `forward_seconds` are the part of `seconds` that computing the forward pass again would add.
@@ -82,22 +71,22 @@ def choose_stages(
     link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
 
     def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
-        parts = costs[size][start:stop]
+        total = _LayerCost(*map(sum, zip(*costs[size][start:stop], strict=True)))
         moved = crossing[stop - 1] if stop < len(starts) else 0
         kept = StageOption(
-            seconds=sum(part.seconds for part in parts)
+            seconds=total.seconds
             + (2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0),
-            bytes_fixed=sum(part.bytes_fixed for part in parts),
-            bytes_per_microbatch=sum(part.bytes_per_microbatch for part in parts),
-            once_seconds=sum(part.once_seconds for part in parts),
+            bytes_fixed=total.bytes_fixed,
+            bytes_per_microbatch=total.bytes_per_microbatch,
+            once_seconds=total.once_seconds,
         )
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
         again = dataclasses.replace(
             kept,
-            seconds=kept.seconds + sum(part.forward_seconds for part in parts),
+            seconds=kept.seconds + total.forward_seconds,
             bytes_fixed=kept.bytes_fixed + kept.bytes_per_microbatch,
             bytes_per_microbatch=math.ceil(crossing[start - 1] / size) if start else 0,
-            choice=Remat.FULL,
+            remat=True,
         )
         if options.remat == "auto":
             return (kept, again)
@@ -116,7 +105,7 @@ def choose_stages(
     return StageLayout(
         tuple(starts[stage.start] for stage in choice.stages[1:]),
         tuple(stage.num_devices for stage in choice.stages),
-        tuple(stage.option.choice is Remat.FULL for stage in choice.stages),
+        tuple(stage.option.remat for stage in choice.stages),
     )
 
 
@@ -138,15 +127,10 @@ def _costs(
     """For every size of submesh, what each unit costs."""
     labelled = label_batch(units)
     ends = (0, *units.boundaries, len(units.layers))
-    kinds = [
-        tuple(layer.digest for layer in units.layers.layers[start:stop])
-        for start, stop in itertools.pairwise(ends)
-    ]
+    runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
+    kinds = [tuple(layer.digest for layer in run) for run in runs]
     firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
-    forward = {
-        kind: _forward_share(units.layers.layers[ends[place] : ends[place + 1]])
-        for kind, place in firsts.items()
-    }
+    forward = {kind: _forward_share(runs[place]) for kind, place in firsts.items()}
     found: dict[int, list[_LayerCost]] = {}
     for size in sizes:
         report(f"costs of {len(firsts)} kinds of layers on {size} devices")

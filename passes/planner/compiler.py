@@ -22,7 +22,7 @@ stage whose one piece is the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
@@ -34,7 +34,7 @@ from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import choose_stages
-from autopar.passes.planner.candidates import PlannedStep, plan_layout
+from autopar.passes.planner.candidates import PlannedStep, Report, plan_layout
 from autopar.passes.planner.layouts import (
     StageLayout,
     asked_layout,
@@ -48,8 +48,6 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch, check_pins
 from autopar.plans.plan import Plan
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,24 @@ def write_plan(
 ) -> Plan:
     """Write down what was chosen, what it is expected to cost, and what else was considered."""
     schedule, planned = chosen.schedule, chosen.planned
-    meshes = range(schedule.num_meshes)
-    inputs = _inputs(chosen.split, chosen.pieces)
+    graph, pieces = chosen.split.graph, chosen.pieces
+    inputs = tuple(
+        _tensor_plan(pieces, values, label.path, label.role, donated=label.donated)
+        for label, values in zip(graph.inputs, pieces.inputs, strict=True)
+    )
+    outputs = tuple(
+        _tensor_plan(pieces, (value,), label.path, "output" if label.alias is None else "state")
+        for label, value in zip(graph.outputs, pieces.outputs, strict=True)
+    )
     stages = _stages(chosen, cluster)
     communication = max(sum(c.seconds * c.times for c in stage.collectives) for stage in stages)
     cost = sum(p.solution.cost for p in planned)
     bound = sum(p.solution.lower_bound for p in planned)
+
+    def state_bytes(mesh: int) -> int:
+        here = (t for t in inputs if mesh in {schedule.mesh_of_stage[s] for s in t.stages})
+        return sum(t.bytes_per_device for t in here if t.role == "state")
+
     return Plan(
         autopar_version=__version__,
         jax_version=jax.__version__,
@@ -82,21 +94,14 @@ def write_plan(
         reason_for_microbatches=_reason(chosen, options),
         stages=stages,
         inputs=inputs,
-        outputs=_outputs(chosen.split, chosen.pieces),
+        outputs=outputs,
         certificate=chosen.split.certificate,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=max(chosen.step_seconds - communication, 0.0),
             communication_seconds=communication,
             peak_bytes_per_device=max(chosen.peak_bytes),
-            state_bytes_per_device=max(
-                sum(
-                    t.bytes_per_device
-                    for t in inputs
-                    if t.role == "state" and mesh in {schedule.mesh_of_stage[s] for s in t.stages}
-                )
-                for mesh in meshes
-            ),
+            state_bytes_per_device=max(map(state_bytes, range(schedule.num_meshes))),
             flops=float(total_flops(chosen.split.graph.jaxpr, chosen.split.rules)),
         ),
         solver=SolverSummary(
@@ -185,20 +190,6 @@ def _reason(chosen: PlannedStep, options: Options) -> str:
     if chosen.split.num_microbatches == 1:
         return f"the whole batch at once fits {limit} per device"
     return f"the fewest with which a step fits {limit} per device"
-
-
-def _inputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
-    return tuple(
-        _tensor_plan(pieces, values, label.path, label.role, donated=label.donated)
-        for label, values in zip(split.graph.inputs, pieces.inputs, strict=True)
-    )
-
-
-def _outputs(split: SplitStep, pieces: Pieces) -> tuple[TensorPlan, ...]:
-    return tuple(
-        _tensor_plan(pieces, (value,), label.path, "output" if label.alias is None else "state")
-        for label, value in zip(split.graph.outputs, pieces.outputs, strict=True)
-    )
 
 
 def _tensor_plan(

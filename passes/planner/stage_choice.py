@@ -26,14 +26,14 @@ class StageOption:
       seconds: the time of one microbatch, forward and backward.
       bytes_fixed: bytes per device that do not depend on the microbatches in flight.
       bytes_per_microbatch: bytes per device for each microbatch in flight.
-      choice: what the option stands for (a rematerialization); the search does not look at it.
+      remat: whether the forward pass is computed again; the search does not look at it.
       once_seconds: the time that the stage takes once a step (synchronisation, optimizer).
     """
 
     seconds: float
     bytes_fixed: int
     bytes_per_microbatch: int
-    choice: object = None
+    remat: bool = False
     once_seconds: float = 0.0
 
 
@@ -48,12 +48,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The stages of a pipeline, first to last.
-
-    Args:
-      stages: the stages.
-      step_seconds: the sum of the stages' seconds + the largest (M - 1) * seconds + once_seconds.
-    """
+    """The stages of a pipeline, first to last, and the step time that `best_stages` minimises."""
 
     stages: tuple[Stage, ...]
     step_seconds: float

@@ -127,11 +127,7 @@ def _custom(
 
 
 def _task_lists(name: str, result: object) -> tuple[tuple[Task, ...], ...]:
-    """The task lists in what a user's function returned.
-
-    Raises:
-      ScheduleError: it is something else.
-    """
+    """The task lists in what a user's function returned; a `ScheduleError` if there are none."""
     hint = 'return one list per mesh of tasks such as ("F", stage, microbatch).'
 
     def entries(value: object, where: str, expected: str) -> Iterable[Any]:
@@ -143,14 +139,11 @@ def _task_lists(name: str, result: object) -> tuple[tuple[Task, ...], ...]:
             )
         return value
 
-    lists = enumerate(entries(result, "", "a Schedule or task lists were"))
-    return tuple(
-        tuple(
-            _task(name, mesh, entry, hint)
-            for entry in entries(tasks, f" for mesh {mesh}", "a list of tasks was")
-        )
-        for mesh, tasks in lists
-    )
+    lists = []
+    for mesh, tasks in enumerate(entries(result, "", "a Schedule or task lists were")):
+        listed = entries(tasks, f" for mesh {mesh}", "a list of tasks was")
+        lists.append(tuple(_task(name, mesh, entry, hint) for entry in listed))
+    return tuple(lists)
 
 
 def _task(name: str, mesh: int, entry: Any, hint: str) -> Task:

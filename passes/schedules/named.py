@@ -78,8 +78,7 @@ def interleaved(num_meshes: int, num_microbatches: int, num_chunks: int = 1) -> 
     for mesh in range(num_meshes):
         warmup = min(2 * (num_meshes - 1 - mesh) + (num_chunks - 1) * num_meshes, total)
         if num_microbatches == num_meshes:
-            # As in Megatron-LM: a single group has nothing to alternate with.
-            warmup = total
+            warmup = total  # as in Megatron-LM: a single group has nothing to alternate with
         tasks = [nth("F", mesh, n) for n in range(warmup)]
         for n in range(total - warmup):
             tasks += [nth("F", mesh, warmup + n), nth("B", mesh, n)]
@@ -93,9 +92,8 @@ def zero_bubble_h1(num_meshes: int, num_microbatches: int) -> TaskLists:
 
     Mesh s starts with p - s forward passes and computes weight gradients s backward passes late.
     """
-    return _alternating(
-        num_meshes, num_microbatches, lambda mesh: num_meshes - mesh, lambda mesh: mesh
-    )
+    p, m = num_meshes, num_microbatches
+    return _alternating(p, m, lambda mesh: p - mesh, lambda mesh: mesh)
 
 
 def zero_bubble_h2(num_meshes: int, num_microbatches: int) -> TaskLists:
@@ -104,12 +102,8 @@ def zero_bubble_h2(num_meshes: int, num_microbatches: int) -> TaskLists:
     Mesh s starts with 2(p - s) - 1 forward passes and computes weight gradients 2s backward passes
     late.
     """
-    return _alternating(
-        num_meshes,
-        num_microbatches,
-        lambda mesh: 2 * (num_meshes - mesh) - 1,
-        lambda mesh: 2 * mesh,
-    )
+    p, m = num_meshes, num_microbatches
+    return _alternating(p, m, lambda mesh: 2 * (p - mesh) - 1, lambda mesh: 2 * mesh)
 
 
 SCHEDULES: Mapping[str, Callable[..., TaskLists]] = MappingProxyType(

@@ -174,18 +174,13 @@ def test_rematerialization_is_bought_only_where_memory_needs_it() -> None:
     def oracle(start: int, stop: int, size: int) -> list[StageOption]:
         layers = stop - start
         return [
-            StageOption(3 * layers, 0, 4 * layers, "kept"),
-            StageOption(4 * layers, 0, layers, "recomputed"),
+            StageOption(3 * layers, 0, 4 * layers, remat=False),
+            StageOption(4 * layers, 0, layers, remat=True),
         ]
 
     found = best_stages(8, [1], 4, oracle, num_microbatches=4, memory_limit=17)
     assert found is not None
-    assert [stage.option.choice for stage in found.stages] == [
-        "recomputed",
-        "recomputed",
-        "kept",
-        "kept",
-    ]
+    assert [stage.option.remat for stage in found.stages] == [True, True, False, False]
 
 
 def test_layers_that_no_submesh_can_run() -> None:
