@@ -106,15 +106,13 @@ def steps_in(directory: Path) -> tuple[int, ...]:
     if not directory.exists():
         return ()
     entries = _listed(directory)
-    if MARKER not in entries:
-        if entries:
-            raise CheckpointError(
-                "This is no folder of checkpoints.",
-                where=str(directory),
-                why=f"it has other files, and no {MARKER}.",
-                hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
-            )
-        return ()
+    if entries and MARKER not in entries:
+        raise CheckpointError(
+            "This is no folder of checkpoints.",
+            where=str(directory),
+            why=f"it has other files, and no {MARKER}.",
+            hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
+        )
     found = [match for name in entries if (match := _STEP.fullmatch(name))]
     return tuple(sorted(int(x[1]) for x in found if (directory / x.string / CONTENTS).exists()))
 
@@ -160,12 +158,8 @@ def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> Non
             )
     for name in set(_listed(folder)) - items:  # of actors that were lost
         shutil.rmtree(folder / name, ignore_errors=True)
-    contents = {
-        "format": FORMAT,
-        "step": step,
-        "extra": extra,
-        "leaves": [asdict(leaf) for leaf in leaves],
-    }
+    plain = [asdict(leaf) for leaf in leaves]
+    contents = {"format": FORMAT, "step": step, "extra": extra, "leaves": plain}
     _write(folder / CONTENTS, json.dumps(contents, indent=1))
     os.replace(folder, folder.parent / name_of(step))
     descriptor = os.open(folder.parent, os.O_RDONLY)

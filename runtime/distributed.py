@@ -44,19 +44,15 @@ def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) 
 
     placed = [put(leaves[i], _spread(leaves[i], mesh)) for i in arrays]
     result = jax.jit(on_arrays)(*placed)
-    shape: Any
-    result_shape: Any
-    olds, shape = jax.tree.flatten(tree)
-    news, result_shape = jax.tree.flatten(result)
-    if result_shape != shape:
+    shape: Any = jax.tree.structure(tree)
+    if jax.tree.structure(result) != shape:
         return gather(result, mesh)
-    back = [
-        put(new, old.sharding)
-        if isinstance(old, jax.Array | SplitArray) and np.shape(new) == old.shape
-        else new
-        for old, new in zip(olds, news, strict=True)
-    ]
-    return shape.unflatten(back)
+
+    def in_place(old: Any, new: Any) -> Any:
+        is_array = isinstance(old, jax.Array | SplitArray)
+        return put(new, old.sharding) if is_array and np.shape(new) == old.shape else new
+
+    return jax.tree.map(in_place, tree, result)
 
 
 def _is_array(leaf: Any) -> bool:

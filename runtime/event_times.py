@@ -58,11 +58,8 @@ def in_line(step: PipelineStep) -> tuple[int, ...]:
 def alone(step: PipelineStep, buffers: dict[Buffer, Any]) -> dict[Place, float]:
     """Seconds of each instruction from its dispatch until its results are there.
 
-    Those of a `Send` are the seconds until everything has arrived; a `Recv` then takes none.
-
-    Args:
-      step: the compiled step.
-      buffers: its inputs, placed; they are consumed.
+    Those of a `Send` are the seconds until everything has arrived; a `Recv` then takes none. The
+    buffers are the step's inputs, placed; they are consumed.
     """
     program = step.pipeline.program
     jax.block_until_ready(list(buffers.values()))
@@ -82,11 +79,7 @@ def alone(step: PipelineStep, buffers: dict[Buffer, Any]) -> dict[Place, float]:
 
 
 def together(step: PipelineStep, buffers: dict[Buffer, Any]) -> Times:
-    """The times of a step as it is.
-
-    Args:
-      step: the compiled step.
-      buffers: its inputs, placed; they are consumed.
+    """The times of a step as it is; its inputs, placed in these buffers, are consumed.
 
     Raises:
       Exception: whatever waiting for the step's results raises.
@@ -201,10 +194,7 @@ def telling(
 ) -> list[Any]:
     """Arrays that are there when an instruction that was dispatched is done; none, if none tells.
 
-    Args:
-      instruction: that was dispatched.
-      lasting: what it writes and nothing takes over.
-      buffers: after it.
+    Of what it writes, nothing takes over what is `lasting`. The buffers are those after it.
     """
     if lasting:
         return [buffers[buffer] for buffer in lasting]

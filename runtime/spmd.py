@@ -6,6 +6,7 @@ explicit collective, so the compiled program contains the collectives that the p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,18 +155,16 @@ class _Device:
         operands = [self.read(env, version) for version in instruction.operands]
         avals = [var.aval for var in instruction.eqn.outvars]
 
-        def runner(block: Block) -> Callable[..., list[Any]]:
-            def run(*values: Any) -> list[Any]:
-                results = self.block(block, values)
-                return [
-                    lax.convert_element_type(r, a.dtype) if not is_key(r) else r
-                    for r, a in zip(results, avals, strict=True)
-                ]
-
-            return run
+        def run(block: Block, *values: Any) -> list[Any]:
+            results = self.block(block, values)
+            return [
+                lax.convert_element_type(r, a.dtype) if not is_key(r) else r
+                for r, a in zip(results, avals, strict=True)
+            ]
 
         with source_context(instruction.eqn):
-            results = lax.switch(index, [runner(b) for b in instruction.blocks], *operands)
+            branches = [functools.partial(run, block) for block in instruction.blocks]
+            results = lax.switch(index, branches, *operands)
         env.update(zip(instruction.results, results, strict=True))
 
     def step(self, step: ReshardStep, value: Any) -> Any:

@@ -85,15 +85,12 @@ class StagePrograms:
         self, pieces: Pieces, program: PipelineProgram, stage_meshes: Mapping[int, Mesh]
     ) -> None:
         self.pieces, self.program, self.stage_meshes = pieces, program, stage_meshes
-        self.places = {
-            number: self._place(program.value_of[number].stage, version)
-            for number, version in pieces.versions.items()
-            if program.value_of[number].stage in stage_meshes
-        }
-
-    def _place(self, stage: int, version: ShardedValue) -> Place:
-        spec, partial = spec_of(version, self.pieces.programs[stage])
-        return Place(NamedSharding(self.stage_meshes[stage], spec), partial)
+        self.places: dict[int, Place] = {}
+        for number, version in pieces.versions.items():
+            stage = program.value_of[number].stage
+            if stage in stage_meshes:
+                spec, partial = spec_of(version, pieces.programs[stage])
+                self.places[number] = Place(NamedSharding(stage_meshes[stage], spec), partial)
 
     def variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
         """A compiled function for every piece and every set of values that it donates."""

@@ -175,7 +175,8 @@ def _communication(
     first_read: dict[Buffer, int] = {}
     before: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     after: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    sums: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+    # A sum over microbatches is sent once its last part has been added.
+    late: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     for mesh, mesh_runs in enumerate(runs):
         taken = program.buffers_on(mesh, program.outputs)
         first_read.update(dict.fromkeys(taken, len(mesh_runs)))
@@ -188,7 +189,7 @@ def _communication(
                 else:
                     total = Buffer(buffer.value, None)
                     written[total] = position
-                    sums[mesh, position].append(Accumulate(total, buffer))
+                    late[mesh, position].append(Accumulate(total, buffer))
     packed: dict[tuple[int, int, int, int], dict[Buffer, list[Buffer]]] = {}
     for number, origin in sorted(origins.items()):
         for target, source in zip(*map(program.buffers_of, (number, origin)), strict=True):
@@ -206,27 +207,19 @@ def _communication(
             microbatch = -1 if source.microbatch is None else source.microbatch
             key = (home, written.get(source, -1), mesh, microbatch)
             packed.setdefault(key, {}).setdefault(source, []).append(target)
-    apart: list[tuple[tuple[int, int], Send]] = []
     for tag, (key, targets_of) in enumerate(sorted(packed.items())):
         home, position, mesh, microbatch = key
         sources = tuple(sorted(targets_of))
         firsts = tuple(targets_of[source][0] for source in sources)
-        send = Send(tag, mesh, sources)
-        if microbatch >= 0:
-            after[home, position].append(send)
-        else:
-            apart.append(((home, position), send))
+        (after if microbatch >= 0 else late)[home, position].append(Send(tag, mesh, sources))
         reader = min(first_read[t] for targets in targets_of.values() for t in targets)
         # Resharding of what has just arrived must follow it, and it may be there already.
         arrival: list[Instruction] = [Recv(tag, home, firsts)]
         for first, source in zip(firsts, sources, strict=True):
             arrival += [Reshard(first, other) for other in targets_of[source][1:]]
         before[mesh, reader][:0] = arrival
-    for where, additions in sums.items():
-        after[where] += additions
-    for where, send in apart:
-        # A sum over microbatches is sent once its last part has been added.
-        after[where].append(send)
+    for where, instructions in late.items():
+        after[where] += instructions
     return before, after
 
 
@@ -234,7 +227,7 @@ def _release(
     instructions: Sequence[Instruction], *, kept: set[Buffer], given: set[Buffer]
 ) -> tuple[Instruction, ...]:
     """Puts a `Free` after every last use, and lets runs donate what nothing else needs."""
-    last_use: dict[Buffer, int] = dict.fromkeys(sorted(given, key=_sort_key), -1)
+    last_use: dict[Buffer, int] = dict.fromkeys(given, -1)
     for index, instruction in enumerate(instructions):
         last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), index))
     ending: dict[int, list[Buffer]] = defaultdict(list)

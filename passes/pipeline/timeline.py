@@ -96,9 +96,7 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """For every mesh, the most bytes per device that are alive at once."""
-        return tuple(
-            max(size for _, size in self.bytes_over_time(m)) for m in range(len(self.busy))
-        )
+        return tuple(max(size for _, size in steps) for steps in self._bytes)
 
     def bytes_over_time(self, mesh: int) -> tuple[tuple[float, int], ...]:
         """(seconds, bytes per device alive on `mesh` from then on), in the order of time."""
@@ -178,9 +176,8 @@ class Timeline:
         for mesh, (busy, span) in enumerate(zip(self.busy, self.span, strict=True)):
             idle = 1 - busy / self.step_seconds if self.step_seconds else 0.0
             peak = format_bytes(self.peak_bytes[mesh])
-            rows.append(
-                (str(mesh), format_seconds(busy), format_seconds(span), f"{idle:.1%}", peak)
-            )
+            times = format_seconds(busy), format_seconds(span)
+            rows.append((str(mesh), *times, f"{idle:.1%}", peak))
         return "\n".join([title, *_aligned(rows)])
 
 

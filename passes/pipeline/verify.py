@@ -89,20 +89,19 @@ def _misplaced(
     names: Names,
 ) -> str | None:
     """What is wrong with executing `instruction` while these buffers are alive."""
-    absent = {buffer for buffer in instruction.reads if buffer not in alive}
+    absent = set(instruction.reads) - alive
     if absent:
         return f"{_all(absent, names)} is read, but it is not there."
-    gone = instruction.gone
-    absent = {buffer for buffer in gone if buffer not in alive}
-    if absent or len(set(gone)) < len(gone):
-        return f"{_all(absent or set(gone), names)} is freed, but it is not there."
+    gone = set(instruction.gone)
+    if not gone <= alive or len(gone) < len(instruction.gone):
+        return f"{_all(gone - alive or gone, names)} is freed, but it is not there."
     unknown = {buffer for buffer in instruction.writes if buffer.value not in program.value_of}
     if unknown:
         return f"{_all(unknown, names)} is not a value of the program."
-    overwritten = {buffer for buffer in instruction.writes if buffer in alive}
+    overwritten = alive.intersection(instruction.writes)
     if overwritten and not isinstance(instruction, Run | Accumulate):
         return f"{_all(overwritten, names)} is there already and is overwritten."
-    taken = keeps & (overwritten | set(gone))
+    taken = keeps & (overwritten | gone)
     if taken:
         return f"{_all(taken, names)} belongs to the caller and is taken."
     return None

@@ -49,15 +49,8 @@ AUTO_SCHEDULES = ("1f1b", "zb_h1", "zb_h2")
 class PlannedStep:
     """A step in stages: what each mesh runs, in which order, and what that is expected to take.
 
-    Args:
-      split: the microbatched program, as it was sliced (scans over layers are cut in it).
-      stages: how it was sliced.
-      planned: the intra-operator plan of each stage.
-      pieces: the stages' programs taken apart.
-      program: one list of instructions per mesh.
-      timeline: of the simulated step.
-      limit: bytes that a device may hold.
-      remat: for each stage, whether its backward pass computes the forward pass again.
+    The split step is as it was sliced: scans over layers are cut in it. A device may hold `limit`
+    bytes; `remat` says of each stage whether its backward pass computes the forward pass again.
     """
 
     split: SplitStep

@@ -114,13 +114,7 @@ class PathStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePath:
-    """A plan: the stages from the first cut to the last, and what they cost.
-
-    Args:
-      steps: the stages in order.
-      summed: what adds up over the stages.
-      bottleneck: the largest bottleneck of a stage.
-    """
+    """A plan: its stages in order, what adds up over them, and the largest bottleneck of one."""
 
     steps: tuple[PathStep, ...]
     summed: float

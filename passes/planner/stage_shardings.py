@@ -97,10 +97,8 @@ def plan_mesh(
     built, pricing, dims = prepare(split, mesh, options, cluster)
     limit = memory_limit_of(options, cluster)
     donated = [label.donated for label in split.graph.inputs]
-    names = {
-        var: label.path
-        for var, label in zip(split.graph.jaxpr.invars, split.graph.inputs, strict=True)
-    }
+    paths = [label.path for label in split.graph.inputs]
+    names = dict(zip(split.graph.jaxpr.invars, paths, strict=True))
 
     def attempt(memory: int | None) -> PlannedStage:
         solution = _solve(built, memory, options)
