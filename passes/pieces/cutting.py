@@ -26,9 +26,7 @@ from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
 
 def cut(
-    stages: Stages,
-    programs: Sequence[SpmdProgram],
-    remat: Sequence[bool] | None = None,
+    stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool] | None = None
 ) -> Pieces:
     """Take the lowered stages apart.
 

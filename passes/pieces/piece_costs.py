@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces, StagePiece
@@ -19,6 +20,7 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     SpmdProgram,
+    is_literal,
 )
 
 
@@ -42,15 +44,11 @@ class PieceCosts:
                 total += alpha + beta * itemsize(atom.aval) * step.elements(whole)
             return total
         if isinstance(instruction, Compute):
-            if not instruction.eqn.outvars:
-                return 0.0  # an effect alone
-            if instruction.eqn.primitive.name in CONTROL_FLOW:
-                return 0.0  # a while loop: how often it runs is not known
-            axes = {
-                axis
-                for version in (*instruction.operands, *instruction.results)
-                for axis in version.layout.used
-            }
+            # An effect alone; or a while loop: how often it runs is not known.
+            if not instruction.eqn.outvars or instruction.eqn.primitive.name in CONTROL_FLOW:
+                return 0.0
+            versions = (*instruction.operands, *instruction.results)
+            axes = {axis for version in versions for axis in version.layout.used}
             undivided = self.pricing.compute(instruction.eqn, self.rules[instruction.eqn])
             return undivided / num_parts(axes, self.pricing.mesh)
         if isinstance(instruction, Loop):
@@ -79,13 +77,8 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
 
 def _temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
     """Bytes per device that a piece needs beside what it reads and writes."""
-    block = Block(
-        tuple(port.version for port in piece.inputs),
-        piece.instructions,
-        tuple(p.version for p in piece.outputs if not hasattr(p.version.atom, "val")),
-    )
-    worst = peak(
-        SpmdProgram(program.mesh, program.axis_names, block), {}, [False] * len(block.inputs)
-    )
+    block = piece.block
+    block = replace(block, outputs=tuple(v for v in block.outputs if not is_literal(v)))
+    worst = peak(replace(program, block=block), {}, [False] * len(block.inputs))
     held = sum(local_bytes(v, program.mesh) for v in {*block.inputs, *block.outputs})
     return max(worst.bytes - held, 0)

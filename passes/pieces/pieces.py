@@ -19,7 +19,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import Block, Instruction, ShardedValue, SpmdProgram
-from autopar.passes.slicing.stage_graphs import LeafRows
+from autopar.passes.slicing.stage_graphs import Rows
 
 
 class Port(NamedTuple):
@@ -48,22 +48,13 @@ class StagePiece:
     @property
     def block(self) -> Block:
         """The block that every device runs."""
-        return Block(
-            tuple(port.version for port in self.inputs),
-            self.instructions,
-            tuple(port.version for port in self.outputs),
-        )
+        inputs, outputs = (tuple(p.version for p in ports) for ports in (self.inputs, self.outputs))
+        return Block(inputs, self.instructions, outputs)
 
     def plain(self) -> Piece:
         """What the schedule needs to know of it."""
-        return Piece(
-            name=self.name,
-            stage=self.stage,
-            kind=self.kind,
-            reads=tuple(port.value for port in self.inputs),
-            writes=tuple(port.value for port in self.outputs),
-            donates=self.donates,
-        )
+        reads, writes = (tuple(p.value for p in ports) for ports in (self.inputs, self.outputs))
+        return Piece(self.name, self.stage, self.kind, reads, writes, self.donates)
 
 
 @dataclass(frozen=True)
@@ -112,8 +103,8 @@ class Runnable:
 
     pieces: Pieces
     program: PipelineProgram
-    leaves: tuple[tuple[LeafRows, ...], ...]
-    results: tuple[tuple[LeafRows, ...], ...]
+    leaves: Rows
+    results: Rows
 
 
 @dataclass

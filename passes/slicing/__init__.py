@@ -10,6 +10,6 @@ In the order in which a program passes through them:
 - `accumulators`: sums over microbatches whose terms may be made on several stages;
 - `placement`, `mincut`: backward and epilogue equations go to stages by nested minimum cuts;
 - `placed`: the whole program with every equation's stage, accumulators split where needed;
-- `transfers`, `task_order`, `assemble`: what each stage computes, receives and sends, and its step;
+- `transfers`, `assemble`: what each stage computes, receives and sends, and its step;
 - `slice_stages`: the function that does all this; `stage_graphs`: the values that it returns.
 """

@@ -18,7 +18,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import OptionError
-from autopar.passes.graph.graph import Graph, Input, variables
+from autopar.passes.graph.graph import Graph, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import Rules
@@ -32,11 +32,9 @@ _TRANSPOSED = re.compile(r"(^|[/(])transpose\(")
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A microbatched program, and what its loop's equations are.
+    """A microbatched program, its loop over the microbatches, and what its equations are.
 
     Args:
-      step: the program.
-      loop: its loop over the microbatches.
       free: variables, inside and outside, that are computed wherever they are read. Those that the
         loop computes may depend on parameters.
       backward: numbers of the body's equations that belong to the backward pass.
@@ -49,12 +47,10 @@ class Anatomy:
 
     @property
     def graph(self) -> Graph:
-        """The whole program."""
         return self.step.graph
 
     @property
     def body(self) -> Jaxpr:
-        """The loop's body."""
         return self.loop.body
 
     def trunk(self) -> list[int]:
@@ -84,8 +80,7 @@ def dissect(step: Microbatched) -> Anatomy:
             why="pipeline stages work on different microbatches at the same time.",
             hint="use microbatches of at least 2.",
         )
-    free = _free(step, loop)
-    return Anatomy(step, loop, free, _backward(loop, free))
+    return Anatomy(step, loop, free := _free(step, loop), _backward(loop, free))
 
 
 def flops_of(eqn: JaxprEqn, jaxpr: Jaxpr, rules: Rules) -> int:
@@ -100,15 +95,10 @@ def is_small(aval: Any) -> bool:
     return bool(aval.size <= (4 if aval.dtype == "uint32" else 1))
 
 
-def holds(label: Input, aval: Any) -> bool:
-    """Whether a leaf lives on one stage and makes what depends on it live on one stage."""
-    return label.role == "state" and not is_small(aval)
-
-
 def held_leaves(graph: Graph) -> dict[Var, int]:
-    """The state leaves that live on one stage, with their input numbers."""
+    """The state leaves that live on one stage, as does what depends on them: input numbers."""
     leaves = enumerate(zip(graph.jaxpr.invars, graph.inputs, strict=True))
-    return {var: number for number, (var, label) in leaves if holds(label, var.aval)}
+    return {v: n for n, (v, label) in leaves if label.role == "state" and not is_small(v.aval)}
 
 
 def _free(step: Microbatched, loop: LoopPhase) -> frozenset[Var]:

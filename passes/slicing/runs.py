@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -27,32 +26,23 @@ from autopar.passes.slicing.anatomy import Anatomy, held_leaves
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_builder import RunBuilder, ends
 from autopar.passes.slicing.run_rules import How, Runs, Sizes, Value, atoms_of, with_size
-from autopar.passes.slicing.stage_graphs import LeafRows
+from autopar.passes.slicing.stage_graphs import LeafRows, Rows
+
+# What an equation of the new body comes from: an old one, and the iteration it begins with.
+Source: TypeAlias = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Source:
-    """What an equation of the new body comes from: an old one, and the iteration it begins with."""
-
-    equation: int
-    iteration: int = 0
-
-
-@dataclass(frozen=True)
-class CutProgram:
+class CutProgram(NamedTuple):
     """A program with its scans over layers cut.
 
-    Args:
-      step: the program.
-      sources: for every equation of the loop's body, the old equation that it comes from.
-      inputs: for every leaf of the old program (constants too), the new leaves that hold its rows.
-      outputs: the same for its outputs.
+    `sources`: of every equation of the loop's body. `inputs`: for every leaf of the old program
+    (constants too), the new leaves that hold its rows; `outputs`: the same for its outputs.
     """
 
     step: Microbatched
-    sources: tuple[Source, ...]
-    inputs: tuple[tuple[LeafRows, ...], ...]
-    outputs: tuple[tuple[LeafRows, ...], ...]
+    sources: Sequence[Source]
+    inputs: Rows
+    outputs: Rows
 
 
 def cut_scans(parts: Anatomy, rules: Rules, sizes: Mapping[int, Sizes]) -> CutProgram:
@@ -74,27 +64,16 @@ def cut_scans(parts: Anatomy, rules: Rules, sizes: Mapping[int, Sizes]) -> CutPr
 
 
 class _Cutter(RunBuilder):
-    """Evaluates a program.
-
-    Args:
-      parts: the program.
-      rules: the factor rules of its equations.
-      sizes: the scans to cut.
-      seeds: leaves that are in runs.
-    """
+    """Evaluates a program; `sizes` are the scans to cut, `seeds` the leaves that are in runs."""
 
     def __init__(
-        self,
-        parts: Anatomy,
-        rules: Rules,
-        sizes: Mapping[int, Sizes],
-        seeds: Mapping[int, How],
+        self, parts: Anatomy, rules: Rules, sizes: Mapping[int, Sizes], seeds: Mapping[int, How]
     ) -> None:
         super().__init__(Origins(parts), rules)
         self.parts, self.seeds = parts, seeds
         self.sizes = {id(parts.body.eqns[index]): tuple(runs) for index, runs in sizes.items()}
         self.numbers = {id(eqn): index for index, eqn in enumerate(parts.body.eqns)}
-        self.source = Source(-1)
+        self.source: Source = (-1, 0)
         self.sources: list[Source] = []
         self.inside = False  # the loop's body, but not a body in it
         self.loop = parts.loop
@@ -120,11 +99,7 @@ class _Cutter(RunBuilder):
             outputs.append(_rows(len(outvars), how))
             outvars += [self.join(value)] if how is None else self.split(value, *how)
         jaxpr = jax_compat.replace_jaxpr(
-            graph.jaxpr,
-            invars=invars,
-            outvars=outvars,
-            eqns=self.eqns,
-            effects=graph.jaxpr.effects,
+            graph.jaxpr, invars=invars, outvars=outvars, eqns=self.eqns, effects=graph.jaxpr.effects
         )
         whole = Graph(
             jaxpr,
@@ -133,7 +108,7 @@ class _Cutter(RunBuilder):
             graph.constants,
         )
         step = in_phases(whole, [self.loop])
-        return CutProgram(step, tuple(self.sources), tuple(inputs), tuple(outputs))
+        return CutProgram(step, self.sources, tuple(inputs), tuple(outputs))
 
     def append(self, eqn: JaxprEqn) -> None:
         super().append(eqn)
@@ -144,7 +119,7 @@ class _Cutter(RunBuilder):
         """Equations, one after the other."""
         for eqn in eqns:
             if self.inside and id(eqn) in self.numbers:
-                self.source = Source(self.numbers[id(eqn)])
+                self.source = (self.numbers[id(eqn)], 0)
             self.current = eqn
             self.equation(eqn, [self.read(atom) for atom in eqn.invars])
 
@@ -152,24 +127,19 @@ class _Cutter(RunBuilder):
         """One equation, cut if an operand is in runs, or it is a scan over layers."""
         name = eqn.primitive.name
         if eqn is self.parts.loop.scan:
-            self.microbatches(eqn, operands)
-            return
+            return self.microbatches(eqn, operands)
         if name == "scan" and not eqn.effects:
             sizes = self.sizes.get(id(eqn)) or _sizes_of_slices(eqn, operands)
             if sizes is not None:
-                self.scan(eqn, operands, sizes)
-                return
+                return self.scan(eqn, operands, sizes)
         if any(isinstance(value, Runs) for value in operands) and not eqn.effects:
             if name == "optimization_barrier":
-                self.barrier(eqn, operands)
-                return
+                return self.barrier(eqn, operands)
             if name == "cond" and not any(b.jaxpr.constvars for b in eqn.params["branches"]):
-                self.cond(eqn, operands)
-                return
+                return self.cond(eqn, operands)
             results = None if name == "cond" else self.by_rule(eqn, operands)
             if results is not None:
-                self.env.update(zip(eqn.outvars, results, strict=True))
-                return
+                return self.env.update(zip(eqn.outvars, results, strict=True))
         atoms = [self.join(value) for value in operands]
         same = all(new is old for new, old in zip(atoms, eqn.invars, strict=True))
         self.append(eqn if same else eqn.replace(invars=atoms))
@@ -204,20 +174,16 @@ class _Cutter(RunBuilder):
         outer = self.source
         places = list(enumerate(ends(sizes)))
         for place, (start, stop) in reversed(places) if eqn.params["reverse"] else places:
-            self.source = Source(outer.equation, start)
+            self.source = (outer[0], start)
             xs = [
                 value.atoms[place] if isinstance(value, Runs) else self.slice(value, 0, start, stop)
                 for value in slices
             ]
             carried = [jax_compat.new_var(v.aval) for v in totals]
             runs[place] = [jax_compat.new_var(with_size(v.aval, 0, stop - start)) for v in stacks]
-            self.append(
-                eqn.replace(
-                    invars=[*consts, *carry, *xs],
-                    outvars=[*carried, *runs[place]],
-                    params={**eqn.params, "length": stop - start},
-                )
-            )
+            invars, outvars = [*consts, *carry, *xs], [*carried, *runs[place]]
+            params = {**eqn.params, "length": stop - start}
+            self.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             carry = [*carried]
         self.source = outer
         self.env.update(zip(totals, carry, strict=True))
@@ -235,22 +201,13 @@ class _Cutter(RunBuilder):
                 more |= {place: how for place, how in branch.runs().items() if place not in wanted}
             if not more:
                 break
-            wanted.update(more)
+            wanted |= more
         outvars = [v for n, var in enumerate(eqn.outvars) for v in self.define(var, wanted.get(n))]
         condition, *others = operands
-        self.append(
-            eqn.replace(
-                invars=[self.join(condition), *(v for x in others for v in atoms_of(x))],
-                outvars=outvars,
-                params={
-                    **eqn.params,
-                    "branches": tuple(
-                        ClosedJaxpr(new.of(branch), ())
-                        for new, branch in zip(made, branches, strict=True)
-                    ),
-                },
-            )
-        )
+        invars = [self.join(condition), *(v for x in others for v in atoms_of(x))]
+        new = tuple(ClosedJaxpr(m.of(old), ()) for m, old in zip(made, branches, strict=True))
+        params = {**eqn.params, "branches": new}
+        self.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
     def body(
         self,
@@ -289,20 +246,16 @@ class _Cutter(RunBuilder):
         slices = [self.join(v) for v in sliced]
         carries: dict[int, How] = {}
         while True:
-            starts: list[Value] = []
-            for number, value in enumerate(begin):
-                how = carries.get(number)
-                starts.append(
-                    self.join(value) if how is None else Runs(*how, self.split(value, *how))
-                )
+            starts: list[Value] = [
+                Runs(*how, self.split(v, *how)) if (how := carries.get(n)) else self.join(v)
+                for n, v in enumerate(begin)
+            ]
             given = [*consts, *starts, *slices]
             made = self.body(self.parts.body, given, carries, is_loop=True)
-            more = {
-                n: how for n, how in made.runs().items() if n < parts.num_carry and n not in carries
-            }
-            if not more:
+            runs = {n: how for n, how in made.runs().items() if n < parts.num_carry}
+            if runs.keys() <= carries.keys():
                 break
-            carries.update(more)
+            carries = runs | carries
         outvars: list[Atom] = []
         for number, var in enumerate(eqn.outvars):
             how = made.runs().get(number)
@@ -320,8 +273,7 @@ class _Cutter(RunBuilder):
         self.loop = LoopPhase(scan)
 
 
-@dataclass(frozen=True)
-class _Body:
+class _Body(NamedTuple):
     """What a body of control flow becomes."""
 
     invars: list[Atom]

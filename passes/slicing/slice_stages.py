@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from autopar.passes.graph.graph import makers_of, variables
 from autopar.passes.graph.microbatched import Microbatched
@@ -20,16 +19,12 @@ from autopar.passes.slicing.layering import boundaries_of, layers_of
 from autopar.passes.slicing.placed import build
 from autopar.passes.slicing.placement import place
 from autopar.passes.slicing.runs import cut_scans
-from autopar.passes.slicing.stage_graphs import Layers, LeafRows, StageGraph, Stages
+from autopar.passes.slicing.stage_graphs import Layers, LeafRows, Rows, StageGraph, Stages
 from autopar.passes.slicing.transfers import find_exchange
 
 
 def slice_stages(
-    step: Microbatched,
-    rules: Rules,
-    stages: int | Sequence[int],
-    *,
-    split_backward: bool = False,
+    step: Microbatched, rules: Rules, stages: int | Sequence[int], *, split_backward: bool = False
 ) -> Stages:
     """Cut a microbatched program into pipeline stages.
 
@@ -57,10 +52,9 @@ def slice_stages(
     number = stages if isinstance(stages, int) else len(stages) + 1
     found = layers_of(parts, rules, at_least=number)
     boundaries = boundaries_of(found, stages)
-    cut = _cut(parts, rules, found, boundaries)
-    terms = find_terms(cut.parts)
-    where = place(cut.parts, terms, cut.stage_of, len(boundaries) + 1)
-    program = build(cut.parts, terms, where)
+    parts, rules, stage_of, leaves, results = _cut(parts, rules, found, boundaries)
+    terms = find_terms(parts)
+    program = build(parts, terms, place(parts, terms, stage_of, len(boundaries) + 1))
     exchange = find_exchange(program, len(boundaries) + 1)
     graphs, links = assemble(program, exchange, split_backward=split_backward)
     return Stages(
@@ -69,10 +63,10 @@ def slice_stages(
         forward_only=not any(task != "F" for stage in graphs for task in stage.tasks),
         layers=found,
         boundaries=boundaries,
-        whole=cut.parts.step,
-        rules=cut.rules,
-        leaves=cut.leaves,
-        results=cut.results,
+        whole=parts.step,
+        rules=rules,
+        leaves=leaves,
+        results=results,
     )
 
 
@@ -93,29 +87,19 @@ def one_stage(step: Microbatched, rules: Rules) -> Stages:
     )
 
 
-def _whole(leaves: Sequence[object]) -> tuple[tuple[LeafRows, ...], ...]:
+def _whole(leaves: Sequence[object]) -> Rows:
     """Leaves that are where they were."""
     return tuple((LeafRows(number),) for number in range(len(leaves)))
 
 
-@dataclass(frozen=True)
-class _CutScans:
-    """The program whose equations can be placed, and the stages of the body's forward ones."""
-
-    parts: Anatomy
-    rules: Rules
-    stage_of: Mapping[int, int]
-    leaves: tuple[tuple[LeafRows, ...], ...]
-    results: tuple[tuple[LeafRows, ...], ...]
-
-
 def _cut(
-    parts: Anatomy,
-    rules: Rules,
-    found: Layers,
-    boundaries: Sequence[int],
-) -> _CutScans:
-    """Cut the scans over layers that several stages have a part of."""
+    parts: Anatomy, rules: Rules, found: Layers, boundaries: Sequence[int]
+) -> tuple[Anatomy, Rules, dict[int, int], Rows, Rows]:
+    """Cut the scans over layers that several stages have a part of.
+
+    Returns the program whose equations can be placed, its rules, the stages of the body's forward
+    equations, and where leaves and results are.
+    """
     ends = (0, *boundaries, len(found.layers))
     stage_of: dict[int, int] = {}
     rows: dict[int, dict[int, tuple[int, int]]] = {}  # of scans in several stages, by stage
@@ -128,7 +112,7 @@ def _cut(
     rows = {index: by_stage for index, by_stage in rows.items() if len(by_stage) > 1}
     if not rows:
         graph = parts.graph
-        return _CutScans(parts, rules, stage_of, _whole(graph.inputs), _whole(graph.outputs))
+        return parts, rules, stage_of, _whole(graph.inputs), _whole(graph.outputs)
     scans = find_layer_scans(parts)
     starts = {
         index: {
@@ -151,13 +135,12 @@ def _cut(
     stages: dict[int, int] = {}
     made_by = makers_of(new.body.eqns)
     for index in new.trunk():
-        source = made.sources[index]
-        stage = stage_of.get(source.equation, 0)
-        if source.equation in starts:
-            stage = starts[source.equation][source.iteration]
+        equation, iteration = made.sources[index]
+        in_run = equation in starts
+        stage = starts[equation][iteration] if in_run else stage_of.get(equation, 0)
         reads = variables(new.body.eqns[index].invars)
         stages[index] = max(stage, *(stages.get(made_by.get(var, -1), 0) for var in reads), 0)
-    return _CutScans(new, rules, stages, made.inputs, made.outputs)
+    return new, rules, stages, made.inputs, made.outputs
 
 
 def _places(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import Graph
@@ -65,13 +65,9 @@ class Layers:
 
 @dataclass(frozen=True)
 class LeafRows:
-    """Where rows of a leaf are, if a scan over layers was cut.
+    """Where rows of a leaf are, if a scan over layers was cut: in leaf `number` of the cut program.
 
-    Args:
-      number: the leaf of the cut program that holds them.
-      axis: the dimension in which the layers are.
-      start: the first row.
-      stop: after the last row; None if these are all.
+    The layers are in dimension `axis`; a `stop` of None says that these are all of them.
     """
 
     number: int
@@ -80,20 +76,16 @@ class LeafRows:
     stop: int | None = None
 
 
+# For every leaf of a program before scans over layers were cut, the leaves that hold its rows.
+Rows: TypeAlias = tuple[tuple[LeafRows, ...], ...]
+
+
 @dataclass(frozen=True)
 class StageLink:
     """One value that a stage sends to another, per microbatch or once a step.
 
-    Args:
-      source: the sending stage.
-      target: the receiving stage.
-      per_microbatch: sent for every microbatch, or once a step.
-      label: what it is, for people: "activation", "gradient", "residual", or a path.
-      shape: of one transfer.
-      dtype: of one transfer.
-      bytes: of one transfer.
-      source_output: position among the outputs of the source's graph.
-      target_input: position among the inputs of the target's graph.
+    `label` says what it is, for people: "activation", "gradient", "residual", or a path. It is an
+    output of the source's graph and an input of the target's; sizes are of one transfer.
     """
 
     source: int
@@ -108,11 +100,8 @@ class StageLink:
 
     def __str__(self) -> str:
         rate = "per microbatch" if self.per_microbatch else "per step"
-        shape = ",".join(map(str, self.shape))
-        return (
-            f"{self.source} -> {self.target} {rate}: {self.label} {self.dtype}[{shape}]"
-            f" ({format_bytes(self.bytes)})"
-        )
+        value = f"{self.label} {self.dtype}[{','.join(map(str, self.shape))}]"
+        return f"{self.source} -> {self.target} {rate}: {value} ({format_bytes(self.bytes)})"
 
 
 @dataclass(frozen=True)
@@ -137,12 +126,10 @@ class StageGraph:
 
     @property
     def graph(self) -> Graph:
-        """All of the program."""
         return self.step.graph
 
     @property
     def loop(self) -> LoopPhase | None:
-        """The stage's part of the loop."""
         return self.step.loop
 
     @property
@@ -175,8 +162,8 @@ class Stages:
     boundaries: tuple[int, ...]
     whole: Microbatched
     rules: Rules
-    leaves: tuple[tuple[LeafRows, ...], ...]
-    results: tuple[tuple[LeafRows, ...], ...]
+    leaves: Rows
+    results: Rows
 
     def __str__(self) -> str:
         ends = (0, *self.boundaries, len(self.layers))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from jax.extend.core import Literal, Var
 
@@ -36,12 +38,11 @@ class Transfer:
     inside: bool
 
 
-@dataclass(frozen=True)
-class StageExchange:
+class StageExchange(NamedTuple):
     """The needs of every stage, and what passes between stages: first what is of the body."""
 
-    needs: tuple[Needs, ...]
-    passed: tuple[Transfer, ...]
+    needs: Sequence[Needs]
+    passed: Sequence[Transfer]
 
 
 def find_exchange(program: PlacedProgram, num_stages: int) -> StageExchange:
@@ -49,18 +50,16 @@ def find_exchange(program: PlacedProgram, num_stages: int) -> StageExchange:
     search = _NeedsSearch(program, num_stages)
     search.run()
     body = [var for item in program.body for var in item.eqn.outvars]
-    before, after = (
-        [var for item in part for var in item.eqn.outvars]
-        for part in (program.outside[: program.num_before], program.outside[program.num_before :])
-    )
-    order = [*body, *search.inputs, *before, *search.totals, *search.stacks, *after]
+    outside = [[*item.eqn.outvars] for item in program.outside]
+    before, after = outside[: program.num_before], outside[program.num_before :]
+    order = [*body, *search.inputs, *chain(*before), *search.totals, *search.stacks, *chain(*after)]
     place_of = {var: place for place, var in enumerate(order)}
     passed = [
         Transfer(var, source, target, place_of[var] < len(body))
         for (var, target), source in search.links.items()
     ]
     passed.sort(key=lambda p: (place_of[p.var], p.source, p.target))
-    return StageExchange(tuple(search.needs), tuple(passed))
+    return StageExchange(search.needs, passed)
 
 
 class _NeedsSearch:
@@ -105,9 +104,8 @@ class _NeedsSearch:
                 self.needs[item.stage].outside.add(index)
                 self.want(item.stage, item.eqn.invars)
         later: list[tuple[int, int]] = []
-        for number, (atom, label) in enumerate(
-            zip(graph.jaxpr.outvars, graph.outputs, strict=True)
-        ):
+        outputs = enumerate(zip(graph.jaxpr.outvars, graph.outputs, strict=True))
+        for number, (atom, label) in outputs:
             if label.alias is None:
                 self.output(self.origin(atom), number)
             elif label.alias in self.homes:
@@ -119,10 +117,8 @@ class _NeedsSearch:
         for number, leaf in later:
             self.output(self.home(leaf), number)
             self.drain()
-        for number, (var, leaf_label) in enumerate(
-            zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        ):
-            if leaf_label.role == "state":
+        for var, number in self.inputs.items():
+            if graph.inputs[number].role == "state":
                 home = self.home(number)
                 self.needs[home].leaves.add(number)
                 others = self.asked.get(number, set()) - {home}
