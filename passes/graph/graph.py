@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from jax.extend import core as jex_core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat, primitives
 
@@ -98,11 +98,12 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     env: dict[Var, Atom] = {}
     _inline_into(jaxpr, env, eqns, outer=None)
-    outvars = [_read(env, v) for v in jaxpr.outvars]
+    outvars = [read_atom(env, v) for v in jaxpr.outvars]
     return eliminate_dead_code(merge_equal_equations(jaxpr.replace(eqns=eqns, outvars=outvars)))
 
 
-def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+def read_atom(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+    """What stands for an atom where variables have been renamed."""
     return atom if isinstance(atom, jex_core.Literal) else env.get(atom, atom)
 
 
@@ -110,7 +111,7 @@ def _inline_into(
     jaxpr: Jaxpr, env: dict[Var, Atom], eqns: list[JaxprEqn], outer: JaxprEqn | None
 ) -> None:
     for eqn in jaxpr.eqns:
-        operands = [_read(env, v) for v in eqn.invars]
+        operands = [read_atom(env, v) for v in eqn.invars]
         info = eqn.source_info if outer is None else jax_compat.with_outer_source(eqn, outer)
         name = eqn.primitive.name
         if name in primitives.IDENTITIES:
@@ -120,66 +121,38 @@ def _inline_into(
         if name in primitives.BODY_PARAM and primitives.BODY_PARAM[name] in eqn.params:
             called = eqn.params[primitives.BODY_PARAM[name]]
         if called is not None:
-            inner, consts = (
-                (called.jaxpr, called.consts) if isinstance(called, ClosedJaxpr) else (called, ())
-            )
-            if (
-                name in primitives.REMATS
-                and eqn.params.get("differentiated")
-                and eqn.params.get("prevent_cse")
-            ):
+            closed = called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
+            inner = closed.jaxpr
+            is_separate = eqn.params.get("differentiated") and eqn.params.get("prevent_cse")
+            if name in primitives.REMATS and is_separate:
                 operands = _barrier(operands, info, eqns)
             inner_env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
-            for var, value in zip(inner.constvars, consts, strict=True):
-                inner_env[var] = _constant_atom(value, var)
+            for var, value in zip(inner.constvars, closed.consts, strict=True):
+                if np.ndim(value):  # rare (closed_call): JAX hoists them to the call's arguments
+                    raise NotImplementedError("a called jaxpr holds array constants")
+                inner_env[var] = jex_core.Literal(value, var.aval)
             _inline_into(inner, inner_env, eqns, outer=eqn.replace(source_info=info))
             for var, result in zip(eqn.outvars, inner.outvars, strict=True):
-                env[var] = _read(inner_env, result)
+                env[var] = read_atom(inner_env, result)
             continue
         outvars = list(eqn.outvars)
         if outer is not None:  # variables of an inlined jaxpr may occur twice
-            outvars = [
-                v if isinstance(v, jex_core.DropVar) else jax_compat.new_var(v.aval)
-                for v in eqn.outvars
-            ]
+            outvars = [v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-        eqns.append(
-            eqn.replace(
-                invars=operands,
-                outvars=outvars,
-                params=map_inner_jaxprs(eqn.params, flatten),
-                source_info=info,
-            )
-        )
-
-
-def _constant_atom(value: Any, var: Var) -> Atom:
-    # A called jaxpr with array constants is rare (closed_call): JAX hoists them to its arguments.
-    if np.ndim(value) == 0:
-        return jex_core.Literal(value, var.aval)
-    raise NotImplementedError("a called jaxpr holds array constants")
+        params = map_inner_jaxprs(eqn.params, flatten)
+        eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, source_info=info))
 
 
 def _barrier(operands: list[Atom], info: Any, eqns: list[JaxprEqn]) -> list[Atom]:
     """Rematerialized code reads its inputs after a barrier, as JAX's own lowering does."""
-    positions = [i for i, v in enumerate(operands) if not isinstance(v, jex_core.Literal)]
-    if not positions:
+    passed = variables(operands)
+    if not passed:
         return operands
-    outvars = [jax_compat.new_var(operands[i].aval) for i in positions]
-    eqns.append(
-        jex_core.new_jaxpr_eqn(
-            [operands[i] for i in positions],
-            outvars,
-            jax_compat.optimization_barrier_primitive(),
-            {},
-            jex_core.no_effects,
-            info,
-        )
-    )
-    result = list(operands)
-    for i, var in zip(positions, outvars, strict=True):
-        result[i] = var
-    return result
+    outvars = [jax_compat.new_var(var.aval) for var in passed]
+    barrier = jax_compat.optimization_barrier_primitive()
+    eqns.append(jex_core.new_jaxpr_eqn(passed, outvars, barrier, {}, jex_core.no_effects, info))
+    results = iter(outvars)
+    return [v if isinstance(v, jex_core.Literal) else next(results) for v in operands]
 
 
 def map_inner_jaxprs(
@@ -266,24 +239,21 @@ def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
     env: dict[Var, Atom] = {}
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        operands = [_read(env, atom) for atom in eqn.invars]
+        operands = [read_atom(env, atom) for atom in eqn.invars]
         if any(new is not old for new, old in zip(operands, eqn.invars, strict=True)):
             eqn = eqn.replace(invars=operands)
         key = None
         if not eqn.effects and eqn.primitive.name not in primitives.DISTINCT:
             key = _equation_key(eqn)
         first = eqn if key is None else known.setdefault(key, eqn)
-        if first is eqn:
+        pairs = list(zip(eqn.outvars, first.outvars, strict=True))
+        # The first one may not keep what is needed here.
+        lacks = any(isinstance(b, DropVar) and not isinstance(a, DropVar) for a, b in pairs)
+        if first is eqn or lacks:
             eqns.append(eqn)
-            continue
-        for mine, theirs in zip(eqn.outvars, first.outvars, strict=True):
-            if isinstance(theirs, jex_core.DropVar) and not isinstance(mine, jex_core.DropVar):
-                break  # the first one does not keep what is needed here
         else:
-            env.update(zip(eqn.outvars, first.outvars, strict=True))
-            continue
-        eqns.append(eqn)
-    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+            env.update(pairs)
+    outvars = [read_atom(env, atom) for atom in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 

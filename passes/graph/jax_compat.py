@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,22 +49,11 @@ def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
 def _library_roots() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
-    autopar_root = _above(os.path.realpath(__file__), 3)
-    own = (os.path.join(autopar_root, folder) for folder in ("autopar", "passes", "runtime"))
-    here = _above(os.path.abspath(__file__), 2)
-    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *_prefix_site()})
-
-
-def _above(path: str, floors: int) -> str:
-    for _ in range(floors):
-        path = os.path.dirname(path)
-    return path
-
-
-def _prefix_site() -> Iterator[str]:
-    for path in sys.path:
-        if path.endswith(("site-packages", "dist-packages")):
-            yield path
+    autopar_root = Path(__file__).resolve().parents[2]
+    own = (str(autopar_root / folder) for folder in ("autopar", "passes", "runtime"))
+    here = str(Path(os.path.abspath(__file__)).parents[1])
+    sites = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *sites})
 
 
 def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
@@ -121,14 +111,10 @@ def with_type_of(value: jax.Array, aval: Any) -> jax.Array:
     return converted
 
 
+@cache
 def optimization_barrier_primitive() -> Any:
     """The primitive of `jax.lax.optimization_barrier`, read from a traced call."""
-    return _barrier_eqn().primitive
-
-
-@cache
-def _barrier_eqn() -> JaxprEqn:
-    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0]
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
 
 
 def is_tracing() -> bool:
@@ -169,8 +155,6 @@ def scan_params(
 def _scan_structures(
     num_consts: int, num_carry: int, num_slices: int, num_stacked: int
 ) -> dict[str, Any]:
-    numbers = (num_consts, num_carry)
-
     def small(consts: list[Any], carry: list[Any], slices: list[Any]) -> Any:
         def body(carry: list[Any], slices: list[Any]) -> Any:
             total = sum((*consts, *carry, *slices), start=0.0)
@@ -178,11 +162,10 @@ def _scan_structures(
 
         return jax.lax.scan(body, carry, slices, length=1)
 
-    scalar = jax.ShapeDtypeStruct((), "float32")
-    row = jax.ShapeDtypeStruct((1,), "float32")
+    scalar, row = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((), (1,)))
     traced = jax.make_jaxpr(small)([scalar] * num_consts, [scalar] * num_carry, [row] * num_slices)
     (eqn,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
-    assert scan_counts(eqn.params) == numbers, eqn
+    assert scan_counts(eqn.params) == (num_consts, num_carry), eqn
     return {name: eqn.params[name] for name in ("ft_in", "ft_out")}
 
 
@@ -191,13 +174,8 @@ def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
 
     The primitive's own expansion has no public name.
     """
-    to_lojax = eqn.primitive.to_lojax
-
-    def function(*operands: Any) -> Any:
-        return to_lojax(*operands, **eqn.params)
-
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    return jax.make_jaxpr(function)(*shapes)
+    return jax.make_jaxpr(lambda *xs: eqn.primitive.to_lojax(*xs, **eqn.params))(*shapes)
 
 
 def is_primitive(value: Any) -> bool:

@@ -33,11 +33,8 @@ class WholePhase:
 class Carried:
     """A value that a loop carries.
 
-    Args:
-      carry: the body's variable for what has been accumulated so far.
-      start: what it is before the loop, outside of the body.
-      result: what the body makes of it.
-      total: the variable after the loop.
+    `carry` is the body's variable for what has been accumulated so far, `start` what it is before
+    the loop, `result` what the body makes of it, `total` the variable after the loop.
     """
 
     carry: Var
@@ -48,11 +45,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Accumulator(Carried):
-    """A value that a loop carries, and how it is made.
-
-    Args:
-      combine: numbers of the body's equations that read the carry, directly or not.
-    """
+    """A carried value, and the numbers of the body's equations that read it, directly or not."""
 
     combine: tuple[int, ...]
 
@@ -61,10 +54,8 @@ class Accumulator(Carried):
 class LoopPhase:
     """A scan over the microbatches.
 
-    Args:
-      scan: the equation.
-      tasks: for every equation of its body what it belongs to, first all F, then B, then W; empty
-        until a stage is made of it.
+    `tasks` say for every equation of its body what it belongs to, first all F, then B, then W;
+    empty until a stage is made of it.
     """
 
     scan: JaxprEqn
@@ -135,10 +126,8 @@ Phase = WholePhase | LoopPhase
 class Microbatched:
     """A program whose loops over microbatches are known.
 
-    Args:
-      graph: all of it, phase after phase.
-      phases: its equations in order. A program that is not split is one `WholePhase`. Today at most
-        one is a loop.
+    `phases` hold the graph's equations in order. A program that is not split is one `WholePhase`.
+    Today at most one is a loop.
     """
 
     graph: Graph
@@ -176,12 +165,7 @@ class Microbatched:
 
 
 def in_phases(graph: Graph, loops: Iterable[LoopPhase] = ()) -> Microbatched:
-    """A program whose loops over microbatches are these scans; those that are not in it are left.
-
-    Args:
-      graph: the program.
-      loops: in their order.
-    """
+    """A program whose loops over microbatches are these scans; any that it lacks are left out."""
     by_scan = {id(loop.scan): loop for loop in loops}
     phases: list[Phase] = []
     eqns: list[JaxprEqn] = []

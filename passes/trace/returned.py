@@ -8,7 +8,7 @@ like, to the inputs that it is an update of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,14 +112,12 @@ def _match(
 _FIRST_OPERAND = frozenset({"dynamic_slice", "dynamic_update_slice"}) | SCATTERS.keys()
 
 
-@dataclass
 class _Flows:
     """Which inputs an output is an update of, walking backwards through its equations."""
 
-    jaxpr: Jaxpr
-    known: dict[int, tuple[dict[Var, int], dict[Var, tuple[Any, int]]]] = field(
-        default_factory=dict
-    )
+    def __init__(self, jaxpr: Jaxpr):
+        self.jaxpr = jaxpr
+        self.known: dict[int, tuple[dict[Var, int], dict[Var, tuple[Any, int]]]] = {}
 
     def strongest(self, aliases: Mapping[int, int]) -> int:
         """The strongest way in which one of the inputs flows to its alias."""
@@ -138,10 +136,8 @@ class _Flows:
     def origins(self, jaxpr: Jaxpr, outputs: set[int], allowed: frozenset[str]) -> set[int]:
         """The inputs from which these outputs are made by `allowed` operations alone."""
         if id(jaxpr) not in self.known:
-            self.known[id(jaxpr)] = (
-                {var: i for i, var in enumerate(jaxpr.invars)},
-                {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)},
-            )
+            producers = {var: (e, i) for e in jaxpr.eqns for i, var in enumerate(e.outvars)}
+            self.known[id(jaxpr)] = {var: i for i, var in enumerate(jaxpr.invars)}, producers
         numbers, producers = self.known[id(jaxpr)]
         pending = [jaxpr.outvars[i] for i in outputs]
         seen: set[Var] = set()
@@ -160,11 +156,8 @@ class _Flows:
     def _sources(self, eqn: Any, output: int, allowed: frozenset[str]) -> list[Any]:
         name, params, operands = eqn.primitive.name, eqn.params, eqn.invars
         if name == "cond":
-            return [
-                operands[1 + i]
-                for branch in params["branches"]
-                for i in self.origins(branch.jaxpr, {output}, allowed)
-            ]
+            branches = (self.origins(b.jaxpr, {output}, allowed) for b in params["branches"])
+            return [operands[1 + i] for origins in branches for i in origins]
         if name == "scan":
             scan = ScanParts.of(eqn)
             if output >= scan.num_carry:
@@ -184,12 +177,10 @@ class _Flows:
         self, body: Jaxpr, output: int, first: int, operands: Any, allowed: frozenset[str]
     ) -> list[Any]:
         """Operands that reach one carried value of a loop, over any number of iterations."""
-        num_carry = len(body.invars) - first
         reached, carries = {first + output}, {output}
         while True:
             reached |= self.origins(body, carries, allowed)
-            more = {i - first for i in reached if i >= first and i - first < num_carry}
-            more = {i for i in more if i < len(body.outvars)}
+            more = {i - first for i in reached if 0 <= i - first < len(body.outvars)}
             if more <= carries:
                 return [operands[i] for i in sorted(reached)]
             carries |= more

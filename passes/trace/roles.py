@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Var
 
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
-from autopar.passes.graph.graph import Atom, Input, Output
+from autopar.passes.graph.graph import Atom, Input, Output, variables
 from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.primitives.shardings import is_key as is_typed_key
@@ -29,11 +29,8 @@ def assign(
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
     """Label the inputs and outputs of a flat program.
 
-    Args:
-      jaxpr: its first inputs are the array leaves of `arguments` in order.
-      arguments: all arguments but static ones.
-      result: its array leaves in order are the outputs of `jaxpr`.
-      request: what the user said.
+    Its first inputs are the array leaves of `arguments` (all but static ones) in order, its outputs
+    those of `result`.
 
     Raises:
       BatchArgumentError: which leaves hold the batch is ambiguous, or they disagree on its size.
@@ -43,6 +40,7 @@ def assign(
     keys = _key_leaves(jaxpr, arguments)
     returned = find_returned(jaxpr, arguments, result, request, keys)
     axes = _batch_axes(arguments, returned, request, keys)
+    _check_sizes(arguments, axes)
     labels: list[Input] = []
     aliases: dict[int, int] = {}
     for number, argument in enumerate(arguments):
@@ -54,9 +52,8 @@ def assign(
             match = None
         # Parameters that are only read, as in an evaluation step, are state too.
         is_state = match is not None or (has_tensors and not has_batch)
-        is_donated = request.donates(argument)
-        if request.donate_argnums == "auto":
-            is_donated = match is not None
+        is_auto = request.donate_argnums == "auto"
+        is_donated = match is not None if is_auto else request.donates(argument)
         kept = []
         for index, path, _ in leaves:
             alias = None if match is None else match.aliases.get(index)
@@ -75,14 +72,12 @@ def assign(
 
 
 def _check_positions(arguments: Sequence[Argument], request: Request) -> None:
-    known = [a.position for a in arguments if a.position is not None]
+    known = {a.position for a in arguments} - {None}
     for name in ("donate_argnums", "batch_argnums"):
         numbers = getattr(request, name)
         for number in () if numbers == "auto" else numbers:
             if number not in known:
-                described = [
-                    f"{a.position} ({a.name})" for a in arguments if a.position is not None
-                ]
+                described = (f"{a.position} ({a.name})" for a in arguments if a.position in known)
                 raise OptionError(
                     f"{name}={numbers!r} names argument {number}, which the call does not have.",
                     why=f"its arguments are {', '.join(described) or 'none'}.",
@@ -113,19 +108,16 @@ _KEY_SHAPES = ((2,), (4,))
 def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
     """Array leaves that are one PRNG key, typed or raw."""
     used_as_keys = _raw_keys(jaxpr)
-    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-    found = set()
-    for argument in arguments:
-        for index, _, leaf in argument.arrays():
-            var = jaxpr.invars[index]
-            if is_typed_key(leaf):
-                is_key = not leaf.shape
-            else:
-                is_raw = leaf.dtype == np.uint32 and leaf.shape in _KEY_SHAPES
-                is_key = is_raw and (var in used_as_keys or var not in used)
-            if is_key:
-                found.add(index)
-    return frozenset(found)
+    used = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+
+    def is_key(index: int, leaf: Any) -> bool:
+        if is_typed_key(leaf):
+            return not leaf.shape
+        var, is_raw = jaxpr.invars[index], leaf.dtype == np.uint32 and leaf.shape in _KEY_SHAPES
+        return is_raw and (var in used_as_keys or var not in used)
+
+    leaves = (leaf for argument in arguments for leaf in argument.arrays())
+    return frozenset(index for index, _, leaf in leaves if is_key(index, leaf))
 
 
 def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
@@ -135,7 +127,7 @@ def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
         name, operands = eqn.primitive.name, eqn.invars
         bodies: list[tuple[Jaxpr, Sequence[Atom]]] = []
         if name == "random_wrap" or (name in REARRANGES and any(v in keys for v in eqn.outvars)):
-            keys.update(v for v in operands[:1] if not isinstance(v, Literal))
+            keys.update(variables(operands[:1]))
         elif name == "cond":
             bodies = [(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
         elif name == "scan":
@@ -146,7 +138,7 @@ def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
         for body, outer in bodies:
             inner = _raw_keys(body)
             pairs = zip(body.invars, outer, strict=True)
-            keys.update(v for var, v in pairs if var in inner and not isinstance(v, Literal))
+            keys.update(variables(v for var, v in pairs if var in inner))
     return keys
 
 
@@ -161,17 +153,12 @@ def _batch_axes(
 ) -> dict[int, int]:
     """The batch dimension of every array leaf that has one."""
     if request.batch_axes is not None:
-        axes = _named_axes(arguments, request.batch_axes)
-        _check_sizes(arguments, axes)
-        return axes
+        return _named_axes(arguments, request.batch_axes)
     candidates = {}
     for number, argument in enumerate(arguments):
         match = returned.get(number)
-        leaves = [
-            (index, path, leaf.shape[0])
-            for index, path, leaf in argument.arrays()
-            if leaf.shape and index not in keys
-        ]
+        arrays = argument.arrays()
+        leaves = [(i, x.shape[0]) for i, _, x in arrays if x.shape and i not in keys]
         if request.batch_argnums != "auto":
             if argument.position in request.batch_argnums:
                 if not leaves:
@@ -186,20 +173,18 @@ def _batch_axes(
             candidates[number] = leaves
     if request.batch_argnums == "auto":
         candidates = _without_parameters(arguments, candidates)
-    axes = {index: 0 for leaves in candidates.values() for index, *_ in leaves}
-    _check_sizes(arguments, axes)
-    return axes
+    return {index: 0 for leaves in candidates.values() for index, _ in leaves}
 
 
 def _without_parameters(
-    arguments: Sequence[Argument], candidates: Mapping[int, list[tuple[int, str, int]]]
-) -> dict[int, list[tuple[int, str, int]]]:
+    arguments: Sequence[Argument], candidates: Mapping[int, list[tuple[int, int]]]
+) -> dict[int, list[tuple[int, int]]]:
     """Drop what cannot be a batch: the parameters of an evaluation step have many leading sizes.
 
     The others must agree on a size. An argument of several sizes is dropped if that is none of
     them; the first argument, where functions take their parameters, even if one happens to be.
     """
-    sizes = {number: {size for *_, size in leaves} for number, leaves in candidates.items()}
+    sizes = {number: {size for _, size in leaves} for number, leaves in candidates.items()}
     agreed = {next(iter(s)) for s in sizes.values() if len(s) == 1}
     if len(agreed) != 1:
         return dict(candidates)
@@ -234,9 +219,8 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
                     hint="give an entry for every positional argument; None says: no batch.",
                 )
             entry = prefix[argument.position]
-        for (index, path, leaf), axis in zip(
-            argument.arrays(), _entry_axes(argument, entry), strict=True
-        ):
+        entries = zip(argument.arrays(), _entry_axes(argument, entry), strict=True)
+        for (index, path, leaf), axis in entries:
             if axis is None:
                 continue
             if isinstance(axis, bool) or not isinstance(axis, int):
@@ -262,9 +246,8 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
 def _entry_axes(argument: Argument, entry: Any) -> list[Any]:
     """One entry of `batch_axes` per array leaf of its argument."""
     # None is an empty subtree to JAX, so it travels as a value of its own.
-    marked = jax.tree.map(
-        lambda x: _NO_AXIS if x is None else x, entry, is_leaf=lambda x: x is None
-    )
+    is_none = lambda x: x is None  # noqa: E731
+    marked = jax.tree.map(lambda x: _NO_AXIS if x is None else x, entry, is_leaf=is_none)
     try:
         flat = jax.tree.leaves(jax.tree.broadcast(marked, argument.value))
     except ValueError as error:
@@ -282,12 +265,8 @@ _NO_AXIS = object()
 
 
 def _check_sizes(arguments: Sequence[Argument], axes: Mapping[int, int]) -> None:
-    sizes = [
-        (path, leaf.shape[axes[index]])
-        for argument in arguments
-        for index, path, leaf in argument.arrays()
-        if index in axes
-    ]
+    leaves = (leaf for argument in arguments for leaf in argument.arrays())
+    sizes = [(path, leaf.shape[axes[i]]) for i, path, leaf in leaves if i in axes]
     counts = Counter(size for _, size in sizes)
     if len(counts) < 2:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,15 +38,9 @@ from autopar.passes.trace.signature import (
 class Traced:
     """A traced function: its program, and how its calls and results are put together.
 
-    Args:
-      graph: its first inputs are the array leaves of the arguments in order, then come constants;
-        its outputs are the array leaves of the result in order.
-      signature: of the arguments it was traced for.
-      convention: of the function.
-      out_tree: structure of the result.
-      out_statics: (position among all leaves, leaf) of the result's leaves that are not arrays.
-      batch_size: number of examples in the batch, or None where there is no batch.
-      arguments: the traced arguments, in the order of their leaves.
+    The graph's first inputs are the array leaves of `arguments` in order, then come constants; its
+    outputs are the array leaves of the result in order. `out_statics` are (position among all
+    leaves, leaf) of the others; `batch_size` is None where there is no batch.
     """
 
     graph: Graph
@@ -63,8 +58,6 @@ class Traced:
 
     def result(self, arrays: Sequence[Any]) -> Any:
         """The function's result from its array leaves."""
-        if not self.out_statics:
-            return self.out_tree.unflatten(arrays)
         leaves = list(arrays)
         for position, leaf in self.out_statics:
             leaves.insert(position, leaf)
@@ -107,29 +100,29 @@ def trace(
     convention = Convention.of(fn, static_argnums)
     _check_static_argnums(convention, args, kwargs)
     signature = signature_of(convention, args, kwargs)
-    made: list[_TracedStep] = []
+    made: list[tuple[Any, tuple[Any, ...], tuple[str, ...], tuple[bool, ...]]] = []
 
     @functools.wraps(fn)
     def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         args, kwargs = unsealed((args, kwargs))
-        result = _take_apart(fn(*args, **kwargs))
-        made.append(result)
-        return [leaf for leaf, array in zip(result.leaves, result.traced, strict=True) if array]
+        tree, leaves, paths, traced = _take_apart(fn(*args, **kwargs))
+        made.append((tree, leaves, paths, traced))
+        return list(itertools.compress(leaves, traced))
 
     # The function is traced under its own name and argument names, for JAX's error messages.
     args_, kwargs_ = signature.arguments(signature.shapes, seal=Sealed)
     with logical_shapes():
         closed = without_mesh(jax.make_jaxpr(on_arrays)(*args_, **kwargs_))
-    (result,) = made
+    ((tree, leaves, paths, traced),) = made
     if not closed.out_avals:
         raise TraceError(
             f"{_name_of(fn)} returns no arrays.",
             where=_where(fn),
-            why=f"its result is {result.tree}.",
+            why=f"its result is {tree}.",
             hint="return the new state and the metrics; what is only printed or stored is lost.",
         )
     avals = iter(closed.out_avals)
-    shaped = tuple(next(avals) if is_traced else None for is_traced in result.traced)
+    shaped = tuple(next(avals) if is_traced else None for is_traced in traced)
     arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
@@ -138,24 +131,14 @@ def trace(
         _positions(batch_argnums, convention, len(args)),
         batch_axes,
     )
-    inputs, outputs = roles.assign(
-        graph.jaxpr, arguments, Result(result.tree, shaped, result.paths), request
-    )
+    result = Result(tree, shaped, paths)
+    inputs, outputs = roles.assign(graph.jaxpr, arguments, result, request)
     constants = graph.inputs[len(inputs) :]
     size = roles.check_division(inputs, signature.shapes, microbatches=microbatches, method=method)
-    return Traced(
-        graph=Graph(graph.jaxpr, (*inputs, *constants), outputs, graph.constants),
-        signature=signature,
-        convention=convention,
-        out_tree=result.tree,
-        out_statics=tuple(
-            (i, leaf)
-            for i, (leaf, is_traced) in enumerate(zip(result.leaves, result.traced, strict=True))
-            if not is_traced
-        ),
-        batch_size=size,
-        arguments=tuple(replace(argument, value=None) for argument in arguments),
-    )
+    graph = Graph(graph.jaxpr, (*inputs, *constants), outputs, graph.constants)
+    out_statics = tuple((i, leaf) for i, leaf in enumerate(leaves) if not traced[i])
+    arguments = tuple(replace(argument, value=None) for argument in arguments)
+    return Traced(graph, signature, convention, tree, out_statics, size, arguments)
 
 
 def _positions(
@@ -179,17 +162,10 @@ def _check_static_argnums(
             )
 
 
-@dataclass(frozen=True)
-class _TracedStep:
-    """A result taken apart: its structure, its leaves, and which of them are arrays."""
-
-    tree: Any
-    leaves: tuple[Any, ...]
-    paths: tuple[str, ...]
-    traced: tuple[bool, ...]
-
-
-def _take_apart(result: Any) -> _TracedStep:
+def _take_apart(
+    result: Any,
+) -> tuple[Any, tuple[Any, ...], tuple[str, ...], tuple[bool, ...]]:
+    """A result's structure, its leaves, their paths, and which of them are arrays."""
     with_paths, tree = jax.tree_util.tree_flatten_with_path(result)
     leaves = tuple(leaf for _, leaf in with_paths)
     paths = tuple("result" + jax.tree_util.keystr(path) for path, _ in with_paths)
@@ -200,7 +176,7 @@ def _take_apart(result: Any) -> _TracedStep:
     for leaf, path, is_traced in zip(leaves, paths, traced, strict=True):
         if not is_traced:
             _check_static_result(leaf, path)
-    return _TracedStep(tree, leaves, paths, traced)
+    return tree, leaves, paths, traced
 
 
 def _check_static_result(leaf: Any, path: str) -> None:
