@@ -14,7 +14,6 @@ from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.equations import Context, is_control_flow
-from autopar.passes.microbatch.liveness import ABSENT
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
@@ -26,13 +25,9 @@ from autopar.passes.primitives.factor_rule import FactorRule
 class Analysis:
     """How a program is split into microbatches, and the proof that this is exact.
 
-    Args:
-      num_microbatches: M; microbatch i has the rows b with b % M == i.
-      batch_size: rows of the batch.
-      states: for every value, how it depends on the batch.
-      phases: what is evaluated before, in and after the loop.
-      certificate: for every output, how it is put together.
-      culprits: what forbids the split, worst first; empty if it is exact and cheap enough.
+    With M = `num_microbatches`, microbatch i has the rows b with b % M == i. `states` say for every
+    value how it depends on the batch, `certificate` for every output how it is put together;
+    `culprits` are what forbids the split, worst first: none if it is exact and cheap enough.
     """
 
     num_microbatches: int
@@ -173,14 +168,9 @@ def _immovable_effects(graph: Graph) -> tuple[Culprit, ...]:
     Unordered callbacks may happen before or after the loop; an order, or a mutable array, is a
     promise about what happens when.
     """
+    reason = "its effect is ordered, and microbatches would change the order"
     return tuple(
-        Culprit(
-            source=user_source(eqn),
-            primitive=eqn.primitive.name,
-            reason="its effect is ordered, and microbatches would change the order",
-            flops_share=0.0,
-            bytes_share=0.0,
-        )
+        Culprit(user_source(eqn), eqn.primitive.name, reason, flops_share=0.0, bytes_share=0.0)
         for eqn in walk(graph.jaxpr)
         if not is_control_flow(eqn)
         and any(type(effect).__name__ not in _UNORDERED for effect in eqn.effects)
@@ -193,15 +183,7 @@ _UNORDERED = frozenset({"DebugEffect", "IOEffect"})
 def _certificate(graph: Graph, found: Forward, phases: Phases) -> tuple[OutputCertificate, ...]:
     accumulated = dict(phases.accumulated)
     collected = dict(phases.collected)
-    before = {
-        *graph.jaxpr.invars,
-        *(
-            var
-            for step in phases.prologue
-            for var, form in zip(step.eqn.outvars, step.result_forms, strict=True)
-            if form != ABSENT
-        ),
-    }
+    before = {*graph.jaxpr.invars, *(v for step in phases.prologue for v, _ in step.makes)}
     items = []
     for atom, label in zip(graph.jaxpr.outvars, graph.outputs, strict=True):
         state = found.state(atom)

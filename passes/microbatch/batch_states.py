@@ -23,6 +23,7 @@ from autopar.passes.primitives.factor_rule import DimFactors, FactorRule, ValueF
 
 Kind = Literal["whole", "split", "partial", "late"]
 Place = tuple[int, int]  # (dimension, major)
+Cut = tuple[int, int]  # (factor, major within it)
 Form = Place | str | None  # how the loop holds a value: WHOLE, a Place, or a monoid's name
 WHOLE: Form = None
 
@@ -54,7 +55,7 @@ class BatchState:
     @property
     def wide(self) -> bool:
         """Whether its size grows with the batch."""
-        return self.blurred or (self.place is not None)
+        return self.blurred or self.place is not None
 
     @property
     def early(self) -> bool:
@@ -114,9 +115,7 @@ def join(one: BatchState, other: BatchState) -> BatchState:
 # Places and factors.
 
 
-def locate(
-    dims: DimFactors, sizes: Sequence[int], major: int, parts: int
-) -> tuple[int, int] | None:
+def locate(dims: DimFactors, sizes: Sequence[int], major: int, parts: int) -> Cut | None:
     """The factor in which a dimension is cut, and the cut's major within it.
 
     None where the cut does not fall into a single factor.
@@ -153,13 +152,9 @@ class Occurrences:
                 outer *= self.sizes[factor]
         return found
 
-    def factor(
-        self, value: ValueFactors, place: Place | None, parts: int
-    ) -> tuple[int, int] | None:
+    def factor(self, value: ValueFactors, place: Place | None, parts: int) -> Cut | None:
         """The factor and the major within it, of a cut of `value` at `place`."""
-        if place is None:
-            return None
-        return locate(value[place[0]], self.sizes, place[1], parts)
+        return place and locate(value[place[0]], self.sizes, place[1], parts)
 
     def places(
         self, values: Iterable[dict[int, tuple[int, int]]], factor: int, major: int

@@ -17,12 +17,15 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import COMBINES, CONTROL_FLOW
 from autopar.passes.microbatch import batch_states as lattice
-from autopar.passes.microbatch.batch_states import WHOLE, BatchState, Form, Occurrences, Place
+from autopar.passes.microbatch.batch_states import WHOLE, BatchState, Cut, Form, Occurrences, Place
 from autopar.passes.primitives.factor_rule import MONOIDS, FactorRule
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.primitives.shardings import random_implementation
 
 Mode = Literal["whole", "cut", "linear", "each", "early", "late", "inner", "mapped"]
+
+
+States = Sequence[BatchState]
 
 
 class Decision(NamedTuple):
@@ -40,6 +43,8 @@ class Decision(NamedTuple):
     reason: str = ""
     inner: Any = None
 
+
+Outcome = tuple[Decision, list[BatchState]]  # of an equation, with its results' states
 
 ALL_WHOLE = Decision("whole")
 MEETS = "it combines rows of the batch with a value that only the whole batch determines"
@@ -62,15 +67,12 @@ class Context:
 
     def rule(self, eqn: JaxprEqn) -> Occurrences:
         rule = self.rules[eqn]
-        known = self.occurrences.get(id(rule))
-        if known is None:
-            known = self.occurrences[id(rule)] = Occurrences(rule)
-        return known
+        if id(rule) not in self.occurrences:
+            self.occurrences[id(rule)] = Occurrences(rule)
+        return self.occurrences[id(rule)]
 
 
-def transfer(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]]:
+def transfer(eqn: JaxprEqn, states: States, context: Context) -> Outcome:
     """How a plain equation is evaluated on operands in these states, and its results' states."""
     kinds = {state.kind for state in states}
     if kinds <= {"whole"}:
@@ -83,12 +85,10 @@ def transfer(
     if "late" in kinds:
         return unsplit(eqn, states, context, MEETS)
     found = (_cut if "split" in kinds else _linear)(eqn, states, context)
-    if isinstance(found, str):
-        return unsplit(eqn, states, context, found)
-    return found
+    return unsplit(eqn, states, context, found) if isinstance(found, str) else found
 
 
-def all_whole(eqn: JaxprEqn, states: Sequence[BatchState]) -> list[BatchState]:
+def all_whole(eqn: JaxprEqn, states: States) -> list[BatchState]:
     """The states of an equation's results where all operands are whole."""
     state = lattice.whole(
         zero=bool(states) and lattice.keeps_zero(eqn, states),
@@ -99,12 +99,10 @@ def all_whole(eqn: JaxprEqn, states: Sequence[BatchState]) -> list[BatchState]:
     return [state] * len(eqn.outvars)
 
 
-def _cut(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]] | str:
+def _cut(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     rule = context.rule(eqn)
     # Which factor does each split operand cut? Those that can be had whole need not agree.
-    wanted: dict[int, tuple[int, int] | None] = {}
+    wanted: dict[int, Cut | None] = {}
     for k, state in enumerate(states):
         if state.kind == "split":
             target = rule.factor(rule.rule.operands[k], state.place, context.parts)
@@ -135,10 +133,9 @@ def _cut(
             return MIXES
         results = [lattice.split(place, params) for place in places if place is not None]
         return Decision("cut", tuple(operand_forms), tuple(places)), results
-    if kind not in MONOIDS or any(place is not None for place in places):
-        return MIXES
-    if eqn.primitive.name == "gather":
-        # Each microbatch could contribute the rows that it has, but nothing would be reduced.
+    # A microbatch could contribute the rows of a gather that it has: nothing would be reduced.
+    is_gather = eqn.primitive.name == "gather"
+    if kind not in MONOIDS or any(place is not None for place in places) or is_gather:
         return MIXES
     result_forms = (kind,) * len(places)
     if context.inside or params:
@@ -148,9 +145,7 @@ def _cut(
     return Decision("cut", tuple(operand_forms), result_forms), results
 
 
-def _linear(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]] | str:
+def _linear(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     """Partial operands, the others whole: linear equations keep a sum a sum."""
     positions = frozenset(k for k, state in enumerate(states) if state.kind == "partial")
     monoids = {states[k].monoid for k in positions}
@@ -180,17 +175,14 @@ def _linear(
     return Decision("linear", tuple(forms), (monoid,) * len(results)), results
 
 
-def unsplit(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context, reason: str
-) -> tuple[Decision, list[BatchState]]:
+def unsplit(eqn: JaxprEqn, states: States, context: Context, reason: str) -> Outcome:
     """The equation needs the whole batch."""
     params = any(state.params for state in states)
     if not any(state.wide for state in states):  # The optimizer: sums and parameters.
         return Decision("late", reason=reason), [lattice.late(params=params)] * len(eqn.outvars)
     rule = None if is_control_flow(eqn) else context.rule(eqn)
-    places = [
-        _row_place(rule, k, var.aval.shape, states, context) for k, var in enumerate(eqn.outvars)
-    ]
+    shapes = [var.aval.shape for var in eqn.outvars]
+    places = [_row_place(rule, k, shape, states, context) for k, shape in enumerate(shapes)]
     if not context.inside and all(state.early for state in states):
         return Decision("early", reason=reason), [early_state(*place) for place in places]
     results = [lattice.late(place, params, blurred) for place, blurred in places]
@@ -208,11 +200,7 @@ def early_state(place: Place | None, blurred: bool) -> BatchState:
 
 
 def _row_place(
-    rule: Occurrences | None,
-    result: int,
-    shape: Sequence[int],
-    states: Sequence[BatchState],
-    context: Context,
+    rule: Occurrences | None, result: int, shape: Sequence[int], states: States, context: Context
 ) -> tuple[Place | None, bool]:
     """Where the rows of the batch are in the result of an equation that needs all of them.
 
@@ -230,9 +218,7 @@ def _row_place(
         if where is not None and where is not Occurrences.TWICE:
             return (where[0], where[1] * target[1]), False
         reduced |= where is None and rule.rule.factors[target[0]].kind != "replicated"
-    if reduced:
-        return None, False
-    return guess_place(shape, context)
+    return (None, False) if reduced else guess_place(shape, context)
 
 
 def guess_place(shape: Sequence[int], context: Context) -> tuple[Place | None, bool]:

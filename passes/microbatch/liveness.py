@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.scans import ScanParts, WhileParts
@@ -20,6 +20,9 @@ from autopar.passes.microbatch.equations import Context, Decision, is_control_fl
 from autopar.passes.microbatch.propagate import Bodies, Forward, whole_bodies
 
 ABSENT: Form = "absent"  # an operand or a result of control flow that nobody asks for
+
+
+Demand = defaultdict[Var, set[Form]]  # in which forms values are asked for by what comes after
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,18 @@ class PhaseStep:
     result_forms: tuple[Form, ...]
     bodies: tuple[Body, ...] = ()
 
+    @property
+    def reads(self) -> list[tuple[Var, Form]]:
+        return _present(self.eqn.invars, self.operand_forms)
 
-class Liveness:
-    """The forms in which values are asked for, while a sweep goes backwards."""
+    @property
+    def makes(self) -> list[tuple[Var, Form]]:
+        return _present(self.eqn.outvars, self.result_forms)
 
-    def __init__(self) -> None:
-        self.forms: dict[Var, set[Form]] = defaultdict(set)
 
-    def want(self, atoms: Iterable[Atom], forms: Iterable[Form]) -> None:
-        for atom, form in zip(atoms, forms, strict=True):
-            if form != ABSENT and not isinstance(atom, Literal):
-                self.forms[atom].add(form)
+def _present(atoms: Iterable[Atom], forms: Iterable[Form]) -> list[tuple[Var, Form]]:
+    pairs = zip(atoms, forms, strict=True)
+    return [(atom, form) for atom, form in pairs if form != ABSENT and isinstance(atom, Var)]
 
 
 def whole_step(eqn: JaxprEqn) -> PhaseStep:
@@ -59,34 +63,28 @@ def whole_step(eqn: JaxprEqn) -> PhaseStep:
     return PhaseStep(eqn, (WHOLE,) * len(eqn.invars), (WHOLE,) * len(eqn.outvars))
 
 
-def asked(eqn: JaxprEqn, demand: Liveness) -> list[set[Form]]:
+def asked(eqn: JaxprEqn, demand: Demand) -> list[set[Form]]:
     """The forms in which each result is asked for."""
     none: set[Form] = set()
-    return [
-        none if isinstance(var, DropVar) else demand.forms.get(var, none) for var in eqn.outvars
-    ]
+    return [none if isinstance(v, DropVar) else demand.get(v, none) for v in eqn.outvars]
 
 
 def demand_body(forward: Forward, out_forms: Sequence[Form], context: Context) -> Body:
     """The steps of an inner jaxpr that give its results in these forms."""
-    demand = Liveness()
-    demand.want(forward.jaxpr.outvars, out_forms)
+    jaxpr = forward.jaxpr
+    demand = Demand(set)
+    for var, form in _present(jaxpr.outvars, out_forms):
+        demand[var].add(form)
     steps: list[PhaseStep] = []
-    for eqn, decision in zip(
-        reversed(forward.jaxpr.eqns), reversed(forward.decisions), strict=True
-    ):
+    for eqn, decision in zip(reversed(jaxpr.eqns), reversed(forward.decisions), strict=True):
         forms = asked(eqn, demand)
-        if not any(forms):
-            continue
-        found = _body_steps(eqn, decision, forms, context)
+        found = _body_steps(eqn, decision, forms, context) if any(forms) else []
         for step in found:
-            demand.want(eqn.invars, step.operand_forms)
+            for var, form in step.reads:
+                demand[var].add(form)
         steps += found
-    in_forms = tuple(
-        one_form(demand.forms.get(var, set()), forward.state(var).form)
-        for var in forward.jaxpr.invars
-    )
-    return Body(forward.jaxpr, tuple(reversed(steps)), in_forms, tuple(out_forms))
+    in_forms = tuple(one_form(demand[var], forward.state(var).form) for var in jaxpr.invars)
+    return Body(jaxpr, tuple(reversed(steps)), in_forms, tuple(out_forms))
 
 
 def one_form(asked_for: set[Form], own: Form) -> Form:
@@ -113,11 +111,12 @@ def _body_steps(
     if decision.mode == "whole":
         rows, left = regenerated(eqn, forms, context)
         return [whole_step(eqn), *rows] if left else rows
-    kept = [
-        given_form(eqn, k, own, asked_for) if asked_for else ABSENT
-        for k, (own, asked_for) in enumerate(zip(decision.result_forms, forms, strict=True))
-    ]
-    return [loop_step(eqn, decision, kept, context)]
+    return [loop_step(eqn, decision, _given(eqn, decision.result_forms, forms), context)]
+
+
+def _given(eqn: JaxprEqn, own: Sequence[Form], forms: Sequence[set[Form]]) -> list[Form]:
+    pairs = enumerate(zip(own, forms, strict=True))
+    return [given_form(eqn, k, form, asked) if asked else ABSENT for k, (form, asked) in pairs]
 
 
 def regenerated(
@@ -130,10 +129,7 @@ def regenerated(
     if any(not isinstance(form, tuple) for asked_for in forms for form in asked_for):
         return [], True
     if is_control_flow(eqn):
-        kept = [
-            given_form(eqn, k, WHOLE, asked_for) if asked_for else ABSENT
-            for k, asked_for in enumerate(forms)
-        ]
+        kept = _given(eqn, (WHOLE,) * len(forms), forms)
         if WHOLE in kept or eqn.effects:
             return [], True
         return [_INNER_STEPS[eqn.primitive.name](eqn, whole_bodies(eqn), kept, context)], False
@@ -255,18 +251,12 @@ def _while_step(
 def _cond_step(
     eqn: JaxprEqn, bodies: Bodies, result_forms: Sequence[Form], context: Context
 ) -> PhaseStep:
-    wanted = list(result_forms)
-    branches = [demand_body(forward, wanted, context) for forward in bodies.forwards]
-    merged = [
-        one_form({form for form in forms if form != ABSENT}, state.form)
-        for forms, state in zip(
-            zip(*(body.in_forms for body in branches), strict=True),
-            bodies.operands[1:],
-            strict=True,
-        )
-    ]
-    branches = [replace(body, in_forms=tuple(merged)) for body in branches]
-    return PhaseStep(eqn, (WHOLE, *merged), tuple(wanted), tuple(branches))
+    branches = [demand_body(forward, result_forms, context) for forward in bodies.forwards]
+    by_operand = zip(*(body.in_forms for body in branches), strict=True)
+    pairs = zip(by_operand, bodies.operands[1:], strict=True)
+    merged = tuple(one_form(set(forms) - {ABSENT}, state.form) for forms, state in pairs)
+    same = tuple(replace(body, in_forms=merged) for body in branches)
+    return PhaseStep(eqn, (WHOLE, *merged), tuple(result_forms), same)
 
 
 _INNER_STEPS = {"scan": _scan_step, "while": _while_step, "cond": _cond_step}

@@ -6,19 +6,20 @@ needs its whole result, in the loop if it works on rows of a microbatch, and aft
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, JaxprEqn, Var
 
-from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.graph import variables
 from autopar.passes.graph.primitives import PULLED
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.equations import Context, Decision
 from autopar.passes.microbatch.liveness import (
     ABSENT,
-    Liveness,
+    Demand,
     PhaseStep,
     asked,
     barrier_steps,
@@ -54,7 +55,8 @@ class _Sweep:
     forward: Forward
     context: Context
     pulled: frozenset[int]
-    loop_demand: Liveness = field(default_factory=Liveness)  # WHOLE here means: before the loop
+    # WHOLE here means: before the loop.
+    loop_demand: Demand = field(default_factory=lambda: Demand(set))
     late_demand: set[Var] = field(default_factory=set)
     prologue: list[PhaseStep] = field(default_factory=list)
     loop: list[PhaseStep] = field(default_factory=list)
@@ -63,32 +65,25 @@ class _Sweep:
     accumulated: dict[Var, str] = field(default_factory=dict)
     collected: dict[Var, Place] = field(default_factory=dict)
 
-    # Asking for values.
-
-    def want_late(self, atoms: list[Atom]) -> None:
-        self.late_demand.update(atom for atom in atoms if not isinstance(atom, Literal))
-
     # Placing steps.
 
     def before(self, step: PhaseStep) -> None:
         self.prologue.append(step)
-        forms = [ABSENT if form == ABSENT else WHOLE for form in step.operand_forms]
-        self.loop_demand.want(step.eqn.invars, forms)
+        for var, _ in step.reads:
+            self.loop_demand[var].add(WHOLE)
 
     def within(self, steps: list[PhaseStep]) -> None:
         for step in steps:
-            for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True):
-                if form != ABSENT and not isinstance(atom, Literal):
-                    state = self.forward.states[atom]
-                    # A partial result of a whole value is taken from the whole one.
-                    whole = isinstance(form, str) and state.kind == "whole" and form != state.form
-                    self.loop_demand.forms[atom].add(WHOLE if whole else form)
+            for var, form in step.reads:
+                state = self.forward.states[var]
+                # A partial result of a whole value is taken from the whole one.
+                whole = isinstance(form, str) and state.kind == "whole" and form != state.form
+                self.loop_demand[var].add(WHOLE if whole else form)
         self.loop += steps
 
     def after(self, step: PhaseStep) -> None:
         self.epilogue.append(step)
-        pairs = zip(step.eqn.invars, step.operand_forms, strict=True)
-        self.want_late([atom for atom, form in pairs if form != ABSENT])
+        self.late_demand.update(var for var, _ in step.reads)
 
     def leave(self, var: Var, form: Form) -> None:
         """`var` leaves the loop: its rows are collected, its partial results are combined."""
@@ -106,14 +101,11 @@ class _Sweep:
     def visit(self, index: int, eqn: JaxprEqn, decision: Decision) -> None:
         forms = asked(eqn, self.loop_demand)
         late = [not isinstance(var, DropVar) and var in self.late_demand for var in eqn.outvars]
-        if eqn.effects and not any(forms) and not any(late):
-            # Nobody asks for it, but its effect must happen, and happen once.
-            place = self.after if decision.mode == "late" else self.before
-            place(whole_step(eqn))
-            return
         if not any(forms) and not any(late):
-            return
-        if is_barrier(eqn):
+            if eqn.effects:  # nobody asks for it, but its effect must happen, and happen once
+                place = self.after if decision.mode == "late" else self.before
+                place(whole_step(eqn))
+        elif is_barrier(eqn):
             self._barrier(eqn, forms, late)
         elif decision.mode == "whole":
             self._whole(eqn, forms)
@@ -195,12 +187,11 @@ class _Sweep:
         within: list[set[Form]] = []
         after: list[set[Form]] = []
         for var, asked_for, wanted_late in zip(eqn.outvars, forms, late, strict=True):
-            state = None if isinstance(var, DropVar) else self.forward.states[var]
             early = WHOLE in asked_for
             before.append({WHOLE} if early else set())
             rows = asked_for - {WHOLE}
             if early:
-                own = state.form if state is not None else WHOLE
+                own = WHOLE if isinstance(var, DropVar) else self.forward.states[var].form
                 self.slice(var, rows - {own})
                 rows &= {own}
             within.append(rows)
@@ -216,11 +207,11 @@ def find_phases(forward: Forward, context: Context) -> Phases:
     """Assign every equation that a result needs to its phases."""
     sweep = _Sweep(forward, context, _pulled(forward))
     jaxpr = forward.jaxpr
-    sweep.want_late(list(jaxpr.outvars))
+    sweep.late_demand.update(variables(jaxpr.outvars))
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         sweep.visit(index, jaxpr.eqns[index], forward.decisions[index])
     for var in (*jaxpr.invars, *jaxpr.constvars):
-        sweep.slice(var, sweep.loop_demand.forms.get(var, set()))
+        sweep.slice(var, sweep.loop_demand[var])
     return Phases(
         prologue=tuple(reversed(sweep.prologue)),
         loop=tuple(reversed(sweep.loop)),
@@ -242,12 +233,8 @@ def _pulled(forward: Forward) -> frozenset[int]:
     twice is in the carry anyway and costs its other users nothing.
     """
     jaxpr = forward.jaxpr
-    uses = Counter(
-        atom
-        for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
-        for atom in atoms
-        if not isinstance(atom, Literal)
-    )
+    atoms = itertools.chain(*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
+    uses = Counter(variables(atoms))
     cost: dict[Var, int] = {}
     better: dict[Var, list[int]] = {}  # equations to pull so that a value has that cost
     pulled: set[int] = set()
@@ -257,11 +244,7 @@ def _pulled(forward: Forward) -> frozenset[int]:
                 if not isinstance(var, DropVar) and forward.states[var].kind == "partial":
                     cost[var], better[var] = _bytes(var), []
             continue
-        operands = {
-            atom
-            for atom in eqn.invars
-            if not isinstance(atom, Literal) and forward.states[atom].kind == "partial"
-        }
+        operands = {v for v in variables(eqn.invars) if forward.states[v].kind == "partial"}
         if len(eqn.outvars) != 1 or eqn.primitive.name not in PULLED:
             cost.update((var, 0) for var in eqn.outvars)
             better.update((var, []) for var in eqn.outvars)

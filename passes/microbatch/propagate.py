@@ -7,29 +7,20 @@ What fails there makes the results that depend on it late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs
+from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs, variables
 from autopar.passes.graph.primitives import ADDS
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch import equations
 from autopar.passes.microbatch.batch_states import BatchState, Form
-from autopar.passes.microbatch.equations import (
-    ALL_WHOLE,
-    MEETS,
-    MIXES,
-    Context,
-    Decision,
-    all_whole,
-    early_state,
-    guess_place,
-    unsplit,
-)
+from autopar.passes.microbatch.equations import Context, Decision, Outcome, States, unsplit
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class Forward:
         return [self.state(atom) for atom in self.jaxpr.outvars]
 
 
-def forward(jaxpr: Jaxpr, in_states: Sequence[BatchState], context: Context) -> Forward:
+def forward(jaxpr: Jaxpr, in_states: States, context: Context) -> Forward:
     """Propagate the states of a jaxpr's inputs through its equations."""
     states = dict(zip(jaxpr.invars, in_states, strict=True))
     states.update((var, lattice.whole()) for var in jaxpr.constvars)
@@ -73,22 +64,15 @@ def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> li
     states = []
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
         aval = var.aval
-        if label.role == "batch":
-            axis = label.batch_axis
-            if axis is None:
-                states.append(lattice.whole(batch=True))
-            else:
-                place = (axis, aval.shape[axis] // num_microbatches)
-                states.append(lattice.split(place, params=False))
+        axis, is_batch = label.batch_axis, label.role == "batch"
+        if is_batch and axis is not None:
+            place = (axis, aval.shape[axis] // num_microbatches)
+            states.append(lattice.split(place, params=False))
         else:
-            is_parameter = params and label.role == "state" and _is_parameter(aval)
-            states.append(lattice.whole(params=is_parameter))
+            is_tensor = bool(aval.shape) and getattr(aval.dtype, "kind", "") not in "iub?"
+            is_parameter = params and label.role == "state" and is_tensor
+            states.append(lattice.whole(batch=is_batch, params=is_parameter))
     return states
-
-
-def _is_parameter(aval: object) -> bool:
-    kind = getattr(getattr(aval, "dtype", None), "kind", "")
-    return bool(getattr(aval, "shape", ())) and kind not in "iub?"
 
 
 @dataclass(frozen=True)
@@ -100,24 +84,21 @@ class Bodies:
     results: tuple[BatchState, ...]
 
 
-def _transfer(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]]:
+def _transfer(eqn: JaxprEqn, states: States, context: Context) -> Outcome:
     """How a control-flow equation is evaluated on operands in these states."""
     kinds = {state.kind for state in states}
     if kinds <= {"whole"}:
-        return ALL_WHOLE, all_whole(eqn, states)
+        return equations.ALL_WHOLE, equations.all_whole(eqn, states)
+    found: Outcome | str
     if eqn.effects:
-        return unsplit(
-            eqn, states, context, "an effect in its body happens once, on the whole batch"
-        )
-    if "late" in kinds:
-        return unsplit(eqn, states, context, MEETS)
-    if "split" not in kinds and not context.inside:
-        return unsplit(eqn, states, context, "it is not linear in a sum over the batch")
-    inside = replace(context, inside=True)
-    analyse = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name]
-    found = analyse(eqn, states, inside)
+        found = "an effect in its body happens once, on the whole batch"
+    elif "late" in kinds:
+        found = equations.MEETS
+    elif "split" not in kinds and not context.inside:
+        found = equations.NONLINEAR
+    else:
+        analyse = {"scan": _scan, "while": _while, "cond": _cond}[eqn.primitive.name]
+        found = analyse(eqn, states, replace(context, inside=True))
     if isinstance(found, str):
         return unsplit(eqn, states, context, found)
     decision, results = found
@@ -126,11 +107,10 @@ def _transfer(
     if all(state.kind == "late" for state in results):
         return unsplit(eqn, states, context, _failure(decision))
     if any(state.kind == "late" for state in results) and all(state.early for state in states):
-        places = (guess_place(var.aval.shape, context) for var in eqn.outvars)
-        results = [
-            state if state.kind != "late" else early_state(*place)
-            for state, place in zip(results, places, strict=True)
-        ]
+        for k, var in enumerate(eqn.outvars):
+            if results[k].kind == "late":
+                place = equations.guess_place(var.aval.shape, context)
+                results[k] = equations.early_state(*place)
     return decision, results
 
 
@@ -154,7 +134,7 @@ def _failure(decision: Decision) -> str:
         for found in body.decisions:
             if found.mode == "late":
                 return found.reason if found.inner is None else _failure(found)
-    return MIXES
+    return equations.MIXES
 
 
 def whole_bodies(eqn: JaxprEqn) -> Bodies:
@@ -163,29 +143,25 @@ def whole_bodies(eqn: JaxprEqn) -> Bodies:
     for body in inner_jaxprs(eqn):
         made = (var for inner in body.eqns for var in inner.outvars)
         states = dict.fromkeys((*body.invars, *body.constvars, *made), lattice.whole())
-        forwards.append(Forward(body, states, (ALL_WHOLE,) * len(body.eqns)))
+        forwards.append(Forward(body, states, (equations.ALL_WHOLE,) * len(body.eqns)))
     operands = (lattice.whole(),) * len(eqn.invars)
     return Bodies(tuple(forwards), operands, (lattice.whole(),) * len(eqn.outvars))
 
 
-def _decide(
-    operands: Sequence[BatchState], results: Sequence[BatchState], forwards: tuple[Forward, ...]
-) -> tuple[Decision, list[BatchState]]:
+def _decide(operands: States, results: States, forwards: tuple[Forward, ...]) -> Outcome:
     bodies = Bodies(forwards, tuple(operands), tuple(results))
     forms = tuple(state.form for state in operands)
     return Decision("inner", forms, tuple(s.form for s in results), inner=bodies), list(results)
 
 
-def _scan(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]] | str:
+def _scan(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     scan = ScanParts.of(eqn)
     consts, starts, stacks = scan.operands(states)
     if any(state.place is not None and state.place[0] == 0 for state in stacks):
-        return _mapped(eqn, states, context)
+        return _mapped(eqn, states)
     slices = [_shifted(state, -1) for state in stacks]
 
-    def run(carry: Sequence[BatchState]) -> Forward:
+    def run(carry: States) -> Forward:
         return forward(scan.body, [*consts, *carry, *slices], context)
 
     carry, found = _fixpoint(starts, run, scan.num_carry)
@@ -202,7 +178,7 @@ def _shifted(state: BatchState, by: int) -> BatchState:
 
 
 def _fixpoint(
-    carry: Sequence[BatchState], run: Callable[[Sequence[BatchState]], Forward], count: int
+    carry: States, run: Callable[[States], Forward], count: int
 ) -> tuple[list[BatchState], Forward]:
     """Carry states that one more iteration does not change, and the body's analysis with them."""
     carry = list(carry)
@@ -214,13 +190,11 @@ def _fixpoint(
         carry = joined
 
 
-def _while(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]] | str:
+def _while(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     loop = WhileParts.of(eqn)
     tested, consts, starts = loop.operands(states)
 
-    def run(carry: Sequence[BatchState]) -> Forward:
+    def run(carry: States) -> Forward:
         return forward(loop.body, [*consts, *carry], context)
 
     carry, found = _fixpoint(starts, run, len(starts))
@@ -230,23 +204,16 @@ def _while(
     return _decide([*tested, *consts, *carry], carry, (test, found))
 
 
-def _cond(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]] | str:
+def _cond(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     if states[0].kind != "whole":
         return "its branch depends on the whole batch"
-    forwards = tuple(
-        forward(branch.jaxpr, states[1:], context) for branch in eqn.params["branches"]
-    )
-    results = forwards[0].results
-    for branch in forwards[1:]:
-        results = list(map(lattice.join, results, branch.results))
-    return _decide(states, results, forwards)
+    branches = eqn.params["branches"]
+    forwards = tuple(forward(branch.jaxpr, states[1:], context) for branch in branches)
+    by_result = zip(*(branch.results for branch in forwards), strict=True)
+    return _decide(states, [functools.reduce(lattice.join, each) for each in by_result], forwards)
 
 
-def _mapped(
-    eqn: JaxprEqn, states: Sequence[BatchState], context: Context
-) -> tuple[Decision, list[BatchState]] | str:
+def _mapped(eqn: JaxprEqn, states: States) -> Outcome | str:
     """A scan over the batch itself: each microbatch scans its own rows.
 
     Exact if an iteration depends on no other one, or only adds to a carry that it does not read.
@@ -254,18 +221,13 @@ def _mapped(
     scan = ScanParts.of(eqn)
     consts, starts, stacks = scan.operands(states)
     places = {state.place for state in stacks if state.kind != "whole"}
-    if (
-        len(places) != 1
-        or any(place is None or place[0] for place in places)
-        or any(state.kind != "whole" for state in consts)
-    ):
-        return MIXES
-    (place,) = places
+    place = places.pop() if len(places) == 1 else None
+    if place is None or place[0] != 0 or any(state.kind != "whole" for state in consts):
+        return equations.MIXES
     _, carries, _ = scan.operands(scan.body.invars)
     for k, (state, var) in enumerate(zip(starts, carries, strict=True)):
         if state.kind == "split" or not _only_adds(scan.body, var, k):
             return "each of its iterations depends on the one before"
-    assert place is not None
     sums: list[Form] = ["sum"] * scan.num_carry
     forms = (*(None,) * scan.num_consts, *sums, *(place,) * len(stacks))
     num_stacks = len(eqn.outvars) - scan.num_carry
@@ -278,11 +240,7 @@ def _only_adds(body: Jaxpr, carry: Var, result: int) -> bool:
     current, out = carry, body.outvars[result]
     chain = {current}
     for eqn in body.eqns:
-        read = [
-            k
-            for k, atom in enumerate(eqn.invars)
-            if not isinstance(atom, Literal) and atom in chain
-        ]
+        read = [k for k, atom in enumerate(eqn.invars) if isinstance(atom, Var) and atom in chain]
         if not read:
             continue
         adds = eqn.primitive.name in ADDS or (eqn.primitive.name == "sub" and read == [0])
@@ -290,7 +248,5 @@ def _only_adds(body: Jaxpr, carry: Var, result: int) -> bool:
             return False
         current = eqn.outvars[0]
         chain.add(current)
-    others = [atom for k, atom in enumerate(body.outvars) if k != result]
-    return out is current and not any(
-        atom in chain for atom in others if not isinstance(atom, Literal)
-    )
+    others = variables(atom for k, atom in enumerate(body.outvars) if k != result)
+    return out is current and chain.isdisjoint(others)

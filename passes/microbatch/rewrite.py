@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
@@ -54,16 +54,14 @@ class _NewProgram:
         self.renamed: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else self.renamed.get(atom, atom)
+        return graphs.read_atom(self.renamed, atom)
 
     def add(self, step: PhaseStep) -> None:
         """One step outside of the loop."""
         eqn = step.eqn
         if step.bodies or ABSENT in step.operand_forms:
-            pairs = zip(eqn.invars, step.operand_forms, strict=True)
-            operands = [v for v, form in pairs if form != ABSENT and not isinstance(v, Literal)]
-            operands = list(dict.fromkeys(operands))
-            kept = _kept_vars(step)
+            operands = list(dict.fromkeys(var for var, _ in step.reads))
+            kept = [var for var, _ in step.makes]
 
             def evaluate(*values: Any) -> list[Any]:
                 env = _wholes(operands, values)
@@ -73,7 +71,7 @@ class _NewProgram:
             self.trace(evaluate, operands, kept)
             return
         if ABSENT in step.result_forms:  # another phase gives these results
-            kept = _kept_vars(step)
+            kept = [var for var, _ in step.makes]
             outvars = [v if v in kept else jax_compat.new_var(v.aval) for v in eqn.outvars]
             eqn = eqn.replace(outvars=outvars)
         if any(self.read(atom) is not atom for atom in eqn.invars):
@@ -97,20 +95,14 @@ class _NewProgram:
             if inner in made and inner not in names:
                 names[inner] = outer
             else:
-                self.renamed[outer] = _rename(inner, names)
-        made_eqns = [
-            eqn.replace(
-                invars=[_rename(atom, names) for atom in eqn.invars],
-                outvars=[_rename(var, names) for var in eqn.outvars],
-            )
-            for eqn in flat.eqns
-        ]
+                self.renamed[outer] = graphs.read_atom(names, inner)
+        made_eqns = []
+        for eqn in flat.eqns:
+            invars = [graphs.read_atom(names, atom) for atom in eqn.invars]
+            outvars = [graphs.read_atom(names, var) for var in eqn.outvars]
+            made_eqns.append(eqn.replace(invars=invars, outvars=outvars))
         self.eqns += made_eqns
         return made_eqns
-
-
-def _rename(atom: Atom, names: dict[Var, Atom]) -> Atom:
-    return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
 def _spelled_out(value: Any) -> list[Any]:
@@ -118,11 +110,6 @@ def _spelled_out(value: Any) -> list[Any]:
     assert value.size <= 64, f"the split program holds an array of shape {value.shape}"
     items = [lax.full((1,), item, value.dtype) for item in np.asarray(value).ravel()]
     return [lax.reshape(lax.concatenate(items, 0), value.shape)]
-
-
-def _kept_vars(step: PhaseStep) -> list[Var]:
-    pairs = zip(step.eqn.outvars, step.result_forms, strict=True)
-    return [var for var, form in pairs if form != ABSENT]
 
 
 def _wholes(variables: Sequence[Var], values: Sequence[Any]) -> Env:
@@ -134,11 +121,8 @@ def _read_whole(phases: Phases) -> list[Var]:
     made: set[tuple[Var, Form]] = {*phases.sliced}
     read = [var for var, _ in phases.sliced]
     for step in phases.loop:
-        made.update(zip(step.eqn.outvars, step.result_forms, strict=True))
-    for step in phases.loop:
-        for atom, form in zip(step.eqn.invars, step.operand_forms, strict=True):
-            if form != ABSENT and not isinstance(atom, Literal) and (atom, form) not in made:
-                read.append(atom)
+        made.update(step.makes)
+    read += [var for step in phases.loop for var, form in step.reads if (var, form) not in made]
     return list(dict.fromkeys(read))
 
 
@@ -193,12 +177,8 @@ def microbatches(value: jax.Array, place: Place, parts: int) -> jax.Array:
     inner = (rest,) if rest > 1 else ()
     viewed = lax.reshape(value, (*shape[:dim], major, parts, *inner, *shape[dim + 1 :]))
     order = (dim + 1, *(k for k in range(len(viewed.shape)) if k != dim + 1))
-    rows = lax.transpose(viewed, order)
-    return (
-        rows
-        if rest == 1
-        else _reshape(rows, (parts, *shape[:dim], major * rest, *shape[dim + 1 :]))
-    )
+    by_microbatch = (parts, *shape[:dim], major * rest, *shape[dim + 1 :])
+    return _reshape(lax.transpose(viewed, order), by_microbatch)
 
 
 def collect(stacked: jax.Array, place: Place, shape: tuple[int, ...]) -> jax.Array:

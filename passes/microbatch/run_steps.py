@@ -126,27 +126,17 @@ def _evaluate(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
     if step.bodies:
         return _CONTROL_FLOW[eqn.primitive.name](step, operands, env)
     if is_barrier(eqn):
-        kept = [k for k, form in enumerate(step.operand_forms) if form != ABSENT]
-        results: list[Any] = [None] * len(operands)
-        for k, result in zip(kept, jax_compat.bind(eqn, [operands[k] for k in kept]), strict=True):
-            results[k] = result
-        return results
+        results = jax_compat.bind(eqn, _kept(operands, step.operand_forms))
+        return _spread(results, step.operand_forms)
     if not any(isinstance(form, tuple) for form in (*step.operand_forms, *step.result_forms)):
         return jax_compat.bind(eqn, operands)
     if eqn.primitive.name == "scan":  # over the batch: each microbatch scans its own rows
         return jax_compat.bind(eqn, operands, length=eqn.params["length"] // env.parts)
-    return bind_local(
-        eqn,
-        operands,
-        [
-            env.cuts(atom.aval, form)
-            for atom, form in zip(eqn.invars, step.operand_forms, strict=True)
-        ],
-        [
-            env.cuts(var.aval, form)
-            for var, form in zip(eqn.outvars, step.result_forms, strict=True)
-        ],
+    read, made = (
+        [env.cuts(atom.aval, form) for atom, form in zip(atoms, forms, strict=True)]
+        for atoms, forms in ((eqn.invars, step.operand_forms), (eqn.outvars, step.result_forms))
     )
+    return bind_local(eqn, operands, read, made)
 
 
 # Control flow: trace each body on slices and bind the same primitive with it. A body that reads the
@@ -245,14 +235,8 @@ def _scan(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
         results = _evaluate_body(body, params["jaxpr"], env, [*consts, *carry, *xs])
         return results[: len(carry)], results[len(carry) :]
 
-    carry, stacked = lax.scan(
-        function,
-        start,
-        stacks,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(function, start, stacks, **settings)
     return _spread([*carry, *stacked], step.result_forms)
 
 
@@ -262,14 +246,9 @@ def _while(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
     (condition,), one = _bodies([(step.bodies[0], params["cond_jaxpr"])], env)
     (body,), other = _bodies([(step.bodies[1], params["body_jaxpr"])], env)
     condition_consts, body_consts = [*one, *tested], [*other, *consts]
-    results = jax_compat.bind(
-        step.eqn,
-        [*condition_consts, *body_consts, *carry],
-        cond_jaxpr=condition,
-        body_jaxpr=body,
-        cond_nconsts=len(condition_consts),
-        body_nconsts=len(body_consts),
-    )
+    counts = {"cond_nconsts": len(condition_consts), "body_nconsts": len(body_consts)}
+    passed = [*condition_consts, *body_consts, *carry]
+    results = jax_compat.bind(step.eqn, passed, cond_jaxpr=condition, body_jaxpr=body, **counts)
     return _spread(results, step.result_forms)
 
 

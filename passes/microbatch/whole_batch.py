@@ -7,12 +7,12 @@ collected values, exactly. It is refused when it costs more than a stated share 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.passes.graph.graph import Graph, inner_jaxprs, user_source, walk
+from autopar.passes.graph.graph import Graph, inner_jaxprs, user_source, variables, walk
 from autopar.passes.microbatch.equations import MEETS, is_control_flow
 from autopar.passes.microbatch.liveness import PhaseStep
 from autopar.passes.microbatch.phases import Phases
@@ -102,7 +102,7 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
         charge = charged[origins.get(index, index)]
         charge[0] += flops_of[id(eqn)]
         charge[1] += _wide_bytes(eqn, forward)
-        for var in _variables(eqn):
+        for var in variables(eqn.invars):
             if forward.states[var].kind == "split" and var not in paid:
                 paid.add(var)
                 charge[1] += _bytes(var)
@@ -131,10 +131,6 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
     )
 
 
-def _variables(eqn: JaxprEqn) -> Iterable[Var]:
-    return (atom for atom in eqn.invars if not isinstance(atom, Literal))
-
-
 def _is_wide(step: PhaseStep, forward: Forward) -> bool:
     """Whether a step outside of the loop works on the whole batch.
 
@@ -144,7 +140,7 @@ def _is_wide(step: PhaseStep, forward: Forward) -> bool:
 
 
 def _touches_rows(eqn: JaxprEqn, forward: Forward) -> bool:
-    return any(forward.states[var].wide for var in (*_variables(eqn), *eqn.outvars))
+    return any(forward.states[var].wide for var in (*variables(eqn.invars), *eqn.outvars))
 
 
 def _origins(jaxpr: Jaxpr, forward: Forward) -> dict[int, int]:
@@ -154,13 +150,13 @@ def _origins(jaxpr: Jaxpr, forward: Forward) -> dict[int, int]:
     for index, eqn in enumerate(jaxpr.eqns):
         if forward.decisions[index].mode not in ("late", "inner"):
             continue
-        origin = min((origin_of[var] for var in _variables(eqn) if var in origin_of), default=None)
+        known = [origin_of[var] for var in variables(eqn.invars) if var in origin_of]
+        origin = min(known, default=None)
         if _touches_rows(eqn, forward):
             origin = origins[index] = index if origin is None else origin
         if origin is not None:
-            origin_of.update(
-                (var, origin) for var in eqn.outvars if forward.states[var].kind == "late"
-            )
+            late = (var for var in eqn.outvars if forward.states[var].kind == "late")
+            origin_of.update(dict.fromkeys(late, origin))
     return origins
 
 
@@ -175,11 +171,8 @@ def _prologue_charges(
 
     Equations of the size of the batch leaves themselves are free: these are there as a whole.
     """
-    leaves = [
-        var
-        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        if label.role == "batch"
-    ]
+    labelled = zip(graph.jaxpr.invars, graph.inputs, strict=True)
+    leaves = [var for var, label in labelled if label.role == "batch"]
     free_flops = 4.0 * sum(var.aval.size for var in leaves)
     free_bytes = 4.0 * sum(map(_bytes, leaves))
     asked_by: dict[Var, int] = {}
@@ -191,7 +184,7 @@ def _prologue_charges(
         index = max((asked_by[var] for var in eqn.outvars if var in asked_by), default=None)
         if index is None:
             index = index_of[id(eqn)]
-        for var in _variables(eqn):
+        for var in variables(eqn.invars):
             asked_by.setdefault(var, index)
         work, size = flops_of[id(eqn)], _wide_bytes(eqn, forward)
         if work > free_flops:
@@ -207,15 +200,9 @@ def _reason(index: int, forward: Forward) -> str:
     reason = decision.reason or "its result is needed before all rows have been seen"
     if decision.reason != MEETS:
         return reason
-    waits_for = [
-        other
-        for other in forward.jaxpr.eqns[:index]
-        if any(
-            var in other.outvars
-            for var in _variables(eqn)
-            if forward.states[var].kind in ("late", "partial") and not forward.states[var].wide
-        )
-    ]
+    states = {var: forward.states[var] for var in variables(eqn.invars)}
+    awaited = {v for v, s in states.items() if s.kind in ("late", "partial") and not s.wide}
+    waits_for = [e for e in forward.jaxpr.eqns[:index] if not awaited.isdisjoint(e.outvars)]
     if waits_for:
         reason += f", computed at {user_source(waits_for[-1])}"
     return reason
