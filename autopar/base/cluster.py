@@ -15,7 +15,9 @@ import math
 import os
 import tomllib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,12 @@ class Cluster(Record):
                 hint=did_you_mean(name, cls.presets()),
             )
         system = data["systems"][system_name]
+        if devices_per_node is None:
+            devices_per_node = system["devices_per_node"]
         return cls(
             name=name.lower(),
             num_nodes=nodes,
-            devices_per_node=(
-                system["devices_per_node"] if devices_per_node is None else devices_per_node
-            ),
+            devices_per_node=devices_per_node,
             device=Device.from_dict(data["devices"][system["device"]]),
             intra_node=Link(system["intra_bandwidth"], system["intra_latency"]),
             inter_node=Link(system["inter_bandwidth"], system["inter_latency"]),
@@ -171,10 +173,8 @@ class Cluster(Record):
         devices = jax.devices() if devices is None else list(devices)
         if not devices:
             raise DeviceError("There is no device to plan for.", where="Cluster.local")
-        counts = [0] * (1 + max(device.process_index for device in devices))
-        for device in devices:
-            counts[device.process_index] += 1
-        per_node = {count for count in counts if count}
+        counts = Counter(device.process_index for device in devices)
+        per_node = set(counts.values())
         if len(per_node) > 1:
             raise DeviceError(
                 "The processes have different numbers of devices.",
@@ -182,7 +182,7 @@ class Cluster(Record):
                 why=f"a cluster is nodes of equal devices, and these have {sorted(per_node)}.",
                 hint="pass the devices to use.",
             )
-        nodes, devices_per_node = sum(count > 0 for count in counts), per_node.pop()
+        nodes, devices_per_node = len(counts), per_node.pop()
         if devices[0].platform == "cpu":
             return _local_cpus(nodes, devices_per_node)
         return _local_accelerators(devices[0], nodes, devices_per_node)
@@ -307,15 +307,14 @@ def _check_numbers(cluster: Cluster) -> None:
     problems += [
         f"{name} is {x}, not positive" for name, x in rates.items() if not 0 < x < math.inf
     ]
-    problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < math.inf]
+    problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < inf]
     if not 0 < device.max_efficiency <= 1:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
     if not set(FLOATS) & set(device.peak_flops):
         problems.append(f"device.peak_flops has none of {', '.join(FLOATS)}")
     if problems:
-        raise OptionError(
-            f"The cluster {cluster.name!r} is not possible.", why="; ".join(problems) + "."
-        )
+        what = f"The cluster {cluster.name!r} is not possible."
+        raise OptionError(what, why="; ".join(problems) + ".")
 
 
 def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
@@ -335,9 +334,7 @@ def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
         num_nodes=nodes,
         devices_per_node=devices_per_node,
         device=device,
-        intra_node=dataclasses.replace(
-            core.intra_node, bandwidth=core.intra_node.bandwidth * share
-        ),
+        intra_node=Link(core.intra_node.bandwidth * share, core.intra_node.latency),
         source=f"{core.source}, for {hardware.num_cores()} cores",
     )
 

@@ -43,10 +43,7 @@ class AutoparError(Exception):
         hint: str | None = None,
     ):
         super().__init__(what)
-        self.what = what
-        self.where = where
-        self.why = why
-        self.hint = hint
+        self.what, self.where, self.why, self.hint = what, where, why, hint
 
     def __str__(self) -> str:
         labelled = (("where: ", self.where), ("why:   ", self.why), ("try:   ", self.hint))
@@ -105,17 +102,14 @@ class MemoryLimitError(AutoparError):
     def _reason(self) -> str | None:
         lines = []
         if self.least_bytes is not None:
-            exact = f"{self.least_bytes:,} bytes"
-            lines.append(
-                f"the least that would do is {format_bytes(self.least_bytes)} per device ({exact})."
-            )
+            least = f"{format_bytes(self.least_bytes)} per device ({self.least_bytes:,} bytes)"
+            lines.append(f"the least that would do is {least}.")
         if self.largest_tensors:
             lines.append("the largest tensors per device are:")
             counts = Counter(self.largest_tensors)
-            lines += [
-                f"- {'' if count == 1 else f'{count} of '}{path}: {format_bytes(size)}"
-                for (path, size), count in counts.items()
-            ]
+            for (path, size), count in counts.items():
+                times = "" if count == 1 else f"{count} of "
+                lines.append(f"- {times}{path}: {format_bytes(size)}")
         return "\n".join(lines) or None
 
 

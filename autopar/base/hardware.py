@@ -14,9 +14,7 @@ from typing import Any
 @functools.cache
 def table() -> dict[str, Any]:
     """The hardware table, with plain numbers in place of numbers and their sources."""
-    text = (
-        resources.files("autopar").joinpath("base/data/hardware.toml").read_text(encoding="utf-8")
-    )
+    file = resources.files("autopar").joinpath("base/data/hardware.toml")
 
     def values(node: Any) -> Any:
         if not isinstance(node, dict):
@@ -25,7 +23,7 @@ def table() -> dict[str, Any]:
             return node["value"]
         return {key: values(child) for key, child in node.items()}
 
-    plain: dict[str, Any] = values(tomllib.loads(text))
+    plain: dict[str, Any] = values(tomllib.loads(file.read_text(encoding="utf-8")))
     return plain
 
 
@@ -43,10 +41,7 @@ _KINDS = (
 
 def preset_of(device_kind: str) -> str | None:
     """The preset for the `device_kind` that JAX reports, or None."""
-    for pattern, name in _KINDS:
-        if re.search(pattern, device_kind):
-            return name
-    return None
+    return next((name for pattern, name in _KINDS if re.search(pattern, device_kind)), None)
 
 
 def num_cores() -> int:

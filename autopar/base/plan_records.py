@@ -60,11 +60,9 @@ class TensorPlan(Record):
 class NodeStrategy(Record):
     """The strategy chosen for one node of the intra-operator problem.
 
-    Args:
-      node: its name, unique within the stage.
-      source: `file.py:12` of the user's line that made it (the file's base name), or "".
-      choice: the strategy's name, from which the pass can rebuild it.
-      flops: operations of a whole step, over all devices.
+    The name of the `node` is unique within the stage; `source` is `file.py:12` of the user's line
+    that made it (the file's base name), or ""; the pass can rebuild the strategy from the name
+    `choice`; `flops` are those of a whole step, over all devices.
     """
 
     node: str
@@ -103,16 +101,11 @@ class Collective(Record):
 class StagePlan(Record):
     """One stage of the program on its own device mesh.
 
-    Args:
-      logical_mesh: sizes of the mesh axes, row-major over the stage's devices.
-      axis_names: of the mesh axes.
-      num_devices: the product of `logical_mesh`.
-      strategies: one for each node, in the order of the nodes.
-      collectives: those of a step.
-      mesh: number of the device mesh that runs the stage.
-      layers: the first layer of the stage, and the one after its last.
-      peak_bytes_per_device: at the worst moment of the step, on the stage's mesh.
-      remat: "full" if the backward pass computes the stage's forward pass again, else "none".
+    `logical_mesh` has the sizes of the mesh axes, row-major over the stage's devices (whose number
+    is their product), and `mesh` is the number of that mesh. There is a strategy for each node, in
+    the order of the nodes; `collectives` are those of a step; `layers` are the stage's first and
+    the one after its last; the peak is at the worst moment of the step; `remat` is "full" if the
+    backward pass computes the stage's forward pass again, else "none".
     """
 
     logical_mesh: tuple[int, ...]
@@ -130,12 +123,8 @@ class StagePlan(Record):
 class StageTransfer(Record):
     """A value that one pipeline stage sends to another.
 
-    Args:
-      source, target: stages.
-      what: "activation", "gradient", a parameter's path, ...
-      shape, dtype: of one transfer.
-      bytes: of one transfer, all devices together.
-      times: how often it is sent in a step.
+    `what` is "activation", "gradient", a parameter's path, ...; shape, dtype and `bytes` (all
+    devices together) are those of one transfer, which is sent so many `times` in a step.
     """
 
     source: int
@@ -151,15 +140,10 @@ class StageTransfer(Record):
 class PipelinePlan(Record):
     """How several stages work together.
 
-    Args:
-      schedule: its name.
-      num_meshes: device meshes; stage s is on mesh s % num_meshes.
-      num_chunks: stages per mesh.
-      boundaries: the layers at which the second and later stages begin.
-      splits_backward: whether weight gradients are tasks of their own.
-      bubble_fraction: the share of the meshes' time in which they wait, in the simulated step.
-      transfers: what crosses between stages.
-      model: what the step is made of, for `Plan.simulate`.
+    Stage s is on mesh s % num_meshes, `num_chunks` of them on each; `boundaries` are the layers at
+    which the second and later ones begin. `splits_backward` says whether weight gradients are tasks
+    of their own, `bubble_fraction` is the share of the meshes' time in which they wait in the
+    simulated step, and `model` is what the step is made of, for `Plan.simulate`.
     """
 
     schedule: str
@@ -383,9 +367,8 @@ def check(plan: PlanRecord) -> None:
 
 def _check_stage(stage: StagePlan) -> None:
     mesh = format_mesh(stage.logical_mesh, stage.axis_names)
-    assert math.prod(stage.logical_mesh) == stage.num_devices, (
-        f"{mesh}: {stage.num_devices} devices"
-    )
+    num_devices = stage.num_devices
+    assert math.prod(stage.logical_mesh) == num_devices, f"{mesh}: {num_devices} devices"
     assert len(set(stage.axis_names)) == len(stage.axis_names), f"axis names repeat: {mesh}"
     for item in stage.collectives:
         assert item.kind in COLLECTIVE_KINDS, f"unknown collective {item.kind!r}"
@@ -404,9 +387,8 @@ def _check_tensor(tensor: TensorPlan, stage: StagePlan) -> None:
     for size, axes in zip(tensor.shape, tensor.spec, strict=True):
         assert size % math.prod(sizes[a] for a in axes) == 0, f"{tensor.path}: {axes} cut {size}"
     cut = math.prod(sizes[axis] for axis in used)
-    assert tensor.bytes_per_device * cut == tensor.bytes, (
-        f"{tensor.path}: {tensor.bytes} over {cut}"
-    )
+    size = tensor.bytes
+    assert tensor.bytes_per_device * cut == size, f"{tensor.path}: {size} over {cut}"
 
 
 def _not_a_plan(where: str | None, why: str) -> PlanMismatchError:

@@ -76,13 +76,10 @@ class Ray:
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             self._check(name, is_count, f"it must be an integer of at least {least}.")
-        choices = ("error", "replan")
-        self._check("on_loss", self.on_loss in choices, 'it must be "error" or "replan".')
-        self._check(
-            "on_loss",
-            self.on_loss == "error" or self.max_restarts > 0,
-            "max_restarts says how often a step may go on after a loss, and it is 0.",
-        )
+        is_choice = self.on_loss in ("error", "replan")
+        self._check("on_loss", is_choice, 'it must be "error" or "replan".')
+        why = "max_restarts says how often a step may go on after a loss, and it is 0."
+        self._check("on_loss", self.on_loss == "error" or self.max_restarts > 0, why)
 
     def _check(self, name: str, is_possible: bool, why: str) -> None:
         if not is_possible:

@@ -53,7 +53,8 @@ class Record:
             if name not in fields:
                 raise TypeError(f"{cls.__name__} has no field {name!r}")
         for name, field in fields.items():
-            if name not in plain and _has_no_default(field):
+            missing = field.default is field.default_factory is dataclasses.MISSING
+            if missing and name not in plain:
                 raise TypeError(f"{cls.__name__} lacks the field {name!r}")
         return cls(**plain)
 
@@ -84,24 +85,15 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
                 lines.append(_difference(left.get(key, _ABSENT), right.get(key, _ABSENT), inside))
         return lines
     if isinstance(left, list) and isinstance(right, list):
-        left_named, right_named = _by_name(left), _by_name(right)
-        if left_named is not None and right_named is not None:
+        a, b = _by_name(left), _by_name(right)
+        if a is not None and b is not None:
             lines = []
-            for key in dict.fromkeys((*left_named, *right_named)):
-                a, b = left_named.get(key, _ABSENT), right_named.get(key, _ABSENT)
-                lines += differences(a, b, f"{where}[{key}]")
-            if [k for k in left_named if k in right_named] != [
-                k for k in right_named if k in left_named
-            ]:
+            for key in dict.fromkeys((*a, *b)):
+                lines += differences(a.get(key, _ABSENT), b.get(key, _ABSENT), f"{where}[{key}]")
+            if [key for key in a if key in b] != [key for key in b if key in a]:
                 lines.append(f"{where}: in another order")
             return lines
-    if left == right:
-        return []
-    return [_difference(left, right, where)]
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    return [] if left == right else [_difference(left, right, where)]
 
 
 _Converter = Callable[[Any, str], Any]

@@ -15,11 +15,8 @@ from autopar.base.records import Record
 class ModelValue(Record):
     """An array that pieces of the step's program pass on; its number is its position.
 
-    Args:
-      stage: the pipeline stage that holds it.
-      bytes_per_device: on each device of the stage's mesh (of one microbatch, if so).
-      per_microbatch: whether every microbatch has one of its own.
-      label: for people: a parameter's path, "activation", "gradient".
+    It is on each device of the mesh of its pipeline `stage`, and of one microbatch if every one has
+    its own. The `label` is for people: a parameter's path, "activation", "gradient".
     """
 
     stage: int
@@ -32,18 +29,11 @@ class ModelValue(Record):
 class ModelPiece(Record):
     """A function of one stage's program, and what the cost model expects of one run of it.
 
-    The seconds are those of its parts, one after the other.
-
-    Args:
-      name: unique in the step.
-      stage: the pipeline stage that runs it.
-      when: "prologue", "F", "B", "W" or "epilogue".
-      reads, writes, donates: numbers of values.
-      compute_seconds: of computing on one device.
-      latency_seconds: of starting collectives, whatever their size.
-      activation_seconds: of moving bytes that are in proportion to the rows of a microbatch.
-      other_seconds: of moving other bytes (parameters, gradients).
-      temporary_bytes: what it needs on each device beside what it reads and writes.
+    The seconds are those of its parts, one after the other: computing on one device, starting
+    collectives of whatever size, and moving bytes that are in proportion to the rows of a
+    microbatch, and others (parameters, gradients). The `name` is unique in the step, `when` is
+    "prologue", "F", "B", "W" or "epilogue", `reads`, `writes` and `donates` are numbers of values,
+    and `temporary_bytes` are needed on each device beside these.
     """
 
     name: str
@@ -63,12 +53,9 @@ class ModelPiece(Record):
 class StepModel(Record):
     """A pipelined step without its equations.
 
-    Args:
-      values: what pieces pass on.
-      pieces: what the meshes run.
-      transfers: (source, target) values of what one stage sends to another.
-      inputs, outputs, donated: numbers of the values that the caller gives, takes and gives up.
-      batch_rows: the sizes of the batch dimensions of the arguments, each once, in order.
+    `transfers` are (source, target) values of what one stage sends to another; `inputs`, `outputs`
+    and `donated` are numbers of the values that the caller gives, takes and gives up; `batch_rows`
+    are the sizes of the batch dimensions of the arguments, each once, in order.
     """
 
     values: tuple[ModelValue, ...]

@@ -17,17 +17,6 @@ from autopar.base.plan_records import (
 from .plan import Differences, Plan
 
 __all__ = [
-    "Candidate",
-    "Collective",
-    "Differences",
-    "Estimates",
-    "NodeStrategy",
-    "OutputCertificate",
-    "PipelinePlan",
-    "Plan",
-    "SolverSummary",
-    "StagePlan",
-    "StageTransfer",
-    "TensorPlan",
-    "check",
-]
+    "Candidate", "Collective", "Differences", "Estimates", "NodeStrategy", "OutputCertificate",
+    "PipelinePlan", "Plan", "SolverSummary", "StagePlan", "StageTransfer", "TensorPlan", "check",
+]  # fmt: skip

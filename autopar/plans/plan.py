@@ -83,15 +83,11 @@ class Plan(PlanRecord):
         return plan_text(self)
 
     def __repr__(self) -> str:
-        meshes = "; ".join(
-            format_mesh(stage.logical_mesh, stage.axis_names) for stage in self.stages
-        )
+        meshes = "; ".join(format_mesh(x.logical_mesh, x.axis_names) for x in self.stages)
+        parts = format_microbatches(self.num_microbatches)
         step = format_seconds(self.estimates.step_seconds)
-        return (
-            f"<Plan {self.method} on {meshes}, "
-            f"{format_microbatches(self.num_microbatches)}, {step} a step, "
-            f"{format_bytes(self.estimates.peak_bytes_per_device)} a device>"
-        )
+        size = format_bytes(self.estimates.peak_bytes_per_device)
+        return f"<Plan {self.method} on {meshes}, {parts}, {step} a step, {size} a device>"
 
 
 class Differences(tuple[str, ...]):

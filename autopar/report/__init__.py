@@ -23,11 +23,4 @@ else:
         },
     )
 
-__all__ = [
-    "plan_tables",
-    "plot_plan",
-    "plot_timeline",
-    "print_plan",
-    "save_plot",
-    "save_timeline",
-]
+__all__ = ["plan_tables", "plot_plan", "plot_timeline", "print_plan", "save_plot", "save_timeline"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
@@ -17,87 +17,92 @@ if TYPE_CHECKING:
 MAX_BARS = 6
 
 
-def heading(axes: Axes, text: str, *, above: float) -> None:
-    """Writes a heading so many points above axes."""
-    axes.annotate(
-        text,
-        (0, 1),
-        (0, above),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=12.5,
-        weight="bold",
-        color=INK,
-        annotation_clip=False,
-    )
+_Bar = tuple[float, str, str, str]
+"""Its length, its label, the value that is written beside it, and its colour."""
+
+
+def _write(
+    axes: Axes, text: str, corner: tuple[int, int], offset: tuple[int, float], **style: Any
+) -> None:
+    """Writes text so many points from a corner of axes."""
+    style |= {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+    axes.annotate(text, corner, offset, **style)
+
+
+def _heading(axes: Axes, text: str, *, above: float) -> None:
+    _write(axes, text, (0, 1), (0, above), fontsize=12.5, weight="bold", color=INK)
+
+
+def _footnote(axes: Axes, text: str) -> None:
+    _write(axes, text, (0, 0), (4, -6), fontsize=9, color=QUIET, va="top")
 
 
 def draw_communication(
     axes: Axes, groups: Sequence[CollectiveGroup], title: str, *, rows: int = MAX_BARS
 ) -> None:
     """Draws collectives that were added up, by their seconds where these are known."""
-    shown = groups[:MAX_BARS]
     by_seconds = any(group.seconds for group in groups)
-    heading(axes, title, above=10)
-    if not groups:
-        axes.axis("off")
-        axes.text(0, 0.9, "none", fontsize=11, color=QUIET, transform=axes.transAxes, va="top")
-        return
-    sizes = [group.seconds if by_seconds else float(group.bytes) for group in shown]
-    labels = [f"{group.purpose}\n{group.kind} {','.join(group.axes)}" for group in shown]
-    values = [
-        f"{format_seconds(group.seconds)}, {group.count} x, {format_bytes(group.bytes)}"
-        if by_seconds
-        else f"{format_bytes(group.bytes)}, {group.count} x"
-        for group in shown
-    ]
-    draw_bars(axes, sizes, labels, values, [KINDS[g.kind] for g in shown], rows=rows)
-    if len(groups) > len(shown):
-        footnote(axes, f"and {len(groups) - len(shown)} smaller")
+    bars = []
+    for group in groups:
+        count, size = f"{group.count} x", format_bytes(group.bytes)
+        seconds = format_seconds(group.seconds)
+        value = f"{seconds}, {count}, {size}" if by_seconds else f"{size}, {count}"
+        label = f"{group.purpose}\n{group.kind} {','.join(group.axes)}"
+        length = group.seconds if by_seconds else float(group.bytes)
+        bars.append((length, label, value, KINDS[group.kind]))
+    _draw_largest(axes, title, bars, "none", rows)
 
 
 def draw_transfers(axes: Axes, groups: Sequence[TransferGroup], *, rows: int) -> None:
     """Draws what crosses between stages, by its bytes."""
-    heading(axes, "Sent between stages in a step", above=10)
-    if not groups:
+    bars = [
+        (
+            float(group.bytes),
+            f"{_last_names(group.what)}\n{group.routes}",
+            f"{format_bytes(group.bytes)}, {group.count} x",
+            MINE,
+        )
+        for group in sorted(groups, key=lambda group: -group.bytes)
+    ]
+    _draw_largest(axes, "Sent between stages in a step", bars, "nothing", rows)
+
+
+def _draw_largest(axes: Axes, title: str, bars: Sequence[_Bar], nothing: str, rows: int) -> None:
+    """Draws the first bars, with a title and the number of the others."""
+    _heading(axes, title, above=10)
+    if not bars:
         axes.axis("off")
-        axes.text(0, 0.9, "nothing", fontsize=11, color=QUIET, transform=axes.transAxes, va="top")
+        axes.text(0, 0.9, nothing, fontsize=11, color=QUIET, transform=axes.transAxes, va="top")
         return
-    shown = sorted(groups, key=lambda group: -group.bytes)[:MAX_BARS]
-    draw_bars(
-        axes,
-        [float(group.bytes) for group in shown],
-        [f"{_last_names(group.what)}\n{group.routes}" for group in shown],
-        [f"{format_bytes(group.bytes)}, {group.count} x" for group in shown],
-        [MINE] * len(shown),
-        rows=rows,
-    )
-    if len(groups) > len(shown):
-        footnote(axes, f"and {len(groups) - len(shown)} smaller")
+    _draw_bars(axes, bars[:MAX_BARS], rows=rows)
+    if len(bars) > MAX_BARS:
+        _footnote(axes, f"and {len(bars) - MAX_BARS} smaller")
 
 
 def draw_candidates(axes: Axes, plan: PlanRecord, *, rows: int = MAX_BARS) -> None:
     """Draws the plans that were considered, by their seconds, the chosen one first."""
     possible = [(item.step_seconds, item) for item in plan.candidates if item.step_seconds]
     possible = sorted(possible, key=lambda pair: (not pair[1].chosen, pair[0]))
-    shown = [item for _, item in possible[:MAX_BARS]]
-    if not shown:
+    if not possible:
         axes.axis("off")
         return
-    heading(axes, "Considered", above=10)
-    draw_bars(
-        axes,
-        [seconds for seconds, _ in possible[:MAX_BARS]],
-        [_candidate_label(item, plan) for item in shown],
-        [_candidate_value(item, memory_limit(plan)) for item in shown],
-        [MINE if item.chosen else GREY for item in shown],
-        rows=rows,
-    )
-    slower, impossible = len(possible) - len(shown), len(plan.candidates) - len(possible)
+    _heading(axes, "Considered", above=10)
+    limit = memory_limit(plan)
+    bars = [
+        (
+            seconds,
+            _candidate_label(item, plan),
+            _candidate_value(item, limit),
+            MINE if item.chosen else GREY,
+        )
+        for seconds, item in possible[:MAX_BARS]
+    ]
+    _draw_bars(axes, bars, rows=rows)
+    slower, impossible = len(possible) - len(bars), len(plan.candidates) - len(possible)
     notes = [f"{slower} slower"] if slower else []
     notes += [f"{impossible} not possible"] if impossible else []
     if notes:
-        footnote(axes, "and " + ", ".join(notes))
+        _footnote(axes, "and " + ", ".join(notes))
 
 
 def _candidate_label(item: Candidate, plan: PlanRecord) -> str:
@@ -131,7 +136,7 @@ def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
     parts = _memory_parts(plan)
     limit = memory_limit(plan)
     total = sum(size for _, size in parts)
-    heading(axes, "Memory of a device", above=22)
+    _heading(axes, "Memory of a device", above=22)
     left = 0.0
     for (name, size), color in zip(parts, PARTS, strict=False):
         label = f"{name}  {format_bytes(size)}"
@@ -144,16 +149,7 @@ def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
     if limit:
         share = plan.estimates.peak_bytes_per_device / limit
         caption += f", {f'{share:.1%}' if share >= 0.001 else 'little'} of {format_bytes(limit)}"
-    axes.annotate(
-        caption,
-        (0, 1),
-        (0, 6),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=10,
-        color=QUIET,
-        annotation_clip=False,
-    )
+    _write(axes, caption, (0, 1), (0, 6), fontsize=10, color=QUIET)
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(-0.01, -0.08),
@@ -181,23 +177,15 @@ def _memory_parts(plan: PlanRecord) -> list[tuple[str, int]]:
     return [*large, *((name, size) for name, size in rest if size)]
 
 
-def draw_bars(
-    axes: Axes,
-    sizes: Sequence[float],
-    labels: Sequence[str],
-    values: Sequence[str],
-    colors: Sequence[str],
-    *,
-    rows: int = MAX_BARS,
-) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[_Bar], *, rows: int) -> None:
     """Horizontal bars with their values written beside them, or inside where they are long.
 
     There is room for so many `rows`.
     """
-    positions = range(len(sizes))
+    sizes, labels, _, colors = zip(*bars, strict=True)
     longest = max(max(sizes), 1e-300)
-    axes.barh(positions, sizes, color=colors, height=0.62)
-    for position, size, value in zip(positions, sizes, values, strict=True):
+    axes.barh(range(len(bars)), sizes, color=colors, height=0.62)
+    for position, (size, _, value, color) in enumerate(bars):
         is_long = size > 0.5 * longest
         axes.text(
             size - 0.012 * longest if is_long else size + 0.012 * longest,
@@ -206,26 +194,11 @@ def draw_bars(
             ha="right" if is_long else "left",
             va="center",
             fontsize=9,
-            color="white" if is_long and colors[position] != GREY else INK,
+            color="white" if is_long and color != GREY else INK,
         )
-    axes.set_yticks(positions, labels, fontsize=9, color=INK)
+    axes.set_yticks(range(len(bars)), labels, fontsize=9, color=INK)
     axes.set_xlim(0, longest)
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xticks([])
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-
-
-def footnote(axes: Axes, text: str) -> None:
-    """Writes a quiet line below axes."""
-    axes.annotate(
-        text,
-        (0, 0),
-        (4, -6),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=9,
-        color=QUIET,
-        va="top",
-        annotation_clip=False,
-    )

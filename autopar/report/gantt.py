@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.report.palette import INK, MESHES, QUIET, WAITING
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 WIDTH, LEFT, RIGHT = 16.0, 1.0, 0.85  # of a figure and its margins, in inches
 _MEMORY_HEIGHT = 1.3
-_NUMBER_SIZE = 8.0
-_NUM_TICKS = 8
 _MAX_HIGH_ROWS = 8
 
 
@@ -34,13 +32,9 @@ def plot_timeline(timeline: Timeline, title: str = "") -> Figure:
     from matplotlib.figure import Figure
 
     rows, across = rows_height(timeline), WIDTH - LEFT - RIGHT
-    height = rows + _MEMORY_HEIGHT + 1.6
-    figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    draw_timeline(
-        place(figure, LEFT, 0.5, across, rows),
-        timeline,
-        title or f"{timeline.program.schedule.name}: {step_caption(timeline)}",
-    )
+    figure = Figure(figsize=(WIDTH, rows + _MEMORY_HEIGHT + 1.6), facecolor="white")
+    title = title or f"{timeline.program.schedule.name}: {step_caption(timeline)}"
+    draw_timeline(place(figure, LEFT, 0.5, across, rows), timeline, title)
     draw_memory(place(figure, LEFT, 0.5 + rows + 0.8, across, _MEMORY_HEIGHT), timeline)
     return figure
 
@@ -95,7 +89,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str) -> None:
                     number,
                     ha="center",
                     va="center_baseline",
-                    fontsize=_NUMBER_SIZE,
+                    fontsize=8.0,
                     color="white" if _is_dark(color) else INK,
                 )
         idle = f"{1 - timeline.busy[mesh] / seconds:.0%} idle"
@@ -106,26 +100,21 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str) -> None:
     axes.set_ylim(num_meshes - 0.5, -0.5)
     axes.spines[:].set_visible(False)
     _draw_ticks(axes, seconds)
-    _draw_legend(axes, {span.kind for span in spans}, title)
+    _draw_tasks(axes, {span.kind for span in spans}, title)
 
 
 def draw_memory(axes: Axes, timeline: Timeline) -> None:
     """Draws the bytes that are alive on each mesh's devices, over the same time."""
     start, seconds = _start(timeline), timeline.step_seconds or 1.0
     largest = max(timeline.peak_bytes, default=0)
-    high = len(timeline.busy) <= _MAX_HIGH_ROWS
-    few = len(timeline.busy) <= _MAX_HIGH_ROWS // 2
+    number = len(timeline.busy)
     for mesh, peak in enumerate(timeline.peak_bytes):
-        steps = timeline.bytes_over_time(mesh)
-        times = [time - start for time, _ in steps]
-        sizes = [size for _, size in steps]
-        label = (
-            f"mesh {mesh}: {format_bytes(peak)}" if few else f"mesh {mesh}" if high else str(mesh)
-        )
-        color = MESHES[mesh % len(MESHES)]
-        axes.step(
-            [*times, seconds], [*sizes, sizes[-1]], where="post", color=color, lw=1.3, label=label
-        )
+        label = str(mesh) if number > _MAX_HIGH_ROWS else f"mesh {mesh}"
+        if number <= _MAX_HIGH_ROWS // 2:
+            label += f": {format_bytes(peak)}"
+        times, sizes = zip(*timeline.bytes_over_time(mesh), strict=True)
+        x, y = [*(time - start for time in times), seconds], [*sizes, sizes[-1]]
+        axes.step(x, y, where="post", color=MESHES[mesh % len(MESHES)], lw=1.3, label=label)
     axes.set_xlim(0, seconds)
     axes.set_ylim(0, (largest or 1) * 1.06)
     axes.set_yticks([0, largest / 2, largest], ["0", *map(format_bytes, (largest / 2, largest))])
@@ -133,18 +122,7 @@ def draw_memory(axes: Axes, timeline: Timeline) -> None:
     axes.grid(axis="y", color=WAITING)
     axes.set_xticks([])
     axes.spines[:].set_visible(False)
-    axes.set_title("Memory of a device", loc="left", fontsize=12.5, weight="bold", color=INK, pad=8)
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.02),
-        ncols=16,
-        frameon=False,
-        fontsize=9.5,
-        handlelength=1.1,
-        columnspacing=1.4,
-        borderaxespad=0.1,
-        labelcolor=INK,
-    )
+    _draw_heading(axes, "Memory of a device", ncols=16)
 
 
 def _start(timeline: Timeline) -> float:
@@ -181,31 +159,35 @@ def _is_dark(color: Sequence[float]) -> bool:
 def _draw_ticks(axes: Axes, seconds: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    found = MaxNLocator(_NUM_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(0, seconds)
+    found = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]).tick_values(0, seconds)
     places = [tick for tick in found if 0 <= tick <= seconds]
     axes.set_xticks(places, [format_seconds(tick) if tick else "0" for tick in places])
     axes.tick_params(axis="x", length=3, labelsize=9, color=QUIET, labelcolor=QUIET)
 
 
-def _draw_legend(axes: Axes, kinds: set[str], title: str) -> None:
-    from matplotlib.patches import Patch
-
+def _draw_heading(axes: Axes, title: str, **legend: Any) -> None:
+    """A title at the left, and a legend at the right of it."""
     axes.set_title(title, loc="left", fontsize=12.5, weight="bold", color=INK, pad=8)
-    handles = [
-        Patch(facecolor=task.color, label=task.name)
-        for kind, task in TASKS.items()
-        if kind in kinds
-    ]
-    handles.append(Patch(facecolor=WAITING, label="waiting"))
     axes.legend(
-        handles=handles,
         loc="lower right",
         bbox_to_anchor=(1.0, 1.02),
-        ncols=len(handles),
         frameon=False,
         fontsize=9.5,
         handlelength=1.1,
         columnspacing=1.4,
         borderaxespad=0.1,
         labelcolor=INK,
+        **legend,
     )
+
+
+def _draw_tasks(axes: Axes, kinds: set[str], title: str) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(facecolor=task.color, label=task.name)
+        for kind, task in TASKS.items()
+        if kind in kinds
+    ]
+    handles.append(Patch(facecolor=WAITING, label="waiting"))
+    _draw_heading(axes, title, handles=handles, ncols=len(handles))

@@ -74,7 +74,7 @@ def _number_set(texts: Sequence[str]) -> str:
     values = sorted(map(int, texts))
     if len(values) > 2 and len(values) == values[-1] - values[0] + 1:
         return f"{{{values[0]}..{values[-1]}}}"
-    return "{" + ",".join(map(str, values)) + "}"
+    return _name_set([str(value) for value in values])
 
 
 def _name_set(names: Sequence[str]) -> str:

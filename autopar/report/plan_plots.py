@@ -12,32 +12,10 @@ from typing import TYPE_CHECKING
 from autopar.base.plan_records import PlanRecord, StagePlan
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.timeline import Timeline
-from autopar.report.bars import (
-    MAX_BARS,
-    draw_candidates,
-    draw_communication,
-    draw_memory_parts,
-    draw_transfers,
-)
-from autopar.report.gantt import (
-    LEFT,
-    RIGHT,
-    WIDTH,
-    draw_memory,
-    draw_timeline,
-    place,
-    rows_height,
-    step_caption,
-)
+from autopar.report import bars, gantt, summaries
+from autopar.report.gantt import LEFT, RIGHT, WIDTH, place
 from autopar.report.palette import INK, QUIET
 from autopar.report.stage_cards import cards_height, draw_cards
-from autopar.report.summaries import (
-    describe_cluster,
-    describe_pipeline,
-    group_collectives,
-    group_transfers,
-    simulated,
-)
 from autopar.report.tensor_tiles import draw_tiles, tiles_height
 
 if TYPE_CHECKING:
@@ -70,27 +48,25 @@ def _plot_one_mesh(plan: PlanRecord) -> Figure:
     _draw_title(figure, plan)
     draw_tiles(figure.add_axes((0.025, 0.02, 0.61, 0.835)), plan)
     left, width = 0.755, 0.225
-    draw_memory_parts(figure.add_axes((left, 0.76, width, 0.055)), plan)
-    groups = group_collectives(plan.stages)
-    draw_communication(
+    bars.draw_memory_parts(figure.add_axes((left, 0.76, width, 0.055)), plan)
+    groups = summaries.group_collectives(plan.stages)
+    bars.draw_communication(
         figure.add_axes((left, 0.355, width, 0.265)), groups, "Communication in a step"
     )
-    draw_candidates(figure.add_axes((left, 0.04, width, 0.24)), plan)
+    bars.draw_candidates(figure.add_axes((left, 0.04, width, 0.24)), plan)
     return figure
 
 
 def _plot_stages(plan: PlanRecord) -> Figure:
-    timeline = simulated(plan)
+    timeline = summaries.simulated(plan)
     cards = cards_height(plan)
-    rows = 0.9 if isinstance(timeline, str) else rows_height(timeline) + _MEMORY + 1.45
+    rows = 0.9 if isinstance(timeline, str) else gantt.rows_height(timeline) + _MEMORY + 1.45
     number, stage = _busiest(plan.stages)
-    collectives = group_collectives([stage])
-    sent = group_transfers(plan.pipeline.transfers, len(plan.stages))
+    collectives = summaries.group_collectives([stage])
+    sent = summaries.group_transfers(plan.pipeline.transfers, len(plan.stages))
     tried = [item for item in plan.candidates if item.step_seconds]
-    bars = [min(max(len(shown), 1), MAX_BARS) for shown in (sent, collectives, tried)]
-    below = max(
-        tiles_height(plan) * _ROW_OF_TILES, sum(_BAR * rows + _AROUND_BARS for rows in bars)
-    )
+    num_bars = [min(max(len(shown), 1), bars.MAX_BARS) for shown in (sent, collectives, tried)]
+    below = max(tiles_height(plan) * _ROW_OF_TILES, sum(_BAR * n + _AROUND_BARS for n in num_bars))
     figure = _figure(_TITLE + cards + rows + below + 0.5)
     _draw_title(figure, plan)
     draw_cards(place(figure, _EDGE, _TITLE, WIDTH - 2 * _EDGE, cards), plan)
@@ -98,13 +74,13 @@ def _plot_stages(plan: PlanRecord) -> Figure:
     top = _TITLE + cards + rows + 0.4
     draw_tiles(place(figure, _EDGE, top, 9.75, below), plan, height=below / _ROW_OF_TILES)
     places = []
-    for num_rows in bars:
+    for num_rows in num_bars:
         places.append(place(figure, 12.1, top, 3.55, _BAR * num_rows))
         top += _BAR * num_rows + _AROUND_BARS
-    draw_transfers(places[0], sent, rows=bars[0])
+    bars.draw_transfers(places[0], sent, rows=num_bars[0])
     title = f"Communication in a step of stage {number}"
-    draw_communication(places[1], collectives, title, rows=bars[1])
-    draw_candidates(places[2], plan, rows=bars[2])
+    bars.draw_communication(places[1], collectives, title, rows=num_bars[1])
+    bars.draw_candidates(places[2], plan, rows=num_bars[2])
     return figure
 
 
@@ -121,15 +97,15 @@ def _draw_step(figure: Figure, timeline: Timeline | str, top: float) -> None:
         axes.axis("off")
         axes.text(0, 0, f"No simulated step: {timeline}", fontsize=10, color=QUIET)
         return
-    across, height = WIDTH - LEFT - RIGHT, rows_height(timeline)
-    title = f"A step as it is simulated: {step_caption(timeline)}"
-    draw_timeline(place(figure, LEFT, top, across, height), timeline, title)
-    draw_memory(place(figure, LEFT, top + height + 0.75, across, _MEMORY), timeline)
+    across, height = WIDTH - LEFT - RIGHT, gantt.rows_height(timeline)
+    title = f"A step as it is simulated: {gantt.step_caption(timeline)}"
+    gantt.draw_timeline(place(figure, LEFT, top, across, height), timeline, title)
+    gantt.draw_memory(place(figure, LEFT, top + height + 0.75, across, _MEMORY), timeline)
 
 
 def _draw_title(figure: Figure, plan: PlanRecord) -> None:
     estimates = plan.estimates
-    where = f"{plan.method} on {describe_cluster(plan.cluster)}"
+    where = f"{plan.method} on {summaries.describe_cluster(plan.cluster)}"
     parts = format_microbatches(plan.num_microbatches)
     seconds = f"about {format_seconds(estimates.step_seconds)} a step"
     size = format_bytes(estimates.peak_bytes_per_device)
@@ -139,7 +115,7 @@ def _draw_title(figure: Figure, plan: PlanRecord) -> None:
         communication = format_seconds(estimates.communication_seconds)
         step = f"{seconds} ({communication} of communication) and {size} on each device"
     else:
-        stages = describe_pipeline(plan.pipeline, len(plan.stages)).split(",")[0]
+        stages = summaries.describe_pipeline(plan.pipeline, len(plan.stages)).split(",")[0]
         title = f"{where}: {stages}, {parts}"
         schedule = plan.pipeline.schedule
         step = f"schedule {schedule}, {seconds}, and {size} on the fullest devices"

@@ -16,26 +16,8 @@ from rich.text import Text
 
 from autopar.base.plan_records import PlanRecord, TensorPlan
 from autopar.base.units import format_bytes, format_flops, format_seconds
+from autopar.report import summaries
 from autopar.report.path_folding import relative_path
-from autopar.report.summaries import (
-    describe_cluster,
-    describe_pipeline,
-    describe_solver,
-    fold_tensors,
-    format_homes,
-    format_layers,
-    format_stages,
-    group_certificate,
-    group_collectives,
-    group_transfers,
-    input_categories,
-    memory_limit,
-    most_bytes_per_device,
-    results_of,
-    simulated,
-    stage_contents,
-    task_seconds,
-)
 from autopar.report.task_spans import TASKS
 from autopar.report.timeline_rows import TimelineRows
 
@@ -85,14 +67,14 @@ class _Tables:
         yield self.summary()
         if self.staged:
             yield self.stages()
-            timeline = simulated(self.plan)
+            timeline = summaries.simulated(self.plan)
             if isinstance(timeline, str):
                 yield Text(f"\nA step, simulated: {timeline}\n", "dim")
             else:
                 yield TimelineRows(timeline)
             yield self.transfers()
         yield self.tensors("Inputs", self.plan.inputs)
-        if results := results_of(self.plan):
+        if results := summaries.results_of(self.plan):
             yield self.tensors("Results", results)
         yield self.collectives()
         if self.plan.certificate:
@@ -107,17 +89,17 @@ class _Tables:
         _add(grid, "method", Text(plan.method, style="bold"))
         shapes = dict.fromkeys((stage.axis_names, stage.logical_mesh) for stage in plan.stages)
         meshes = [self.mesh(*shape) for shape in shapes]
-        meshes[-1].append(f"  {describe_cluster(plan.cluster)}")
+        meshes[-1].append(f"  {summaries.describe_cluster(plan.cluster)}")
         for i, mesh in enumerate(meshes):
             _add(grid, "mesh" if i == 0 else "", mesh)
         if plan.is_pipeline:
-            _add(grid, "pipeline", describe_pipeline(plan.pipeline, len(plan.stages)))
+            _add(grid, "pipeline", summaries.describe_pipeline(plan.pipeline, len(plan.stages)))
         reason = (f"  {plan.reason_for_microbatches}", "dim")
         _add(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
         _add(grid, "step", self.step())
         _add(grid, "memory", self.memory())
         if plan.solver is not None:
-            _add(grid, "solver", describe_solver(plan.solver))
+            _add(grid, "solver", summaries.describe_solver(plan.solver))
         return Panel.fit(grid, title="autopar plan", title_align="left", border_style="blue")
 
     def mesh(self, names: Sequence[str], sizes: Sequence[int]) -> Text:
@@ -140,7 +122,7 @@ class _Tables:
     def memory(self) -> Text:
         state = self.plan.estimates.state_bytes_per_device
         peak = self.plan.estimates.peak_bytes_per_device
-        limit = memory_limit(self.plan)
+        limit = summaries.memory_limit(self.plan)
         return Text.assemble(
             (format_bytes(peak), "bold"),
             (" a device  ", "dim"),
@@ -152,7 +134,7 @@ class _Tables:
 
     def stages(self) -> Table:
         """A row for each stage: what it holds, on which mesh, how long it takes, its memory."""
-        seconds = task_seconds(self.plan.pipeline)
+        seconds = summaries.task_seconds(self.plan.pipeline)
         kinds = [kind for kind in TASKS if kind in seconds and kind in "FBW"]
         headings = [TASKS[kind].short_name for kind in kinds]
         right = ("stage", *headings, "peak")
@@ -160,7 +142,7 @@ class _Tables:
         table.collapse_padding = True
         for column in table.columns:
             column.no_wrap = column.header != "state"
-        contents = stage_contents(self.plan)
+        contents = summaries.stage_contents(self.plan)
         for number, stage in enumerate(self.plan.stages):
             names = list(contents[number][:_MAX_NAMES])
             if more := len(contents[number]) - len(names):
@@ -169,7 +151,7 @@ class _Tables:
             _add(
                 table,
                 str(number),
-                format_layers(stage.layers),
+                summaries.format_layers(stage.layers),
                 ", ".join(names),
                 Text.assemble((f"{stage.mesh}  ", "dim"), mesh),
                 *(format_seconds(seconds[kind].get(number, 0.0)) for kind in kinds),
@@ -180,7 +162,7 @@ class _Tables:
 
     def transfers(self) -> RenderableType:
         """A row for each kind of value that crosses between stages."""
-        groups = group_transfers(self.plan.pipeline.transfers, len(self.plan.stages))
+        groups = summaries.group_transfers(self.plan.pipeline.transfers, len(self.plan.stages))
         if not groups:
             return Text("\nNothing is sent between stages.", "bold")
         columns, right = ("from and to", "what", "value"), ("a step", "bytes")
@@ -194,7 +176,7 @@ class _Tables:
 
     def tensors(self, title: str, tensors: Sequence[TensorPlan]) -> Table:
         """A row for each group of tensors, under headings for parts of the state and roles."""
-        categories = input_categories(self.plan)
+        categories = summaries.input_categories(self.plan)
         columns, right = ("path", "type", "shape, cut along"), ("tensors", "all", "per device")
         stage = ("stage",) if self.staged else ()
         table = _table(title, *columns, *right, *stage, right=right)
@@ -205,7 +187,7 @@ class _Tables:
             donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
             table.add_section()
             _add(table, category + donated, "", "", *self.totals(kind), style="bold")
-            for group in fold_tensors(kind, self.meshes):
+            for group in summaries.fold_tensors(kind, self.meshes):
                 _add(
                     table,
                     _Path(relative_path(group.path, category)),
@@ -214,7 +196,7 @@ class _Tables:
                     str(group.count),
                     format_bytes(group.bytes),
                     format_bytes(group.bytes_per_device),
-                    *((format_homes(group.stages),) if self.staged else ()),
+                    *((summaries.format_homes(group.stages),) if self.staged else ()),
                 )
         if len(members) > 1:
             table.add_section()
@@ -226,11 +208,11 @@ class _Tables:
 
     def totals(self, tensors: Sequence[TensorPlan]) -> tuple[str, str, str]:
         size = sum(tensor.bytes for tensor in tensors)
-        per_device = most_bytes_per_device(tensors, self.meshes)
+        per_device = summaries.most_bytes_per_device(tensors, self.meshes)
         return str(len(tensors)), format_bytes(size), format_bytes(per_device)
 
     def collectives(self) -> RenderableType:
-        groups = group_collectives(self.plan.stages)
+        groups = summaries.group_collectives(self.plan.stages)
         if not groups:
             return Text("\nNo communication between devices.", "bold")
         right = ("a step", "bytes", "estimate")
@@ -246,14 +228,14 @@ class _Tables:
                 f"{group.count} x",
                 format_bytes(group.bytes),
                 format_seconds(group.seconds),
-                *((format_stages(group.stages),) if self.staged else ()),
+                *((summaries.format_stages(group.stages),) if self.staged else ()),
             )
         return table
 
     def certificate(self) -> Table:
         title = "How outputs come out of the microbatches"
         table = _table(title, "how", "outputs", "which", right=("outputs",))
-        for how, count, names in group_certificate(self.plan):
+        for how, count, names in summaries.group_certificate(self.plan):
             _add(table, how, str(count), "\n".join(names))
         return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -83,11 +84,8 @@ def _draw_card(
     axes.text(x, top + 0.98, f"mesh {stage.mesh}:  {mesh}", color=QUIET, **small)
     _draw_devices(axes, stage.logical_mesh, x, top + 1.1, right - x)
     seconds = task_seconds(plan.pipeline)
-    tasks = [
-        (seconds[kind][number], color)
-        for kind, color in zip("FBW", TASK_COLORS, strict=False)
-        if number in seconds.get(kind, {})
-    ]
+    colors = zip("FBW", TASK_COLORS, strict=False)
+    tasks = [(seconds[k][number], color) for k, color in colors if number in seconds.get(k, {})]
     _draw_shares(axes, tasks, x, top + 1.48, right - x)
     _draw_memory(axes, plan, stage.peak_bytes_per_device, x, top + 1.88, right - x)
 
@@ -106,17 +104,12 @@ def _draw_devices(
     """The devices of a mesh as squares, rows along the first axis where there are several."""
     from matplotlib.patches import Rectangle
 
-    rows = math.prod(shape[:-1])
-    columns = shape[-1]
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     size = min(width / columns, 0.2 if rows == 1 else 0.24 / rows)
-    for row in range(rows):
-        for column in range(columns):
-            corner = (left + column * size, top + row * size)
-            axes.add_patch(
-                Rectangle(
-                    corner, 0.84 * size, 0.84 * size, facecolor=OTHERS, edgecolor=MINE, lw=0.7
-                )
-            )
+    square = (0.84 * size, 0.84 * size)
+    for row, column in itertools.product(range(rows), range(columns)):
+        corner = (left + column * size, top + row * size)
+        axes.add_patch(Rectangle(corner, *square, facecolor=OTHERS, edgecolor=MINE, lw=0.7))
 
 
 def _draw_shares(
@@ -131,15 +124,9 @@ def _draw_shares(
         axes.add_patch(Rectangle((left, top), share, 0.2, facecolor=color, edgecolor="white"))
         label = format_seconds(seconds)
         if share > 0.085 * len(label):
-            axes.text(
-                left + share / 2,
-                top + 0.1,
-                label,
-                ha="center",
-                va="center_baseline",
-                fontsize=8.2,
-                color="white" if color == TASK_COLORS[0] else INK,
-            )
+            ink = "white" if color == TASK_COLORS[0] else INK
+            style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 8.2}
+            axes.text(left + share / 2, top + 0.1, label, color=ink, **style)
         left += share
 
 
@@ -173,24 +160,8 @@ def _draw_crossing(
         ends = (left + 0.08, left + gap - 0.08)
         color = TASK_COLORS[0 if direction == 1 else 1]
         start, end = ends if direction == 1 else ends[::-1]
-        axes.annotate(
-            "",
-            (end, y),
-            (start, y),
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": color,
-                "lw": 1.8,
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
-        )
-        axes.text(
-            left + gap / 2,
-            y - 0.14 * direction,
-            format_bytes(size),
-            ha="center",
-            va="center",
-            fontsize=9 if gap > 0.6 else 6.6,
-            color=INK,
-        )
+        arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (end, y), (start, y), arrowprops=arrow)
+        style: dict[str, Any] = {"ha": "center", "va": "center", "color": INK}
+        style["fontsize"] = 9 if gap > 0.6 else 6.6
+        axes.text(left + gap / 2, y - 0.14 * direction, format_bytes(size), **style)

@@ -179,9 +179,7 @@ def group_transfers(
 ) -> tuple[TransferGroup, ...]:
     """Transfers added up by what they carry and the pattern of their routes, in order.
 
-    Args:
-      transfers: those of a plan.
-      num_stages: of the plan, so that routes can be called "each to the next".
+    With the number of the plan's stages, routes can be called "each to the next".
     """
     alike: dict[tuple[str, str, tuple[int, ...], int], list[StageTransfer]] = {}
     for item in transfers:

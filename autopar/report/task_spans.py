@@ -13,14 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskLook:
-    """How one kind of task looks.
+    """How one kind of task looks: `color` in pictures, the others in a terminal.
 
-    Args:
-      name: what it does.
-      color: in pictures.
-      style: of text on it, in a terminal.
-      fill: what fills it there, so that it is seen without colours too.
-      fill_style: of that.
+    `fill` is what fills it, so that it is seen without colours too; `style` is that of text on it.
     """
 
     name: str

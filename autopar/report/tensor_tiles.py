@@ -141,14 +141,12 @@ def _draw_tile(
     for i, color in _cuts(column_axes, sizes, colors):
         x = left + width * i / num_columns
         axes.plot([x, x], [upper, upper + height], color=color, **_CUT)
-    axes.add_patch(
-        Rectangle((left, upper), width, height, fill=False, edgecolor=QUIET, linewidth=0.8)
-    )
+    frame = Rectangle((left, upper), width, height, fill=False, edgecolor=QUIET, linewidth=0.8)
+    axes.add_patch(frame)
     lines = _name_lines(group.path, category)
     times = f", {group.count} of them" if group.count > 1 else ""
-    shape = " x ".join(
-        "/".join([str(size), *dim]) for size, dim in zip(tensor.shape, tensor.spec, strict=True)
-    )
+    dims = zip(tensor.shape, tensor.spec, strict=True)
+    shape = " x ".join("/".join([str(size), *dim]) for size, dim in dims)
     below: dict[str, Any] = {"ha": "center", "va": "top", "textcoords": "offset points"}
     for i, line in enumerate([*lines, f"{shape}{times}"]):
         color, size = (QUIET, 8.2) if i == len(lines) else (INK, 8.8)

@@ -28,9 +28,7 @@ class TimelineRows:
         for mesh, label in enumerate(labels):
             idle = 1 - timeline.busy[mesh] / (timeline.step_seconds or 1.0)
             yield Text.assemble(
-                (label.ljust(margin), "dim"),
-                self._row(mesh, width),
-                (f"  {idle:4.0%} idle", "dim"),
+                (label.ljust(margin), "dim"), self._row(mesh, width), (f"  {idle:4.0%} idle", "dim")
             )
         seconds = format_seconds(timeline.step_seconds)
         yield Text(" " * margin + "0" + seconds.rjust(width - 1), "dim")
