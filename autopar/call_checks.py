@@ -55,12 +55,7 @@ def same_signature(left: Signature, right: Signature, strict: bool) -> bool:
 
 
 def tell_notebook(name: str, arguments: Iterable[str]) -> None:
-    """Once, where people run cells twice: what is passed in is consumed.
-
-    Args:
-      name: of the step.
-      arguments: whose memory it takes over.
-    """
+    """Once, where people run cells twice: the step of this name consumes these arguments."""
     global _notebook_was_told
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     if _notebook_was_told or get_ipython is None or get_ipython() is None:
@@ -77,12 +72,9 @@ _notebook_was_told = False
 
 
 def explained(error: Exception, name: str, is_gone: bool) -> Exception:
-    """What a failed call raises, in terms of the step.
+    """What a failed call raises, in terms of the step: from what the compiled program raised.
 
-    Args:
-      error: that the compiled program raised.
-      name: of the step.
-      is_gone: whether the donated leaves are gone.
+    `is_gone` says whether the donated leaves are gone.
     """
     if type(error).__name__ == "InternalFloatingPointError":  # not meant for users' eyes
         what = error.args[-1]
@@ -99,12 +91,9 @@ def explained(error: Exception, name: str, is_gone: bool) -> Exception:
 
 
 def donated_earlier(name: str, paths: Sequence[str], *, was_donated: bool) -> DonatedBufferError:
-    """The error for leaves whose values are gone.
+    """The error of a step for leaves, at these paths, whose values are gone.
 
-    Args:
-      name: of the step.
-      paths: of the leaves.
-      was_donated: whether this step donates the first of them; else somebody else deleted it.
+    `was_donated` says whether this step donates the first of them; else somebody else deleted it.
     """
     count = f"{len(paths)} leaves, {paths[0]} first, were" if len(paths) > 1 else f"{paths[0]} was"
     if was_donated:
@@ -119,12 +108,8 @@ def donated_earlier(name: str, paths: Sequence[str], *, was_donated: bool) -> Do
     else:
         why = "another computation took over its memory, or its delete() was called."
         hint = "pass an array that is alive."
-    return DonatedBufferError(
-        f"{count} donated by an earlier call: the values are gone.",
-        where=paths[0],
-        why=why,
-        hint=hint,
-    )
+    what = f"{count} donated by an earlier call: the values are gone."
+    return DonatedBufferError(what, where=paths[0], why=why, hint=hint)
 
 
 def wrong_arguments(

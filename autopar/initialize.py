@@ -97,29 +97,29 @@ def _on_meshes(
     It makes the leaves, and the parts of leaves, of that mesh alone: what the others hold is dead
     code in it.
     """
-    items: list[_StatePart] = []
+    items: list[tuple[int, Sharding, Any]] = []  # a leaf, where it or some rows of it are, which
     for number, sharding in enumerate(wanted):
         if isinstance(sharding, SplitSharding):
             before = (slice(None),) * sharding.axis
-            for (start, stop), where in zip(sharding.rows(), sharding.parts, strict=True):
-                items.append(_StatePart(number, where, (*before, slice(start, stop))))
+            for rows, where in zip(sharding.rows(), sharding.parts, strict=True):
+                items.append((number, where, (*before, slice(*rows))))
         else:
-            items.append(_StatePart(number, sharding))
+            items.append((number, sharding, None))
     groups: dict[Any, list[int]] = {}
-    for place, item in enumerate(items):
-        groups.setdefault(frozenset(item.sharding.device_set), []).append(place)
-    values: list[Any] = [None] * len(items)
+    for place, (_, where, _) in enumerate(items):
+        groups.setdefault(frozenset(where.device_set), []).append(place)
+    values: dict[int, Any] = {}
     for places in groups.values():
-        here = [items[place] for place in places]
 
-        def part(*args: Any, _here: Sequence[_StatePart] = tuple(here), **kwargs: Any) -> list[Any]:
+        def part(*args: Any, _places: Sequence[int] = tuple(places), **kwargs: Any) -> list[Any]:
             made = on_arrays(*args, **kwargs)
-            return [made[x.leaf] if x.rows is None else made[x.leaf][x.rows] for x in _here]
+            here = [items[place] for place in _places]
+            return [made[leaf] if rows is None else made[leaf][rows] for leaf, _, rows in here]
 
-        results = jax.jit(part, out_shardings=[x.sharding for x in here])(*args, **kwargs)
-        for place, value in zip(places, results, strict=True):
-            values[place] = value
-    left = iter(values)
+        shardings = [items[place][1] for place in places]
+        results = jax.jit(part, out_shardings=shardings)(*args, **kwargs)
+        values |= zip(places, results, strict=True)
+    left = (values[place] for place in range(len(items)))
     return [
         SplitArray([next(left) for _ in sharding.parts], sharding.axis)
         if isinstance(sharding, SplitSharding)
@@ -128,36 +128,28 @@ def _on_meshes(
     ]
 
 
-@dataclass(frozen=True)
-class _StatePart:
-    """A leaf, or some rows of it, that one mesh makes."""
-
-    leaf: int
-    sharding: Sharding
-    rows: tuple[slice, ...] | None = None
-
-
 def _targets(traced: Traced, made: _MadeLeaves) -> tuple[list[Argument], bool]:
     """The arguments that were made: one, or as many as a tuple has."""
     for argument in traced.arguments:
         if _fits(argument, made.leaves, made.paths, ""):
             return [argument], False
-    found: list[Argument] = []
+    targets: list[Argument] = []
     start = 0
-    children = made.tree.children()
-    for number, child in enumerate(children):
+    for number, child in enumerate(made.tree.children()):
         part = slice(start, start + child.num_leaves)
         start += child.num_leaves
-        fitting = (
-            argument
-            for argument in traced.arguments
-            if argument not in found
-            and _fits(argument, made.leaves[part], made.paths[part], f"[{number}]")
-        )
-        found.extend(argument for argument, _ in zip(fitting, "1", strict=False))
-    if not children or len(found) < len(children):
+        for argument in traced.arguments:
+            prefix = f"[{number}]"
+            if argument not in targets and _fits(
+                argument, made.leaves[part], made.paths[part], prefix
+            ):
+                targets.append(argument)
+                break
+        else:
+            raise _fits_nothing(traced, made)
+    if not targets:
         raise _fits_nothing(traced, made)
-    return found, True
+    return targets, True
 
 
 def _fits(argument: Argument, leaves: Sequence[Any], paths: Sequence[str], prefix: str) -> bool:
@@ -173,11 +165,7 @@ def _fits(argument: Argument, leaves: Sequence[Any], paths: Sequence[str], prefi
 
 def _fits_nothing(traced: Traced, made: _MadeLeaves) -> TraceError:
     inputs = traced.graph.inputs
-    states = [
-        argument
-        for argument in traced.arguments
-        if any(inputs[index].role == "state" for index, *_ in argument.arrays())
-    ]
+    states = [a for a in traced.arguments if any(inputs[i].role == "state" for i, *_ in a.arrays())]
     got = dict(zip(made.paths, made.leaves, strict=True))
     lines = []
     for argument in states or traced.arguments:
@@ -196,11 +184,6 @@ def _fits_nothing(traced: Traced, made: _MadeLeaves) -> TraceError:
 
 def _static_leaves(traced: Traced, target: Argument) -> Iterator[Any]:
     """The static leaves of one argument; their positions count all leaves of all arguments."""
-    start = 0
-    for argument in traced.arguments:
-        if argument is target:
-            break
-        start += len(argument.leaves)
-    for position, _, leaf in traced.signature.statics:
-        if start <= position < start + len(target.leaves):
-            yield leaf
+    owners = [argument for argument in traced.arguments for _ in argument.leaves]
+    statics = traced.signature.statics
+    return (leaf for position, _, leaf in statics if owners[position] is target)

@@ -32,8 +32,7 @@ def leaf_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """A line for each path whose leaves (shapes with dtypes; None: static) are not the same."""
     lines = []
     for path in dict.fromkeys((*before, *now)):
-        old = _text(before[path]) if path in before else "nothing"
-        new = _text(now[path]) if path in now else "nothing"
+        old, new = (_text(x[path]) if path in x else "nothing" for x in (before, now))
         if old != new:
             lines.append(f"- {path or 'the whole'}: {old}, {new}")
     return lines

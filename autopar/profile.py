@@ -48,7 +48,7 @@ class Profile:
     @property
     def deviation(self) -> float:
         """(measured - expected) / measured, of the whole step."""
-        measured = self.timeline.step_seconds
+        measured = self.step_seconds
         return (measured - self.expected.step_seconds) / measured if measured else 0.0
 
     @property
@@ -87,12 +87,9 @@ class Profile:
 def profile_step(step: PipelineStep, leaves: Callable[[], Leaves]) -> Profile:
     """Run a step three times: to warm up, one instruction at a time, and as it is.
 
-    Args:
-      step: the compiled step.
-      leaves: gives fresh copies of what a step consumes.
+    `leaves` gives fresh copies of what a step consumes.
     """
-    pipeline = step.pipeline
-    program = pipeline.program
+    pipeline, program = step.pipeline, step.pipeline.program
     line = in_line(step)
     together(step, step.place(*leaves()))
     seconds = alone(step, step.place(*leaves()))
@@ -157,12 +154,9 @@ def _simulated(
     def cost(instruction: Instruction) -> float:
         return typical[key(instruction)]
 
-    transfers: dict[str, Any] = {"transfer_seconds": cost}
-    if is_received:
-        transfers = {"send_seconds": cost, "recv_seconds": cost}
-    return simulate(
-        program, cost, reshard_seconds=cost, accumulate_seconds=cost, **transfers, **machine
-    )
+    kinds = ["reshard", "accumulate", *(["send", "recv"] if is_received else ["transfer"])]
+    costs: dict[str, Any] = {f"{kind}_seconds": cost for kind in kinds}
+    return simulate(program, cost, **costs, **machine)
 
 
 def _temporary_bytes(step: PipelineStep) -> dict[str, int]:

@@ -138,10 +138,8 @@ def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
     except (TypeError, ValueError):
         return set(), True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return (
-        {p.name for p in parameters if p.kind in named},
-        any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
-    )
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return {p.name for p in parameters if p.kind in named}, takes_any
 
 
 def name_of(fn: Callable[..., Any]) -> str:

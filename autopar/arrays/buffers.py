@@ -32,11 +32,10 @@ class Returned:
 
     def remember(self, leaves: list[Any]) -> None:
         """Take over these leaves."""
-        if self._largest is None:
-            return
-        rest = list(leaves)
-        self._reference = weakref.ref(rest.pop(self._largest), self._forget)
-        self._rest = rest
+        if self._largest is not None:
+            rest = list(leaves)
+            self._reference = weakref.ref(rest.pop(self._largest), self._forget)
+            self._rest = rest
 
     def are(self, leaves: list[Any]) -> bool:
         """Whether these are the very leaves that are remembered, in their order."""

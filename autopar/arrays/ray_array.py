@@ -24,13 +24,8 @@ T = TypeVar("T")
 class MeshSharding:
     """How an array, or some rows of one, lies on a mesh of one actor or several.
 
-    Args:
-      mesh_number: the number of the mesh.
-      actors: those that are the mesh's processes.
-      stage: the pipeline stage that it belongs to.
-      mesh: the sizes of the mesh's axes.
-      axis_names: their names.
-      spec: the axes that cut each dimension.
+    The `actors` are the mesh's processes, `mesh` has the sizes of its axes; the array belongs to a
+    pipeline `stage`, and `spec` has the axes that cut each dimension.
     """
 
     mesh_number: int
@@ -43,12 +38,9 @@ class MeshSharding:
 
 @dataclass(frozen=True)
 class RaySharding:
-    """Where a `RayArray` is.
+    """Where a `RayArray` is: one part, or several if its rows are on several meshes.
 
-    Args:
-      parts: one, or several if its rows are on several meshes.
-      axis: the dimension in which they are split.
-      ends: after the last row of each part; () if there is one part.
+    They are split along `axis`; `ends` are after the last row of each part, () if there is one.
     """
 
     parts: tuple[MeshSharding, ...]
@@ -110,14 +102,8 @@ class Owner(Protocol):
 class Resident:
     """An array in the stores of a mesh's actors, which forget it when nobody holds this any more.
 
-    Args:
-      owner: knows the actors.
-      mesh: the number of the mesh.
-      key: under which they have the array.
-
-    Attributes:
-      is_deleted: whether it was consumed by a step, or given up.
-      is_ready: whether it is known to be computed.
+    The `owner` knows the actors, which have the array under a `key`. `is_deleted` says whether it
+    was consumed by a step or given up, `is_ready` whether it is known to be computed.
     """
 
     __slots__ = ("is_deleted", "is_ready", "key", "mesh", "owner")
@@ -134,9 +120,7 @@ class Resident:
 class LeafPlace(NamedTuple):
     """The leaf of a step in whose place an array lies, which says more than a sharding can.
 
-    Args:
-      kind: whether it is a leaf of the step's arguments or of its results.
-      leaf: its number.
+    It is one of the step's arguments or of its results, with a number among these.
     """
 
     kind: Literal["argument", "result"]
@@ -144,15 +128,7 @@ class LeafPlace(NamedTuple):
 
 
 class ArrayKind(NamedTuple):
-    """What is known of an array before it is computed.
-
-    Args:
-      shape: of the whole array.
-      dtype: of its elements.
-      sharding: where its parts are.
-      place: the leaf of a step that it is, or is in the place of.
-      weak_type: whether JAX promotes it as it does a Python number.
-    """
+    """What is known of an array before it is computed; `RayArray` says what the fields are."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -263,26 +239,23 @@ class RayArray(WholeArray):
         Raises:
           StageError: the step that makes it failed.
         """
-        self.check()
-
-        def wait() -> None:
-            for resident in self.residents:
-                resident.owner.wait_ready(resident)
-
-        if self._numbers is None:
-            self.keeper.attempt(wait)
+        self._of_all(lambda resident: resident.owner.wait_ready(resident))
         return self
 
     def copy_to_host_async(self) -> None:
         """Start to fetch it."""
+        self._of_all(lambda resident: resident.owner.start_fetch(resident))
+
+    def _of_all(self, do: Callable[[Resident], None]) -> None:
+        """Do something with every part, unless its elements were fetched before."""
         self.check()
 
-        def start() -> None:
+        def attempt() -> None:
             for resident in self.residents:
-                resident.owner.start_fetch(resident)
+                do(resident)
 
         if self._numbers is None:
-            self.keeper.attempt(start)
+            self.keeper.attempt(attempt)
 
     def numbers(self) -> np.ndarray:
         """Its elements in host memory; of PRNG keys, the numbers that they wrap.

@@ -25,12 +25,9 @@ DEVICES = "devices"
 
 @dataclass(frozen=True)
 class SplitSharding:
-    """Where the parts of a `SplitArray` are.
+    """Where the parts of a `SplitArray` are, each on a mesh of its own.
 
-    Args:
-      axis: the dimension that is split.
-      ends: after the last row of each part.
-      parts: each part's sharding, on a mesh of its own.
+    `axis` is the dimension that is split, and `ends` are after the last row of each part.
     """
 
     axis: int
@@ -46,13 +43,11 @@ class SplitSharding:
 
     def is_equivalent_to(self, other: Any, ndim: int) -> bool:
         """Whether an array of `ndim` dimensions is cut and placed alike."""
-        return (
-            isinstance(other, SplitSharding)
-            and (self.axis, self.ends) == (other.axis, other.ends)
-            and all(
-                a.is_equivalent_to(b, ndim) for a, b in zip(self.parts, other.parts, strict=True)
-            )
-        )
+        if not isinstance(other, SplitSharding):
+            return False
+        pairs = zip(self.parts, other.parts, strict=True)
+        same_rows = (self.axis, self.ends) == (other.axis, other.ends)
+        return same_rows and all(a.is_equivalent_to(b, ndim) for a, b in pairs)
 
     def rows(self) -> Iterator[tuple[int, int]]:
         """First row and last row + 1 of each part."""
@@ -136,23 +131,17 @@ def joined(array: SplitArray, sharding: Sharding) -> jax.Array:
         return jax.device_put(joined(array, whole), sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     parts = [jax.device_put(part, whole) for part in array.parts]
-    return jax.jit(jnp.concatenate, static_argnames="axis", out_shardings=sharding)(
-        parts, axis=array.axis
-    )
+    concatenate = jax.jit(jnp.concatenate, static_argnames="axis", out_shardings=sharding)
+    return concatenate(parts, axis=array.axis)
 
 
 def put(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
-    """`jax.device_put` that knows `SplitArray` and `SplitSharding`.
-
-    Args:
-      leaf: an array of any kind or a number.
-      sharding: where it shall be.
-    """
-    if not isinstance(sharding, SplitSharding):
-        if isinstance(leaf, SplitArray):
-            return joined(leaf, sharding)
-        return jax.device_put(leaf, sharding)
-    return SplitArray(put_parts(leaf, sharding), sharding.axis)
+    """`jax.device_put`, of an array of any kind or a number, that knows split arrays."""
+    if isinstance(sharding, SplitSharding):
+        return SplitArray(put_parts(leaf, sharding), sharding.axis)
+    return (
+        joined(leaf, sharding) if isinstance(leaf, SplitArray) else jax.device_put(leaf, sharding)
+    )
 
 
 def put_parts(leaf: Any, sharding: SplitSharding) -> list[jax.Array]:

@@ -17,7 +17,6 @@ import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +306,7 @@ def _check_numbers(cluster: Cluster) -> None:
     problems += [
         f"{name} is {x}, not positive" for name, x in rates.items() if not 0 < x < math.inf
     ]
-    problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < inf]
+    problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < math.inf]
     if not 0 < device.max_efficiency <= 1:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
     if not set(FLOATS) & set(device.peak_flops):

@@ -9,18 +9,9 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from autopar.base import option_values as values
 from autopar.base.errors import OptionError, PinError, did_you_mean
-from autopar.base.option_values import (
-    argnums,
-    auto_or,
-    count,
-    impossible,
-    integer,
-    memory_limit,
-    number_hint,
-    seconds,
-    share,
-)
+from autopar.base.option_values import auto_or, count, impossible, integer, number_hint
 from autopar.base.ray_options import Ray
 
 METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
@@ -118,29 +109,29 @@ class Options:
 
         _check_method(self.method)
         set_field("microbatches", auto_or(self.microbatches, count, "microbatches"))
-        set_field("batch_argnums", auto_or(self.batch_argnums, argnums, "batch_argnums"))
-        set_field("static_argnums", argnums(self.static_argnums, "static_argnums"))
-        set_field("donate_argnums", auto_or(self.donate_argnums, argnums, "donate_argnums"))
+        set_field("batch_argnums", auto_or(self.batch_argnums, values.argnums, "batch_argnums"))
+        set_field("static_argnums", values.argnums(self.static_argnums, "static_argnums"))
+        set_field("donate_argnums", auto_or(self.donate_argnums, values.argnums, "donate_argnums"))
         set_field("pins", _pins(self.pins))
         set_field("logical_mesh", _logical_mesh(self.logical_mesh))
-        set_field("memory_limit", memory_limit(self.memory_limit))
-        set_field("max_flops_share", share(self.max_flops_share, "max_flops_share"))
-        set_field("max_bytes_share", share(self.max_bytes_share, "max_bytes_share"))
-        set_field("solver_time_limit", seconds(self.solver_time_limit, "solver_time_limit"))
+        set_field("memory_limit", values.memory_limit(self.memory_limit))
+        set_field("max_flops_share", values.share(self.max_flops_share, "max_flops_share"))
+        set_field("max_bytes_share", values.share(self.max_bytes_share, "max_bytes_share"))
+        set_field("solver_time_limit", values.seconds(self.solver_time_limit, "solver_time_limit"))
         set_field("seed", integer(self.seed, "seed", at_least=0))
         if not isinstance(self.progress, bool):
             raise impossible("progress", self.progress, "it must be True or False.")
         set_field("runtime", _runtime(self.runtime))
         set_field("stages", _stages(self.stages))
         set_field("schedule", _schedule(self.schedule))
-        set_field("num_chunks", _num_chunks(self.num_chunks))
+        if self.num_chunks is None:
+            set_field("num_chunks", "auto")
+        set_field("num_chunks", auto_or(self.num_chunks, count, "num_chunks"))
         set_field("remat", _remat(self.remat))
         if self.stages == "auto" or self.stages == 1:
             _check_one_stage(self)
-        _check_disjoint(self.static_argnums, self.batch_argnums, "static_argnums", "batch_argnums")
-        _check_disjoint(
-            self.static_argnums, self.donate_argnums, "static_argnums", "donate_argnums"
-        )
+        _check_not_static(self, "batch_argnums")
+        _check_not_static(self, "donate_argnums")
 
     @classmethod
     def from_kwargs(cls, **options: Any) -> Options:
@@ -238,18 +229,13 @@ def _check_one_stage(options: Options) -> None:
 def _stages(value: Any) -> Any:
     """Check "auto", a number of stages, or the layers at which later stages begin, ascending."""
     why = 'it must be "auto", a number of stages, or layer boundaries in ascending order.'
-    if value is None:
+    if value is None or (isinstance(value, str) and value == "auto"):
         return "auto"
     if isinstance(value, str):
-        if value == "auto":
-            return value
         raise impossible("stages", value, why, number_hint("stages", value))
-    if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        try:
-            return integer(value, "stages", at_least=1)
-        except OptionError:
-            raise impossible("stages", value, why) from None
     try:
+        if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+            return integer(value, "stages", at_least=1)
         found = tuple(integer(layer, "stages", at_least=1) for layer in value)
     except OptionError:
         raise impossible("stages", value, why) from None
@@ -261,39 +247,29 @@ def _stages(value: Any) -> Any:
 def _schedule(value: Any) -> Any:
     if value is None:
         return "auto"
-    if callable(value) and not isinstance(value, type):
+    is_function = callable(value) and not isinstance(value, type)
+    if is_function or (isinstance(value, str) and value in SCHEDULES):
         return value
-    if isinstance(value, str) and value in SCHEDULES:
-        return value
-    raise impossible(
-        "schedule",
-        value,
+    why = (
         f"the schedules are {', '.join(SCHEDULES)}, or a function of (num_meshes, "
-        "num_microbatches) that returns every mesh's tasks.",
-        did_you_mean(value, SCHEDULES),
+        "num_microbatches) that returns every mesh's tasks."
     )
-
-
-def _num_chunks(value: Any) -> Any:
-    return "auto" if value is None else auto_or(value, count, "num_chunks")
+    raise impossible("schedule", value, why, did_you_mean(value, SCHEDULES))
 
 
 def _remat(value: Any) -> str:
     if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
         return "auto" if value is None else value
-    raise impossible(
-        "remat",
-        value,
-        'it must be "auto", "none" or "full".',
-        "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected.",
-    )
+    hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
+    raise impossible("remat", value, 'it must be "auto", "none" or "full".', hint)
 
 
-def _check_disjoint(left: Any, right: Any, left_name: str, right_name: str) -> None:
-    both = set(left) & set(right) if "auto" not in (left, right) else set()
+def _check_not_static(options: Options, name: str) -> None:
+    numbers = getattr(options, name)
+    both = set() if numbers == "auto" else set(options.static_argnums) & set(numbers)
     if both:
         raise OptionError(
-            f"Argument {min(both)} is named in both {left_name} and {right_name}.",
+            f"Argument {min(both)} is named in both static_argnums and {name}.",
             why="a static argument is a constant of the program, not a buffer or a batch.",
         )
 
@@ -314,9 +290,8 @@ def _pins(value: Any) -> tuple[Pin, ...]:
     try:
         pairs = [(pattern, spec) for pattern, spec in items]
     except (TypeError, ValueError):
-        raise impossible(
-            "pins", value, "it must be a mapping from path patterns to PartitionSpecs."
-        ) from None
+        why = "it must be a mapping from path patterns to PartitionSpecs."
+        raise impossible("pins", value, why) from None
     pins = tuple(sorted((pattern, _spec(pattern, spec)) for pattern, spec in pairs))
     for (pattern, spec), (next_pattern, next_spec) in itertools.pairwise(pins):
         if pattern == next_pattern and spec != next_spec:

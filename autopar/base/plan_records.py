@@ -75,16 +75,12 @@ class NodeStrategy(Record):
 class Collective(Record):
     """A collective operation that the compiled step contains.
 
-    Args:
-      kind: one of `COLLECTIVE_KINDS`.
-      axes: the mesh axes over which devices take part together.
-      bytes: of the larger of one device's operand and result: the whole buffer of an all-reduce
-        or an all-to-all, the operand of a reduce-scatter, the result of an all-gather.
-      times: how often it runs in a step.
-      purpose: what it moves: "gradient", "parameter", "activation", ...
-      path: of the tensor that it moves, where that has one.
-      source: `file.py:12` of the user's line, or "".
-      seconds: estimate for running it once.
+    Its `kind` is one of `COLLECTIVE_KINDS`; devices along `axes` of the mesh take part together.
+    `bytes` are those of the larger of one device's operand and result: the whole buffer of an
+    all-reduce or an all-to-all, the operand of a reduce-scatter, the result of an all-gather. It
+    runs so many `times` in a step, estimated `seconds` each, and moves "gradient", "parameter",
+    "activation", ... (its `purpose`), of the tensor at `path` where that has one; `source` is
+    `file.py:12` of the user's line, or "".
     """
 
     kind: str

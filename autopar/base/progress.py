@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from typing import Any
 
 
 class Progress:
@@ -23,7 +23,7 @@ class Progress:
         self._status = self._console.status(f"autopar: {title}")
 
     def __enter__(self) -> Progress:
-        self._start = self._last = time.monotonic()
+        self._start = time.monotonic()
         if self._shown and self._console.is_terminal:
             self._status.start()
         return self
@@ -37,15 +37,8 @@ class Progress:
         else:
             self._console.print(f"autopar: {self._title}: {phase}", highlight=False)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._status.stop()
         if self._shown and error is None:
-            seconds = time.monotonic() - self._start
-            self._console.print(
-                f"autopar: {self._title} is ready after {seconds:.1f} s", highlight=False
-            )
+            text = f"{self._title} is ready after {time.monotonic() - self._start:.1f} s"
+            self._console.print(f"autopar: {text}", highlight=False)

@@ -203,10 +203,9 @@ def _lines(plain: Any, indent: str, width: int) -> str:
     inside = indent + " "
     if isinstance(plain, dict):
         parts = [f"{json.dumps(key)}: {_lines(plain[key], inside, width)}" for key in sorted(plain)]
-        left, right = "{", "}"
     else:
         parts = [_lines(item, inside, width) for item in plain]
-        left, right = "[", "]"
+    left, right = "{}" if isinstance(plain, dict) else "[]"
     return f"{left}\n{inside}" + f",\n{inside}".join(parts) + f"\n{indent}{right}"
 
 

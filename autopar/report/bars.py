@@ -55,15 +55,11 @@ def draw_communication(
 
 def draw_transfers(axes: Axes, groups: Sequence[TransferGroup], *, rows: int) -> None:
     """Draws what crosses between stages, by its bytes."""
-    bars = [
-        (
-            float(group.bytes),
-            f"{_last_names(group.what)}\n{group.routes}",
-            f"{format_bytes(group.bytes)}, {group.count} x",
-            MINE,
-        )
-        for group in sorted(groups, key=lambda group: -group.bytes)
-    ]
+    bars = []
+    for group in sorted(groups, key=lambda group: -group.bytes):
+        label = f"{_last_names(group.what)}\n{group.routes}"
+        value = f"{format_bytes(group.bytes)}, {group.count} x"
+        bars.append((float(group.bytes), label, value, MINE))
     _draw_largest(axes, "Sent between stages in a step", bars, "nothing", rows)
 
 
@@ -88,15 +84,10 @@ def draw_candidates(axes: Axes, plan: PlanRecord, *, rows: int = MAX_BARS) -> No
         return
     _heading(axes, "Considered", above=10)
     limit = memory_limit(plan)
-    bars = [
-        (
-            seconds,
-            _candidate_label(item, plan),
-            _candidate_value(item, limit),
-            MINE if item.chosen else GREY,
-        )
-        for seconds, item in possible[:MAX_BARS]
-    ]
+    bars = []
+    for seconds, item in possible[:MAX_BARS]:
+        label, value = _candidate_label(item, plan), _candidate_value(item, limit)
+        bars.append((seconds, label, value, MINE if item.chosen else GREY))
     _draw_bars(axes, bars, rows=rows)
     slower, impossible = len(possible) - len(bars), len(plan.candidates) - len(possible)
     notes = [f"{slower} slower"] if slower else []
@@ -187,15 +178,9 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], *, rows: int) -> None:
     axes.barh(range(len(bars)), sizes, color=colors, height=0.62)
     for position, (size, _, value, color) in enumerate(bars):
         is_long = size > 0.5 * longest
-        axes.text(
-            size - 0.012 * longest if is_long else size + 0.012 * longest,
-            position,
-            value,
-            ha="right" if is_long else "left",
-            va="center",
-            fontsize=9,
-            color="white" if is_long and color != GREY else INK,
-        )
+        x = size - 0.012 * longest if is_long else size + 0.012 * longest
+        side, ink = "right" if is_long else "left", "white" if is_long and color != GREY else INK
+        axes.text(x, position, value, ha=side, va="center", fontsize=9, color=ink)
     axes.set_yticks(range(len(bars)), labels, fontsize=9, color=INK)
     axes.set_xlim(0, longest)
     axes.set_ylim(rows - 0.5, -0.5)

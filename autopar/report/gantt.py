@@ -73,25 +73,15 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str) -> None:
         axes.broken_barh([(0, seconds)], (mesh - 0.41, 0.82), facecolor=WAITING)
         here = [span for span in spans if span.mesh == mesh]
         colors = [_color(span, timeline) for span in here]
-        axes.broken_barh(
-            [(span.start - start, span.end - span.start) for span in here],
-            (mesh - 0.41, 0.82),
-            facecolors=colors,
-            edgecolor="white",
-            linewidth=0.6,
-        )
+        bars = [(span.start - start, span.end - span.start) for span in here]
+        style: dict[str, Any] = {"facecolors": colors, "edgecolor": "white", "linewidth": 0.6}
+        axes.broken_barh(bars, (mesh - 0.41, 0.82), **style)
         for span, color in zip(here, colors, strict=True):
             number = "" if span.microbatch is None else str(span.microbatch)
             if number and span.end - span.start > (0.085 * len(number) + 0.03) * inch:
-                axes.text(
-                    (span.start + span.end) / 2 - start,
-                    mesh,
-                    number,
-                    ha="center",
-                    va="center_baseline",
-                    fontsize=8.0,
-                    color="white" if _is_dark(color) else INK,
-                )
+                ink, middle = "white" if _is_dark(color) else INK, (span.start + span.end) / 2
+                style = {"ha": "center", "va": "center_baseline", "fontsize": 8.0, "color": ink}
+                axes.text(middle - start, mesh, number, **style)
         idle = f"{1 - timeline.busy[mesh] / seconds:.0%} idle"
         axes.text(seconds + 0.1 * inch, mesh, idle, va="center", fontsize=9, color=QUIET)
     axes.set_yticks(range(num_meshes), _labels(timeline), fontsize=9.5, color=INK)

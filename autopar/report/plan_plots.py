@@ -126,8 +126,6 @@ def _draw_title(figure: Figure, plan: PlanRecord) -> None:
 
 def _busiest(stages: Sequence[StagePlan]) -> tuple[int, StagePlan]:
     """The first stage of those that communicate most."""
-
-    def seconds(item: tuple[int, StagePlan]) -> float:
-        return sum(each.seconds * each.times for each in item[1].collectives)
-
-    return max(enumerate(stages), key=seconds)
+    sums = [sum(each.seconds * each.times for each in stage.collectives) for stage in stages]
+    number = sums.index(max(sums))
+    return number, stages[number]

@@ -29,12 +29,7 @@ _MAX_NAMES = 3
 
 
 def print_plan(plan: PlanRecord, console: Console | None = None) -> None:
-    """Prints a plan as tables.
-
-    Args:
-      plan: what to print.
-      console: where; by default the terminal.
-    """
+    """Prints a plan as tables, by default in the terminal."""
     (console or Console()).print(plan_tables(plan))
 
 

@@ -59,14 +59,9 @@ def _draw_card(
     from matplotlib.patches import FancyBboxPatch
 
     stage = plan.stages[number]
-    box = FancyBboxPatch(
-        (left + 0.03, top + 0.03),
-        width - 0.06,
-        _HEIGHT - 0.06,
-        boxstyle="round,pad=0.03,rounding_size=0.08",
-        facecolor="#fbfcfd",
-        edgecolor=GREY,
-    )
+    corner, size = (left + 0.03, top + 0.03), (width - 0.06, _HEIGHT - 0.06)
+    style = "round,pad=0.03,rounding_size=0.08"
+    box = FancyBboxPatch(corner, *size, boxstyle=style, facecolor="#fbfcfd", edgecolor=GREY)
     axes.add_patch(box)
     x, right = left + _PADDING, left + width - _PADDING
     small: dict[str, Any] = {"fontsize": 8.8, "va": "center"}

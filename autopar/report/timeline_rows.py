@@ -62,7 +62,6 @@ class TimelineRows:
         kinds = {span.kind for span in task_spans(self.timeline)}
         for kind, task in TASKS.items():
             if kind in kinds:
-                legend.append(task.fill * 2, task.fill_style).append(
-                    f" {task.short_name}   ", "dim"
-                )
+                legend.append(task.fill * 2, task.fill_style)
+                legend.append(f" {task.short_name}   ", "dim")
         return legend.append("·· waiting", "dim")
