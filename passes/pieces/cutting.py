@@ -44,10 +44,9 @@ def cut(
         opened[link.source], layout = with_sent(opened[link.source], link)
         opened[link.target] = with_received(opened[link.target], link, layout)
     opened = [pruned(stage) for stage in opened]
-    numbered: list[Numbered] = []
+    numbered, pieces = list[Numbered](), list[StagePiece]()
     numbers = Numbers()
     values = numbers.values
-    pieces: list[StagePiece] = []
     for stage, levels in zip(opened, find_levels(opened, stages.links), strict=True):
         rounds = outer_rounds(stage, levels)
         tasks = body_by_task(stage, remat=remat is not None and remat[stage.number])
@@ -59,8 +58,7 @@ def cut(
         transfers.append(ValueTransfer(source, numbered[link.target].inputs[link.target_input]))
         if not values[source].label:
             values[source] = replace(values[source], label=link.label)
-    inputs: dict[int, list[int]] = defaultdict(list)
-    outputs: dict[int, int] = {}
+    inputs, outputs = defaultdict[int, list[int]](list), dict[int, int]()
     for graph, of_stage in zip(stages.graphs, numbered, strict=True):
         for number, leaf in zip(of_stage.inputs, graph.inputs, strict=True):
             if leaf is not None:

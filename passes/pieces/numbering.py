@@ -25,19 +25,14 @@ Tasks: TypeAlias = Mapping[Task, Sequence[Instruction]]
 
 @dataclass
 class Numbered:
-    """The numbers of a stage's values.
+    """The numbers of a stage's values, and what each round and each task leaves.
 
     Args:
-      stage: the stage.
-      numbers: gives them.
-      inputs: the numbers of the graph's inputs.
       outputs: those of the graph's outputs; None where the body sends one.
       sent: the number of what a link takes, by the graph's output.
       outer: numbers of versions around the loop.
       stacked: of these, the versions that exist once per microbatch.
       inner: numbers of the body's versions, for tasks that do not make them.
-      left_by_round: what each round leaves.
-      left_by_task: what each task leaves.
     """
 
     stage: OpenStage

@@ -56,18 +56,11 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenStage:
-    """A stage's program in three parts.
+    """A stage's program, as it was lowered from `graph`, in three parts that meet at `edge`.
 
-    Args:
-      number: the stage's.
-      graph: what the program was lowered from.
-      program: as it was lowered.
-      before: instructions before the loop over the microbatches; all, if the stage has no loop.
-      body: those of the loop's body.
-      after: those after the loop.
-      edge: where the three meet.
-      sent: what links take, by the graph's output.
-      received: what links bring, by the graph's input.
+    The parts are the instructions before the loop over the microbatches (all, if the stage has no
+    loop), in it and after it. Links take what is `sent`, by the graph's output, and bring what is
+    `received`, by its input.
     """
 
     number: int

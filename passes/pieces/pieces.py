@@ -59,14 +59,12 @@ class StagePiece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A pipelined program, ready to be scheduled.
+    """A pipelined program, ready to be scheduled: what the meshes run, and what crosses between.
 
     Args:
       programs: the lowered program of every stage (its mesh and its axes' names).
       values: what pieces pass on.
       versions: the variable and layout of every value, by number (of one microbatch, if so).
-      pieces: what the meshes run.
-      transfers: what crosses between stages.
       inputs: for every input leaf of the whole graph, the values that take it, by stage.
       outputs: for every output leaf of the whole graph, its value.
     """
@@ -81,11 +79,9 @@ class Pieces:
 
     def __str__(self) -> str:
         lines = [f"{len(self.pieces)} pieces, {len(self.transfers)} transfers"]
-        lines += [
-            f"  {piece.name}: {len(piece.instructions)} instructions,"
-            f" {len(piece.inputs)} values in, {len(piece.outputs)} out"
-            for piece in self.pieces
-        ]
+        for x in self.pieces:
+            passed = f"{len(x.inputs)} values in, {len(x.outputs)} out"
+            lines.append(f"  {x.name}: {len(x.instructions)} instructions, {passed}")
         return "\n".join(lines)
 
 
@@ -93,12 +89,9 @@ class Pieces:
 class Runnable:
     """What the meshes of a plan run: pieces, and in which order.
 
-    Args:
-      pieces: what is run.
-      program: in which order.
-      leaves: for every leaf of the step's arguments (constants too), the leaves of the pieces'
-        program that hold its rows. Several, if a scan over layers was cut.
-      results: the same for the leaves of what the step returns.
+    `leaves`: for every leaf of the step's arguments (constants too), the leaves of the pieces'
+    program that hold its rows: several, if a scan over layers was cut. `results`: the same for the
+    leaves of what the step returns.
     """
 
     pieces: Pieces

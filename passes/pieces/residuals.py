@@ -25,11 +25,8 @@ from autopar.passes.slicing.mincut import source_side
 # takes some ten vector operations. What is kept is moved twice.
 _KEPT = 2 * 8
 # On a CPU core a tanh takes longer than keeping it; a GPU would gain by computing it again.
-_PRICES = {
-    **dict.fromkeys(CHEAP, 1),
-    **dict.fromkeys(ROOTS, 2 * 8),
-    **dict.fromkeys(TRANSCENDENTAL, 10 * 8),
-}
+_GROUPS = ((CHEAP, 1), (ROOTS, 2 * 8), (TRANSCENDENTAL, 10 * 8))
+_PRICES = {name: price for names, price in _GROUPS for name in names}
 _SOURCE, _SINK = 0, 1
 
 
@@ -40,17 +37,14 @@ def computed_again(
     held: Collection[ShardedValue],
     changing: Collection[ShardedValue],
 ) -> list[Instruction]:
-    """What a later task should compute again, of what it reads; the rest it takes from F.
+    """What a later task should compute again, of what is `wanted`; the rest it takes from F.
 
     Args:
-      forward: the instructions of F, in order.
+      forward: the instructions of F, in order; some of them are returned, in that order.
       wanted: what the later task reads.
       size: bytes of a version on one device.
       held: versions that are there anyway when the task runs.
       changing: versions that are no longer what they were when F ran.
-
-    Returns:
-      Instructions of `forward`, in its order.
     """
     maker = {v: number for number, x in enumerate(forward) for v in writes(x)}
     nodes: dict[object, int] = {}
@@ -58,6 +52,15 @@ def computed_again(
 
     def node(what: object) -> int:
         return nodes.setdefault(what, len(nodes) + 2)
+
+    def price_of(x: Instruction) -> int | None:
+        """What running an instruction again costs; None, if it must not or should not be."""
+        if not isinstance(x, Compute) or x.once or has_effect(x) or _is_step(x.eqn):
+            return None
+        price = _PRICES.get(x.eqn.primitive.name)
+        if price is None or any(v in changing for v in reads(x)):
+            return None
+        return price * sum(size(v) // itemsize(v.atom.aval) for v in writes(x))
 
     stack = [v for v in maker if v in wanted and v not in held]
     arcs += [(node(("kept", v)), _SINK, None) for v in stack]
@@ -69,7 +72,7 @@ def computed_again(
         seen.add(v)
         made, number = node(("made", v)), maker.get(v)
         arcs.append((made, node(("kept", v)), _KEPT * size(v)))
-        price = None if number is None else _price(forward[number], size, changing)
+        price = None if number is None else price_of(forward[number])
         if number is None or price is None:
             arcs.append((_SOURCE, made, _KEPT * size(v) + 1))  # it is never cheaper to cut here
             continue
@@ -91,8 +94,7 @@ def computed_again(
 def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) -> list[Instruction]:
     """A task's instructions with others, each just before the first that reads of it."""
     maker = {v: x for x in again for v in writes(x)}
-    placed: set[int] = set()
-    result: list[Instruction] = []
+    placed, result = set[int](), list[Instruction]()
     for instruction in task:
         stack = [(instruction, False)]
         while stack:
@@ -104,23 +106,6 @@ def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) ->
                 stack.append((x, True))
                 stack += [(maker[v], False) for v in reversed(reads(x)) if v in maker]
     return result
-
-
-def _price(
-    instruction: Instruction,
-    size: Callable[[ShardedValue], int],
-    changing: Collection[ShardedValue],
-) -> int | None:
-    """What running an instruction again costs; None, if it must not or should not be."""
-    if not isinstance(instruction, Compute) or instruction.once or has_effect(instruction):
-        return None
-    price = _PRICES.get(instruction.eqn.primitive.name)
-    if price is None or _is_step(instruction.eqn):
-        return None
-    if any(v in changing for v in reads(instruction)):
-        return None
-    elements = sum(size(v) // itemsize(v.atom.aval) for v in writes(instruction))
-    return elements * price
 
 
 def _is_step(eqn: JaxprEqn) -> bool:

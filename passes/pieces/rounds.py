@@ -1,7 +1,6 @@
-"""What is around a stage's loop, in rounds: one needs values that other stages make in another.
+"""What is around a stage's loop, in rounds between which values arrive from other stages.
 
-What is before the loop or after it may need values of other stages that themselves need this
-stage's: so both parts fall into rounds, between which values arrive.
+What is before the loop or after it may need values of other stages that need this stage's.
 """
 
 from __future__ import annotations

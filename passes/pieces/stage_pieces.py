@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.pieces.numbering import Numbered
+from autopar.passes.pieces.numbering import Numbered, Tasks
 from autopar.passes.pieces.opened import OpenStage
 from autopar.passes.pieces.pieces import Port, StagePiece
 from autopar.passes.pieces.residuals import before_readers, computed_again
@@ -36,14 +36,9 @@ def body_tasks(
 
     A change of layout runs as soon as what it reads is there. It waits for the first task that
     reads its result, and so does an equation that is computed wherever it is read, unless the
-    result leaves the body.
-
-    Args:
-      instructions: the loop's body, in order.
-      outputs: versions that leave the body.
+    result leaves the body: it is in `outputs`.
     """
-    made_in: dict[ShardedValue, int] = {}
-    earliest: list[int] = []
+    made_in, earliest = dict[ShardedValue, int](), list[int]()
     for instruction in instructions:
         bounds = [made_in.get(v, 0) for v in reads(instruction)]
         if not isinstance(instruction, Relayout):
@@ -51,8 +46,7 @@ def body_tasks(
             bounds.append(TASKS.index(instruction.task))
         earliest.append(max(bounds, default=0))
         made_in.update(dict.fromkeys(writes(instruction), earliest[-1]))
-    read_in: dict[ShardedValue, int] = {}
-    chosen: list[Task] = []
+    read_in, chosen = dict[ShardedValue, int](), list[Task]()
     for instruction, task in zip(reversed(instructions), reversed(earliest), strict=True):
         movable = isinstance(instruction, Relayout) or (
             isinstance(instruction, Compute) and instruction.movable and not instruction.eqn.effects
@@ -68,12 +62,10 @@ def body_tasks(
 
 
 def body_by_task(stage: OpenStage, *, remat: bool) -> dict[Task, Sequence[Instruction]]:
-    """The instructions of each task that a stage has, in order; B may compute again what F made.
+    """The instructions of each task that a pruned stage has, in order.
 
-    Args:
-      stage: the stage, pruned.
-      remat: whether the backward pass computes all of the forward pass that it reads again, from
-        what the stage receives; else it does so where that costs less than keeping it.
+    With `remat`, the backward pass computes all of the forward pass that it reads again, from what
+    the stage receives; else it does so where that costs less than keeping it.
     """
     tasks = body_tasks(stage.body, stage.body_outputs)
     groups: dict[Task, Sequence[Instruction]] = {
@@ -109,10 +101,7 @@ def body_by_task(stage: OpenStage, *, remat: bool) -> dict[Task, Sequence[Instru
 
 
 def stage_pieces(
-    stage: OpenStage,
-    rounds: Rounds,
-    tasks: Mapping[Task, Sequence[Instruction]],
-    numbered: Numbered,
+    stage: OpenStage, rounds: Rounds, tasks: Tasks, numbered: Numbered
 ) -> list[StagePiece]:
     """What a stage runs, in the order in which it first can; no piece does nothing."""
 

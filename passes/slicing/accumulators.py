@@ -8,7 +8,7 @@ added up once, after the loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Literal
@@ -21,13 +21,9 @@ from autopar.passes.slicing.anatomy import Anatomy
 
 @dataclass(frozen=True)
 class Terms:
-    """An accumulator, and what is added to it in one iteration.
+    """An accumulator, and the terms whose sum is added to it in one iteration.
 
-    Args:
-      carried: the accumulator.
-      terms: the values whose sum, passed through `chain`, is accumulated.
-      sums: numbers of the body's equations that add the terms up.
-      chain: numbers of the equations that the sum passes through, in order.
+    Numbers of equations of the body: `sums` add up, `chain` are those the sum passes through then.
     """
 
     carried: Accumulator
@@ -55,6 +51,10 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
         index = made_by.get(atom)
         return None if index in combining else index
 
+    def adder(atom: Atom) -> int | None:
+        index = maker(atom)
+        return index if index is not None and _adds(body.eqns[index]) else None
+
     found = []
     for carried in parts.loop.accumulators:
         outside = _outside(body.eqns, carried)
@@ -63,24 +63,35 @@ def find_terms(parts: Anatomy) -> tuple[Terms, ...]:
             continue
         atom = outside[0]
         chain: list[int] = []
-        while (index := maker(atom)) is not None and _passes(body.eqns[index]):
+        while (index := maker(atom)) is not None:
+            eqn = body.eqns[index]
+            if eqn.primitive.name not in PASSED or len(eqn.invars) != 1:
+                break
             chain.append(index)
-            atom = body.eqns[index].invars[0]
-        sums: list[int] = []
-        terms: list[Atom] = []
-        stack = [atom]
-        while stack:
-            atom = stack.pop()
-            index = maker(atom)
-            if index is not None and _adds(body.eqns[index]):
-                sums.append(index)
-                stack += reversed(body.eqns[index].invars)
-            else:
-                terms.append(atom)
+            atom = eqn.invars[0]
+        sums, terms = sum_tree([atom], adder, body.eqns)
         if len(terms) == 1:
             chain, terms = [], [*outside]
         found.append(Terms(carried, tuple(terms), tuple(sorted(sums)), tuple(reversed(chain))))
     return tuple(found)
+
+
+def sum_tree(
+    atoms: Iterable[Atom], adder: Callable[[Atom], int | None], eqns: Sequence[JaxprEqn]
+) -> tuple[list[int], list[Atom]]:
+    """Numbers of the equations that add these atoms up, as `adder` says, and the terms in order."""
+    sums: list[int] = []
+    terms: list[Atom] = []
+    stack = [*atoms][::-1]
+    while stack:
+        atom = stack.pop()
+        index = adder(atom)
+        if index is None:
+            terms.append(atom)
+        else:
+            sums.append(index)
+            stack += reversed(eqns[index].invars)
+    return sums, terms
 
 
 def _outside(eqns: Sequence[JaxprEqn], carried: Accumulator) -> tuple[Atom, ...]:
@@ -97,10 +108,6 @@ def _is_sum(eqns: Sequence[JaxprEqn], carried: Accumulator) -> bool:
         return False
     eqn = eqns[carried.combine[0]]
     return eqn.primitive.name == "add" and eqn.outvars[0] is carried.result
-
-
-def _passes(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in PASSED and len(eqn.invars) == 1
 
 
 def _adds(eqn: JaxprEqn) -> bool:

@@ -56,11 +56,9 @@ class Anatomy:
     def trunk(self) -> list[int]:
         """Numbers of the body's forward equations that are evaluated on one stage."""
         combining = self.loop.combining
-        return [
-            index
-            for index, eqn in enumerate(self.body.eqns)
-            if index not in combining and index not in self.backward and not self.is_free(eqn)
-        ]
+        others = combining | self.backward
+        eqns = enumerate(self.body.eqns)
+        return [index for index, eqn in eqns if index not in others and not self.is_free(eqn)]
 
     def is_free(self, eqn: JaxprEqn) -> bool:
         """Whether an equation is copied to where its results are read."""
@@ -135,13 +133,10 @@ def _cheap(eqn: JaxprEqn) -> bool:
 def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
     """Equations that transposition made, and what depends on them."""
     carries = {item.carry for item in loop.accumulators}
-    found: set[int] = set()
-    late: set[Var] = set()
+    found, late = set[int](), set[Var]()
     for index, eqn in enumerate(loop.body.eqns):
-        if not eqn.effects and all(var in free for var in eqn.outvars):
-            continue
-        operands = variables(eqn.invars)
-        if any(v in carries for v in operands):
+        operands, is_free = variables(eqn.invars), free.issuperset(eqn.outvars) and not eqn.effects
+        if is_free or not carries.isdisjoint(operands):
             continue
         if _TRANSPOSED.search(str(eqn.source_info.name_stack)) or any(v in late for v in operands):
             found.add(index)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph, Input, Output, variables
@@ -31,14 +31,15 @@ def assemble(
             source=passed.source,
             target=passed.target,
             per_microbatch=passed.inside,
-            label=made[passed.target].label(passed),
+            label=receiver.label(passed),
             shape=tuple(passed.var.aval.shape),
             dtype=passed.var.aval.dtype,
-            bytes=bytes_of(passed.var),
-            source_output=made[passed.source].position_sent(passed.var),
-            target_input=made[passed.target].position_received(passed.var),
+            bytes=bytes_of(passed.var),  # what comes first is the stage's own
+            source_output=len(sender.needs.outputs) + sender.sent.index(passed.var),
+            target_input=len(receiver.own) + receiver.received.index(passed),
         )
         for passed in exchange.passed
+        for sender, receiver in [(made[passed.source], made[passed.target])]
     )
     return tuple(stage.graph() for stage in made), links
 
@@ -47,10 +48,8 @@ class _StageAssembly:
     """One stage being put together.
 
     Attributes:
-      own: input numbers of the whole graph's leaves that it has, constants left out.
-      constants: input numbers of the constants that it has.
-      received: what it gets, first what is from outside of the loop.
-      sent: what it sends, first what is from outside of the loop.
+      own: input numbers of the whole graph's leaves that it has; `constants` are apart.
+      received: what it gets, first what is from outside of the loop; `sent` is alike.
       stacks: for what is received or sent by the body, the stacked variable outside.
     """
 
@@ -77,14 +76,6 @@ class _StageAssembly:
             for var in (*self.received_inside, *self.sent_inside)
         }
 
-    def position_received(self, var: Var) -> int:
-        """Where among the graph's inputs a value arrives."""
-        return len(self.own) + [p.var for p in self.received].index(var)
-
-    def position_sent(self, var: Var) -> int:
-        """Where among the graph's outputs a value leaves."""
-        return len(self.needs.outputs) + self.sent.index(var)
-
     def label(self, passed: Transfer) -> str:
         """What a value is that the stage receives."""
         program, var = self.program, passed.var
@@ -108,41 +99,38 @@ class _StageAssembly:
     def graph(self) -> StageGraph:
         """The stage's program."""
         program, whole = self.program, self.program.parts.graph
-        loop = self._loop()
+        loop, outputs = self._loop(), sorted(self.needs.outputs)
         outside = sorted(self.needs.outside)
-        eqns: list[JaxprEqn] = [
-            *(program.outside[index].eqn for index in outside if index < program.num_before),
-            *(() if loop is None else (loop.scan,)),
-            *(program.outside[index].eqn for index in outside if index >= program.num_before),
-        ]
+        eqns = [program.outside[index].eqn for index in outside]
+        if loop is not None:
+            eqns.insert(sum(index < program.num_before for index in outside), loop.scan)
         received = [self.stacks.get(p.var, p.var) for p in self.received]
-        outputs = sorted(self.needs.outputs)
+        sent = [self.stacks.get(var, var) for var in self.sent]
+        (own, own_labels), (constants, constant_labels) = (
+            ([whole.jaxpr.invars[n] for n in numbers], [whole.inputs[n] for n in numbers])
+            for numbers in (self.own, self.constants)
+        )
         jaxpr = jax_compat.replace_jaxpr(
             whole.jaxpr,
-            invars=[
-                *(whole.jaxpr.invars[n] for n in self.own),
-                *received,
-                *(whole.jaxpr.invars[n] for n in self.constants),
-            ],
-            outvars=[
-                *(whole.jaxpr.outvars[n] for n in outputs),
-                *(self.stacks.get(var, var) for var in self.sent),
-            ],
+            invars=[*own, *received, *constants],
+            outvars=[*(whole.jaxpr.outvars[n] for n in outputs), *sent],
             eqns=eqns,
             effects=jex_core.no_effects.union(*(eqn.effects for eqn in eqns)),
         )
         numbers = (*self.own, *(None for _ in received), *self.constants)
-        results = (*outputs, *(None for _ in self.sent))
-        labels = [f"recv[{i}] {self.label(p)}" for i, p in enumerate(self.received)]
-        inputs = [
-            *(whole.inputs[n] for n in self.own),
-            *(Input(label, "other") for label in labels),
-            *(whole.inputs[n] for n in self.constants),
+        results = (*outputs, *(None for _ in sent))
+        arriving = [
+            Input(f"recv[{i}] {self.label(p)}", "other") for i, p in enumerate(self.received)
         ]
+        inputs = [*own_labels, *arriving, *constant_labels]
         left = [whole.outputs[n] for n in outputs]
-        left += [Output(f"send[{place}]") for place in range(len(self.sent))]
+        left += [Output(f"send[{place}]") for place in range(len(sent))]
         # What is replaced on another stage has no alias here.
-        into, out_of = _places(numbers), _places(results)
+        places: list[dict[int | None, int]] = [
+            {number: place for place, number in enumerate(group) if number is not None}
+            for group in (numbers, results)
+        ]
+        into, out_of = places
         first_constant = len(whole.inputs) - len(whole.constants)
         graph = Graph(
             jaxpr=jaxpr,
@@ -157,26 +145,14 @@ class _StageAssembly:
         program, loop, needs = self.program, self.program.parts.loop, self.needs
         if not self.order and not needs.carries and not needs.stacked:
             return None
-        scan = scan_like(
-            loop.scan,
-            consts=[pair for pair in loop.consts.items() if pair[0] in needs.consts],
-            carries=[program.carries[index] for index in sorted(needs.carries)],
-            slices=[
-                *(pair for pair in loop.slices.items() if pair[0] in needs.slices),
-                *((var, self.stacks[var]) for var in self.received_inside),
-            ],
-            stacks=[
-                *(loop.stacks[index] for index in sorted(needs.stacked)),
-                *((var, self.stacks[var]) for var in self.sent_inside),
-            ],
-            eqns=[program.body[index].eqn for index in self.order],
-        )
-        return LoopPhase(scan, self.tasks)
-
-
-def _places(numbers: Sequence[int | None]) -> Mapping[int | None, int]:
-    """Where each number of the whole graph is on the stage."""
-    return {number: place for place, number in enumerate(numbers) if number is not None}
+        consts = [pair for pair in loop.consts.items() if pair[0] in needs.consts]
+        carries = [program.carries[index] for index in sorted(needs.carries)]
+        slices = [pair for pair in loop.slices.items() if pair[0] in needs.slices]
+        slices += [(var, self.stacks[var]) for var in self.received_inside]
+        stacks = [loop.stacks[index] for index in sorted(needs.stacked)]
+        stacks += [(var, self.stacks[var]) for var in self.sent_inside]
+        eqns = [program.body[index].eqn for index in self.order]
+        return LoopPhase(scan_like(loop.scan, consts, carries, slices, stacks, eqns), self.tasks)
 
 
 def _order_tasks(
@@ -219,13 +195,13 @@ def _weight_gradients(
     backward = [index for index in sorted(task, reverse=True) if task[index] == "B"]
     made = {var for index in backward for var in program.body[index].eqn.outvars}
     wanted = made.intersection(sent)
-    every = not wanted
+    sends_none = not wanted
     awaited: set[int] = set()
     for index in backward:
         eqn = program.body[index].eqn
         if not wanted.isdisjoint(eqn.outvars):
             awaited.add(index)
-        elif not (every and eqn.primitive.name in HEAVY):
+        elif not (sends_none and eqn.primitive.name in HEAVY):
             continue
         wanted.update(made.intersection(variables(eqn.invars)))
     return set(backward) - awaited

@@ -61,11 +61,8 @@ def _split(eqn: JaxprEqn, awaited: Collection[Var]) -> list[JaxprEqn]:
     handed_on = {place for place, carry in enumerate(carries) if not _is_sum(body, carry, place)}
     asked = {place for place, var in enumerate(eqn.outvars) if var in awaited}
     first = _closure(body, carries, handed_on | asked)
-    others = {
-        place
-        for place, var in enumerate(eqn.outvars)
-        if place not in first.results and not isinstance(var, DropVar)
-    }
+    read = {place for place, var in enumerate(eqn.outvars) if not isinstance(var, DropVar)}
+    others = read - first.results
     if not first.results or not others:
         return [eqn]
     second = _closure(body, carries, others)
@@ -131,13 +128,10 @@ def _part(
     given: Sequence[tuple[Var, Var]],
     kept: Sequence[tuple[Var, Var]],
 ) -> JaxprEqn:
-    """A scan that computes a part.
+    """A scan that gives a part's results.
 
-    Args:
-      loop: the scan.
-      part: the results that this one gives, and the equations that it has.
-      given: variables of the body that are slices here, each with the stacked value.
-      kept: variables of the body that are stacked as further results, each with the stack.
+    Of the body's variables, `given` are slices here, each with the stacked value, and `kept` are
+    stacked as further results, each with the stack.
     """
     carries = loop.accumulators
     stacks = [pair for n, pair in enumerate(loop.stacks, len(carries)) if n in part.results]
@@ -145,16 +139,11 @@ def _part(
     eqns = [loop.body.eqns[index] for index in sorted(part.eqns)]
     results = [*(item.result for item in own), *(atom for atom, _ in (*stacks, *kept))]
     read = set(variables([*(v for eqn in eqns for v in eqn.invars), *results]))
-    return _with_own_variables(
-        scan_like(
-            loop.scan,
-            [pair for pair in loop.consts.items() if pair[0] in read],
-            own,
-            [*(pair for pair in loop.slices.items() if pair[0] in read), *given],
-            [*stacks, *kept],
-            eqns,
-        )
+    consts, slices = (
+        [pair for pair in pairs.items() if pair[0] in read] for pairs in (loop.consts, loop.slices)
     )
+    scan = scan_like(loop.scan, consts, own, [*slices, *given], [*stacks, *kept], eqns)
+    return _with_own_variables(scan)
 
 
 def _with_own_variables(scan: JaxprEqn) -> JaxprEqn:

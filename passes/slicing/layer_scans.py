@@ -6,7 +6,7 @@ its iterations. A scan over time is none: what it reads of the state is the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax.extend.core import Literal
 
@@ -17,11 +17,7 @@ from autopar.passes.slicing.anatomy import Anatomy, bytes_of, held_leaves, leave
 
 
 class Origins:
-    """Which state leaf a value is made from, element by element, and along which dimension.
-
-    Args:
-      parts: the program.
-    """
+    """Which state leaf a value is made from, element by element, and along which dimension."""
 
     def __init__(self, parts: Anatomy) -> None:
         self._leaves = held_leaves(parts.graph)
@@ -62,14 +58,8 @@ class Origins:
         return None
 
 
-@dataclass(frozen=True)
-class LayerScan:
-    """A scan over layers.
-
-    Args:
-      length: how many layers it has.
-      leaves: input numbers of the state's leaves of which every iteration takes a slice.
-    """
+class LayerScan(NamedTuple):
+    """A scan over `length` layers, each of which takes a slice of these leaves of the state."""
 
     length: int
     leaves: frozenset[int]

@@ -68,10 +68,7 @@ class _Chain:
 def layers_of(parts: Anatomy, rules: Rules, *, at_least: int = 1) -> Layers:
     """The layers of a microbatched program's loop.
 
-    Args:
-      parts: a program with a loop over microbatches.
-      rules: the factor rules of its equations.
-      at_least: if there are fewer, expensive cuts are made as well; there may still be fewer.
+    If there are fewer than `at_least`, expensive cuts are made as well; there may still be fewer.
     """
     chain = _chain(parts, rules)
     if not chain.entries:
@@ -81,9 +78,7 @@ def layers_of(parts: Anatomy, rules: Rules, *, at_least: int = 1) -> Layers:
     if len(cuts) + 1 < at_least:
         cuts = _choose(chain, places)
     if len(cuts) + 1 < at_least:
-        cuts = places
-    if len(cuts) + 1 < at_least:
-        cuts = _anywhere(chain, cuts, at_least)
+        cuts = _anywhere(chain, places, at_least)
     ends = (0, *cuts, len(chain.entries))
     return Layers(tuple(_layer(parts, chain, *pair) for pair in itertools.pairwise(ends)))
 
@@ -141,8 +136,7 @@ def _chain(parts: Anatomy, rules: Rules) -> _Chain:
 
 def _alive(eqns: Sequence[JaxprEqn], entries: Sequence[Entry]) -> list[int]:
     """For every entry, the bytes that it and earlier ones made, and later ones read."""
-    made: dict[Var, int] = {}
-    until: dict[Var, int] = {}
+    made, until = dict[Var, int](), dict[Var, int]()
     alive = np.zeros(len(entries), np.int64)
     for place, (index, _, stop) in enumerate(entries):
         eqn = eqns[index]
@@ -210,15 +204,13 @@ def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
     weight = 1 / (2 * _MAX_LAYERS**2)
     ends = [0, *places, len(chain.entries)]
     at = np.array([chain.until[end] / (chain.until[-1] or 1) for end in ends])
-    cost = np.zeros(len(ends))
-    before = np.zeros(len(ends), int)
+    cost, before = np.zeros(len(ends)), np.zeros(len(ends), int)
     for end in range(1, len(ends)):
         options = cost[:end] + (at[end] - at[:end]) ** 2
         before[end] = int(np.argmin(options))
         crossing = chain.bytes_at(ends[end]) / unit if end < len(ends) - 1 else 0.0
         cost[end] = options[before[end]] + weight * crossing
-    cuts = []
-    end = int(before[-1])
+    cuts, end = [], int(before[-1])
     while end:
         cuts.append(ends[end])
         end = int(before[end])
@@ -226,13 +218,13 @@ def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
 
 
 def _anywhere(chain: _Chain, cuts: Sequence[int], count: int) -> list[int]:
-    """`count` layers, or as many as there are equations: cuts where next few bytes are alive.
+    """At least `count` layers, or as many as equations: further cuts where few bytes are alive.
 
     For programs with fewer heavy equations than stages are asked for.
     """
     others = [place for place in range(1, len(chain.entries)) if place not in cuts]
     others.sort(key=lambda place: (chain.bytes_at(place), place))
-    return sorted((*cuts, *others[: count - 1 - len(cuts)]))
+    return sorted((*cuts, *others[: max(count - 1 - len(cuts), 0)]))
 
 
 def _digest(parts: Anatomy, numbers: Sequence[int], lengths: Sequence[int]) -> str:

@@ -21,15 +21,10 @@ Arc = tuple[int, int, int]  # tail, head, capacity
 
 @dataclass(frozen=True)
 class CutValue:
-    """A value and its readers.
+    """A value, what a transfer of it over one boundary costs, and the nodes that read it.
 
-    Args:
-      bytes: what a transfer over one boundary costs.
-      maker: the node that makes it, or None where the stages that have it are known.
-      stages: the stages that have it.
-      readers: nodes that read it.
-      downward: it may only flow to the same or a lower stage.
-      tied: its readers are on the stage of its maker.
+    `maker` makes it, or is None where the stages that have it are known. A `downward` value may
+    only flow to the same or a lower stage; if it is `tied`, its readers are on its maker's stage.
     """
 
     bytes: int
@@ -47,71 +42,47 @@ def place(
     preferred: Mapping[Node, int],
     num_stages: int,
 ) -> dict[Node, int]:
-    """The stage of every node, by `num_stages - 1` minimum cuts.
+    """The stage of every node, by `num_stages - 1` minimum cuts; low where that costs nothing.
 
-    Args:
-      nodes: what is to be placed.
-      values: what the nodes make and read.
-      fixed: nodes whose stage is given.
-      preferred: nodes whose stage is given unless a downward value forbids it.
-      num_stages: how many stages there are.
-
-    Returns:
-      For every node its stage; as low as possible where that costs nothing.
+    Stages of `fixed` nodes are given, and of `preferred` ones unless a downward value forbids it.
     """
     numbers = {node: number for number, node in enumerate(nodes)}
-    stage = np.zeros(len(nodes), int)
-    for boundary in range(1, num_stages):
-        above = _cut(numbers, values, fixed, preferred, boundary, stage)
-        stage[above] = boundary
-    return {node: int(stage[number]) for node, number in numbers.items()}
-
-
-def _cut(
-    numbers: Mapping[Node, int],
-    values: Sequence[CutValue],
-    fixed: Mapping[Node, int],
-    preferred: Mapping[Node, int],
-    boundary: int,
-    stage: np.ndarray,
-) -> np.ndarray:
-    """Numbers of the nodes above a boundary."""
-    source, sink = len(numbers), len(numbers) + 1
-    joints = itertools.count(len(numbers) + 2)
+    source, sink = len(nodes), len(nodes) + 1
     firm = sum(value.bytes for value in values) + 1
     infinite = firm * (len(preferred) + 1)
-    arcs: list[Arc] = []
-
-    def pin(number: int, above: bool, capacity: int) -> None:
-        arcs.append((source, number, capacity) if above else (number, sink, capacity))
-
-    for given, capacity in ((fixed, infinite), (preferred, firm)):
-        for node, where in given.items():
-            pin(numbers[node], where >= boundary, capacity)
-    for number in np.flatnonzero(stage < boundary - 1):  # already below the last boundary
-        pin(int(number), False, infinite)
-    for value in values:
-        readers = [numbers[reader] for reader in value.readers]
-        maker = None if value.maker is None else numbers[value.maker]
-        if value.tied or value.downward:
-            assert maker is not None
-            arcs += [(reader, maker, infinite) for reader in readers]
-        if value.tied:
-            assert maker is not None
-            arcs += [(maker, reader, infinite) for reader in readers]
-            continue
-        low = maker is not None or min(value.stages) < boundary
-        high = maker is not None or max(value.stages) >= boundary
-        if high and (maker is not None or not low):  # readers below pay
-            joint = next(joints)
-            arcs.append((source if maker is None else maker, joint, value.bytes))
-            arcs += [(joint, reader, infinite) for reader in readers]
-        if low and not value.downward and (maker is not None or not high):  # readers above pay
-            joint = next(joints)
-            arcs.append((joint, sink if maker is None else maker, value.bytes))
-            arcs += [(reader, joint, infinite) for reader in readers]
-    side = source_side([arc for arc in arcs if arc[0] != arc[1] and arc[2]], source, sink)
-    return side[side < len(numbers)]
+    stage = np.zeros(len(nodes), int)
+    for boundary in range(1, num_stages):
+        joints = itertools.count(len(nodes) + 2)
+        arcs: list[Arc] = []
+        for given, capacity in ((fixed, infinite), (preferred, firm)):
+            for node, where in given.items():
+                number = numbers[node]
+                pinned = (source, number) if where >= boundary else (number, sink)
+                arcs.append((*pinned, capacity))
+        # Already below the last boundary:
+        arcs += [(int(number), sink, infinite) for number in np.flatnonzero(stage < boundary - 1)]
+        for value in values:
+            readers = [numbers[reader] for reader in value.readers]
+            maker = None if value.maker is None else numbers[value.maker]
+            if value.tied or value.downward:
+                assert maker is not None
+                arcs += [(reader, maker, infinite) for reader in readers]
+                if value.tied:
+                    arcs += [(maker, reader, infinite) for reader in readers]
+                    continue
+            low = maker is not None or min(value.stages) < boundary
+            high = maker is not None or max(value.stages) >= boundary
+            if high and (maker is not None or not low):  # readers below pay
+                joint = next(joints)
+                arcs.append((source if maker is None else maker, joint, value.bytes))
+                arcs += [(joint, reader, infinite) for reader in readers]
+            if low and not value.downward and (maker is not None or not high):  # those above pay
+                joint = next(joints)
+                arcs.append((joint, sink if maker is None else maker, value.bytes))
+                arcs += [(reader, joint, infinite) for reader in readers]
+        side = source_side([arc for arc in arcs if arc[0] != arc[1] and arc[2]], source, sink)
+        stage[side[side < len(nodes)]] = boundary
+    return {node: int(stage[number]) for node, number in numbers.items()}
 
 
 def source_side(arcs: Sequence[Arc], source: int, sink: int) -> np.ndarray:

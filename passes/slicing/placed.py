@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
@@ -12,7 +13,7 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, makers_of, variables
 from autopar.passes.graph.microbatched import Carried
 from autopar.passes.graph.primitives import COMBINES
-from autopar.passes.slicing.accumulators import Terms, absorbed_by
+from autopar.passes.slicing.accumulators import Terms, absorbed_by, sum_tree
 from autopar.passes.slicing.anatomy import Anatomy, is_small
 from autopar.passes.slicing.placement import Placement
 
@@ -35,15 +36,10 @@ class Carry(Carried):
 
 @dataclass(frozen=True)
 class PlacedProgram:
-    """The whole program, placed.
+    """The whole program, placed; `parts` is what it was before.
 
-    Args:
-      parts: what it was before.
-      body: the equations of the loop's body, in an order in which they can be evaluated.
-      carries: the accumulators.
-      outside: the equations before the loop, then those after it.
-      num_before: how many of `outside` are before the loop.
-      homes: stages of the large state leaves, by input number.
+    The body's equations are in an order in which they can be evaluated. Of those `outside`, the
+    first `num_before` are before the loop. `homes`: stages of large state leaves, by input number.
     """
 
     parts: Anatomy
@@ -57,16 +53,13 @@ class PlacedProgram:
 def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> PlacedProgram:
     """Put the stages on the equations, and split accumulators and scalar sums by stage."""
     split = _SplitAccumulators(parts, terms, where)
-    body = split.body()
-    before = _before(parts, where)
+    body, before, carries = split.body(), _before(parts, where), tuple(split.carries)
     after = [Placed(eqn, where.epilogue.get(i)) for i, eqn in enumerate(parts.step.epilogue)]
     after = [*split.totals, *after]
-    located = _located(parts, body, split.carries, [*before, *after])
+    located = _located(parts, body, carries, [*before, *after])
     after = split_scalar_sums(after, located, set(variables(parts.graph.jaxpr.outvars)))
     outside = (*before, *after)
-    return PlacedProgram(
-        parts, tuple(body), tuple(split.carries), outside, len(before), where.homes
-    )
+    return PlacedProgram(parts, tuple(body), carries, outside, len(before), where.homes)
 
 
 def _before(parts: Anatomy, where: Placement) -> list[Placed]:
@@ -114,9 +107,8 @@ class _SplitAccumulators:
                 self._split(item, groups, backward, where.totals[number])
                 continue
             stage = next(iter(groups), where.totals[number])
-            self.carries.append(
-                Carry(carried.carry, carried.start, carried.result, carried.total, stage)
-            )
+            carry = carried.carry, carried.start, carried.result, carried.total
+            self.carries.append(Carry(*carry, stage))
             for index in item.absorbed:
                 eqn = parts.body.eqns[index]
                 self.instead[index] = Placed(eqn, stage, backward.get(stage, False))
@@ -198,9 +190,8 @@ def _located(
         found[var] = set() if stage is None else {stage}
     for item in outside:
         read = variables(item.eqn.invars)
-        stages = {s for v in read for s in found.get(v, ())}
-        if item.stage is not None:
-            stages = {item.stage}
+        copied = {s for v in read for s in found.get(v, ())}
+        stages = copied if item.stage is None else {item.stage}
         found.update((var, stages) for var in item.eqn.outvars)
     return found
 
@@ -213,8 +204,8 @@ def split_scalar_sums(
     Each stage adds up its own scalars and sends one; the sum of those is copied. It is mostly a
     global norm, or whether all gradients are finite.
     """
-    uses = Counter(v for item in after for v in variables(item.eqn.invars))
-    made_by = makers_of(item.eqn for item in after)
+    eqns = [item.eqn for item in after]
+    uses, made_by = Counter(v for eqn in eqns for v in variables(eqn.invars)), makers_of(eqns)
     sums = {
         place
         for place, item in enumerate(after)
@@ -229,24 +220,14 @@ def split_scalar_sums(
         if isinstance(atom, Literal) or uses[atom] != 1 or atom in outputs:
             return None
         place = made_by.get(atom)
-        alike = place in sums and after[place].eqn.primitive is outer.primitive
+        alike = place in sums and eqns[place].primitive is outer.primitive
         return place if alike else None
 
-    within = {inner(atom, after[place].eqn) for place in sums for atom in after[place].eqn.invars}
+    within = {inner(atom, eqns[place]) for place in sums for atom in eqns[place].invars}
     instead: dict[int, list[Placed]] = {}
     for root in sums - within:
         adding = after[root].eqn
-        tree: list[int] = [root]
-        leaves: list[Atom] = []
-        stack: list[Atom] = [*reversed(adding.invars)]
-        while stack:
-            atom = stack.pop()
-            place = inner(atom, adding)
-            if place is None:
-                leaves.append(atom)
-            else:
-                tree.append(place)
-                stack += reversed(after[place].eqn.invars)
+        tree, leaves = sum_tree(adding.invars, partial(inner, outer=adding), eqns)
         groups: dict[int, list[Atom]] = {}
         rest: list[Atom] = []
         for atom in leaves:
@@ -257,11 +238,10 @@ def split_scalar_sums(
         new: list[Placed] = []
         for stage, group in sorted(groups.items()):
             if len(group) > 1:
-                partial = jax_compat.new_var(adding.outvars[0].aval)
-                new += [Placed(eqn, stage) for eqn in _sum_of(adding, group, partial)]
-                group = [partial]
+                total = jax_compat.new_var(adding.outvars[0].aval)
+                new += [Placed(eqn, stage) for eqn in _sum_of(adding, group, total)]
+                group = [total]
             rest += group
         new += [Placed(eqn, None) for eqn in _sum_of(adding, rest, adding.outvars[0])]
-        instead.update((place, []) for place in tree)
-        instead[root] = new
+        instead |= {**{place: [] for place in tree}, root: new}
     return [x for place, item in enumerate(after) for x in instead.get(place, [item])]

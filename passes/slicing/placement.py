@@ -23,14 +23,10 @@ from autopar.passes.slicing.primals import find_primals
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything is.
+    """Stages of the equations (by number in body or epilogue) and leaves that are on one stage.
 
-    Args:
-      body: stages of the body's equations that are on one stage (not free, not absorbed).
-      terms: for every accumulator the stage of each of its terms.
-      totals: for every accumulator the stage of its total.
-      epilogue: stages of the epilogue's equations that are on one stage, by their number there.
-      homes: stages of the state leaves that are on one stage, by input number.
+    Free and absorbed equations are not. For every accumulator, `terms` has the stage of each of its
+    terms, and `totals` that of its total; `homes` has state leaves, by input number.
     """
 
     body: Mapping[int, int]
@@ -43,20 +39,11 @@ class Placement:
 def place(
     parts: Anatomy, terms: tuple[Terms, ...], stage_of: Mapping[int, int], num_stages: int
 ) -> Placement:
-    """Place every equation, accumulator and state leaf.
-
-    Args:
-      parts: the program.
-      terms: its accumulators.
-      stage_of: the stages of the body's forward equations.
-      num_stages: how many there are.
-    """
+    """Place every equation, accumulator and state leaf; `stage_of` has the forward equations."""
     absorbed = absorbed_by(terms)
     forward = {index: stage for index, stage in stage_of.items() if index not in absorbed}
-    problem = _PlacementProblem(parts, terms, forward)
-    where = mincut.place(
-        problem.nodes, problem.values, problem.fixed, problem.preferred, num_stages
-    )
+    p = _PlacementProblem(parts, terms, forward)
+    where = mincut.place(p.nodes, p.values, p.fixed, p.preferred, num_stages)
 
     def stages_of(kind: str) -> dict[int, int]:
         return {node[1]: stage for node, stage in where.items() if node[0] == kind}
@@ -64,10 +51,10 @@ def place(
     return Placement(
         body=forward | stages_of("body"),
         terms=tuple(
-            tuple(where["term", number, place] for place in range(len(item.terms)))
-            for number, item in enumerate(terms)
+            tuple(where["term", n, place] for place in range(len(item.terms)))
+            for n, item in enumerate(terms)
         ),
-        totals=tuple(where["total", number] for number in range(len(terms))),
+        totals=tuple(where["total", n] for n in range(len(terms))),
         epilogue=stages_of("epilogue"),
         homes=stages_of("leaf"),
     )
@@ -96,9 +83,7 @@ class _PlacementProblem:
             for index, primal in find_primals(parts).items()
             if index in self.late and primal in forward
         }
-        eqns = parts.body.eqns
-        self.inside = readers_of(eqns)
-        self.made_inside = makers_of(eqns)
+        self.inside, self.made_inside = readers_of(parts.body.eqns), makers_of(parts.body.eqns)
         self.outside: dict[Var, list[Node]] = {
             var: [("epilogue", index) for index in indices if index in self.after]
             for var, indices in readers_of(parts.step.epilogue).items()

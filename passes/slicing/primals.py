@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -44,15 +45,14 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
 
     trunk = [index for index in parts.trunk() if eqns[index].primitive.name in HEAVY]
     inner = {number for index in parts.trunk() for number in numbers_of(eqns[index].outvars)}
-    readers: dict[int, list[int]] = {}
+    readers, reading = defaultdict[int, list[int]](list), defaultdict[int, set[int]](set)
     makers: dict[int, int] = {}
     for index in trunk:
         for number in numbers_of(eqns[index].invars):
-            readers.setdefault(number, []).append(index)
+            readers[number].append(index)
         makers.update(dict.fromkeys(numbers_of(eqns[index].outvars), index))
     primals: dict[int, int] = {}
     unclear: dict[int, list[int]] = {}
-    reading: dict[int, set[int]] = {}
     for index in sorted(parts.backward):
         eqn = eqns[index]
         if eqn.primitive.name not in HEAVY:
@@ -72,7 +72,7 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
             continue
         primals[index] = primal
         for number in operands:
-            reading.setdefault(number, set()).add(primal)
+            reading[number].add(primal)
     # The two gradients of a product read one cotangent: what is known of one tells the other.
     for index, shared in unclear.items():
         eqn, operands = eqns[index], numbers_of(eqns[index].invars)

@@ -19,7 +19,6 @@ from autopar.passes.primitives.shardings import is_key, shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (
     How,
-    RunCut,
     Runs,
     Sizes,
     Value,
@@ -32,11 +31,7 @@ from autopar.passes.slicing.run_rules import (
 
 
 class RunBuilder:
-    """Variables, what is known of them, and equations.
-
-    Args:
-      origins: says which state leaf a value is made from.
-      rules: the factor rules of the old program's equations.
+    """Variables, what is known of them, and equations. `rules` are those of the old program.
 
     Attributes:
       env: for every variable of the old program its value.
@@ -71,12 +66,12 @@ class RunBuilder:
         """A value in one piece."""
         if not isinstance(value, Runs):
             return value
-        key = ("join", value)
+        key, axis = ("join", value), value.axis
         if key not in self.known:
-            axis = value.axis
-            (self.known[key],) = self.emit(
-                lambda *xs: [lax.concatenate(xs, axis)], value.atoms, key=("join", axis)
+            whole = self.emit(
+                lambda *x: [lax.concatenate(x, axis)], value.atoms, key=("join", axis)
             )
+            self.known[key] = whole[0]
         return self.known[key]
 
     def split(self, value: Value, axis: int, sizes: Sizes) -> tuple[Atom, ...]:
@@ -109,11 +104,9 @@ class RunBuilder:
                 changed = {"shape": shape, "sharding": None}
                 self.known[key] = self.bound(made, [made.invars[0]], changed)[0]
                 return self.known[key]
-        (self.known[key],) = self.emit(
-            lambda x: [lax.slice_in_dim(x, start, stop, axis=axis)],
-            [atom],
-            key=("slice", axis, start, stop),
-        )
+        rows = ("slice", axis, start, stop)
+        part = self.emit(lambda x: [lax.slice_in_dim(x, start, stop, axis=axis)], [atom], key=rows)
+        self.known[key] = part[0]
         return self.known[key]
 
     def append(self, eqn: JaxprEqn) -> None:
@@ -164,8 +157,9 @@ class RunBuilder:
 
             def whole(*arrays: Any) -> Sequence[Any]:
                 given = iter(arrays)
-                values = [v.val if isinstance(v, Literal) else next(given) for v in operands]
-                return function(*values)
+                return function(
+                    *(v.val if isinstance(v, Literal) else next(given) for v in operands)
+                )
 
             structs = [_struct(var.aval) for var in variables(operands)]
             self.traced[key, shapes] = jax.make_jaxpr(whole)(*structs)
@@ -176,12 +170,29 @@ class RunBuilder:
         cut = how_to_cut(eqn, self.rules.get(eqn), operands)
         if cut is None:
             return None
-        changes = []
+        changes: list[Mapping[str, Any]] = []
         for place in range(len(cut.sizes)):
             change = changed_params(eqn, cut, place)
             if change is None:
                 return None
             changes.append(change)
+
+        def fits(size: int, atoms: Sequence[Atom], params: Mapping[str, Any]) -> bool:
+            """Whether the equation with these params takes a run, and gives results of its size.
+
+            It may not if its params hold sizes that `changed_params` does not know of.
+            """
+            key = _bound_key(eqn, params)
+            try:
+                closed = self.trace(lambda *xs: bind_with(eqn, xs, params), atoms, key)
+            except (TypeError, ValueError):
+                return False
+            wanted = [
+                var.aval.shape if dim is None else with_size(var.aval, dim, size * inner).shape
+                for var, (dim, inner) in zip(eqn.outvars, cut.results, strict=True)
+            ]
+            return [atom.aval.shape for atom in closed.jaxpr.outvars] == wanted
+
         split = [
             self.split(value, dim, scaled(cut.sizes, inner)) if dim is not None
             else (self.join(value),) * len(cut.sizes)
@@ -189,7 +200,7 @@ class RunBuilder:
         ]  # fmt: skip
         groups = [[atoms[place] for atoms in split] for place in range(len(cut.sizes))]
         runs = list(zip(cut.sizes, groups, changes, strict=True))
-        if not all(self.fits(eqn, cut, *run) for run in runs):
+        if not all(itertools.starmap(fits, runs)):
             return None
         made = [self.bound(eqn, group, change) for _, group, change in runs]
         results: list[Value] = []
@@ -199,37 +210,10 @@ class RunBuilder:
                 continue
             total = parts[0]
             for part in parts[1:]:
-                (total,) = self.emit(
-                    lambda one, other: [combine(cut.kind, one, other)],
-                    [total, part],
-                    key=("combine", cut.kind),
-                )
+                key = ("combine", cut.kind)
+                (total,) = self.emit(lambda a, b: [combine(cut.kind, a, b)], [total, part], key=key)
             results.append(total)
         return results
-
-    def fits(
-        self,
-        eqn: JaxprEqn,
-        cut: RunCut,
-        size: int,
-        operands: Sequence[Atom],
-        changes: Mapping[str, Any],
-    ) -> bool:
-        """Whether the equation with these params takes a run, and gives results of its size.
-
-        It may not if its params hold sizes that `changed_params` does not know of.
-        """
-        try:
-            closed = self.trace(
-                lambda *xs: bind_with(eqn, xs, changes), operands, _bound_key(eqn, changes)
-            )
-        except (TypeError, ValueError):
-            return False
-        wanted = [
-            var.aval.shape if dim is None else with_size(var.aval, dim, size * inner).shape
-            for var, (dim, inner) in zip(eqn.outvars, cut.results, strict=True)
-        ]
-        return [atom.aval.shape for atom in closed.jaxpr.outvars] == wanted
 
 
 def _bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Hashable:

@@ -101,13 +101,9 @@ class _Cutter(RunBuilder):
         jaxpr = jax_compat.replace_jaxpr(
             graph.jaxpr, invars=invars, outvars=outvars, eqns=self.eqns, effects=graph.jaxpr.effects
         )
-        whole = Graph(
-            jaxpr,
-            _labelled(graph.inputs, inputs, outputs),
-            _labelled(graph.outputs, outputs, inputs),
-            graph.constants,
-        )
-        step = in_phases(whole, [self.loop])
+        new_inputs = _labelled(graph.inputs, inputs, outputs)
+        new_outputs = _labelled(graph.outputs, outputs, inputs)
+        step = in_phases(Graph(jaxpr, new_inputs, new_outputs, graph.constants), [self.loop])
         return CutProgram(step, self.sources, tuple(inputs), tuple(outputs))
 
     def append(self, eqn: JaxprEqn) -> None:
@@ -195,7 +191,7 @@ class _Cutter(RunBuilder):
         branches = [closed.jaxpr for closed in eqn.params["branches"]]
         wanted: dict[int, How] = {}
         while True:
-            made = [self.body(branch, operands[1:], wanted) for branch in branches]
+            made = [self.body(branch, operands[1:], wanted, is_loop=False) for branch in branches]
             more: dict[int, How] = {}
             for branch in made:
                 more |= {place: how for place, how in branch.runs().items() if place not in wanted}
@@ -210,12 +206,7 @@ class _Cutter(RunBuilder):
         self.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
     def body(
-        self,
-        jaxpr: Jaxpr,
-        operands: Sequence[Value],
-        wanted: Mapping[int, How],
-        *,
-        is_loop: bool = False,
+        self, jaxpr: Jaxpr, operands: Sequence[Value], wanted: Mapping[int, How], is_loop: bool
     ) -> _Body:
         """A body that is given these values, and whose results in `wanted` are in runs.
 
@@ -256,12 +247,9 @@ class _Cutter(RunBuilder):
             if runs.keys() <= carries.keys():
                 break
             carries = runs | carries
-        outvars: list[Atom] = []
-        for number, var in enumerate(eqn.outvars):
-            how = made.runs().get(number)
-            if how is not None and number >= parts.num_carry:
-                how = how[0] + 1, how[1]
-            outvars += self.define(var, how)
+        # What is stacked has the microbatches as its first dimension.
+        hows = {n: (axis + (n >= parts.num_carry), size) for n, (axis, size) in made.runs().items()}
+        outvars = [v for n, var in enumerate(eqn.outvars) for v in self.define(var, hows.get(n))]
         counts = (sum(len(atoms_of(v)) for v in values) for values in (consts, starts))
         closed = ClosedJaxpr(made.of(self.parts.body), ())
         scan = eqn.replace(
@@ -320,12 +308,9 @@ def _labelled(
     def suffix(rows: LeafRows) -> str:
         return "" if rows.stop is None else f"[{':, ' * rows.axis}{rows.start}:{rows.stop}]"
 
-    return tuple(
-        dataclasses.replace(
-            label,
-            path=label.path + suffix(rows),
-            alias=None if label.alias is None else others[label.alias][place].number,
-        )
-        for label, group in zip(labels, leaves, strict=True)
-        for place, rows in enumerate(group)
-    )
+    made = []
+    for label, group in zip(labels, leaves, strict=True):
+        for place, rows in enumerate(group):
+            alias = None if label.alias is None else others[label.alias][place].number
+            made.append(dataclasses.replace(label, path=label.path + suffix(rows), alias=alias))
+    return tuple(made)

@@ -114,19 +114,16 @@ def _cut(
         graph = parts.graph
         return parts, rules, stage_of, _whole(graph.inputs), _whole(graph.outputs)
     scans = find_layer_scans(parts)
-    starts = {
-        index: {
-            start: next((s for s, (a, b) in rows[index].items() if a <= start < b))
-            if index in rows
-            else stage_of[index]
+    starts: dict[int, dict[int, int]] = {}  # of cut scans, the stage at each run's first iteration
+    sizes: dict[int, tuple[int, ...]] = {}
+    for index, places in _places(scans, rows).items():
+        by_stage = rows.get(index) or {stage_of[index]: (0, scans[index].length)}
+        starts[index] = {
+            start: next(stage for stage, (a, b) in by_stage.items() if a <= start < b)
             for start in places
         }
-        for index, places in _places(scans, rows).items()
-    }
-    sizes = {
-        index: tuple(b - a for a, b in itertools.pairwise((*places, scans[index].length)))
-        for index, places in starts.items()
-    }
+        ends = (*places, scans[index].length)
+        sizes[index] = tuple(b - a for a, b in itertools.pairwise(ends))
     made = cut_scans(parts, rules, sizes)
     step = split_conditionals(made.step)  # runs of layers can be updated apart now
     rules = populate(step.graph.jaxpr)

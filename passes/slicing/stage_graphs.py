@@ -14,15 +14,14 @@ from autopar.passes.primitives.factor_rule import Rules
 
 @dataclass(frozen=True)
 class Layer:
-    """Forward equations that stay together.
+    """Forward equations that stay together. FLOPs and bytes are of one microbatch.
 
     Args:
       equations: their numbers in the loop's body, ascending.
       iterations: of these, the scans over layers of which this has only some iterations: (equation,
         first, last + 1).
-      forward_flops: of one microbatch.
-      backward_flops: of the heavy backward equations that belong to them, of one microbatch.
-      cut_bytes: what crosses after this layer to later ones, of one microbatch.
+      backward_flops: of the heavy backward equations that belong to them.
+      cut_bytes: what crosses after this layer to later ones.
       digest: equal for layers that compute the same on inputs of the same shapes.
       source: the user's line of its heaviest equation.
     """
@@ -54,12 +53,10 @@ class Layers:
         total = sum(layer.flops for layer in self.layers) or 1
         kinds = {digest: i for i, digest in enumerate(dict.fromkeys(x.digest for x in self.layers))}
         lines = [f"{len(self.layers)} layers, {len(kinds)} of them different"]
-        for number, layer in enumerate(self.layers):
-            lines.append(
-                f"  {number:3}: kind {kinds[layer.digest]:2} {len(layer.equations):5} equations"
-                f" {layer.flops / total:6.1%} of FLOPs,"
-                f" {format_bytes(layer.cut_bytes)} after it, {layer.source}"
-            )
+        for number, x in enumerate(self.layers):
+            size = f"{len(x.equations):5} equations {x.flops / total:6.1%} of FLOPs"
+            after = f"{format_bytes(x.cut_bytes)} after it, {x.source}"
+            lines.append(f"  {number:3}: kind {kinds[x.digest]:2} {size}, {after}")
         return "\n".join(lines)
 
 
@@ -140,11 +137,9 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Stages:
-    """A program cut into pipeline stages.
+    """A program cut into pipeline stages: a graph per stage, and what passes between them.
 
     Args:
-      graphs: one per stage.
-      links: what passes between them.
       forward_only: no stage has backward equations.
       layers: the layers that the stages are made of.
       boundaries: stage s has the layers from boundaries[s - 1] to boundaries[s] (ends left out).
@@ -172,9 +167,8 @@ class Stages:
             counts: Counter[str] = Counter(stage.tasks)
             tasks = ", ".join(f"{counts[task]} {task}" for task in "FBW" if counts[task])
             outside = len(stage.graph.jaxpr.eqns) - (stage.loop is not None)
-            lines.append(
-                f"  stage {number}: layers {ends[number]} to {ends[number + 1] - 1}; equations:"
-                f" {tasks or 'none'} in the loop, {outside} outside"
-            )
+            layers = f"layers {ends[number]} to {ends[number + 1] - 1}"
+            equations = f"equations: {tasks or 'none'} in the loop, {outside} outside"
+            lines.append(f"  stage {number}: {layers}; {equations}")
         lines += [f"  {link}" for link in self.links]
         return "\n".join(lines)

@@ -28,8 +28,7 @@ class Needs:
     outputs: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A variable that one stage sends to another; `inside`: of the loop's body."""
 
     var: Var
@@ -66,7 +65,6 @@ class _NeedsSearch:
     """A work list of variables that stages want.
 
     Attributes:
-      needs: what each stage has.
       links: for a variable and a stage that receives it, the stage that sends it.
       stage_of: stages of the variables that are on one stage; others are where they are read.
       homes: stages of state leaves. Small ones get theirs when it is known who wants them.
