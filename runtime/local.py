@@ -85,7 +85,7 @@ class LocalProgram(StagePrograms):
           constants: the program's own arrays, already in place.
         """
         with no_mesh():
-            if len(self.pieces.pieces) > 1:
+            if self.program.schedule.num_stages > 1:
                 return PipelineStep(self, donated, kept, shapes, constants, self.variants())
             made = self.function_of(self.pieces.pieces[0])
 

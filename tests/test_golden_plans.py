@@ -67,5 +67,5 @@ def test_subset_covers_every_program_and_option() -> None:
 def test_folding_loses_nothing() -> None:
     paths = [f"p['a_{i}'].{name}" for i in range(3) for name in ("w", "b")]
     assert fold([*paths, "q[0]", "q[10]"]) == ["p['a_{0,1,2}'].{w,b}", "q[{0,10}]"]
-    assert fold(paths[1:]) == ["p['a_0'].b", "p['a_{1,2}'].{w,b}"]
+    assert fold(paths[1:]) == ["p['a_{0,1,2}'].b", "p['a_{1,2}'].w"]
     assert fold(["", "scalar", "partial sum"]) == ["", "{scalar,partial sum}"]

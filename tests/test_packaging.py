@@ -28,7 +28,7 @@ INPUTS = (
 
 PROBE = """
 import importlib.util
-import autopar.passes.graph, autopar.runtime
+import autopar.passes.graph.graph, autopar.runtime
 for module in (autopar, autopar.passes.graph.graph, autopar.runtime):
     print(module.__file__)
 print(autopar.__version__)

@@ -180,6 +180,25 @@ def test_copies_of_a_mesh_add_up_their_gradients() -> None:
     assert max(after - before for after, before in epilogues) > 2 * WIDTH**2 * 4 / 1e5 * 0.99
 
 
+def test_a_step_that_mostly_communicates_is_simulated_as_planned() -> None:
+    """The integer program does not price sums of scalars, which here are most of the step."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - gradient, loss
+
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    tiny = autopar.plan(step, shape, shape, cluster=autopar.Cluster.preset("dgx-h100"))
+    assert tiny.simulate().step_seconds == pytest.approx(tiny.estimates.step_seconds)
+    assert tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=3)).step_seconds > 0
+
+
+def test_a_plan_that_loops_over_nothing_keeps_its_microbatches() -> None:
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    plan = autopar.plan(lambda s, x: (s, x), shape, shape, cluster=CLUSTER, microbatches=2)
+    assert plan.num_microbatches == 2
+
+
 def test_a_plan_of_one_stage_is_one_run(plan: Plan) -> None:
     single = planned(stages=1, schedule="auto")
     simulation = single.simulate()

@@ -202,3 +202,4 @@ def _wrap(text: str, first: str, rest: str) -> str:
 for _kind in list(globals().values()):
     if isinstance(_kind, type) and issubclass(_kind, AutoparError | AutoparWarning):
         _kind.__module__ = "autopar.errors"  # where users find it, and tracebacks name it
+del _kind

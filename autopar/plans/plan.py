@@ -46,13 +46,12 @@ class Plan(PlanRecord):
           cluster: other devices. Each mesh is repeated as often as they allow, its copies share the
             rows of a microbatch and add up their gradients once a step. Compute changes with the
             devices' operations or memory bandwidth, whichever gained less.
-          link_scale: how much more bandwidth all links have.
+          link_scale: how much more bandwidth all links have; their latency stays.
           compute_scale: how much faster devices compute.
 
         Returns:
           A `Simulation`: `step_seconds`, `bubble_fraction`, `peak_bytes` of each mesh's devices,
-          and a `timeline` that prints and has `to_chrome_trace()`. A plan of one stage has one run,
-          in which all communication counts as bytes on links.
+          and a `timeline` that prints and has `to_chrome_trace()`. A plan of one stage has one run.
 
         Raises:
           OptionError: the batch or the devices do not divide, a scale is not positive, or a plan of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,13 +35,24 @@ def print_plan(plan: PlanRecord, console: Console | None = None) -> None:
 
 
 def plan_text(plan: PlanRecord) -> str:
-    """The same tables as text without colours, 120 columns wide at most."""
-    text = io.StringIO()
+    """The same tables as text without colours, 120 columns wide at most.
+
+    In characters that standard output can show, where that is not UTF-8.
+    """
+    text = _Output()
+    text.encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     plain = Console(
         width=_TEXT_WIDTH, file=text, color_system=None, force_terminal=False, force_jupyter=False
     )
     plain.print(plan_tables(plan))
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+    shown = text.getvalue().encode(text.encoding, "replace").decode(text.encoding)
+    return "\n".join(line.rstrip() for line in shown.rstrip().splitlines())
+
+
+class _Output(io.StringIO):
+    """Text for an output of an encoding, by which Rich chooses its lines."""
+
+    encoding = "utf-8"
 
 
 def plan_tables(plan: PlanRecord) -> RenderableType:

@@ -64,7 +64,7 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
       pieces: the stages' programs taken apart.
       peaks: bytes per device at the worst point of each stage's whole program.
     """
-    if len(pieces.pieces) > 1:
+    if len(pieces.programs) > 1:
         return {p.name: _temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
     # A whole step: what it writes takes the memory of what it donates.
     (piece,) = pieces.pieces

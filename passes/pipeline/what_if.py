@@ -112,10 +112,11 @@ def what_if(
     count = plan.num_microbatches if microbatches is None else microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionError(f"microbatches={count!r} is not possible.", why="use 1 or more.")
-    _divided(model, count, f"microbatches={count}")
+    if plan.is_pipeline:
+        _divided(model, count, f"microbatches={count}")
     rows = plan.num_microbatches / count
     scales = _scales(plan, rows, cluster, link_scale, compute_scale)
-    if scales.copies > 1:
+    if scales.copies > 1 and plan.is_pipeline:
         _divided(model, count * scales.copies, f"{count} microbatches on {scales.copies} times "
                  "the devices")  # fmt: skip
     order = _order(pipeline, schedule, count) if plan.is_pipeline else ONE_STAGE

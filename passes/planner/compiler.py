@@ -126,7 +126,7 @@ class _LayoutSearch:
             max_bytes_share=options.max_bytes_share,
         )
         step = microbatch.split(graph, analysis)
-        return SplitStep(step, populate(step.graph.jaxpr), analysis.certificate)
+        return SplitStep(step, populate(step.graph.jaxpr), analysis.certificate, count)
 
     def candidates(self, layout: StageLayout) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more."""
@@ -168,10 +168,11 @@ class _LayoutSearch:
 
 
 def _quickest(candidates: Sequence[PlannedStep]) -> PlannedStep | None:
-    """The quickest one that fits; of equal ones that on the mesh of fewest axes."""
+    """The quickest one that fits; of equal ones one mesh, of the fewest axes, or the first."""
 
-    def key(candidate: PlannedStep) -> tuple[float, int]:
-        return candidate.step_seconds, max(len(p.mesh) for p in candidate.planned)
+    def key(candidate: PlannedStep) -> tuple[float, bool, int]:
+        axes = 0 if candidate.is_pipeline else len(candidate.planned[0].mesh)
+        return candidate.step_seconds, candidate.is_pipeline, axes
 
     return min((c for c in candidates if c.fits), key=key, default=None)
 
@@ -197,16 +198,18 @@ def _out_of_memory(
         schedule, mesh = best.schedule, best.peak_bytes.index(max(best.peak_bytes))
         stages = [s for s, m in enumerate(schedule.mesh_of_stage) if m == mesh]
         names = " and ".join(map(str, stages))
-        what += f": stage {names} needs {best.peak_bytes[mesh]:,}."
+        what += f": stage {names} needs {best.peak_bytes[mesh]:,}"
+        what += f" ({reason})." if reason else "."
         where = (
             f"stages={options.stages!r}, schedule {schedule.name}, "
             f"{schedule.num_microbatches} microbatches"
         )
         tensors = (item for s in stages for item in best.planned[s].peak.alive)
         alive = tuple(sorted(tensors, key=lambda item: -item[1]))
+        more = "" if reason else "more microbatches, "
         hint = (
-            "raise memory_limit, or use more stages, more microbatches, or a schedule with fewer "
-            "in flight (1f1b)."
+            f"raise memory_limit, or use more stages, {more}or a schedule with fewer in flight "
+            "(1f1b)."
         )
     return MemoryLimitError(
         what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive[:5]

@@ -51,6 +51,8 @@ def step_model(
         costs = planned[piece.stage].costs(cluster)
         total = planned[piece.stage].seconds(piece, costs)
         moving = _moving(piece.block, costs.pricing)
+        if sum(moving) > total:  # the integer program does not price sums of scalars
+            moving = _Moving(*(part * total / sum(moving) for part in moving))
         plain = piece.plain()
         found.append(
             ModelPiece(

@@ -123,6 +123,7 @@ def _kind(
     arrays[:2] = np.inf
     for (start, stop, of), ways in options.items():
         for index, option in enumerate(ways if of == size else ()):
+            assert np.isfinite(option.seconds + option.once_seconds), option
             arrays[:, index, start, stop] = (
                 option.seconds,
                 (num_microbatches - 1) * option.seconds + option.once_seconds,

@@ -37,16 +37,12 @@ class SplitStep:
     step: Microbatched
     rules: Rules
     certificate: tuple[OutputCertificate, ...] = ()
+    num_microbatches: int = 1
 
     @property
     def graph(self) -> Graph:
         """All of the program."""
         return self.step.graph
-
-    @property
-    def num_microbatches(self) -> int:
-        """How many microbatches a step has."""
-        return 1 if self.step.loop is None else self.step.loop.num_microbatches
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,11 @@ def _custom(
 ) -> Schedule:
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        takes_chunks = "num_chunks" in inspect.signature(function).parameters
+        takes = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        takes_chunks = False  # some callables written in C have no signature
-    extras = {"num_chunks": num_chunks} if takes_chunks else {}
+        takes = set()  # some callables written in C have no signature
+    given = {"num_chunks": num_chunks, "durations": None}  # those are known to nobody yet
+    extras = {name: value for name, value in given.items() if name in takes}
     result = function(num_meshes, num_microbatches, **extras)
     if isinstance(result, Schedule):
         schedule = result

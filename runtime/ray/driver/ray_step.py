@@ -150,6 +150,8 @@ class RayStep(RestartedActors):
         Raises:
           StageError: an array is lost.
         """
+        for array in arrays:  # before the log takes them up
+            array.check()
         saving = Saving(folder, label, len(arrays))
 
         def send(leaves: list[Any], running: Running) -> list[RayArray]:
