@@ -53,13 +53,15 @@ def fold(paths: Iterable[str]) -> list[str]:
     """
     entries = [tuple(_PARTS.findall(path)) for path in paths]
     for place in range(max(map(len, entries), default=0)):
-        alike: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, None]] = {}
+        alike: dict[tuple[tuple[str, ...], tuple[str, ...], bool], dict[str, None]] = {}
         for parts in entries:
-            around = (parts[:place], parts[place + 1 :])
-            alike.setdefault((*around,), {}).update(dict.fromkeys(parts[place : place + 1]))
+            here = parts[place : place + 1]
+            # A path that has ended is another than one that ends here.
+            group = (parts[:place], parts[place + 1 :], bool(here))
+            alike.setdefault(group, {}).update(dict.fromkeys(here))
         entries = [
             (*before, _join(list(here)), *after) if here else before
-            for (before, after), here in alike.items()
+            for (before, after, _), here in alike.items()
         ]
     return ["".join(parts) for parts in entries]
 
