@@ -61,9 +61,7 @@ def _fills(eqn: JaxprEqn) -> bool:
 def _widens(eqn: JaxprEqn) -> bool:
     """Whether a cast represents every value of the old dtype, so that it commutes with adding."""
     old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
-    for kind in (jnp.floating, jnp.complexfloating):
-        if jnp.issubdtype(old, kind) and jnp.issubdtype(new, kind):
-            return jnp.promote_types(old, new) == new
-    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.complexfloating):
+    kind = jnp.inexact if jnp.issubdtype(old, jnp.floating) else jnp.complexfloating
+    if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, kind):
         return jnp.promote_types(old, new) == new
     return False

@@ -30,6 +30,7 @@ from autopar.passes.primitives.shardings import (
     dtype_of,
     gather_picks,
     random_implementation,
+    registrar,
     scatter_picks,
     scatter_windows,
     shape_of,
@@ -37,14 +38,7 @@ from autopar.passes.primitives.shardings import (
 
 _Rewrite = Callable[[LocalCall], list[Any]]
 REWRITES: dict[str, _Rewrite] = {}
-
-
-def _rewrites(*names: str) -> Callable[[_Rewrite], _Rewrite]:
-    def register(function: _Rewrite) -> _Rewrite:
-        REWRITES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+_rewrites = registrar(REWRITES)
 
 
 @_rewrites("device_put")
@@ -291,11 +285,8 @@ def _random_bits(call: LocalCall) -> list[Any]:
         return [threefry_bits(keys, eqn.params["shape"], cuts[rank:], dtype_of(eqn.outvars[0]))]
     (bits,) = call.bind()
     # Keys that are cut have already cut their own dimensions of the bits.
-    wanted = list(cuts)
-    for dim, cut in enumerate(key_cuts):
-        if cut is not None:
-            wanted[dim] = None
-    return [take(bits, tuple(wanted))]
+    uncut = (cut if key is None else None for cut, key in zip(cuts, key_cuts, strict=False))
+    return [take(bits, (*uncut, *cuts[rank:]))]
 
 
 def _parts(cut: DimCut | None) -> tuple[int, int] | None:

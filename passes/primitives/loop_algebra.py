@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.passes.graph.primitives import FactorKind
-from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, ValueFactors
+from autopar.passes.primitives.factor_rule import Factor, FactorRule, ValueFactors
 
 
-@dataclass
+@dataclass(eq=False)
 class JoinedLoop:
     """One loop in the making: what it was split into or joined with, and what was done to it."""
 
@@ -95,44 +95,30 @@ def _link(a: JoinedLoop, b: JoinedLoop) -> None:
 
 def block_diagonals(value: Sequence[LoopDim]) -> None:
     """Two dimensions of one value cannot be the same loop."""
-    seen: set[int] = set()
+    seen: set[JoinedLoop] = set()
     for dim in value:
         for loop in _leaves(dim):
-            if id(loop) in seen:
-                loop.blocked = True
-            seen.add(id(loop))
+            loop.blocked |= loop in seen
+            seen.add(loop)
 
 
 def finished_rule(
     operands: Sequence[list[LoopDim]], results: Sequence[list[LoopDim]]
 ) -> FactorRule:
     """The rule of an equation from its operands' and results' dimensions."""
-    numbers: dict[int, int] = {}
-    loops: list[JoinedLoop] = []
+    numbers: dict[JoinedLoop, int] = {}
 
     def number(dims: list[LoopDim]) -> ValueFactors:
-        value: list[DimFactors] = []
-        for dim in dims:
-            indices = []
-            for loop in _leaves(dim):
-                if id(loop) not in numbers:
-                    numbers[id(loop)] = len(loops)
-                    loops.append(loop)
-                indices.append(numbers[id(loop)])
-            value.append(tuple(indices))
-        return tuple(value)
+        return tuple(
+            tuple(numbers.setdefault(loop, len(numbers)) for loop in _leaves(dim)) for dim in dims
+        )
 
     result_factors = tuple(map(number, results))
     operand_factors = tuple(map(number, operands))
-    in_all = [
-        all(any(i in dim for dim in value) for value in result_factors) for i in range(len(loops))
-    ]
     factors = []
-    for i, loop in enumerate(loops):
-        passes = loop.kind == "pass" and in_all[i]
-        reduces = loop.kind != "pass" and not any(
-            i in dim for value in result_factors for dim in value
-        )
-        kind = loop.kind if (passes or reduces) and not loop.blocked else "replicated"
+    for loop, i in numbers.items():
+        inside = [any(i in dim for dim in value) for value in result_factors]
+        can_cut = all(inside) if loop.kind == "pass" else not any(inside)
+        kind = loop.kind if can_cut and not loop.blocked else "replicated"
         factors.append(Factor(loop.size, kind))
     return FactorRule(tuple(factors), operand_factors, result_factors)

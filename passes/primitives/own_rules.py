@@ -6,6 +6,7 @@ replicated afterwards by `populate`, so the functions here need not repeat that.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,13 +21,14 @@ from autopar.passes.graph.primitives import (
     SCATTERS,
     FactorKind,
 )
-from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule, ValueFactors
+from autopar.passes.primitives.factor_rule import DimFactors, Factor, FactorRule
 from autopar.passes.primitives.shardings import (
     dtype_of,
     gather_picks,
     gather_windows,
     matrix_batch_rank,
     random_implementation,
+    registrar,
     scatter_picks,
     scatter_windows,
     shape_of,
@@ -34,14 +36,7 @@ from autopar.passes.primitives.shardings import (
 
 Own = Callable[[JaxprEqn, frozenset[int]], FactorRule]
 OWN: dict[str, Own] = {}
-
-
-def _own(*names: str) -> Callable[[Own], Own]:
-    def register(function: Own) -> Own:
-        OWN.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+_own = registrar(OWN)
 
 
 class _Loops:
@@ -65,11 +60,8 @@ class _Loops:
         operands: Sequence[Sequence[DimFactors]],
         results: Sequence[Sequence[DimFactors]],
     ) -> FactorRule:
-        return FactorRule(tuple(self.factors), _freeze(operands), _freeze(results))
-
-
-def _freeze(values: Sequence[Sequence[DimFactors]]) -> tuple[ValueFactors, ...]:
-    return tuple(map(tuple, values))
+        frozen = (tuple(map(tuple, values)) for values in (operands, results))
+        return FactorRule(tuple(self.factors), *frozen)
 
 
 def replicated(eqn: JaxprEqn) -> FactorRule:
@@ -97,18 +89,12 @@ def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
 def same_dims(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     """Dimension i of all values is one loop where the sizes agree, else one for each size."""
     loops = _Loops()
-    known: dict[tuple[int, int], DimFactors] = {}
+    loop = functools.cache(lambda dim, size: loops.new(size))
 
     def value(var: Any) -> list[DimFactors]:
-        dims = []
-        for place in enumerate(shape_of(var)):
-            if place not in known:
-                known[place] = loops.new(place[1])
-            dims.append(known[place])
-        return dims
+        return [loop(dim, size) for dim, size in enumerate(shape_of(var))]
 
-    results = [value(var) for var in eqn.outvars]
-    return loops.rule([value(var) for var in eqn.invars], results)
+    return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
 
 
 for _name in (*CUMULATIVE, "sort", "rev", "top_k", "random_wrap", "random_unwrap", "random_split"):

@@ -53,10 +53,11 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
     Returns:
       A mapping from equations (by identity) to rules.
     """
-    pairs: list[tuple[JaxprEqn, Any]] = []
-    for jaxpr in [jaxprs] if isinstance(jaxprs, Jaxpr) else jaxprs:
-        for eqn, zeros in _equations(jaxpr):
-            pairs.append((eqn, _key(eqn, zeros)))
+    pairs = [
+        (eqn, _key(eqn, zeros))
+        for jaxpr in ([jaxprs] if isinstance(jaxprs, Jaxpr) else jaxprs)
+        for eqn, zeros in _equations(jaxpr)
+    ]
     missing: dict[Any, JaxprEqn] = {}
     for eqn, key in pairs:
         if key not in _CACHE:
@@ -169,8 +170,6 @@ def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:
         for value, dims in zip(values, all_dims, strict=True):
             for dim in dims:
                 whole.update(value[dim])
-    if not whole:
-        return rule
     factors = tuple(
         Factor(factor.size, "replicated") if i in whole else factor
         for i, factor in enumerate(rule.factors)

@@ -7,7 +7,7 @@ which therefore never offers it: it is the one place where the two agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,20 @@ from autopar.passes.graph.primitives import (
 
 Dims = tuple[int, ...]
 ValueDims = tuple[Dims, ...]  # one entry per operand or result
+Rule = TypeVar("Rule")
+
+
+def registrar(table: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
+    """A decorator that takes names of primitives, and files its function in `table` under them."""
+
+    def named(*names: str) -> Callable[[Rule], Rule]:
+        def register(function: Rule) -> Rule:
+            table.update(dict.fromkeys(names, function))
+            return function
+
+        return register
+
+    return named
 
 
 def shape_of(var: Any) -> tuple[int, ...]:
@@ -52,18 +66,23 @@ def _none(values: Sequence[Any]) -> ValueDims:
     return ((),) * len(values)
 
 
-def _all(values: Sequence[Any]) -> ValueDims:
-    return tuple(tuple(range(len(shape_of(var)))) for var in values)
+def _all(values: Sequence[Any], first: int = 0) -> ValueDims:
+    """All dimensions of the values, but for those before the first one."""
+    return tuple(tuple(range(first, len(shape_of(var)))) for var in values)
+
+
+def _uncut(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    return _all(eqn.invars), _all(eqn.outvars)
+
+
+def _cut_anywhere(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
+    return _none(eqn.invars), _none(eqn.outvars)
 
 
 def whole_dims(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     """Dimensions of each operand and of each result that `bind_local` cannot cut."""
-    function = _WHOLE.get(eqn.primitive.name)
-    if function is not None:
-        return function(eqn)
-    if is_known(eqn.primitive.name):
-        return _none(eqn.invars), _none(eqn.outvars)
-    return _all(eqn.invars), _all(eqn.outvars)
+    name = eqn.primitive.name
+    return _WHOLE.get(name, _cut_anywhere if is_known(name) else _uncut)(eqn)
 
 
 def is_known(name: str) -> bool:
@@ -73,26 +92,20 @@ def is_known(name: str) -> bool:
 
 _Whole = Callable[[JaxprEqn], tuple[ValueDims, ValueDims]]
 _WHOLE: dict[str, _Whole] = {}
+_whole = registrar(_WHOLE)
 
 
-def _whole(*names: str) -> Callable[[_Whole], _Whole]:
-    def register(function: _Whole) -> _Whole:
-        _WHOLE.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+_WHOLE["random_seed"] = _cut_anywhere
 
 
-@_whole("random_seed", *DRAWS)
+@_whole(*DRAWS)
 def _random(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     # Generators other than threefry may draw one stream for a whole batch of keys.
     name, key = eqn.primitive.name, eqn.invars[0].aval
-    if name == "random_seed":
-        return ((),), ((),)
     rank, out_rank = len(key.shape), len(shape_of(eqn.outvars[0]))
     local_keys = random_implementation(key) == "threefry2x32"
     if name == "random_fold_in":
-        return (_none(eqn.invars), ((),)) if local_keys else (_all(eqn.invars), _all(eqn.outvars))
+        return (_cut_anywhere if local_keys else _uncut)(eqn)
     if name == "random_bits":
         return (((),) if local_keys else _all(eqn.invars)), ((),)
     keys: Dims = () if local_keys else tuple(range(rank))
@@ -104,14 +117,12 @@ def _random(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 @_whole("random_wrap")
 def _random_wrap(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(shape_of(eqn.outvars[0]))
-    return (tuple(range(rank, len(shape_of(eqn.invars[0])))),), ((),)
+    return _all(eqn.invars, len(shape_of(eqn.outvars[0]))), ((),)
 
 
 @_whole("random_unwrap")
 def _random_unwrap(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    rank = len(shape_of(eqn.invars[0]))
-    return ((),), (tuple(range(rank, len(shape_of(eqn.outvars[0])))),)
+    return ((),), _all(eqn.outvars, len(shape_of(eqn.invars[0])))
 
 
 def _along(dims_of: Callable[[JaxprEqn], Sequence[int]], results: bool = True) -> _Whole:
@@ -133,9 +144,8 @@ _WHOLE["reduce_xor"] = _along(lambda eqn: eqn.params["axes"], results=False)
 
 @_whole("reshape")
 def _reshape(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    if eqn.params["dimensions"] is None:
-        return _none(eqn.invars), _none(eqn.outvars)
-    return _all(eqn.invars), _all(eqn.outvars)  # it permutes as well, which slices do not show
+    permutes = eqn.params["dimensions"] is not None  # which slices do not show
+    return (_uncut if permutes else _cut_anywhere)(eqn)
 
 
 @_whole("top_k")
@@ -164,19 +174,13 @@ def _fft(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 @_whole("bitcast_convert_type")
 def _bitcast(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))
-    common = min(ranks)
-    operand, result = (tuple(range(common, rank)) for rank in ranks)
-    return (operand,), (result,)
+    common = min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0])))
+    return _all(eqn.invars, common), _all(eqn.outvars, common)
 
 
 def _matrix(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     batch = matrix_batch_rank(eqn)
-    operands, results = (
-        tuple(tuple(range(batch, len(shape_of(var)))) for var in values)
-        for values in (eqn.invars, eqn.outvars)
-    )
-    return operands, results
+    return _all(eqn.invars, batch), _all(eqn.outvars, batch)
 
 
 def matrix_batch_rank(eqn: JaxprEqn) -> int:
@@ -311,10 +315,6 @@ def _windowed(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     )
     operands = tuple(dims if len(shape_of(var)) == rank else () for var in eqn.invars)
     return operands, (dims,) * len(eqn.outvars)
-
-
-def _uncut(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
-    return _all(eqn.invars), _all(eqn.outvars)
 
 
 # Known, and never cut: their effect or their single stream of bits belongs to the whole.

@@ -106,9 +106,7 @@ class _Composition:
     def __init__(self, functions: Mapping[str, Any]):
         self.functions = functions
         self.dims: dict[Any, list[LoopDim]] = {}  # of each SSA value
-        self.partial: dict[
-            Any, list[JoinedLoop]
-        ] = {}  # loops over which a value is a partial result
+        self.partial: dict[Any, list[JoinedLoop]] = {}  # loops over which a value is partial
         self.seen: list[list[LoopDim]] = []
 
     def rule(
@@ -166,10 +164,9 @@ class _Composition:
             block(dims[ir.IntegerAttr(operation.attributes["iota_dimension"]).value])
             self.define(operation.results[0], dims)
             return
-        text = operation_rule(operation)
-        if text is None:
+        rule = operation_rule(operation)
+        if rule is None:
             raise _NoRule(name)
-        rule = parse(text)
         loops = [JoinedLoop(size) for size in rule.sizes]
         for index in (*rule.blocked, *_one_sided(rule, name)):
             loops[index].blocked = True
@@ -177,14 +174,12 @@ class _Composition:
             for dim, indices in zip(value, value_dims, strict=True):
                 join_dims(dim, tuple(loops[i] for i in indices))
         carried = [loop for value in operation.operands for loop in self.partial.get(value, ())]
-        if carried and name not in _PASS_PARTIAL:
-            for loop in carried:
-                block((loop,))
+        if name not in _PASS_PARTIAL:
+            block(carried)
         if rule.reduced:
-            kind = _monoid(operation)
-            for index in rule.reduced:
-                set_kind((loops[index],), kind)
-                carried.append(loops[index])
+            reduced = [loops[i] for i in rule.reduced]
+            set_kind(reduced, _monoid(operation))
+            carried += reduced
         for value, value_dims in zip(operation.results, rule.results, strict=True):
             self.define(value, _result_dims(value, value_dims, loops))
             if carried:
@@ -232,27 +227,20 @@ def _result_dims(value: Any, dims: ValueFactors, loops: Sequence[JoinedLoop]) ->
     return found
 
 
-def operation_rule(operation: Any) -> str | None:
-    """The text of an operation's rule, from Shardy or, for chlo's elementwise ones, our own."""
+def operation_rule(operation: Any) -> OpRule | None:
+    """An operation's rule, from Shardy or, for chlo's elementwise ones, our own."""
     attributes = operation.attributes
     if "sdy.sharding_rule" in attributes:
-        return str(attributes["sdy.sharding_rule"])
+        return parse(str(attributes["sdy.sharding_rule"]))
     if not operation.name.startswith("chlo."):
         return None
     values = [*operation.operands, *operation.results]
     shape = _shape(values[0])
     if any(_shape(value) != shape for value in values):
         return None
-    letters = [_symbol(i) for i in range(len(shape))]
-    value = "[" + ", ".join(letters) + "]"
-    sizes = ", ".join(f"{a}={size}" for a, size in zip(letters, shape, strict=True))
-    operands = ", ".join([value] * len(operation.operands))
-    results = ", ".join([value] * len(operation.results))
-    return f"<({operands})->({results}) {{{sizes}}}>"
-
-
-def _symbol(index: int) -> str:
-    return chr(ord("i") + index) if index < 18 else f"z_{index - 17}"
+    dims = tuple((i,) for i in range(len(shape)))
+    operands, results = (dims,) * len(operation.operands), (dims,) * len(operation.results)
+    return OpRule(tuple(shape), operands, results, (), ())
 
 
 def _monoid(operation: Any) -> FactorKind:
@@ -287,6 +275,7 @@ class OpRule:
 
 
 _TOKEN = re.compile(r"[i-z](?:_\d+)?")
+_SIZE = re.compile(rf"({_TOKEN.pattern})=(\d+)")
 _VALUE = re.compile(r"\[([^\]]*)\]")
 _SET = re.compile(r"(reduction|need_replication|permutation)=\{([^}]*)\}")
 
@@ -302,12 +291,7 @@ def parse(text: str) -> OpRule:
     arrow = body.index("->")
     end = body.index(")", arrow)
     left, right, tail = body[:arrow], body[arrow:end], body[end + 1 :]
-    sizes: dict[str, int] = {}
-    match = re.match(r"\s*\{([^}]*)\}", tail)
-    if match:
-        for item in match.group(1).split(","):
-            name, size = item.strip().split("=")
-            sizes[name] = int(size)
+    sizes = {name: int(size) for name, size in _SIZE.findall(tail)}
     index = {name: i for i, name in enumerate(sizes)}
 
     def values(part: str) -> tuple[ValueFactors, ...]:

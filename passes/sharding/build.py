@@ -42,45 +42,34 @@ def build(
     restriction: Restriction,
 ) -> StrategyGraph:
     """Nodes with their strategies and costs (seconds a step), and edges with resharding costs."""
-    return _Walk(graph, rules, mesh, pricing, restriction).run()
+    return _Walk(rules, mesh, pricing, restriction).run(graph)
 
 
 class _Walk(StrategyGraphBuilder):
     """What one walk over a program accumulates; `run` is the only entry."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        rules: Rules,
-        mesh: tuple[int, ...],
-        pricing: Pricing,
-        restriction: Restriction,
-    ):
-        super().__init__(rules, mesh, pricing, restriction)
-        self.graph = graph
+    def run(self, graph: Graph) -> StrategyGraph:
         self._state_nodes: set[int] = set()
         self._starts: set[Var] = set()  # what loops begin to add to
-
-    def run(self) -> StrategyGraph:
-        jaxpr, built = self.graph.jaxpr, self.built
+        jaxpr, built = graph.jaxpr, self.built
         env: dict[Var, ScopeValue] = {}
         inputs: list[int] = []
         held: list[Assigned] = []
-        for index, (var, label) in enumerate(zip(jaxpr.invars, self.graph.inputs, strict=True)):
+        for index, (var, label) in enumerate(zip(jaxpr.invars, graph.inputs, strict=True)):
             layouts = self.restriction.input_layouts(index, self.mesh)
             node = self.boundary(label.path, "", layouts, times=1)
             inputs.append(node)
             if label.role == "state":
                 self._state_nodes.add(node)
             small = label.role != "batch" and math.prod(aval_shape(var)) <= 1
-            assigned = None if small else self.assigned(node, layouts, var, label.path)
+            assigned = None if small else self.assigned(node, layouts, var)
             env[var] = assigned or Replicated()
             if assigned is not None and not label.donated:
                 held.append(assigned)
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
         self.walk(built.scope, env)
-        for atom, output in zip(jaxpr.outvars, self.graph.outputs, strict=True):
+        for atom, output in zip(jaxpr.outvars, graph.outputs, strict=True):
             value = self.read(env, atom)
             if output.alias is not None:
                 node = inputs[output.alias]
@@ -126,8 +115,7 @@ class _Walk(StrategyGraphBuilder):
         if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
             return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
         if self._is_recomputed(eqn, shape, values, sizes):
-            value = Recomputed(shape, 0, tuple(values))
-            return Entry("recomputed", eqn, shape), [value]
+            return Entry("recomputed", eqn, shape), [Recomputed(shape, tuple(values))]
         lead = self._lead(eqn, values)
         if lead is None:
             return self.opener(scope, eqn, shape, values)
@@ -199,7 +187,7 @@ class _Walk(StrategyGraphBuilder):
             seconds[s] += whole / strategy.division
         fused = eqn.primitive.name not in UNFUSED
         results: list[ScopeValue] = [
-            self.assigned(node, tuple(s.results[r] for s in found), v, "", fused)
+            self.assigned(node, tuple(s.results[r] for s in found), v, fused)
             for r, v in enumerate(eqn.outvars)
         ]
         if all(math.prod(aval_shape(v)) <= 1 for v in eqn.outvars):
@@ -214,13 +202,12 @@ class _Walk(StrategyGraphBuilder):
         node = self.boundary(label, user_source(eqn), [Layout(())], scope.times)
         for value, atom in zip(values, eqn.invars, strict=True):
             self.link(value, [replicated(len(aval_shape(atom)))], node, scope.times)
-        results: list[ScopeValue] = []
-        for var in eqn.outvars:
-            shape = aval_shape(var)
-            if math.prod(shape) <= 1:
-                results.append(Replicated())
-            else:
-                results.append(self.assigned(node, (replicated(len(shape)),), var, ""))
+        results: list[ScopeValue] = [
+            Replicated()
+            if math.prod(aval_shape(var)) <= 1
+            else self.assigned(node, (replicated(len(aval_shape(var))),), var)
+            for var in eqn.outvars
+        ]
         return Entry("opaque", eqn, node=node), results
 
     def scan(
@@ -246,8 +233,8 @@ class _Walk(StrategyGraphBuilder):
                 self._state_nodes.add(node)
             outside = map(stacked, layouts) if what == "slice" else layouts
             self.link(value, tuple(outside), node, scope.times)
-            entered.append(self.assigned(node, layouts, var, ""))
-            env[var] = entered[-1]
+            env[var] = value = self.assigned(node, layouts, var)
+            entered.append(value)
             boundaries.append(node)
 
         start = self.built.time
@@ -269,7 +256,7 @@ class _Walk(StrategyGraphBuilder):
                 continue
             layouts = self.built.nodes[node].layouts
             self.link(self.read(env, atom), layouts, node, inner.times)
-            results.append(self.completed(self.assigned(node, layouts, var, ""), var, label))
+            results.append(self.completed(self.assigned(node, layouts, var), var, label))
         for atom, var in rows:
             value = self.read(env, atom)
             if isinstance(value, Replicated) or math.prod(aval_shape(atom)) <= 1:
@@ -280,7 +267,7 @@ class _Walk(StrategyGraphBuilder):
             node = self.boundary(f"{label} stack", user_source(eqn), layouts, scope.times)
             self.link(value, layouts, node, inner.times)
             boundaries.append(node)
-            stack = self.assigned(node, tuple(map(stacked, layouts)), var, "")
+            stack = self.assigned(node, tuple(map(stacked, layouts)), var)
             stack.live.first = start  # it is allocated before the loop and filled by it
             results.append(self.completed(stack, var, label))
         for value in self.built.values:  # what a loop reads is alive until its last trip
@@ -302,7 +289,7 @@ class _Walk(StrategyGraphBuilder):
         layouts = self.restriction.boundary_layouts(var, self.mesh, False)
         node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
         self.link(value, layouts, node, self.built.nodes[value.node].times)
-        return self.assigned(node, layouts, var, "")
+        return self.assigned(node, layouts, var)
 
     def cond(
         self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
@@ -320,8 +307,7 @@ class _Walk(StrategyGraphBuilder):
         boundaries: list[int | None] = []
         results: list[ScopeValue] = []
         for position, var in enumerate(eqn.outvars):
-            shape = aval_shape(var)
-            if math.prod(shape) <= 1:
+            if math.prod(aval_shape(var)) <= 1:
                 boundaries.append(None)
                 results.append(Replicated())
                 continue
@@ -333,5 +319,5 @@ class _Walk(StrategyGraphBuilder):
             for branch_values in outs:
                 self.link(branch_values[position], layouts, node, scope.times)
             boundaries.append(node)
-            results.append(self.assigned(node, layouts, var, ""))
+            results.append(self.assigned(node, layouts, var))
         return Entry("cond", eqn, scopes=tuple(inner), boundaries=tuple(boundaries)), results

@@ -85,13 +85,11 @@ def all_layouts(
 
     def extend(axis: int, dims: list[list[int]], sums: list[int]) -> None:
         if axis == len(mesh):
-            layout = Layout(tuple(map(tuple, dims)), tuple((a, "sum") for a in sums))
-            found.append(layout)
-            return
-        if mesh[axis] == 1:
-            extend(axis + 1, dims, sums)
+            found.append(Layout(tuple(map(tuple, dims)), tuple((a, "sum") for a in sums)))
             return
         extend(axis + 1, dims, sums)
+        if mesh[axis] == 1:
+            return
         for d, size in enumerate(shape):
             if size % (num_parts(dims[d], mesh) * mesh[axis]) == 0 and size > 1:
                 dims[d].append(axis)

@@ -7,6 +7,7 @@ scalars stay partial until a nonlinear use, whatever group they come from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
@@ -47,10 +48,8 @@ def lower(
     tasks = {}
     if loop is not None and loop.tasks:
         tasks = {id(eqn): task for eqn, task in zip(loop.body.eqns, loop.tasks, strict=True)}
-    context = _Context(
-        built, tuple(assignment), pricing, batch_dims, frozenset(graph.jaxpr.invars), tasks
-    )
     jaxpr = graph.jaxpr
+    context = _Context(built, assignment, pricing, batch_dims, frozenset(jaxpr.invars), tasks)
     inputs = tuple(
         ShardedValue(var, built.nodes[node].layouts[assignment[node]])
         for var, node in zip(jaxpr.invars, built.inputs, strict=True)
@@ -64,28 +63,20 @@ def lower(
         else:
             layout = without_partial(lowering.home(atom))
         outputs.append(lowering.get(atom, layout))
-    return SpmdProgram(
-        built.mesh,
-        axis_names,
-        Block(inputs, tuple(lowering.instructions), tuple(outputs)),
-    )
+    block = Block(inputs, tuple(lowering.instructions), tuple(outputs))
+    return SpmdProgram(built.mesh, axis_names, block)
 
 
+@dataclass(frozen=True)
 class _Context:
     """What all scopes of one lowering share."""
 
-    def __init__(
-        self,
-        built: StrategyGraph,
-        assignment: tuple[int, ...],
-        pricing: Pricing,
-        batch_dims: Mapping[Var, frozenset[int]],
-        arguments: frozenset[Var],
-        tasks: Mapping[int, Task],
-    ):
-        self.built, self.assignment, self.pricing = built, assignment, pricing
-        self.batch_dims, self.arguments = batch_dims, arguments
-        self.mesh, self.tasks = built.mesh, tasks
+    built: StrategyGraph
+    assignment: Sequence[int]
+    pricing: Pricing
+    batch_dims: Mapping[Var, frozenset[int]]
+    arguments: frozenset[Var]
+    tasks: Mapping[int, Task]
 
     def task(self, eqn: JaxprEqn) -> Task | None:
         """The task of an equation of the loop over microbatches."""
@@ -115,13 +106,12 @@ class _Lowering:
 
     def home(self, atom: Atom) -> Layout:
         """The layout in which a value was made; a recomputed one counts as replicated."""
-        if isinstance(atom, jex_core.Literal):
-            return replicated(len(aval_shape(atom)))
-        if atom in self.versions:
-            return self.versions[atom][0]
-        if atom in self.aliases:
-            assert self.parent is not None
-            return self.parent.home(self.aliases[atom])
+        if not isinstance(atom, jex_core.Literal):
+            if atom in self.versions:
+                return self.versions[atom][0]
+            if atom in self.aliases:
+                assert self.parent is not None
+                return self.parent.home(self.aliases[atom])
         return replicated(len(aval_shape(atom)))
 
     def get(self, atom: Atom, layout: Layout) -> ShardedValue:
@@ -143,7 +133,8 @@ class _Lowering:
             source = self._produce(atom, layout)  # computed again: its price was that of none
             if source == layout:
                 return wanted
-        steps = reshard_steps(source, layout, self.context.mesh, pricing.reduce_scatter)
+        mesh = self.context.built.mesh
+        steps = reshard_steps(source, layout, mesh, pricing.reduce_scatter)
         self.instructions.append(
             Relayout(ShardedValue(atom, source), wanted, steps, self._purpose(atom, source), "")
         )
@@ -154,8 +145,9 @@ class _Lowering:
         """Compute a recomputed value as it is read."""
         entry = self.recomputed[atom]
         assert entry.shape is not None
-        choice = st.produce(entry.shape, 0, without_partial(layout), self.context.mesh)
-        made = st.strategy(entry.shape, choice, self.context.mesh)
+        mesh = self.context.built.mesh
+        choice = st.produce(entry.shape, 0, without_partial(layout), mesh)
+        made = st.strategy(entry.shape, choice, mesh)
         self._compute(entry, made, movable=True)
         return made.results[0]
 
@@ -204,18 +196,18 @@ class _Lowering:
         )
         results = tuple(ShardedValue(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
         self.instructions.append(Compute(eqn, operands, results, once, task, movable))
-        for version, layout in zip(results, chosen.results, strict=True):
+        self._define_results(results, chosen.results)
+
+    def _define_results(self, made: Sequence[ShardedValue], layouts: Sequence[Layout]) -> None:
+        """Bring each value to the layout that all who read it start from."""
+        for version, layout in zip(made, layouts, strict=True):
             if isinstance(version.atom, jex_core.DropVar):
                 continue
             self.define(version)
-            self._complete(version, layout)
-
-    def _complete(self, version: ShardedValue, layout: Layout) -> None:
-        """Bring a value to the layout that all who read it start from."""
-        if layout != version.layout:
-            self.get(version.atom, layout)
-            self.versions[version.atom].remove(version.layout)
-            self.unreduced.add(version)
+            if layout != version.layout:
+                self.get(version.atom, layout)
+                self.versions[version.atom].remove(version.layout)
+                self.unreduced.add(version)
 
     def _small(self, entry: Entry) -> None:
         """Scalars: partial sums pass through what is linear in them, else they are completed."""
@@ -227,7 +219,8 @@ class _Lowering:
         axes = tuple(sorted({a for i in partial for a, _ in homes[i].partial}))
         linear = next((s for s in shape.linear if partial and sums and partial <= s), frozenset())
         unreduced = tuple((a, "sum") for a in axes) if linear else ()
-        chosen = st.strategy(shape, (st.REPLICATE,) * len(self.context.mesh), self.context.mesh)
+        mesh = self.context.built.mesh
+        chosen = st.strategy(shape, (st.REPLICATE,) * len(mesh), mesh)
         operands = tuple(
             layout._replace(partial=unreduced) if i in linear else layout
             for i, layout in enumerate(chosen.operands)
@@ -244,13 +237,11 @@ class _Lowering:
                 why="on several devices it would run several times.",
                 hint="return the value from the step and call the host after it.",
             )
-        whole = st.Strategy(
-            (),
-            tuple(replicated(len(aval_shape(v))) for v in eqn.invars),
-            tuple(replicated(len(aval_shape(v))) for v in eqn.outvars),
-            1,
-            tuple(replicated(len(aval_shape(v))) for v in eqn.outvars),
+        operands, results = (
+            tuple(replicated(len(aval_shape(v))) for v in values)
+            for values in (eqn.invars, eqn.outvars)
         )
+        whole = st.Strategy((), operands, results, 1, results)
         self._compute(entry, whole, once=bool(eqn.effects))
 
     def _scan(self, entry: Entry) -> None:
@@ -272,12 +263,11 @@ class _Lowering:
         block = Block(inputs, tuple(lowering.instructions), outs)
         task = self.context.task(eqn)
         self.instructions.append(Loop(eqn, operands, results, block, task))
-        for version, node in zip(results, entry.completions, strict=True):
-            if isinstance(version.atom, jex_core.DropVar):
-                continue
-            self.define(version)
-            if node is not None:
-                self._complete(version, self.context.layout(node))
+        completed = [
+            made.layout if node is None else self.context.layout(node)
+            for made, node in zip(results, entry.completions, strict=True)
+        ]
+        self._define_results(results, completed)
 
     def _boundaries(self, variables: Sequence[Var], nodes: Sequence[int | None]) -> list[Layout]:
         """Layouts of what enters or leaves a body; what no node decides is replicated."""
@@ -344,6 +334,4 @@ class _Lowering:
         results = tuple(ShardedValue(v, x) for v, x in zip(eqn.outvars, layouts, strict=True))
         task = self.context.task(eqn)
         self.instructions.append(Branch(eqn, index, tuple(operands), results, tuple(blocks), task))
-        for version in results:
-            if not isinstance(version.atom, jex_core.DropVar):
-                self.define(version)
+        self._define_results(results, layouts)

@@ -24,11 +24,11 @@ from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
     Loop,
-    Relayout,
     ShardedValue,
     SpmdProgram,
     is_literal,
     reads,
+    writes,
 )
 
 # Instructions over which an elementwise value is taken to be fused into its reader.
@@ -57,22 +57,17 @@ def peak(program: SpmdProgram, names: dict[Var, str], donated: Sequence[bool]) -
     return _block_peak(program.block, program.mesh, names, set(kept))
 
 
-def _made(instruction: Instruction) -> tuple[ShardedValue, ...]:
-    """All results: one that nothing reads takes memory as well."""
-    return (instruction.target,) if isinstance(instruction, Relayout) else instruction.results
-
-
 def _block_peak(
     block: Block, mesh: tuple[int, ...], names: dict[Var, str], kept: set[ShardedValue]
 ) -> MemoryPeak:
     instructions = block.instructions
     end = len(instructions)
     last: dict[ShardedValue, int] = {}
-    readers: dict[ShardedValue, list[int]] = defaultdict(list)
+    readers: dict[ShardedValue, list[Instruction]] = defaultdict(list)
     for time, instruction in enumerate(instructions):
         for version in reads(instruction):
             last[version] = time
-            readers[version].append(time)
+            readers[version].append(instruction)
     for version in (*(v for v in block.outputs if not is_literal(v)), *kept):
         last[version] = end
     free_at: dict[int, list[ShardedValue]] = defaultdict(list)
@@ -83,10 +78,11 @@ def _block_peak(
     best, best_alive = total, dict(alive)
     for time, instruction in enumerate(instructions):
         inner = _inner_peak(instruction, mesh, names)
-        for version in _made(instruction):
+        for version in writes(instruction):
             if version not in last or version in alive:
                 continue
-            if _is_fused(instruction, version, time, readers[version], last[version], instructions):
+            is_near = last[version] < end and last[version] - time <= FUSION_REACH
+            if is_near and _is_fused(instruction, readers[version]):
                 continue
             alive[version] = local_bytes(version, mesh)
             total += alive[version]
@@ -113,12 +109,9 @@ def _inner_peak(
     instruction: Instruction, mesh: tuple[int, ...], names: dict[Var, str]
 ) -> MemoryPeak:
     """What a loop's or branch's body needs beside its operands and results."""
+    bodies = instruction.blocks if isinstance(instruction, Branch) else ()
     if isinstance(instruction, Loop):
-        bodies = [instruction.body]
-    elif isinstance(instruction, Branch):
-        bodies = list(instruction.blocks)
-    else:
-        return MemoryPeak(0, ())
+        bodies = (instruction.body,)
     worst = MemoryPeak(0, ())
     for body in bodies:
         found = _block_peak(body, mesh, names, set())
@@ -129,21 +122,10 @@ def _inner_peak(
     return worst
 
 
-def _is_fused(
-    instruction: Instruction,
-    version: ShardedValue,
-    time: int,
-    readers: list[int],
-    last: int,
-    instructions: Sequence[Instruction],
-) -> bool:
+def _is_fused(instruction: Instruction, readers: Sequence[Instruction]) -> bool:
     if not isinstance(instruction, Compute) or instruction.eqn.primitive.name in UNFUSED:
         return False
-    if last - time > FUSION_REACH:
-        return False
     return all(
-        isinstance(reader := instructions[t], Compute)
-        and reader.eqn.primitive.name not in UNFUSED - ENDS_FUSION
-        for t in readers
-        if t < len(instructions)
-    ) and last < len(instructions)
+        isinstance(reader, Compute) and reader.eqn.primitive.name not in UNFUSED - ENDS_FUSION
+        for reader in readers
+    )

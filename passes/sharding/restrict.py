@@ -61,7 +61,9 @@ class Restriction:
         if math.prod(shape) <= 1 or is_key(var.aval):
             return (whole,)
         if label.role == "batch":
-            return self._batch_layouts(shape, label.batch_axis, mesh)
+            if self.method in ONE_AXIS_METHODS:
+                return (_cut_along(shape, label.batch_axis),)
+            return all_layouts(shape, mesh)
         if label.role != "state":
             return (whole,)
         if self.method in ONE_AXIS_METHODS:
@@ -73,32 +75,23 @@ class Restriction:
             return (whole,)
         return all_layouts(shape, mesh)
 
-    def _batch_layouts(
-        self, shape: tuple[int, ...], axis: int | None, mesh: tuple[int, ...]
-    ) -> tuple[Layout, ...]:
-        if self.method not in ONE_AXIS_METHODS:
-            return all_layouts(shape, mesh)
-        if axis is None:
-            return (replicated(len(shape)),)
-        cut = Layout(tuple((0,) if d == axis else () for d in range(len(shape))))
-        return (cut,)
-
     def allowed_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
         """Factors that an equation may cut; None: all of them."""
         if self.method not in ONE_AXIS_METHODS:
             return None
         factors = {
-            outer_factor(shape.rule, value, dim)
+            factor
             for atom, value in zip(eqn.invars, shape.rule.operands, strict=True)
             for dim in self._dims(atom)
-        } - {None}
+            if (factor := outer_factor(shape.rule, value, dim)) is not None
+        }
         # Optimizers work on whole values in data parallelism; masks and random bits on any part.
         if not factors and (
             self.method != "data"
             or not any(not isinstance(v, Literal) and v in self.from_state for v in eqn.invars)
         ):
             return None
-        return frozenset(f for f in factors if f is not None)
+        return frozenset(factors)
 
     def must_divide(self, eqn: JaxprEqn) -> bool:
         """Whether an equation on the batch must cut it where it can: data parallelism and ZeRO."""
@@ -188,7 +181,11 @@ def largest_dim_cut(shape: Sequence[int], mesh: tuple[int, ...]) -> Layout:
         key=lambda d: (shape[d], -d),
         default=None,
     )
-    return Layout(tuple((0,) if d == best else () for d in range(len(shape))))
+    return _cut_along(shape, best)
+
+
+def _cut_along(shape: Sequence[int], dim: int | None) -> Layout:
+    return Layout(tuple((0,) if d == dim else () for d in range(len(shape))))
 
 
 def resolve_pins(

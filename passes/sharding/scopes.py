@@ -67,7 +67,6 @@ class Assigned:
 class LiveRange:
     """When an assigned value is alive: from its definition to its last use, in equations walked."""
 
-    name: str
     first: int
     last: int
     fused: bool
@@ -78,7 +77,6 @@ class Recomputed:
     """A value that is computed in whatever layout it is read: its equation and operands' values."""
 
     shape: Shape
-    result: int
     operands: tuple[ScopeValue | None, ...]
 
 

@@ -7,12 +7,12 @@ runtime read the same list, so what is priced and printed is what runs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax.extend import core as jex_core
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Task
@@ -103,24 +103,17 @@ class SpmdProgram:
     block: Block
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self.block, self.axis_names, _Names(), ""))
+        # Short, stable names for variables, in the order in which they are printed.
+        names: dict[Atom, str] = defaultdict(lambda: f"v{len(names)}")
+        return "\n".join(_lines(self.block, self.axis_names, names, ""))
 
 
-class _Names:
-    """Short, stable names for variables, in the order in which they are printed."""
+def _lines(
+    block: Block, axes: tuple[str, ...], names: dict[Atom, str], indent: str
+) -> Iterator[str]:
+    def name(atom: Atom) -> str:
+        return str(atom.val) if isinstance(atom, Literal) else names[atom]
 
-    def __init__(self) -> None:
-        self.known: dict[Var, str] = {}
-
-    def __call__(self, atom: Atom) -> str:
-        if isinstance(atom, jex_core.Literal):
-            return str(atom.val)
-        if atom not in self.known:
-            self.known[atom] = f"v{len(self.known)}"
-        return self.known[atom]
-
-
-def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> Iterator[str]:
     def show(versions: tuple[ShardedValue, ...]) -> str:
         return " ".join(
             f"{name(v.atom)}:{v.atom.aval.str_short()}{describe(v.layout, axes)}" for v in versions
@@ -137,12 +130,12 @@ def _lines(block: Block, axes: tuple[str, ...], name: _Names, indent: str) -> It
             yield f"{indent}{show(i.results)} = {i.eqn.primitive.name} {show(i.operands)}{once}"
         elif isinstance(i, Loop):
             yield f"{indent}{show(i.results)} = scan x{i.eqn.params['length']} {show(i.operands)}"
-            yield from _lines(i.body, axes, name, indent + "    ")
+            yield from _lines(i.body, axes, names, indent + "    ")
         else:
             yield f"{indent}{show(i.results)} = cond {show((i.index,))} {show(i.operands)}"
             for number, inner in enumerate(i.blocks):
                 yield f"{indent}  branch {number}"
-                yield from _lines(inner, axes, name, indent + "    ")
+                yield from _lines(inner, axes, names, indent + "    ")
     yield f"{indent}out {show(block.outputs)}"
 
 

@@ -106,15 +106,13 @@ def completed(
     return variants
 
 
-def is_valid(shape: Shape, choice: Choice, mesh: Sequence[int]) -> bool:
-    """Whether every cut factor may be cut and divides evenly."""
-    parts: dict[int, int] = {}
-    for axis, picked in enumerate(choice):
-        if picked >= 0:
-            if not shape.cuttable[picked]:
-                return False
-            parts[picked] = parts.get(picked, 1) * mesh[axis]
-    return all(shape.rule.factors[f].size % n == 0 for f, n in parts.items())
+def _divides(rule: FactorRule, choice: Choice, mesh: Sequence[int]) -> bool:
+    """Whether every cut factor divides evenly."""
+    return all(
+        rule.factors[f].size % num_parts((a for a, p in enumerate(choice) if p == f), mesh) == 0
+        for f in {*choice}
+        if f >= 0
+    )
 
 
 def choices(shape: Shape, mesh: Sequence[int], *, linear: bool) -> list[Choice]:
@@ -122,14 +120,12 @@ def choices(shape: Shape, mesh: Sequence[int], *, linear: bool) -> list[Choice]:
     factors = [f for f, ok in enumerate(shape.cuttable) if ok]
     sets = [LINEAR - k for k in range(len(shape.linear))] if linear else []
     options = [[REPLICATE] if size == 1 else [REPLICATE, *factors, *sets] for size in mesh]
-    return [c for c in itertools.product(*options) if is_valid(shape, c, mesh)]
+    return [c for c in itertools.product(*options) if _divides(shape.rule, c, mesh)]
 
 
 def follow(shape: Shape, lead: int, layout: Layout, mesh: Sequence[int]) -> Choice:
     """The choice that takes operand `lead` as it lies, as far as the rule allows."""
-    picked = [REPLICATE] * len(mesh)
-    value = shape.rule.operands[lead]
-    _take_dims(shape, value, layout, picked, mesh)
+    picked = _take_dims(shape, shape.rule.operands[lead], layout, mesh)
     for axis, monoid in layout.partial:
         if monoid == "sum":
             position = next((k for k, s in enumerate(shape.linear) if lead in s), None)
@@ -140,17 +136,12 @@ def follow(shape: Shape, lead: int, layout: Layout, mesh: Sequence[int]) -> Choi
 
 def produce(shape: Shape, result: int, layout: Layout, mesh: Sequence[int]) -> Choice:
     """The choice that leaves a result in `layout`, as far as the rule allows (for `pass`)."""
+    return tuple(_take_dims(shape, shape.rule.results[result], layout, mesh))
+
+
+def _take_dims(shape: Shape, value: ValueFactors, layout: Layout, mesh: Sequence[int]) -> list[int]:
     picked = [REPLICATE] * len(mesh)
-    _take_dims(shape, shape.rule.results[result], layout, picked, mesh)
-    return tuple(picked)
-
-
-def _take_dims(
-    shape: Shape, value: ValueFactors, layout: Layout, picked: list[int], mesh: Sequence[int]
-) -> None:
     for dim, axes in enumerate(layout.dims):
-        if not axes:
-            continue
         factor = outer_factor(shape.rule, value, dim)
         if factor is None or not shape.cuttable[factor]:
             continue
@@ -160,3 +151,4 @@ def _take_dims(
             if shape.rule.factors[factor].size % parts:
                 break
             picked[axis] = factor
+    return picked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -60,10 +59,10 @@ class StrategyGraphBuilder:
         self._ids: dict[tuple[Layout, ...], int] = {}
 
     def assigned(
-        self, node: int, layouts: tuple[Layout, ...], var: Var, name: str, fused: bool = False
+        self, node: int, layouts: tuple[Layout, ...], var: Var, fused: bool = False
     ) -> Assigned:
         """A value that `node` decides, alive from now on."""
-        live = LiveRange(name, self.built.time, self.built.time, fused)
+        live = LiveRange(self.built.time, self.built.time, fused)
         value = Assigned(node, layouts, aval_shape(var), itemsize(var.aval), live)
         self.built.values.append(value)
         return value
@@ -71,8 +70,8 @@ class StrategyGraphBuilder:
     def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: int) -> int:
         """A node that decides the layout of one value that enters or leaves a scope."""
         layouts = tuple(layouts)
-        node = Node(label, source, len(layouts), layouts, times, [0.0] * len(layouts))
-        self.built.nodes.append(node)
+        count = len(layouts)
+        self.built.nodes.append(Node(label, source, count, layouts, times, [0.0] * count))
         return len(self.built.nodes) - 1
 
     def link(self, value: ScopeValue, wanted: Sequence[Layout], node: int, times: int) -> None:
@@ -87,7 +86,7 @@ class StrategyGraphBuilder:
                     self.link(operand, reads, node, times)
 
     def _project(self, value: Recomputed, position: int, layout: Layout) -> Layout:
-        choice = st.produce(value.shape, value.result, layout, self.mesh)
+        choice = st.produce(value.shape, 0, layout, self.mesh)
         return self.strategy(value.shape, choice).operands[position]
 
     def _link_assigned(
@@ -170,6 +169,5 @@ class StrategyGraphBuilder:
 
 
 def _unique(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
-    positions: dict[Layout, int] = defaultdict(lambda: len(positions))
-    index = [positions[layout] for layout in layouts]
-    return list(positions), index
+    positions = {layout: i for i, layout in enumerate(dict.fromkeys(layouts))}
+    return list(positions), [positions[layout] for layout in layouts]
