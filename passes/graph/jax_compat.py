@@ -204,12 +204,8 @@ def typed_array(numbers: Any, aval: Any) -> Any:
     return _TypedNdArray(numbers, aval)
 
 
-def _typed_array_class() -> Any:
-    try:
-        from jax._src.literals import TypedNdArray
-    except ImportError:  # other releases may not have it
-        return None
-    return TypedNdArray
-
-
-_TypedNdArray = _typed_array_class()
+_TypedNdArray: Any
+try:
+    from jax._src.literals import TypedNdArray as _TypedNdArray
+except ImportError:  # other releases may not have it
+    _TypedNdArray = None

@@ -7,8 +7,7 @@ goes: how a program is sharded is what autopar decides.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -22,29 +21,23 @@ from autopar.passes.graph.graph import map_inner_jaxprs
 _SHARDING_PARAMS = {"sharding", "out_sharding"}
 
 
-@contextlib.contextmanager
-def logical_shapes() -> Iterator[None]:
+def logical_shapes() -> AbstractContextManager[Any]:
     """Within it, all axes of a mesh that the user has set are Auto: types hold no sharding.
 
     The mesh itself stays, so that `with_sharding_constraint(x, P("data"))` finds its axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        yield
-        return
+        return nullcontext()
     auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
-    with jax.sharding.use_abstract_mesh(auto):
-        yield
+    return jax.sharding.use_abstract_mesh(auto)
 
 
-@contextlib.contextmanager
-def no_mesh() -> Iterator[None]:
+def no_mesh() -> AbstractContextManager[Any]:
     """Within it, there is no mesh in the context."""
     if jax.sharding.get_abstract_mesh().empty:
-        yield
-        return
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        yield
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:

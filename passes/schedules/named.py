@@ -29,11 +29,7 @@ TaskLists = list[list[Task]]
 
 def gpipe(num_meshes: int, num_microbatches: int) -> TaskLists:
     """All forward passes, then all backward passes (Huang et al., arXiv:1811.06965)."""
-    return [
-        [Task("F", mesh, i) for i in range(num_microbatches)]
-        + [Task("B", mesh, i) for i in range(num_microbatches)]
-        for mesh in range(num_meshes)
-    ]
+    return _alternating(num_meshes, num_microbatches, lambda mesh: num_microbatches)
 
 
 def inference(num_meshes: int, num_microbatches: int, num_chunks: int = 1) -> TaskLists:

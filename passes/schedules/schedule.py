@@ -88,10 +88,8 @@ class Schedule:
             return (Task("F", stage - 1, microbatch),) if stage > 0 else ()
         if kind == "W":
             return (Task("B", stage, microbatch),)
-        below = (Task("F", stage, microbatch),)
-        if stage + 1 < self.num_stages:
-            return (*below, Task("B", stage + 1, microbatch))
-        return below
+        above = (Task("B", stage + 1, microbatch),) if stage + 1 < self.num_stages else ()
+        return (Task("F", stage, microbatch), *above)
 
     def __str__(self) -> str:
         chunked = len(set(self.mesh_of_stage)) < self.num_stages

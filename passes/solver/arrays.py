@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.passes.solver.flat import Tables
 from autopar.passes.solver.model import Model
 from autopar.passes.solver.problem import Integers
 
@@ -128,9 +129,8 @@ def flatten(model: Model) -> Arrays:
     level = level[by_level]
     place = {u: i for i, u in enumerate(names.tolist())}
     levels = int(level.max(initial=-1)) + 1
-    sizes = np.array([len(model.cost_of(u)) for u in names.tolist()], np.int64)
-    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    exact = _concatenated([model.cost_of(u) for u in names.tolist()])
+    costs = Tables.of([model.cost_of(u) for u in names.tolist()])
+    first, sizes = costs.first, np.diff(costs.first)
     pairs: list[tuple[int, int]] = []
     for u in model.checked(order):
         pairs += [(place[u], place[v]) for v in model.edges[u] if place[u] < place[v]]
@@ -147,7 +147,7 @@ def flatten(model: Model) -> Arrays:
             for i, j in zip(names[near].tolist(), names[far].tolist(), strict=True)
         ]
         model.check()
-        cells = _concatenated([matrix.ravel() for matrix in matrices])
+        cells = Tables.of(matrices).cells
         model.check()
         slot_edge = np.repeat(np.arange(len(edges)), sizes[near])
         slot_size = sizes[far][slot_edge]
@@ -191,8 +191,8 @@ def flatten(model: Model) -> Arrays:
         names=names,
         first=first,
         owner=np.repeat(np.arange(len(names)), sizes),
-        costs=exact.astype(np.float64),
-        exact=exact,
+        costs=costs.cells.astype(np.float64),
+        exact=costs.cells,
         level_nodes=np.searchsorted(level, np.arange(levels + 1)),
         around=both[np.argsort(both[:, 0], kind="stable"), 1],
         around_first=np.searchsorted(np.sort(both[:, 0]), np.arange(len(names) + 1)),
@@ -200,10 +200,10 @@ def flatten(model: Model) -> Arrays:
         low=low,
         high=high,
         row_node=row_node,
-        row_start=_concatenated([r.starts for _, r in rows]),
-        row_end=_concatenated([r.ends for _, r in rows]),
+        row_start=Tables.of([r.starts for _, r in rows]).cells,
+        row_end=Tables.of([r.ends for _, r in rows]).cells,
         row_first=row_first[:-1],
-        usage=_concatenated([r.usage.ravel() for _, r in rows]).astype(np.float64),
+        usage=Tables.of([r.usage for _, r in rows]).cells.astype(np.float64),
         usage_row=usage_row,
         usage_strategy=first[row_node][usage_row] + within,
         room=room,
@@ -231,7 +231,3 @@ def _slots_by_edge(near: Integers, sizes: Integers) -> Integers:
     starts = np.zeros(len(near), np.int64)
     starts[edges[1:]] = np.cumsum(sizes[near[edges]])[:-1]
     return starts
-
-
-def _concatenated(parts: list[Integers]) -> Integers:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -6,6 +6,8 @@ multiples of a power of two first, and everything after that is exact.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from autopar.passes.solver.dual import Dual
@@ -38,10 +40,8 @@ def certified_bound(dual: Dual) -> int:
         int(price) * int(room)
         for price, room in zip(_rounded(dual.prices), arrays.room.tolist(), strict=True)
     )
-    # Rounded up, as it is subtracted; the bound itself may be, as costs are integers.
-    total -= (
-        -((-paid) >> (PRICE_BITS - bits)) if bits <= PRICE_BITS else paid << (bits - PRICE_BITS)
-    )
+    # The bound itself may be rounded up, as costs are integers.
+    total += _in_units(-paid, bits)
     return -((-total) >> bits)
 
 
@@ -68,9 +68,12 @@ def _price_costs(dual: Dual, bits: int) -> Integers:
     row_price = arrays.in_rows(_rounded(dual.prices))
     amounts = arrays.usage.astype(np.int64).astype(object) * row_price[arrays.usage_row]
     np.add.at(costs, arrays.usage_strategy, amounts)
-    if bits <= PRICE_BITS:
-        return (costs >> (PRICE_BITS - bits)).astype(np.int64)
-    return (costs << (bits - PRICE_BITS)).astype(np.int64)
+    return _in_units(costs, bits).astype(np.int64)
+
+
+def _in_units(paid: Any, bits: int) -> Any:
+    """What prices make, in units of `2^-PRICE_BITS`, rounded down to units of `2^-bits`."""
+    return paid >> (PRICE_BITS - bits) if bits <= PRICE_BITS else paid << (bits - PRICE_BITS)
 
 
 def _rounded(prices: np.ndarray) -> np.ndarray:

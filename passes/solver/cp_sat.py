@@ -133,5 +133,5 @@ def memory_terms(model: Model) -> list[tuple[list[tuple[int, int]], list[int], i
                     amounts[point] += usage[used].tolist()
     room = (model.limit - model.base).tolist()
     if min(room, default=0) < 0:
-        raise Contradiction(int(model.base.max()), int(model.base.argmax()))
+        raise Contradiction
     return list(zip(terms, amounts, room, strict=True))

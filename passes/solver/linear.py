@@ -127,8 +127,7 @@ def relaxation(
     parameters = mathopt.SolveParameters(lp_algorithm=mathopt.LPAlgorithm.DUAL_SIMPLEX)
     if work_limit < math.inf:
         parameters.iteration_limit = max(1, int(work_limit / each))
-    left = time_limit - (time.monotonic() - start)
-    result = _solved(program, mathopt.SolverType.GLOP, parameters, left)
+    result = _solved(program, mathopt.SolverType.GLOP, parameters, start + time_limit)
     work = each * result.solve_stats.simplex_iterations + BUILD_WORK * size
     value, prices, choice = None, None, None
     low, high = np.zeros(len(dual.low)), np.zeros(len(dual.high))
@@ -183,8 +182,7 @@ def best_in_core(
         node_limit=branches,
     )
     parameters.gscip.int_params.update(SCIP_PARAMETERS)
-    left = time_limit - (time.monotonic() - start)
-    result = _solved(program, mathopt.SolverType.GSCIP, parameters, left)
+    result = _solved(program, mathopt.SolverType.GSCIP, parameters, start + time_limit)
     branched = BRANCH_SECONDS * result.solve_stats.node_count
     work = len(pairs) * (branched + ROOT_SECONDS * len(pairs))
     solved = result.termination.reason == mathopt.TerminationReason.OPTIMAL.value
@@ -298,12 +296,12 @@ def _solved(
     program: model_pb2.ModelProto,
     solver: mathopt.SolverType,
     parameters: mathopt.SolveParameters,
-    seconds: float,
+    deadline: float,
 ) -> result_pb2.SolveResultProto:
-    """The result, as a message, of what may take these seconds."""
+    """The result, as a message, of what may take until the deadline."""
     from ortools.math_opt.python import mathopt
 
-    if seconds < math.inf:
-        parameters.time_limit = timedelta(seconds=max(0.001, seconds))
+    if deadline < math.inf:
+        parameters.time_limit = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     model = mathopt.Model.from_model_proto(program)
     return mathopt.solve(model, solver, params=parameters).to_proto()

@@ -73,12 +73,7 @@ class Eliminated:
 
 
 class Contradiction(Exception):
-    """No assignment is left; `usage` and `point` say where memory made that certain, if it did."""
-
-    def __init__(self, usage: int | None = None, point: int | None = None) -> None:
-        super().__init__("no assignment is left")
-        self.usage = usage
-        self.point = point
+    """No assignment is left."""
 
 
 def saturated(costs: Integers) -> Integers:
@@ -115,12 +110,11 @@ class Model:
             else:
                 self.add_edge(u, v, matrices[e].reshape(edge_costs[e].shape))
         self.limit: int | None = None
-        if with_memory and problem.usage_limit is not None:
-            self.limit = min(problem.usage_limit, LARGEST_LIMIT)
         self.memory: list[list[Rows]] = [[] for _ in range(problem.num_nodes)]
         self.base: Integers = np.zeros(0, np.int64)
         self.times: list[tuple[int, int]] = []
-        if self.limit is not None:
+        if with_memory and problem.usage_limit is not None:
+            self.limit = min(problem.usage_limit, LARGEST_LIMIT)
             self._start_memory(problem)
 
     def _internal(self, tables: Tables) -> Tables:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autopar.passes.solver.arrays import Arrays, Floats, flatten
+from autopar.passes.solver.ascent import sweep_work
 from autopar.passes.solver.budget import Budget
 from autopar.passes.solver.cp_sat import solve_cp_sat
 from autopar.passes.solver.dual import Dual
@@ -137,7 +138,7 @@ class Neighbourhoods:
         dual = Dual(arrays, np.array([prices[time] for time in small.times]))
         for sweep in range(10):
             dual.sweep(sweep % 2 == 0)
-        budget.spend(14 * (1e-8 * len(arrays.low.cells) + 6e-5 * arrays.num_levels))
+        budget.spend(14 * sweep_work(arrays))
         less = excluded(small, dual, float(upper - 1 - small.offset), stop)
         relaxed = less.without_memory()
         if not reduce(relaxed, stop=stop) or budget.exhausted:
@@ -186,7 +187,7 @@ def contributions(dual: Dual, choice: Integers) -> Floats:
 def restricted(model: Model, arrays: Arrays, choice: Integers, nodes: list[int]) -> Model:
     """The model of some nodes, numbered from 0, when all others keep their choice."""
     small = object.__new__(Model)
-    small.check = model.check
+    small.__dict__.update(model.__dict__)  # the limit, the times and the check are the same
     names = [int(arrays.names[i]) for i in nodes]
     place = {u: k for k, u in enumerate(names)}
     small.num_nodes = len(names)
@@ -207,9 +208,7 @@ def restricted(model: Model, arrays: Arrays, choice: Integers, nodes: list[int])
                 small.edges[place[v]][k] = model.edges[v][u]
                 small.dirty_edges.add((k, place[v]))
         small.costs.append(costs)
-    small.limit = model.limit
     small.memory = [model.memory[u] for u in names]
-    small.times = model.times
     used = arrays.profile(choice).astype(np.int64)
     for i in nodes:
         for row in range(arrays.node_rows[i], arrays.node_rows[i + 1]):

@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solver.budget import Stop, never
-from autopar.passes.solver.model import INFINITE, Contradiction, Model
+from autopar.passes.solver.model import INFINITE, Model
 from autopar.passes.solver.problem import Integers
 from autopar.passes.solver.time_axis import compress_time
 from autopar.passes.solver.usage_rows import disjoint
@@ -44,7 +46,8 @@ def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
     compress_time(model)
     while True:
         if not _settle(model, dominance, stop):
-            _drop_forbidden(model)
+            for u in model.checked(model.nodes):
+                _drop_forbidden(model, u)
             return False
         before = len(model.base), sum(len(model.cost_of(u)) for u in model.nodes)
         compress_time(model)
@@ -54,12 +57,13 @@ def reduce(model: Model, *, dominance: bool = True, stop: Stop = never) -> bool:
             return True
 
 
-def _drop_forbidden(model: Model) -> None:
+def _drop_forbidden(model: Model, u: int) -> bool:
     """Drops strategies of infinite cost, as `reduce` may leave some when it ends early."""
-    for u in model.checked(model.nodes):
-        finite = np.flatnonzero(model.cost_of(u) < INFINITE)
-        if len(finite) < len(model.cost_of(u)):
-            model.keep(u, finite)
+    finite = np.flatnonzero(model.cost_of(u) < INFINITE)
+    dropped = len(finite) < len(model.cost_of(u))
+    if dropped:
+        model.keep(u, finite)
+    return dropped
 
 
 def _settle(model: Model, dominance: bool, stop: Stop) -> bool:
@@ -97,21 +101,18 @@ def _look_at_edge(model: Model, u: int, v: int) -> None:
     matrix = model.edges[u][v]
     finite = matrix < INFINITE
     if finite.all():
-        first = matrix[:, :1]
-        if matrix[-1, -1] - first[-1, 0] != matrix[0, -1] - matrix[0, 0]:
-            return
-        if (matrix - first == matrix[0] - matrix[0, 0]).all():
+        first, row = matrix[:, :1], matrix[0] - matrix[0, 0]
+        if matrix[-1, -1] - first[-1, 0] == row[-1] and (matrix - first == row).all():
             model.remove_edge(u, v)
             model.add_costs(u, first[:, 0])
-            model.add_costs(v, matrix[0] - matrix[0, 0] - int((matrix[0] - matrix[0, 0]).min()))
-            model.offset += int((matrix[0] - matrix[0, 0]).min())
+            model.add_costs(v, row - int(row.min()))
+            model.offset += int(row.min())
         return
     per_row, per_column = finite.sum(axis=1), finite.sum(axis=0)
-    if not per_row.all() or not per_column.all():
-        if not per_row.all():
-            model.keep(u, np.flatnonzero(per_row))
-        if not per_column.all():
-            model.keep(v, np.flatnonzero(per_column))
+    empty = [(end, kept) for end, kept in ((u, per_row), (v, per_column)) if not kept.all()]
+    for end, kept in empty:
+        model.keep(end, np.flatnonzero(kept))
+    if empty:
         return
     to_v, to_u = int(per_row.max()) == 1, int(per_column.max()) == 1
     if to_v and to_u:
@@ -134,21 +135,16 @@ def _merge_pays(model: Model, v: int, u: int) -> bool:
 def _look_at_node(model: Model, u: int) -> bool:
     """Whether the node went or changed, so that there is no more to do with it now."""
     costs = model.cost_of(u)
-    finite = np.flatnonzero(costs < INFINITE)
-    if len(finite) < len(costs):
-        model.keep(u, finite)
+    if _drop_forbidden(model, u):
         return True
     if len(costs) == 1:
         model.fix(u)
         return True
-    if model.memory[u] or len(model.edges[u]) > 2:
+    around = [matrix.shape[1] for matrix in model.edges[u].values()]
+    if model.memory[u] or len(around) > 2:
         return False
-    if len(model.edges[u]) == 2:
-        cells = len(costs)
-        for matrix in model.edges[u].values():
-            cells *= matrix.shape[1]
-        if cells > ELIMINATION_CELLS:
-            return False
+    if len(around) == 2 and len(costs) * math.prod(around) > ELIMINATION_CELLS:
+        return False
     model.eliminate(u)
     return True
 
@@ -161,8 +157,7 @@ def drop_dominated(model: Model, u: int) -> None:
     pairs: NDArray[np.bool_] = ~np.eye(count, dtype=bool)
     if model.memory[u]:
         usage = disjoint(model.memory[u]).usage
-        model_cells = count * count * len(usage)
-        if model_cells <= DOMINANCE_CELLS:
+        if count * count * len(usage) <= DOMINANCE_CELLS:
             pairs &= (usage[:, :, None] <= usage[:, None, :]).all(axis=0)
         else:
             for a in range(count):
@@ -225,7 +220,4 @@ def _drop_oversized(model: Model) -> None:
             )
             fits = (rows.usage <= left[:, None]).all(axis=0)
             if not fits.all():
-                if not fits.any():
-                    point = int(rows.starts[0])
-                    raise Contradiction(None, point)
                 model.keep(u, np.flatnonzero(fits))

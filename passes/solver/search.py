@@ -431,18 +431,16 @@ class _Solve:
         if peak is not None and (self.smallest_peak is None or peak.usage <= self.smallest_peak[0]):
             self.smallest_peak = peak.usage, peak.interval
         limit = self.problem.usage_limit
+        what = f"No assignment keeps within the usage limit of {limit}."
         if self.smallest_peak is None:
-            what = "No assignment was found in time."
-            if proven and (limit is None or not self.out_of_time()):
+            if not proven:
+                what = "No assignment was found in time."
+            elif limit is None or not self.out_of_time():
                 what = "Every assignment is forbidden."
-            elif proven:
-                what = f"No assignment keeps within the usage limit of {limit}."
             return Infeasible(what, proven=proven)
         usage, interval = self.smallest_peak
         lower_bound = None if peak is None else peak.lower_bound
-        if proven:
-            what = f"No assignment keeps within the usage limit of {limit}."
-        else:
+        if not proven:
             what = f"No assignment within the usage limit of {limit} was found in time."
         exact = usage == lower_bound
         return Infeasible(

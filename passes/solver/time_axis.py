@@ -43,29 +43,24 @@ def compress_time(model: Model) -> None:
         rows = disjoint(model.memory[u])
         least = rows.usage.min(axis=1)
         add_rows(model.base, rows.starts, rows.ends, least)
-        rows = Rows(rows.starts, rows.ends, rows.usage - least[:, None])
-        varied = rows.usage.any(axis=1)
-        if not varied.all():
-            rows = Rows(rows.starts[varied], rows.ends[varied], rows.usage[varied])
+        usage = rows.usage - least[:, None]
+        rows = Rows(rows.starts, rows.ends, usage).at(np.flatnonzero(usage.any(axis=1)))
         model.memory[u] = [rows] if len(rows.starts) else []
         spans.append((rows.starts, rows.ends, rows.usage.max(axis=1, initial=0)))
     if len(model.base) and int(model.base.max()) > model.limit:
-        point = int(model.base.argmax())
-        raise Contradiction(int(model.base[point]), point)
+        raise Contradiction
     points = len(model.base)
     starts, ends, largest = (np.concatenate(parts) for parts in zip(*spans, strict=True))
     binding = np.flatnonzero(model.base + over_points(starts, ends, largest, points) > model.limit)
     opened, closed = (np.cumsum(np.bincount(at, minlength=points)) for at in (starts, ends))
     kept = _maximal(binding, model.base, opened, closed)
-    place = np.searchsorted(kept, np.arange(len(model.base) + 1))
+    place = np.searchsorted(kept, np.arange(points + 1))
     _place_single(model, single, place)
     for u in others:
         for rows in model.memory[u]:
-            starts, ends = place[rows.starts], place[rows.ends]
-            alive = starts < ends
-            model.memory[u] = (
-                [Rows(starts[alive], ends[alive], rows.usage[alive])] if alive.any() else []
-            )
+            placed = Rows(place[rows.starts], place[rows.ends], rows.usage)
+            alive = np.flatnonzero(placed.starts < placed.ends)
+            model.memory[u] = [placed.at(alive)] if len(alive) else []
     model.base = model.base[kept]
     model.times = [model.times[i] for i in kept]
 
@@ -75,29 +70,19 @@ def _compress_single(model: Model) -> _Single:
     nodes = [
         u for u in model.nodes if len(model.memory[u]) == 1 and len(model.memory[u][0].starts) == 1
     ]
-    if not nodes:
-        nothing = np.zeros(0, np.int64)
-        return _Single([], nothing, nothing, nothing, [])
     rows = [model.memory[u][0] for u in nodes]
-    starts = np.concatenate([row.starts for row in rows])
-    ends = np.concatenate([row.ends for row in rows])
+    starts = Tables.of([row.starts for row in rows]).cells
+    ends = Tables.of([row.ends for row in rows]).cells
     usage = Tables.of([row.usage for row in rows])
     least = usage.least()
     model.base += over_points(starts, ends, least, len(model.base))
     largest = usage.most() - least
-    usage = Tables(usage.cells - np.repeat(least, np.diff(usage.first)), usage.first)
-    varied = np.flatnonzero(largest)
+    tables = Tables(usage.cells - np.repeat(least, np.diff(usage.first)), usage.first).split()
     for i in np.flatnonzero(largest == 0).tolist():
         model.memory[nodes[i]] = []
-    tables = usage.split()
-    kept = varied.tolist()
-    return _Single(
-        [nodes[i] for i in kept],
-        starts[varied],
-        ends[varied],
-        largest[varied],
-        [tables[i] for i in kept],
-    )
+    varied = np.flatnonzero(largest)
+    names, usages = [nodes[i] for i in varied], [tables[i] for i in varied]
+    return _Single(names, starts[varied], ends[varied], largest[varied], usages)
 
 
 def _place_single(model: Model, single: _Single, place: Integers) -> None:

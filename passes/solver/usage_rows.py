@@ -21,6 +21,10 @@ class Rows:
     def select(self, strategies: Integers) -> Rows:
         return Rows(self.starts, self.ends, self.usage[:, strategies])
 
+    def at(self, where: Integers) -> Rows:
+        """Those rows only."""
+        return Rows(self.starts[where], self.ends[where], self.usage[where])
+
 
 def disjoint(chunks: Sequence[Rows]) -> Rows:
     """The same usages as rows that do not overlap in time, adjacent equal ones joined."""
@@ -33,9 +37,7 @@ def disjoint(chunks: Sequence[Rows]) -> Rows:
     np.subtract.at(changes, np.searchsorted(breaks, rows.ends), rows.usage)
     first = np.flatnonzero(changes.any(axis=1))
     usage = np.cumsum(changes[first], axis=0)[:-1]
-    starts, ends = breaks[first[:-1]], breaks[first[1:]]
-    used = usage.any(axis=1)
-    return Rows(starts[used], ends[used], usage[used])
+    return Rows(breaks[first[:-1]], breaks[first[1:]], usage).at(np.flatnonzero(usage.any(axis=1)))
 
 
 def joined(chunks: Sequence[Rows]) -> Rows:
