@@ -83,10 +83,9 @@ def solve_cp_sat(
                     by_column[t].append(pair)
                     variables.append(pair)
                     weights.append(int(matrix[s, t]) >> shift)
-                for literal, row in zip(literals, by_row, strict=True):
-                    program.add_exactly_one([*row, literal.negated()])
-                for literal, column in zip(pick[v], by_column, strict=True):
-                    program.add_exactly_one([*column, literal.negated()])
+                both = zip([*literals, *pick[v]], [*by_row, *by_column], strict=True)
+                for literal, tied in both:
+                    program.add_exactly_one([*tied, literal.negated()])
     for terms, amounts, room in memory_terms(model):
         if is_late():
             return CpSatAnswer(None, 0, False, False)
@@ -97,10 +96,8 @@ def solve_cp_sat(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
-    if time_limit < math.inf:
-        solver.parameters.max_time_in_seconds = max(0.01, time_limit - (time.monotonic() - start))
-    if work_limit < math.inf:
-        solver.parameters.max_deterministic_time = max(0.0, work_limit / CP_SAT_SECONDS)
+    solver.parameters.max_time_in_seconds = max(0.01, time_limit - (time.monotonic() - start))
+    solver.parameters.max_deterministic_time = max(0.0, work_limit / CP_SAT_SECONDS)
     status = solver.solve(program)
     chosen = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -87,10 +87,9 @@ def eliminate(model: Model, order: EliminationOrder, stop: Stop = never) -> dict
         least = total.min(axis=-1)
         if least.min() >= INFINITE:
             raise Contradiction
-        if not step.neighbours:
-            continue
-        first = min(step.neighbours, key=position.__getitem__)
-        tables[first].append((step.neighbours, least))
+        if step.neighbours:
+            first = min(step.neighbours, key=position.__getitem__)
+            tables[first].append((step.neighbours, least))
     chosen: dict[int, int] = {}
     for step in reversed(order.steps):
         total = np.zeros(len(model.cost_of(step.node)), np.int64)

@@ -84,16 +84,15 @@ def _settle(model: Model, dominance: bool, stop: Stop) -> bool:
                 if stop():
                     model.dirty_nodes.update(nodes[i:])
                     return False
-                if model.costs[u] is not None and not _look_at_node(model, u):
+                if model.costs[u] is not None and not _look_at_node(model, u) and dominance:
                     candidates.add(u)
         else:
             nodes, candidates = sorted(candidates), set()
-            if dominance:
-                for u in nodes:
-                    if stop():
-                        return False
-                    if model.costs[u] is not None:
-                        drop_dominated(model, u)
+            for u in nodes:
+                if stop():
+                    return False
+                if model.costs[u] is not None:
+                    drop_dominated(model, u)
     return True
 
 

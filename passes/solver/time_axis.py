@@ -99,14 +99,8 @@ def _maximal(points: Integers, base: Integers, opened: Integers, closed: Integer
     """The points that no neighbouring point covers: rows only opened (or closed) in between."""
     kept: list[int] = []
     for point in points.tolist():
-        while kept:
-            last = kept[-1]
-            if closed[point] == closed[last] and base[last] <= base[point]:
-                kept.pop()
-                continue
-            if opened[point] != opened[last] or base[point] > base[last]:
-                kept.append(point)
-            break
-        else:
+        while kept and closed[point] == closed[kept[-1]] and base[kept[-1]] <= base[point]:
+            kept.pop()
+        if not kept or opened[point] != opened[kept[-1]] or base[point] > base[kept[-1]]:
             kept.append(point)
     return np.array(kept, np.int64)
