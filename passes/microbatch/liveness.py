@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.scans import ScanParts, WhileParts
@@ -33,6 +33,10 @@ class Body:
     steps: tuple[PhaseStep, ...]
     in_forms: tuple[Form, ...]
     out_forms: tuple[Form, ...]
+
+    @property
+    def reads(self) -> list[tuple[Var, Form]]:
+        return _present(self.jaxpr.invars, self.in_forms)
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,7 @@ def whole_step(eqn: JaxprEqn) -> PhaseStep:
 
 def asked(eqn: JaxprEqn, demand: Demand) -> list[set[Form]]:
     """The forms in which each result is asked for."""
-    none: set[Form] = set()
-    return [none if isinstance(v, DropVar) else demand.get(v, none) for v in eqn.outvars]
+    return [demand.get(var, set()) for var in eqn.outvars]
 
 
 def demand_body(forward: Forward, out_forms: Sequence[Form], context: Context) -> Body:
@@ -79,9 +82,8 @@ def demand_body(forward: Forward, out_forms: Sequence[Form], context: Context) -
     for eqn, decision in zip(reversed(jaxpr.eqns), reversed(forward.decisions), strict=True):
         forms = asked(eqn, demand)
         found = _body_steps(eqn, decision, forms, context) if any(forms) else []
-        for step in found:
-            for var, form in step.reads:
-                demand[var].add(form)
+        for var, form in (pair for step in found for pair in step.reads):
+            demand[var].add(form)
         steps += found
     in_forms = tuple(one_form(demand[var], forward.state(var).form) for var in jaxpr.invars)
     return Body(jaxpr, tuple(reversed(steps)), in_forms, tuple(out_forms))

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import DropVar, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.graph import variables
 from autopar.passes.graph.primitives import PULLED
@@ -100,7 +100,7 @@ class _Sweep:
 
     def visit(self, index: int, eqn: JaxprEqn, decision: Decision) -> None:
         forms = asked(eqn, self.loop_demand)
-        late = [not isinstance(var, DropVar) and var in self.late_demand for var in eqn.outvars]
+        late = [var in self.late_demand for var in eqn.outvars]
         if not any(forms) and not any(late):
             if eqn.effects:  # nobody asks for it, but its effect must happen, and happen once
                 place = self.after if decision.mode == "late" else self.before
@@ -183,21 +183,17 @@ class _Sweep:
         return replace(whole_step(eqn), result_forms=forms)
 
     def _barrier(self, eqn: JaxprEqn, forms: list[set[Form]], late: list[bool]) -> None:
-        before: list[set[Form]] = []
         within: list[set[Form]] = []
-        after: list[set[Form]] = []
-        for var, asked_for, wanted_late in zip(eqn.outvars, forms, late, strict=True):
-            early = WHOLE in asked_for
-            before.append({WHOLE} if early else set())
+        for var, asked_for in zip(eqn.outvars, forms, strict=True):
             rows = asked_for - {WHOLE}
-            if early:
-                own = WHOLE if isinstance(var, DropVar) else self.forward.states[var].form
+            if WHOLE in asked_for:
+                own = self.forward.states[var].form
                 self.slice(var, rows - {own})
                 rows &= {own}
             within.append(rows)
-            after.append({WHOLE} if wanted_late and not early else set())
-        for step in barrier_steps(eqn, before):
+        for step in barrier_steps(eqn, [asked_for & {WHOLE} for asked_for in forms]):
             self.before(step)
+        after = [{WHOLE} - asked_for if late[k] else set() for k, asked_for in enumerate(forms)]
         for step in barrier_steps(eqn, after):
             self.after(step)
         self.within(barrier_steps(eqn, within))
@@ -241,7 +237,7 @@ def _pulled(forward: Forward) -> frozenset[int]:
     for index, (eqn, decision) in enumerate(zip(jaxpr.eqns, forward.decisions, strict=True)):
         if decision.mode != "linear":
             for var in eqn.outvars:
-                if not isinstance(var, DropVar) and forward.states[var].kind == "partial":
+                if forward.states[var].kind == "partial":
                     cost[var], better[var] = _bytes(var), []
             continue
         operands = {v for v in variables(eqn.invars) if forward.states[v].kind == "partial"}

@@ -82,7 +82,7 @@ class _NewProgram:
         self, function: Callable[..., list[Any]], operands: Sequence[Var], results: Sequence[Var]
     ) -> list[JaxprEqn]:
         """Append the equations of a function that computes `results` from `operands`."""
-        closed = jax.make_jaxpr(function)(*(local_struct(v.aval, WHOLE, 1) for v in operands))
+        closed = jax.make_jaxpr(function)(*(local_struct(v.aval) for v in operands))
         flat = graphs.flatten(closed.jaxpr)
         # Slicing an equation may bring a few numbers with it; the program has no new inputs.
         for var, value in zip(flat.constvars, closed.consts, strict=True):
@@ -96,13 +96,13 @@ class _NewProgram:
                 names[inner] = outer
             else:
                 self.renamed[outer] = graphs.read_atom(names, inner)
-        made_eqns = []
-        for eqn in flat.eqns:
-            invars = [graphs.read_atom(names, atom) for atom in eqn.invars]
-            outvars = [graphs.read_atom(names, var) for var in eqn.outvars]
-            made_eqns.append(eqn.replace(invars=invars, outvars=outvars))
-        self.eqns += made_eqns
-        return made_eqns
+
+        def named(atoms: Sequence[Atom]) -> list[Atom]:
+            return [graphs.read_atom(names, atom) for atom in atoms]
+
+        new = [e.replace(invars=named(e.invars), outvars=named(e.outvars)) for e in flat.eqns]
+        self.eqns += new
+        return new
 
 
 def _spelled_out(value: Any) -> list[Any]:
@@ -118,12 +118,9 @@ def _wholes(variables: Sequence[Var], values: Sequence[Any]) -> Env:
 
 def _read_whole(phases: Phases) -> list[Var]:
     """The variables whose whole values the loop reads, to use or to slice them."""
-    made: set[tuple[Var, Form]] = {*phases.sliced}
-    read = [var for var, _ in phases.sliced]
-    for step in phases.loop:
-        made.update(step.makes)
-    read += [var for step in phases.loop for var, form in step.reads if (var, form) not in made]
-    return list(dict.fromkeys(read))
+    made: set[tuple[Var, Form]] = {*phases.sliced}.union(*(step.makes for step in phases.loop))
+    read = [pair for step in phases.loop for pair in step.reads if pair not in made]
+    return list(dict.fromkeys(var for var, _ in (*phases.sliced, *read)))
 
 
 def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
@@ -134,8 +131,7 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
     def body(carry: list[Any], xs: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         index, rows = xs
         local = env.inner(parts, index)
-        for (var, place), value in zip(phases.sliced, rows, strict=True):
-            local.write(var, place, value)
+        local.values.update(zip(phases.sliced, rows, strict=True))
         run(phases.loop, local)
         carry = [
             combine(monoid, total, _as(local.read(var, monoid), total.dtype))
@@ -178,7 +174,7 @@ def microbatches(value: jax.Array, place: Place, parts: int) -> jax.Array:
     viewed = lax.reshape(value, (*shape[:dim], major, parts, *inner, *shape[dim + 1 :]))
     order = (dim + 1, *(k for k in range(len(viewed.shape)) if k != dim + 1))
     by_microbatch = (parts, *shape[:dim], major * rest, *shape[dim + 1 :])
-    return _reshape(lax.transpose(viewed, order), by_microbatch)
+    return lax.reshape(lax.transpose(viewed, order), by_microbatch)
 
 
 def collect(stacked: jax.Array, place: Place, shape: tuple[int, ...]) -> jax.Array:
@@ -187,10 +183,6 @@ def collect(stacked: jax.Array, place: Place, shape: tuple[int, ...]) -> jax.Arr
     parts = stacked.shape[0]
     rest = shape[dim] // (major * parts)
     inner = (rest,) if rest > 1 else ()
-    viewed = _reshape(stacked, (parts, *shape[:dim], major, *inner, *shape[dim + 1 :]))
+    viewed = lax.reshape(stacked, (parts, *shape[:dim], major, *inner, *shape[dim + 1 :]))
     order = (*range(1, dim + 2), 0, *range(dim + 2, len(viewed.shape)))
     return lax.reshape(lax.transpose(viewed, order), shape)
-
-
-def _reshape(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return value if value.shape == shape else lax.reshape(value, shape)

@@ -42,14 +42,9 @@ class Env:
             # A literal that is a jax.Array would become an array that the program holds.
             value = np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
             return self._from_whole(value, atom.aval, form)
-        found = self.values.get((atom, form), self)
-        if found is self:
-            found = self._from_whole(self.values[atom, WHOLE], atom.aval, form)
-            self.values[atom, form] = found
-        return found
-
-    def write(self, var: Var, form: Form, value: Any) -> None:
-        self.values[var, form] = value
+        if (atom, form) not in self.values:
+            self.values[atom, form] = self._from_whole(self.values[atom, WHOLE], atom.aval, form)
+        return self.values[atom, form]
 
     def cuts(self, aval: Any, form: Form) -> Cuts:
         cuts: list[DimCut | None] = [None] * len(aval.shape)
@@ -118,7 +113,7 @@ def run(steps: Sequence[PhaseStep], env: Env) -> None:
             results = _evaluate(step, operands, env)
         for var, form, result in zip(eqn.outvars, step.result_forms, results, strict=True):
             if form != ABSENT:
-                env.write(var, form, result)
+                env.values[var, form] = result
 
 
 def _evaluate(step: PhaseStep, operands: list[Any], env: Env) -> list[Any]:
@@ -148,11 +143,8 @@ def _evaluate_body(body: Body, original: Any, env: Env, inputs: Sequence[Any]) -
     inner = Env({}, env.parts, env.index)
     consts = original.consts if isinstance(original, ClosedJaxpr) else ()
     for var, value in zip(body.jaxpr.constvars, consts, strict=True):
-        inner.write(var, WHOLE, value)
-    passed = iter(inputs)
-    for var, form in zip(body.jaxpr.invars, body.in_forms, strict=True):
-        if form != ABSENT:
-            inner.write(var, form, next(passed))
+        inner.values[var, WHOLE] = value
+    inner.values.update(zip(body.reads, inputs, strict=True))
     run(body.steps, inner)
     return [
         _typed(inner.read(atom, form), atom.aval)
@@ -168,11 +160,7 @@ def _trace(body: Body, original: Any, env: Env) -> ClosedJaxpr:
         here = Env({}, env.parts, None if env.index is None else index)
         return _evaluate_body(body, original, here, inputs)
 
-    avals = [
-        local_struct(var.aval, form, env.parts)
-        for var, form in zip(body.jaxpr.invars, body.in_forms, strict=True)
-        if form != ABSENT
-    ]
+    avals = [local_struct(var.aval, form, env.parts) for var, form in body.reads]
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), np.int32), *avals)
 
 
@@ -181,7 +169,7 @@ def _typed(value: Any, aval: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
 
 
-def local_struct(aval: Any, form: Form, parts: int) -> jax.ShapeDtypeStruct:
+def local_struct(aval: Any, form: Form = WHOLE, parts: int = 1) -> jax.ShapeDtypeStruct:
     """Shape and dtype of what the loop holds of a value."""
     shape = list(aval.shape)
     if isinstance(form, tuple):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
-from autopar.passes.graph import jax_compat
 from autopar.passes.pieces.wiring import made_by, needed, read_by
 from autopar.passes.sharding.layout import Layout, divides, without_partial
 from autopar.passes.sharding.reshard import reshard_steps
@@ -23,7 +22,7 @@ from autopar.passes.sharding.spmd_program import (
 from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
 
 Instructions: TypeAlias = tuple[Instruction, ...]
-Pairs: TypeAlias = tuple[tuple[ShardedValue, ShardedValue], ...]
+Pairs: TypeAlias = Sequence[tuple[ShardedValue, ShardedValue]]
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,10 @@ def open_stage(number: int, graph: StageGraph, program: SpmdProgram) -> OpenStag
         return OpenStage(number, graph, program, outer)
     scan = graph.loop.scan
     loop = next(x for x in outer if isinstance(x, Loop) and x.eqn is scan)
-    num_consts, num_carry = jax_compat.scan_counts(scan.params)
     operands = tuple(zip(loop.operands, loop.body.inputs, strict=True))
     results = tuple(zip(loop.results, loop.body.outputs, strict=True))
-    edge = LoopEdge(
-        constants=operands[:num_consts],
-        carry=operands[num_consts : num_consts + num_carry],
-        slices=operands[num_consts + num_carry :],
-        carry_results=results[:num_carry],
-        stacks=results[num_carry:],
-    )
+    parts = graph.loop.parts
+    edge = LoopEdge(*parts.operands(operands), *parts.results(results))
     place = outer.index(loop)
     before, after = outer[:place], outer[place + 1 :]
     return OpenStage(number, graph, program, before, loop.body.instructions, after, edge)

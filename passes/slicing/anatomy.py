@@ -55,8 +55,7 @@ class Anatomy:
 
     def trunk(self) -> list[int]:
         """Numbers of the body's forward equations that are evaluated on one stage."""
-        combining = self.loop.combining
-        others = combining | self.backward
+        others = self.loop.combining | self.backward
         eqns = enumerate(self.body.eqns)
         return [index for index, eqn in eqns if index not in others and not self.is_free(eqn)]
 
@@ -110,7 +109,6 @@ def _free(step: Microbatched, loop: LoopPhase) -> frozenset[Var]:
         if eqn.primitive.name in _PLAIN and known.issuperset(variables(eqn.invars)):
             known.update(eqn.outvars)
             free.update(eqn.outvars)
-    _spread(step.epilogue, free)
     # After the loop, what is computed from scalars alone is computed wherever it is read.
     for eqn in step.epilogue:
         large = [v for v in variables(eqn.invars) if v not in free and not is_small(v.aval)]
@@ -146,10 +144,8 @@ def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
 
 def bytes_of(var: Any) -> int:
     """Bytes of a value; a random key counts as its four words."""
-    aval = var.aval
-    if is_key(aval):
-        return 16 * math.prod(aval.shape)
-    return int(math.prod(aval.shape) * aval.dtype.itemsize)
+    itemsize = 16 if is_key(var.aval) else var.aval.dtype.itemsize
+    return int(math.prod(var.aval.shape) * itemsize)
 
 
 def leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import made_from, used_vars, variables
+from autopar.passes.graph.graph import eliminate_dead_code, made_from, used_vars, variables
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.slicing.anatomy import is_small
 
@@ -58,23 +58,17 @@ def _grouped(branches: Sequence[Jaxpr], count: int) -> list[list[int]]:
 
 def _part(eqn: JaxprEqn, branches: Sequence[Jaxpr], group: Sequence[int]) -> JaxprEqn:
     """The conditional that gives some of the results."""
-    parts = []
+    parts, used = list[Jaxpr](), set[int]()
     for branch in branches:
         results = [branch.outvars[place] for place in group]
-        kept = [branch.eqns[index] for index in sorted(made_from(branch.eqns, results))]
-        parts.append(jax_compat.replace_jaxpr(branch, outvars=results, eqns=kept))
-    used = [used_vars(part) for part in parts]
-    read = [
-        place
-        for place in range(len(eqn.invars) - 1)
-        if any(part.invars[place] in v for part, v in zip(parts, used, strict=True))
-    ]
-    closed = (
-        jax_compat.replace_jaxpr(part, invars=[part.invars[place] for place in read])
-        for part in parts
-    )
+        part = eliminate_dead_code(jax_compat.replace_jaxpr(branch, outvars=results))
+        here = used_vars(part)
+        used.update(place for place, var in enumerate(part.invars) if var in here)
+        parts.append(part)
+    read = sorted(used)
+    new = (jax_compat.replace_jaxpr(p, invars=[p.invars[place] for place in read]) for p in parts)
     return eqn.replace(
         invars=[eqn.invars[0], *(eqn.invars[1 + place] for place in read)],
         outvars=[eqn.outvars[place] for place in group],
-        params={**eqn.params, "branches": tuple(ClosedJaxpr(part, ()) for part in closed)},
+        params={**eqn.params, "branches": tuple(ClosedJaxpr(part, ()) for part in new)},
     )

@@ -250,9 +250,7 @@ def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]
     count = len(found.layers)
     if not isinstance(stages, int):
         given = tuple(int(boundary) for boundary in stages)
-        if any(not 0 < boundary < count for boundary in given) or any(
-            one >= other for one, other in itertools.pairwise(given)
-        ):
+        if list(given) != sorted(set(given).intersection(range(1, count))):
             raise OptionError(
                 f"stages={list(given)} are not boundaries between layers.",
                 why=f"the program has {count} layers; boundaries are numbers from 1 to {count - 1}"

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax.extend.core import DropVar, Literal, Var
+from jax.extend.core import Literal, Var
 
 from autopar.passes.graph.graph import makers_of, readers_of
 from autopar.passes.slicing import mincut
@@ -147,7 +147,7 @@ class _PlacementProblem:
         for atom, var in parts.loop.stacks:
             at = None if isinstance(atom, Literal) else self.made_inside.get(atom)
             late = tuple(readers.get(var, ()))
-            if not late or at is None or isinstance(var, DropVar):
+            if not late or at is None:
                 continue
             if at in self.forward:
                 self.values.append(CutValue(bytes_of(var), late, stages=(self.forward[at],)))
@@ -175,10 +175,9 @@ class _PlacementProblem:
             maker: Node = ("leaf", number)
             if stages:
                 self.fixed[maker] = stages[0]
-            if others and stages:
-                self.values.append(CutValue(bytes_of(var), others, stages=stages))
-            elif others:
-                self.values.append(CutValue(bytes_of(var), others, maker))
+            if others:
+                known = None if stages else maker
+                self.values.append(CutValue(bytes_of(var), others, known, stages))
 
     def _totals_at_home(self) -> None:
         """A sum whose terms come from several stages is needed where the leaf is that it updates.

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
-from autopar.passes.microbatch.run_steps import combine
+from autopar.passes.microbatch.run_steps import combine, local_struct
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.shardings import is_key, shape_of
@@ -68,10 +68,9 @@ class RunBuilder:
             return value
         key, axis = ("join", value), value.axis
         if key not in self.known:
-            whole = self.emit(
+            (self.known[key],) = self.emit(
                 lambda *x: [lax.concatenate(x, axis)], value.atoms, key=("join", axis)
             )
-            self.known[key] = whole[0]
         return self.known[key]
 
     def split(self, value: Value, axis: int, sizes: Sizes) -> tuple[Atom, ...]:
@@ -105,8 +104,9 @@ class RunBuilder:
                 self.known[key] = self.bound(made, [made.invars[0]], changed)[0]
                 return self.known[key]
         rows = ("slice", axis, start, stop)
-        part = self.emit(lambda x: [lax.slice_in_dim(x, start, stop, axis=axis)], [atom], key=rows)
-        self.known[key] = part[0]
+        (self.known[key],) = self.emit(
+            lambda x: [lax.slice_in_dim(x, start, stop, axis=axis)], [atom], key=rows
+        )
         return self.known[key]
 
     def append(self, eqn: JaxprEqn) -> None:
@@ -150,7 +150,7 @@ class RunBuilder:
     ) -> ClosedJaxpr:
         """A function of values of these types, traced once for each key."""
         shapes = tuple(
-            ("literal", str(v.val)) if isinstance(v, Literal) else str(_struct(v.aval))
+            ("literal", str(v.val)) if isinstance(v, Literal) else str(local_struct(v.aval))
             for v in operands
         )
         if (key, shapes) not in self.traced:
@@ -161,7 +161,7 @@ class RunBuilder:
                     *(v.val if isinstance(v, Literal) else next(given) for v in operands)
                 )
 
-            structs = [_struct(var.aval) for var in variables(operands)]
+            structs = [local_struct(var.aval) for var in variables(operands)]
             self.traced[key, shapes] = jax.make_jaxpr(whole)(*structs)
         return self.traced[key, shapes]
 
@@ -170,12 +170,10 @@ class RunBuilder:
         cut = how_to_cut(eqn, self.rules.get(eqn), operands)
         if cut is None:
             return None
-        changes: list[Mapping[str, Any]] = []
-        for place in range(len(cut.sizes)):
-            change = changed_params(eqn, cut, place)
-            if change is None:
-                return None
-            changes.append(change)
+        found = [changed_params(eqn, cut, size) for size in cut.sizes]
+        changes = [change for change in found if change is not None]
+        if len(changes) < len(found):
+            return None
 
         def fits(size: int, atoms: Sequence[Atom], params: Mapping[str, Any]) -> bool:
             """Whether the equation with these params takes a run, and gives results of its size.
@@ -224,8 +222,3 @@ def _bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Hashable:
 def ends(sizes: Sizes) -> list[tuple[int, int]]:
     """Where each run begins and ends."""
     return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)

@@ -105,12 +105,11 @@ def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]
 _REDUCTIONS = PRODUCTS | MONOID_REDUCTIONS.keys()
 
 
-def changed_params(eqn: JaxprEqn, cut: RunCut, place: int) -> dict[str, Any] | None:
-    """The params that one run needs otherwise, or None where they cannot be told."""
+def changed_params(eqn: JaxprEqn, cut: RunCut, size: int) -> dict[str, Any] | None:
+    """The params that a run of this size needs otherwise, or None where they cannot be told."""
     name, params = eqn.primitive.name, eqn.params
     if name in POSITIONAL:
         return None
-    size = cut.sizes[place]
 
     def shape(values: Sequence[int], where: tuple[int | None, int]) -> tuple[int, ...]:
         dim, inner = where
@@ -136,6 +135,5 @@ def changed_params(eqn: JaxprEqn, cut: RunCut, place: int) -> dict[str, Any] | N
             return {"slice_sizes": shape(sizes, cut.operands[0])}
         return {}
     if name == "conv_general_dilated":
-        plain = params["feature_group_count"] == params["batch_group_count"] == 1
-        return {} if plain else None
+        return {} if params["feature_group_count"] == params["batch_group_count"] == 1 else None
     return {}
