@@ -160,16 +160,10 @@ class Occurrences:
         self, values: Iterable[dict[int, tuple[int, int]]], factor: int, major: int
     ) -> list[Place | None] | None:
         """Where each value is cut when the factor is; None if one holds the factor twice."""
-        found: list[Place | None] = []
-        for index in values:
-            where = index.get(factor)
-            if where is None:
-                found.append(None)
-            elif where is self.TWICE:
-                return None
-            else:
-                found.append((where[0], where[1] * major))
-        return found
+        found = [index.get(factor) for index in values]
+        if self.TWICE in found:
+            return None
+        return [where and (where[0], where[1] * major) for where in found]
 
 
 _NOT_DATA = {"select_n": lambda k: k == 0, "dynamic_slice": lambda k: k > 0}

@@ -160,11 +160,7 @@ def _scan(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     if any(state.place is not None and state.place[0] == 0 for state in stacks):
         return _mapped(eqn, states)
     slices = [_shifted(state, -1) for state in stacks]
-
-    def run(carry: States) -> Forward:
-        return forward(scan.body, [*consts, *carry, *slices], context)
-
-    carry, found = _fixpoint(starts, run, scan.num_carry)
+    carry, found = _fixpoint(starts, lambda c: forward(scan.body, [*consts, *c, *slices], context))
     _, rows = scan.results(found.results)
     results = [*carry, *(_shifted(state, 1) for state in rows)]
     return _decide([*consts, *carry, *stacks], results, (found,))
@@ -177,14 +173,12 @@ def _shifted(state: BatchState, by: int) -> BatchState:
     return replace(state, place=(state.place[0] + by, state.place[1]))
 
 
-def _fixpoint(
-    carry: States, run: Callable[[States], Forward], count: int
-) -> tuple[list[BatchState], Forward]:
+def _fixpoint(carry: States, run: Callable[[States], Forward]) -> tuple[list[BatchState], Forward]:
     """Carry states that one more iteration does not change, and the body's analysis with them."""
     carry = list(carry)
     while True:  # `join` only climbs a lattice of height four.
         found = run(carry)
-        joined = list(map(lattice.join, carry, found.results[:count]))
+        joined = list(map(lattice.join, carry, found.results))  # but not a scan's stacks
         if joined == carry:
             return carry, found
         carry = joined
@@ -193,11 +187,7 @@ def _fixpoint(
 def _while(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     loop = WhileParts.of(eqn)
     tested, consts, starts = loop.operands(states)
-
-    def run(carry: States) -> Forward:
-        return forward(loop.body, [*consts, *carry], context)
-
-    carry, found = _fixpoint(starts, run, len(starts))
+    carry, found = _fixpoint(starts, lambda c: forward(loop.body, [*consts, *c], context))
     test = forward(loop.condition, [*tested, *carry], context)
     if test.results[0].kind != "whole":
         return "its number of iterations depends on rows of the batch"

@@ -8,6 +8,7 @@ inputs and outputs.
 from __future__ import annotations
 
 import functools
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,7 +131,7 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
 
     def body(carry: list[Any], xs: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         index, rows = xs
-        local = env.inner(parts, index)
+        local = Env(ChainMap({}, env.values), parts, index)  # it writes values of its own
         local.values.update(zip(phases.sliced, rows, strict=True))
         run(phases.loop, local)
         carry = [

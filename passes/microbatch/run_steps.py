@@ -6,7 +6,6 @@ sum never take each other's place.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -32,10 +31,6 @@ class Env:
 
     def __init__(self, values: Values, parts: int = 1, index: Any = None):
         self.values, self.parts, self.index = values, parts, index
-
-    def inner(self, parts: int, index: Any) -> Env:
-        """An environment that reads these values too, and writes its own."""
-        return Env(ChainMap({}, self.values), parts, index)
 
     def read(self, atom: Atom, form: Form) -> Any:
         if isinstance(atom, Literal):

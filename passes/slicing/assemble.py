@@ -145,9 +145,11 @@ class _StageAssembly:
         program, loop, needs = self.program, self.program.parts.loop, self.needs
         if not self.order and not needs.carries and not needs.stacked:
             return None
-        consts = [pair for pair in loop.consts.items() if pair[0] in needs.consts]
+        consts, slices = (
+            [pair for pair in pairs.items() if pair[0] in needs.entering]
+            for pairs in (loop.consts, loop.slices)
+        )
         carries = [program.carries[index] for index in sorted(needs.carries)]
-        slices = [pair for pair in loop.slices.items() if pair[0] in needs.slices]
         slices += [(var, self.stacks[var]) for var in self.received_inside]
         stacks = [loop.stacks[index] for index in sorted(needs.stacked)]
         stacks += [(var, self.stacks[var]) for var in self.sent_inside]

@@ -70,13 +70,13 @@ def place(
                 if value.tied:
                     arcs += [(maker, reader, infinite) for reader in readers]
                     continue
-            low = maker is not None or min(value.stages) < boundary
-            high = maker is not None or max(value.stages) >= boundary
-            if high and (maker is not None or not low):  # readers below pay
+            if maker is not None or min(value.stages) >= boundary:  # readers below pay
                 joint = next(joints)
                 arcs.append((source if maker is None else maker, joint, value.bytes))
                 arcs += [(joint, reader, infinite) for reader in readers]
-            if low and not value.downward and (maker is not None or not high):  # those above pay
+            if value.downward:
+                continue
+            if maker is not None or max(value.stages) < boundary:  # those above pay
                 joint = next(joints)
                 arcs.append((joint, sink if maker is None else maker, value.bytes))
                 arcs += [(reader, joint, infinite) for reader in readers]

@@ -125,7 +125,9 @@ class _Cutter(RunBuilder):
         if eqn is self.parts.loop.scan:
             return self.microbatches(eqn, operands)
         if name == "scan" and not eqn.effects:
-            sizes = self.sizes.get(id(eqn)) or _sizes_of_slices(eqn, operands)
+            *_, slices = ScanParts.of(eqn).operands(operands)
+            cuts = (v.sizes for v in slices if isinstance(v, Runs) and v.axis == 0)
+            sizes = self.sizes.get(id(eqn)) or next(cuts, None)  # the runs of some slices
             if sizes is not None:
                 return self.scan(eqn, operands, sizes)
         if any(isinstance(value, Runs) for value in operands) and not eqn.effects:
@@ -278,13 +280,6 @@ class _Body(NamedTuple):
         return jax_compat.replace_jaxpr(
             jaxpr, invars=self.invars, outvars=outvars, eqns=self.eqns, effects=jaxpr.effects
         )
-
-
-def _sizes_of_slices(eqn: JaxprEqn, operands: Sequence[Value]) -> Sizes | None:
-    """The runs in which some slices of a scan are."""
-    *_, slices = ScanParts.of(eqn).operands(operands)
-    runs = (value.sizes for value in slices if isinstance(value, Runs) and value.axis == 0)
-    return next(runs, None)
 
 
 def _rows(first: int, how: How | None) -> tuple[LeafRows, ...]:

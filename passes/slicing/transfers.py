@@ -21,8 +21,7 @@ class Needs:
     body: set[int] = field(default_factory=set)
     outside: set[int] = field(default_factory=set)
     carries: set[int] = field(default_factory=set)
-    consts: set[Var] = field(default_factory=set)
-    slices: set[Var] = field(default_factory=set)
+    entering: set[Var] = field(default_factory=set)
     stacked: set[int] = field(default_factory=set)
     leaves: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
@@ -167,12 +166,10 @@ class _NeedsSearch:
         if var in self.outside:
             needs.outside.add(self.outside[var])
             return program.outside[self.outside[var]].eqn.invars
-        if var in loop.consts:
-            needs.consts.add(var)
-            return [loop.consts[var]]
-        if var in loop.slices:
-            needs.slices.add(var)
-            return [loop.slices[var]]
+        for entering in (loop.consts, loop.slices):
+            if var in entering:
+                needs.entering.add(var)
+                return [entering[var]]
         if var in self.carried:
             needs.carries.add(self.carried[var])
         elif var in self.totals:
