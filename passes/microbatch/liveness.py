@@ -165,10 +165,7 @@ def given_form(eqn: JaxprEqn, result: int, own: Form, asked_for: set[Form]) -> F
 
     Of a whole result of a scan or a cond it can give just the rows of the microbatch.
     """
-    if own is not WHOLE or len(asked_for) != 1:
-        return own
-    (form,) = asked_for
-    if not isinstance(form, tuple):
+    if own is not WHOLE or not isinstance(form := one_form(asked_for, WHOLE), tuple):
         return own
     name = eqn.primitive.name
     if name == "scan":

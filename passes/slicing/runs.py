@@ -194,9 +194,7 @@ class _Cutter(RunBuilder):
         wanted: dict[int, How] = {}
         while True:
             made = [self.body(branch, operands[1:], wanted, is_loop=False) for branch in branches]
-            more: dict[int, How] = {}
-            for branch in made:
-                more |= {place: how for place, how in branch.runs().items() if place not in wanted}
+            more = {n: how for x in made for n, how in x.runs().items() if n not in wanted}
             if not more:
                 break
             wanted |= more
