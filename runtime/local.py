@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.arrays.split_array import SplitArray, SplitSharding, put_parts
 from autopar.base.errors import DeviceError
@@ -236,12 +236,7 @@ class PipelineStep:
         """
         leaves = (*donated, *kept)
         for leaf, wanted in zip(leaves, self.types, strict=True):
-            aval = leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf)
-            if aval.shape != wanted.shape or aval.dtype != wanted.dtype:
-                raise TypeError(
-                    f"compiled for {wanted.dtype}{list(wanted.shape)}, "
-                    f"called with {aval.dtype}{list(aval.shape)}"
-                )
+            stages.check_type(leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf), wanted)
         buffers = dict(self.constants)
         for leaf, (split, places_of_parts) in zip(leaves, self.targets, strict=True):
             if split is not None:
@@ -310,10 +305,7 @@ def _meshes(
         )
     numbers = sorted(sizes)
     ends = dict(zip(numbers, itertools.accumulate(sizes[m] for m in numbers), strict=True))
-    meshes = []
-    for home, program in zip(mesh_of_stage, programs, strict=True):
-        first = ends[home] - sizes[home]
-        own = np.asarray(devices[first : first + int(np.prod(program.mesh))])
-        types = (AxisType.Auto,) * len(program.mesh)
-        meshes.append(Mesh(own.reshape(program.mesh), program.axis_names, axis_types=types))
-    return tuple(meshes)
+    return tuple(
+        stages.mesh_of(program, devices[ends[home] - sizes[home] :])
+        for home, program in zip(mesh_of_stage, programs, strict=True)
+    )

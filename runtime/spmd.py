@@ -77,6 +77,12 @@ class _Device:
 
     def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         outer, self.places = self.places, {}  # a loop's body is a trace of its own
+        try:
+            return self.run(block, arrays)
+        finally:
+            self.places = outer
+
+    def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         for instruction in block.instructions:
             if isinstance(instruction, Relayout):
@@ -90,9 +96,7 @@ class _Device:
                 self.loop(env, instruction)
             else:
                 self.branch(env, instruction)
-        results = [self.read(env, version) for version in block.outputs]
-        self.places = outer
-        return results
+        return [self.read(env, version) for version in block.outputs]
 
     def read(self, env: Env, version: ShardedValue) -> Any:
         if not isinstance(version.atom, jex_core.Literal):

@@ -7,6 +7,7 @@ of time. A runtime has the meshes of all stages (`local.py`) or those of its pro
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
@@ -60,6 +62,25 @@ class PieceFunction:
     in_shardings: list[NamedSharding]
     out_shardings: list[NamedSharding]
     mesh: Mesh
+
+
+def mesh_of(program: SpmdProgram, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of a program, on the first of these devices."""
+    own = np.asarray(devices[: math.prod(program.mesh)]).reshape(program.mesh)
+    return Mesh(own, program.axis_names, axis_types=(AxisType.Auto,) * len(program.mesh))
+
+
+def check_type(found: Any, wanted: jax.ShapeDtypeStruct) -> None:
+    """See that a leaf's shape and dtype are as compiled for.
+
+    Raises:
+      TypeError: they are not.
+    """
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise TypeError(
+            f"compiled for {wanted.dtype}{list(wanted.shape)}, "
+            f"called with {found.dtype}{list(found.shape)}"
+        )
 
 
 def spec_of(version: ShardedValue, program: SpmdProgram) -> tuple[PartitionSpec, int]:
@@ -146,14 +167,13 @@ class StagePrograms:
 
     def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
         made = self.function_of(piece)
-        made.call.__name__ = piece.name.replace(" ", "_").replace(".", "_")
-        made.call.__qualname__ = made.call.__name__
-        gone = set(donated)
+        name = piece.name.replace(" ", "_").replace(".", "_")
+        made.call.__name__ = made.call.__qualname__ = name
         jitted = jax.jit(
             made.call,
             in_shardings=made.in_shardings,
             out_shardings=made.out_shardings,
-            donate_argnums=tuple(i for i, n in enumerate(made.values) if n in gone),
+            donate_argnums=tuple(i for i, n in enumerate(made.values) if n in donated),
         )
         shapes = [self._struct(number) for number in made.values]
         options = FRUGAL if made.mesh.devices.flat[0].platform == "cpu" else None
@@ -214,11 +234,13 @@ def run_action(compiled: Any, x: Run, pace: Pace, waited: Buffer | None) -> Acti
     return action
 
 
-def reshard_action(x: Reshard, sharding: NamedSharding) -> Action:
+def reshard_action(
+    x: Reshard, sharding: NamedSharding, put: Callable[..., jax.Array] = jax.device_put
+) -> Action:
     """Put a buffer where another stage of the mesh wants it."""
 
     def action(buffers: dict[Buffer, Any]) -> None:
-        buffers[x.target] = jax.device_put(buffers[x.source], sharding)
+        buffers[x.target] = put(buffers[x.source], sharding)
 
     return action
 

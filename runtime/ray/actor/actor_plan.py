@@ -223,7 +223,9 @@ def partition_plan(
                 num_devices=routes.num_devices[mesh],
                 pieces=dataclasses.replace(
                     pieces,
-                    programs=tuple(_without_block(p) for p in pieces.programs),
+                    programs=tuple(
+                        dataclasses.replace(p, block=Block((), (), ())) for p in pieces.programs
+                    ),
                     versions={n: v for n, v in pieces.versions.items() if n in numbers},
                     pieces=tuple(piece for piece in pieces.pieces if piece.stage in own),
                 ),
@@ -260,10 +262,6 @@ def result_values(runnable: Runnable) -> tuple[tuple[int, ...], ...]:
     """For every leaf of the result, the value of each of its parts."""
     outputs = runnable.pieces.outputs
     return tuple(tuple(outputs[rows.number] for rows in group) for group in runnable.results)
-
-
-def _without_block(program: SpmdProgram) -> SpmdProgram:
-    return SpmdProgram(program.mesh, program.axis_names, Block((), (), ()))
 
 
 class _Crossing(NamedTuple):

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.base.errors import DeviceError
 from autopar.passes.graph.logical import no_mesh
@@ -65,7 +64,8 @@ class ProcessStep:
     ) -> None:
         self.plan = plan
         devices = _devices(plan)
-        meshes = {stage: _mesh(plan, stage, devices) for stage in plan.stages}
+        programs = plan.pieces.programs
+        meshes = {stage: stages.mesh_of(programs[stage], devices) for stage in plan.stages}
         self.programs = StagePrograms(plan.pieces, plan.program, meshes)
         with no_mesh():
             self.variants = self.programs.variants()
@@ -101,20 +101,21 @@ class ProcessStep:
             self._run(message)
         except TransportError as error:
             kind: Any = "error" if error.reason == "failed" else error.reason
-            spot, tag = self.spot(), self._tag()
-            return Failure(kind, spot, message.step, error.detail, "", error.peer, tag)
+            x = None if self.index is None else self.plan.instructions[self.index]
+            tag = x.tag if isinstance(x, (Send, Recv)) else None
+            return Failure(kind, self.spot(), message.step, error.detail, "", error.peer, tag)
         except BaseException as error:
             if len(self.plan.siblings) > 1 and is_of_group(error):
                 return Failure("group", self.spot(), message.step, str(error))
             return failure_of(error, self.spot(), message.step)
         finally:
             self._exchange.clear()
-            self._at(None, "idle")
+            self._at("idle")
         return None
 
     def _run(self, message: Message) -> None:
         step = message.step
-        self._at(None, "the start of the step")
+        self._at("the start of the step")
         self._store.drop(message.forgotten)
         buffers = self._inputs(message)
         recorder: Together | Alone | None = None
@@ -125,7 +126,7 @@ class ProcessStep:
         try:
             for index, action in enumerate(self.actions):
                 if recorder is not None:
-                    self._at(None, "a profile, waiting for its turn")
+                    self._at("a profile, waiting for its turn")
                     recorder.before(index)
                 self.index, self.since = index, time.monotonic()
                 action(buffers, step)
@@ -134,7 +135,7 @@ class ProcessStep:
         finally:
             if recorder is not None:
                 self.times = recorder.end()
-        self._at(None, "the end of the step")
+        self._at("the end of the step")
         self._exchange.wait_for_all()
         outputs = {value: buffers[Buffer(value, None)] for value in self.plan.outputs}
         consumed = set(message.consumed)
@@ -186,7 +187,7 @@ class ProcessStep:
             if wanted:
                 actors = plan.processes[source]
                 who = f"actor{'' if len(actors) == 1 else 's'} {', '.join(map(str, actors))}"
-                self._at(None, f"the start of the step, waiting for leaves of {who}")
+                self._at(f"the start of the step, waiting for leaves of {who}")
                 pairs = [(Buffer(x.value, None), x.way) for x in wanted]
                 self._exchange.receive(source, FIRST_OWN_TAG + source, pairs, buffers, message.step)
         return buffers
@@ -208,7 +209,7 @@ class ProcessStep:
                 yield functools.partial(exchange.receive, x.source, x.tag, items)
             elif isinstance(x, Reshard):
                 sharding = programs.places[x.target.value].sharding
-                yield functools.partial(_reshard, x, sharding)
+                yield _local(stages.reshard_action(x, sharding, resharded))
             elif isinstance(x, Accumulate):
                 yield _local(stages.accumulate_action(x))
             else:
@@ -232,8 +233,8 @@ class ProcessStep:
 
         return action
 
-    def _at(self, index: int | None, doing: str) -> None:
-        self.index, self.doing, self.since = index, doing, time.monotonic()
+    def _at(self, doing: str) -> None:
+        self.index, self.doing, self.since = None, doing, time.monotonic()
 
     def spot(self) -> Spot:
         """What is being done."""
@@ -250,14 +251,6 @@ class ProcessStep:
         found = {buffer.microbatch for buffer in buffers} - {None}
         microbatch = found.pop() if len(found) == 1 else None
         return Spot(plan.actor, f"stage {stage}", index, text, microbatch)
-
-    def _tag(self) -> int | None:
-        x = None if self.index is None else self.plan.instructions[self.index]
-        return x.tag if isinstance(x, (Send, Recv)) else None
-
-
-def _reshard(x: Reshard, sharding: NamedSharding, buffers: dict[Buffer, Any], step: int) -> None:
-    buffers[x.target] = resharded(buffers[x.source], sharding)
 
 
 def _local(action: stages.Action) -> Action:
@@ -280,16 +273,6 @@ def _devices(plan: ActorPlan) -> list[jax.Device]:
             f"{plan.label} needs {plan.num_devices} devices, and its processes have {len(found)}."
         )
     return found[: plan.num_devices]
-
-
-def _mesh(plan: ActorPlan, stage: int, devices: Sequence[jax.Device]) -> Mesh:
-    program = plan.pieces.programs[stage]
-    own = devices[: int(np.prod(program.mesh))]
-    return Mesh(
-        np.asarray(own).reshape(program.mesh),
-        program.axis_names,
-        axis_types=(AxisType.Auto,) * len(program.mesh),
-    )
 
 
 def _awaited(instructions: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:

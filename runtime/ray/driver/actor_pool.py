@@ -17,10 +17,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from autopar.arrays.ray_array import RaySharding
 from autopar.base.errors import ClusterError, StageError
 from autopar.base.ray_options import Ray
-from autopar.passes.pieces.pieces import Runnable
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.actor.messages import Failure, Spot
 from autopar.runtime.ray.actor.stage_actor import GROUPS, StageActor, World, versions
@@ -32,6 +30,7 @@ from autopar.runtime.ray.driver.outcomes import (
     stage_error,
 )
 from autopar.runtime.ray.driver.ray_cluster import Connection
+from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.ray.transport.host_tiles import cut, to_host
 
@@ -241,45 +240,34 @@ def cache_folder() -> str:
     for folder in parent.glob(f"{_CACHE}-*-*"):
         pid = folder.name.split("-")[2]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not _is_running(int(pid)):
-                shutil.rmtree(folder, ignore_errors=True)
+            if pid.isdigit() and folder.stat().st_uid == os.getuid():
+                try:
+                    os.kill(int(pid), 0)
+                except ProcessLookupError:
+                    shutil.rmtree(folder, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{_CACHE}-{os.getpid()}-")
 
 
 _CACHE = "autopar-compiled"
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def contents(
-    runnable: Runnable,
-    plans: Sequence[ActorPlan],
-    shardings: Sequence[RaySharding],
-    num_leaves: int,
-    constants: Sequence[Any],
-    name: str,
+    pipeline: RayPipeline, plans: Sequence[ActorPlan], num_leaves: int, constants: Sequence[Any]
 ) -> list[bytes]:
     """What every actor is sent once: its part of the plan, and the constants that it reads.
 
     Raises:
       TraceError: something in the step cannot be pickled.
     """
+    runnable = pipeline.runnable
     own: list[list[tuple[int, tuple[np.ndarray, ...]]]] = [[] for _ in plans]
     for leaf, value in enumerate(constants, num_leaves):
-        values = shardings[leaf].pieces(to_host(jax.numpy.asarray(value)))
+        values = pipeline.in_shardings[leaf].pieces(to_host(jax.numpy.asarray(value)))
         for rows, numbers in zip(runnable.leaves[leaf], values, strict=True):
             for number in runnable.pieces.inputs[rows.number]:
                 for actor in plans[0].processes[runnable.program.mesh_of(number)]:
                     own[actor].append((number, cut(numbers, plans[actor].held(number))))
-    return [pickling.dumps(each, name) for each in zip(plans, own, strict=True)]
+    return [pickling.dumps(each, pipeline.name) for each in zip(plans, own, strict=True)]
 
 
 def _end(handles: list[Any], connection: Connection) -> None:

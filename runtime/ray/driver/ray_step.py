@@ -21,6 +21,7 @@ from autopar.runtime.ray.driver.running import Running
 from autopar.runtime.ray.driver.save import Saving
 from autopar.runtime.ray.recovery.lineage import Again, step_again
 from autopar.runtime.ray.transport import pickling
+from autopar.runtime.stage_programs import check_type
 
 
 class RayStep(RestartedActors):
@@ -111,12 +112,7 @@ class RayStep(RestartedActors):
 
     def _check(self, number: int, leaf: Any) -> None:
         aval = leaf if isinstance(leaf, (RayArray, SplitArray)) else jax.typeof(leaf)
-        wanted = self._shapes[number]
-        if aval.shape != wanted.shape or aval.dtype != wanted.dtype:
-            raise TypeError(
-                f"compiled for {wanted.dtype}{list(wanted.shape)}, called with "
-                f"{aval.dtype}{list(aval.shape)}"
-            )
+        check_type(aval, self._shapes[number])
 
     def place(self, leaf: Any, place: LeafPlace, weak: bool | None = None) -> RayArray:
         """A leaf, copied to a place on the actors.

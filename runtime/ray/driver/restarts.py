@@ -113,14 +113,7 @@ class RestartedActors(Keeper):
         self._plans = partition_plan(
             pipeline.runnable, count, pipeline.num_processes, pipeline.carried
         )
-        self._blobs = contents(
-            pipeline.runnable,
-            self._plans,
-            pipeline.in_shardings,
-            count,
-            self._constants,
-            self._name,
-        )
+        self._blobs = contents(pipeline, self._plans, count, self._constants)
 
     def _start(self) -> Running:
         pool = ActorPool(
@@ -168,13 +161,10 @@ class RestartedActors(Keeper):
         self.running.pool.close(error.what)
         self._snapshots.forget()
         log.drop_called_off(self.running)
-        is_other_plan = False
         while True:
-            if not is_other_plan:
-                if self._restarts == self._options.max_restarts:
-                    raise self._no_more(lost) from None
-                self._restarts += 1
-            is_other_plan = False
+            if self._restarts == self._options.max_restarts:
+                raise self._no_more(lost) from None
+            self._restarts += 1
             try:
                 await_room(gpus_of(self._plans, self._options), self._options.deadline)
                 running = self._start()
@@ -192,7 +182,7 @@ class RestartedActors(Keeper):
                 except AutoparError as final:
                     final.add_note(f"This was met after the loss of an actor:\n{lost}")
                     raise
-                is_other_plan = True
+                self._restarts -= 1  # none was started
         self.running = running
         num_steps = sum(entry.serial is not None for entry in log.entries)
         seconds = time.perf_counter() - begin

@@ -61,14 +61,17 @@ class StepQueue:
     def busy(self) -> Iterator[None]:
         """One thread at a time; an interruption leaves no actor waiting for another."""
         with self._lock:
-            self.check_open()
             try:
+                self.check_open()
                 yield
             except (StageError, TypeError, RuntimeError):
                 raise  # looked into already, or raised before anything was sent
             except BaseException as error:
                 self._interrupted(error)
                 raise
+            finally:
+                if self._pool.closed is not None:
+                    self._running.clear()
 
     def check_open(self) -> None:
         """See that the actors have not been ended.
@@ -275,14 +278,13 @@ class StepQueue:
         pool, name = self._pool, type(error).__name__
         if pool.closed is not None or not self._running:
             return
-        try:
+        with contextlib.suppress(BaseException):
             first = self._running[0][0]
-            if any(map(is_over, self._call_off())):
-                pool.close(f"{name} interrupted a step.")
+            if not any(map(is_over, self._call_off())):
+                told = StageError(
+                    f"{pool.name} was interrupted by {name}.",
+                    hint="go on from a state that is alive.",
+                )
+                self._begin_anew(first, told)
                 return
-            told = StageError(
-                f"{pool.name} was interrupted by {name}.", hint="go on from a state that is alive."
-            )
-            self._begin_anew(first, told)
-        except BaseException:
-            pool.close(f"{name} interrupted a step.")
+        pool.close(f"{name} interrupted a step.")

@@ -237,9 +237,7 @@ class Lineage:
         live = self.live()
         self._prune(set(live))
         last = {n: index for index, entry in enumerate(self.entries) for n in entry.inputs}
-        arrays: dict[int, RayArray] = {}
-        for number, saved in self.saved.items():
-            arrays[number] = runner.arrays.place(saved.numbers, saved.place, saved.weak)
+        arrays = {n: runner.arrays.place(*saved) for n, saved in self.saved.items()}
         failure: StageError | None = None
         failed: set[int] = set()
         for index, entry in enumerate(self.entries):

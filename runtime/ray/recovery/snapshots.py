@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from ray.exceptions import RayError
 
-from autopar.arrays.ray_array import LeafPlace, RayArray
+from autopar.arrays.ray_array import LeafPlace
 from autopar.runtime.ray.recovery.lineage import Coming, Lineage, LogEntry, Runner, Saved
 
 
@@ -53,15 +53,13 @@ class Snapshots:
     def _take(self, runner: Runner) -> None:
         log = self._log
         log.drop_called_off(runner)
-        known: dict[int, Saved] = {}
-        arrays: dict[int, RayArray] = {}
-        for number, array in log.live().items():
-            if number in log.saved:
-                continue
-            if array.fetched is not None:
-                known[number] = Saved(array.fetched, array.place, array.weak_type)
-            else:
-                arrays[number] = array
+        arrays = {n: array for n, array in log.live().items() if n not in log.saved}
+        known = {
+            n: Saved(x.fetched, x.place, x.weak_type)
+            for n, x in arrays.items()
+            if x.fetched is not None
+        }
+        arrays = {n: array for n, array in arrays.items() if n not in known}
         residents = [resident for array in arrays.values() for resident in array.residents]
         self._coming = _Coming(
             log.mark(),

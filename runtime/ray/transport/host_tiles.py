@@ -69,12 +69,10 @@ def assembled(
     The tiles are numbers, and the devices of the mesh that hold them, by number; other processes
     have other tiles. Shape, dtype and sharding are those of the array.
     """
-    real_shape, _ = plain(shape, dtype)
+    (real_shape, _), real = plain(shape, dtype), sharding
     if len(real_shape) > len(shape):  # a key's numbers have one more dimension
         spec = [*sharding.spec, *[None] * (len(real_shape) - len(sharding.spec))]
         real = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    else:
-        real = sharding
     devices = list(sharding.mesh.devices.flat)
     values, where = [], []
     for tile, holders in tiles:

@@ -6,6 +6,7 @@ them, and its source lines, which are left out.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import sys
@@ -54,13 +55,14 @@ class _Pickler(cloudpickle.CloudPickler):
         if jax_compat.is_primitive(value):
             return _named, self.home_of(value)
         if jax_compat.is_traceback(value):
-            return _nothing, ()
+            return type(None), ()
         typed = jax_compat.typed_array_parts(value)
         if typed is not None:
             return jax_compat.typed_array, typed
         if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = np.asarray(jax.random.key_data(value))
-            return _keys, (data, jax.random.key_impl(value))
+            wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value))
+            return wrap, (data,)
         return super().reducer_override(value)
 
     def home_of(self, primitive: Any) -> tuple[str, str]:
@@ -81,11 +83,3 @@ class _Pickler(cloudpickle.CloudPickler):
 
 def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _keys(data: Any, implementation: Any) -> Any:
-    return jax.random.wrap_key_data(data, impl=implementation)

@@ -205,10 +205,9 @@ class Sockets:
             connection.settimeout(HELLO_SECONDS)
             token, source = _HELLO.unpack(_exactly(connection, _HELLO.size).tobytes())
             connection.settimeout(None)
+            if not hmac.compare_digest(token, self._token):
+                raise ConnectionError("another token")
         except OSError:
-            connection.close()
-            return
-        if not hmac.compare_digest(token, self._token):
             connection.close()
             return
         self._sockets.append(connection)
