@@ -172,9 +172,8 @@ def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> Non
 def keep_last(directory: Path, count: int) -> None:
     """Remove all but the last checkpoints."""
     for step in steps_in(directory)[:-count]:
-        folder = directory / name_of(step)
         dying = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
-        os.replace(folder, dying)  # never half there under its name
+        os.replace(directory / name_of(step), dying)  # never half there under its name
         shutil.rmtree(dying, ignore_errors=True)
 
 

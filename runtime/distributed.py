@@ -60,8 +60,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _spread(leaf: Any, mesh: Mesh) -> NamedSharding:
-    count = mesh.devices.size
-    sizes = leaf.shape
+    count, sizes = mesh.devices.size, leaf.shape
     for dim in sorted(range(len(sizes)), key=lambda d: -sizes[d]):
         if sizes[dim] and sizes[dim] % count == 0:
             return NamedSharding(mesh, PartitionSpec(*([None] * dim), DEVICES))

@@ -66,15 +66,13 @@ def alone(step: PipelineStep, buffers: dict[Buffer, Any]) -> dict[Place, float]:
     sent: dict[int, Any] = {}
     seconds: dict[Place, float] = {}
     for place, action in zip(program.order, step.actions, strict=True):
-        instruction = _at(program, place)
+        x = _at(program, place)
         start = time.perf_counter()
         action(buffers, sent)
-        if isinstance(instruction, Send):
-            jax.block_until_ready(sent[instruction.tag])
-        else:
-            jax.block_until_ready([buffers[b] for b in instruction.writes])
+        made = sent[x.tag] if isinstance(x, Send) else [buffers[b] for b in x.writes]
+        jax.block_until_ready(made)
         passed = time.perf_counter() - start
-        seconds[place] = 0.0 if isinstance(instruction, Recv | Free) else passed
+        seconds[place] = 0.0 if isinstance(x, Recv | Free) else passed
     return seconds
 
 
@@ -202,8 +200,8 @@ def telling(
         return []
     usable = [
         x
-        for x in (buffers[buffer] for buffer in instruction.writes)
-        if x.size
+        for buffer in instruction.writes
+        if (x := buffers[buffer]).size
         and isinstance(x.sharding, NamedSharding)
         and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     ]

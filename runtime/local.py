@@ -9,7 +9,7 @@ dispatched.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,7 @@ from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.pace import Paced, paced
-from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
-
-Action = Callable[[dict[Buffer, Any], dict[int, Any]], None]
+from autopar.runtime.stage_programs import Action, Pace, StagePrograms, donated_numbers
 
 
 class LocalProgram(StagePrograms):
@@ -154,11 +152,11 @@ class PipelineStep:
         # What a step must not lose: outputs that are inputs as they came.
         outputs = set(pipeline.pieces.outputs)
         self.passed = [not outputs.isdisjoint(groups[i]) for i in donated]
-        self.constants: dict[Buffer, Any] = {}
-        for value, group in zip(constants, groups[len(shapes) :], strict=True):
-            for number in group:
-                placed = jax.device_put(value, places[number].sharding)
-                self.constants[Buffer(number, None)] = placed
+        self.constants = {
+            Buffer(number, None): jax.device_put(value, places[number].sharding)
+            for value, group in zip(constants, groups[len(shapes) :], strict=True)
+            for number in group
+        }
         # What the caller or this step goes on using; as results they are copies.
         of_kept = (Buffer(number, None) for leaf in kept for number in groups[leaf])
         self.lasting = (*of_kept, *self.constants)
@@ -189,17 +187,17 @@ class PipelineStep:
             if isinstance(x, Run):
                 compiled = self.variants[x.piece, donated_numbers(x)]
                 waited = self.pipeline.waited(x, lasting.get((mesh, index), ()))
-                yield _inside(stages.run_action(compiled, x, paces[mesh], waited))
+                yield stages.run_action(compiled, x, paces[mesh], waited)
             elif isinstance(x, Send):
                 yield _send(x, targets[x.tag])
             elif isinstance(x, Recv):
                 yield _recv(x)
             elif isinstance(x, Reshard):
-                yield _inside(stages.reshard_action(x, places[x.target.value].sharding))
+                yield stages.reshard_action(x, places[x.target.value].sharding)
             elif isinstance(x, Accumulate):
-                yield _inside(stages.accumulate_action(x))
+                yield stages.accumulate_action(x)
             else:
-                yield _inside(stages.free_action(x))
+                yield stages.free_action(x)
 
     def __call__(
         self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
@@ -262,11 +260,6 @@ class PipelineStep:
     def cost_analysis(self) -> dict[str, Any]:
         """XLA's count of operations, for every piece."""
         return {name: x.cost_analysis() for (name, _), x in self.variants.items()}
-
-
-def _inside(action: stages.Action) -> Action:
-    """What one mesh does without any transfer."""
-    return lambda buffers, sent: action(buffers)
 
 
 def _send(x: Send, shardings: list[NamedSharding]) -> Action:

@@ -32,7 +32,8 @@ from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.runtime.spmd import block_function, partition_spec
 
-Action = Callable[[dict[Buffer, Any]], None]
+Action = Callable[[dict[Buffer, Any], Any], None]
+"""An instruction, as a function of buffers and what a runtime adds: transfers, a step's number."""
 
 FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's order of work on CPUs; by default, what needs arguments alone is done first, and kept."""
@@ -162,8 +163,7 @@ class StagePrograms:
             results = zip(sharded(*arrays), outs, strict=True)
             return [with_type_of(x, port.version.atom.aval) for x, port in results]
 
-        values = tuple(port.value for port in ins)
-        return PieceFunction(step, values, in_shardings, out_shardings, mesh)
+        return PieceFunction(step, tuple(x.value for x in ins), in_shardings, out_shardings, mesh)
 
     def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
         made = self.function_of(piece)
@@ -223,7 +223,7 @@ def run_action(compiled: Any, x: Run, pace: Pace, waited: Buffer | None) -> Acti
     """Dispatch a piece."""
     reads, writes, donates = x.reads, x.writes, x.donates
 
-    def action(buffers: dict[Buffer, Any]) -> None:
+    def action(buffers: dict[Buffer, Any], _: Any) -> None:
         results = compiled(*(buffers[b] for b in reads))
         for buffer in donates:
             del buffers[buffer]
@@ -239,7 +239,7 @@ def reshard_action(
 ) -> Action:
     """Put a buffer where another stage of the mesh wants it."""
 
-    def action(buffers: dict[Buffer, Any]) -> None:
+    def action(buffers: dict[Buffer, Any], _: Any) -> None:
         buffers[x.target] = put(buffers[x.source], sharding)
 
     return action
@@ -248,7 +248,7 @@ def reshard_action(
 def accumulate_action(x: Accumulate) -> Action:
     """Add a part to a sum."""
 
-    def action(buffers: dict[Buffer, Any]) -> None:
+    def action(buffers: dict[Buffer, Any], _: Any) -> None:
         known = buffers.get(x.target)
         part = buffers[x.addend]
         buffers[x.target] = part if known is None else _add(known, part)
@@ -262,7 +262,7 @@ _add = jax.jit(jnp.add)
 def free_action(x: Free) -> Action:
     """Forget buffers."""
 
-    def action(buffers: dict[Buffer, Any]) -> None:
+    def action(buffers: dict[Buffer, Any], _: Any) -> None:
         for buffer in x.buffers:
             buffers.pop(buffer, None)
 

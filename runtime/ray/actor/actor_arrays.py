@@ -74,8 +74,7 @@ class Store:
     def lose(self, first: int, last: int) -> None:
         """Say that keys from `first` to `last` (left out) will not come, and drop those there."""
         with self._changed:
-            for key in [key for key in self._arrays if first <= key < last]:
-                del self._arrays[key]
+            self._arrays = {k: x for k, x in self._arrays.items() if not first <= k < last}
             self._lost.append((first, last))
             self._changed.notify_all()
 

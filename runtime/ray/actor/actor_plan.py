@@ -24,7 +24,7 @@ import numpy as np
 from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Recv, Send
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.spmd_program import Block, ShardedValue, SpmdProgram
+from autopar.passes.sharding.spmd_program import Block
 from autopar.runtime.ray.transport.host_tiles import plain
 from autopar.runtime.ray.transport.routes import (
     Box,
@@ -171,19 +171,19 @@ class ActorPlan:
         return self._spread(value).shape, plain((), aval.dtype)[1]
 
     def _spread(self, value: int) -> Spread:
-        stage = self.program.value_of[value].stage
-        return spread_of(self.pieces.versions[value], self.pieces.programs[stage])
+        return _spread_of(self.pieces, self.program, value)
 
 
-def spread_of(version: ShardedValue, program: SpmdProgram) -> Spread:
+def _spread_of(pieces: Pieces, program: PipelineProgram, value: int) -> Spread:
     """How the numbers behind a value lie on its stage's mesh."""
-    aval, layout = version.atom.aval, version.layout
+    aval, layout = pieces.versions[value].atom.aval, pieces.versions[value].layout
+    mesh = pieces.programs[program.value_of[value].stage].mesh
     shape, _ = plain(aval.shape, aval.dtype)
     dims = (*layout.dims, *((),) * (len(shape) - len(aval.shape)))
     if layout.partial:
         axes = tuple(axis for axis, _ in layout.partial)
-        shape, dims = (num_parts(axes, program.mesh), *shape), (axes, *dims)
-    return Spread(shape, dims, program.mesh)
+        shape, dims = (num_parts(axes, mesh), *shape), (axes, *dims)
+    return Spread(shape, dims, mesh)
 
 
 def partition_plan(
@@ -315,14 +315,10 @@ class _Routes:
 
     def between(self, source: int, target: int, sent: list[int]) -> _Crossing:
         """The route from one value to another, which is added to what was sent."""
-        ends, meshes = [], []
-        for number in (source, target):
-            stage = self._program.value_of[number].stage
-            ends.append(spread_of(self._pieces.versions[number], self._pieces.programs[stage]))
-            meshes.append(self._program.mesh_of(number))
-        sent += [0] * (math.prod(ends[0].mesh) - len(sent))
-        found = route(ends[0], ends[1], sent, self._counts[meshes[1]])
-        return _Crossing(found, meshes[0], meshes[1])
+        here, there = map(self._program.mesh_of, (source, target))
+        first, last = (_spread_of(self._pieces, self._program, n) for n in (source, target))
+        sent += [0] * (math.prod(first.mesh) - len(sent))
+        return _Crossing(route(first, last, sent, self._counts[there]), here, there)
 
     def way(self, crossing: _Crossing, mesh: int, process: int) -> Way:
         """What a process of one of its meshes sends, or gets."""
@@ -358,8 +354,7 @@ def _slots(
                 slots[there].append(Slot(value, leaf, part, False, carried))
                 if there == here:
                     copies[here].append((leaf, part, home, value))
-                    continue
-                crossing = routes.between(home, value, [])
-                found = _Handed(leaf, part, home, value, crossing)
-                hand_on.setdefault((here, there), []).append(found)
+                else:
+                    found = _Handed(leaf, part, home, value, routes.between(home, value, []))
+                    hand_on.setdefault((here, there), []).append(found)
     return slots, hand_on, copies

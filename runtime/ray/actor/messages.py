@@ -44,16 +44,12 @@ def spelled_out(message: Message, plan: ActorPlan) -> Message:
     if message.carried is None:
         return message
     first, given = message.carried * KEYS, iter(message.given)
-    entries: list[Any] = []
-    for slot in plan.slots:
-        if slot.carried is None:
-            entries.append(next(given))
-        else:
-            entries.append(first + slot.carried if slot.is_home else None)
-    taken = [first + value for value in plan.carried]
-    return replace(
-        message, given=tuple(entries), consumed=(*message.consumed, *taken), carried=None
+    entries = tuple(
+        next(given) if slot.carried is None else (first + slot.carried if slot.is_home else None)
+        for slot in plan.slots
     )
+    consumed = (*message.consumed, *(first + value for value in plan.carried))
+    return replace(message, given=entries, consumed=consumed, carried=None)
 
 
 def packed(message: Message) -> Message | bytes:

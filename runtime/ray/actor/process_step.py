@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,10 +42,7 @@ from autopar.runtime.ray.actor.timing import Alone, Together, Turns
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.host_tiles import copied, resharded
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
-from autopar.runtime.stage_programs import Pace, StagePrograms, donated_numbers
-
-Action = Callable[[dict[Buffer, Any], int], None]
-"""An instruction, as a function of buffers and the step's number."""
+from autopar.runtime.stage_programs import Action, Pace, StagePrograms, donated_numbers
 
 
 class ProcessStep:
@@ -208,14 +205,13 @@ class ProcessStep:
                 items = list(zip(x.buffers, plan.ways[x.tag], strict=True))
                 yield functools.partial(exchange.receive, x.source, x.tag, items)
             elif isinstance(x, Reshard):
-                sharding = programs.places[x.target.value].sharding
-                yield _local(stages.reshard_action(x, sharding, resharded))
+                yield stages.reshard_action(x, programs.places[x.target.value].sharding, resharded)
             elif isinstance(x, Accumulate):
-                yield _local(stages.accumulate_action(x))
+                yield stages.accumulate_action(x)
             else:
-                yield _local(stages.free_action(x))
+                yield stages.free_action(x)
 
-    def _run_action(self, run: stages.Action, x: Run, tags: Sequence[int]) -> Action:
+    def _run_action(self, run: Action, x: Run, tags: Sequence[int]) -> Action:
         # Where a mesh of CPUs has several processes, dozens of queued programs wait for each other
         # without end (jaxlib 0.10.2); so each is awaited.
         is_awaited = len(self.plan.siblings) > 1 and jax.default_backend() == "cpu"
@@ -227,7 +223,7 @@ class ProcessStep:
             if x.donates and exchange.handed_on:
                 exchange.wait(exchange.handed_on)
                 exchange.handed_on.clear()
-            run(buffers)
+            run(buffers, step)
             if is_awaited:
                 jax.block_until_ready([buffers[buffer] for buffer in x.writes])
 
@@ -251,10 +247,6 @@ class ProcessStep:
         found = {buffer.microbatch for buffer in buffers} - {None}
         microbatch = found.pop() if len(found) == 1 else None
         return Spot(plan.actor, f"stage {stage}", index, text, microbatch)
-
-
-def _local(action: stages.Action) -> Action:
-    return lambda buffers, step: action(buffers)
 
 
 def _devices(plan: ActorPlan) -> list[jax.Device]:

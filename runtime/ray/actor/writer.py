@@ -35,11 +35,10 @@ class Writer:
         """Copy arrays, and start to write them."""
         outcome = self._outcomes.setdefault(folder, Future())
         try:
-            arrays = copies()
+            arguments = (outcome, Path(folder), copies())
         except Exception as error:
             outcome.set_exception(error)
         else:
-            arguments = (outcome, Path(folder), arrays)
             threading.Thread(target=self._write, args=arguments, daemon=True).start()
 
     def wait(self, folder: str) -> None:
@@ -76,7 +75,18 @@ class WriterProcess:
 
     def _ask(self, what: tuple[Path, dict[str, np.ndarray]]) -> str | None:
         """Why it cannot be written, if so."""
-        child = self._running()
+        child = self._child
+        if child is None or child.poll() is not None:
+            self._child = child = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={
+                    **os.environ,
+                    "JAX_PLATFORMS": "cpu",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
+            )
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -90,20 +100,6 @@ class WriterProcess:
                 raise
             return f"the process that was to write it ended with code {code}."
         return answer
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={
-                    **os.environ,
-                    "JAX_PLATFORMS": "cpu",
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
-            )
-        return self._child
 
 
 def main() -> None:

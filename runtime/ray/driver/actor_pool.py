@@ -230,8 +230,7 @@ def settings() -> dict[str, Any]:
 
 def has_cache() -> bool:
     """Whether the user has configured a folder for what JAX compiles."""
-    config: Any = jax.config
-    return bool(config.jax_compilation_cache_dir)
+    return bool(settings()["jax_compilation_cache_dir"])
 
 
 def cache_folder() -> str:

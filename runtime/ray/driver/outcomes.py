@@ -168,13 +168,11 @@ def first_error(
             spot=failure.spot,
         )
     if late is not None:
-        why = f"nothing has happened there for {deadline:g} seconds."
-        return lost_error(name, late, why)
+        return lost_error(name, late, f"nothing has happened there for {deadline:g} seconds.")
     if "lost" in by_kind:
         peer = by_kind["lost"].peer
         assert peer is not None
-        spot = last_spot(plans[peer], failures)
-        return lost_error(name, spot, "its connections were closed.")
+        return lost_error(name, last_spot(plans[peer], failures), "its connections were closed.")
     plan = (silent or plans)[0]
     return lost_error(name, last_spot(plan, failures), "the step was called off.")
 

@@ -112,8 +112,6 @@ class Connection:
                 name=name,
                 num_cpus=1,
                 num_gpus=self._gpus[number],
-                max_restarts=0,
-                max_task_retries=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._group, placement_group_bundle_index=number
                 ),
@@ -262,8 +260,8 @@ def _try(spelled: str, address: str, deadline: float) -> None:
             address, f"what listens there did not answer as Ray does within {deadline:g} seconds."
         ) from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise _unreachable(address, lines[-1] if lines else "Ray cannot connect.")
+        lines = done.stderr.strip().splitlines() or ["Ray cannot connect."]
+        raise _unreachable(address, lines[-1])
 
 
 def _unreachable(address: str, why: str) -> ClusterError:

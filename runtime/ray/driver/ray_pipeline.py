@@ -50,7 +50,7 @@ class RayPipeline:
         inputs, returned = runnable.pieces.inputs, result_values(runnable)
         self.homes = tuple(tuple(inputs[x.number][0] for x in group) for group in runnable.leaves)
         known: dict[Parts, Parts] = {}
-        leaves = [
+        leaves = self._kinds = [
             self._kind(group, values, LeafPlace("argument", number), known)
             for number, (group, values) in enumerate(zip(runnable.leaves, self.homes, strict=True))
         ]
@@ -58,7 +58,6 @@ class RayPipeline:
             self._kind(group, values, LeafPlace("result", number), known)
             for number, (group, values) in enumerate(zip(runnable.results, returned, strict=True))
         ]
-        self._kinds = leaves
         self.results = tuple(zip(returned, results, strict=True))
         self.in_shardings = tuple(kind.sharding for kind in leaves)
         self.out_shardings = tuple(kind.sharding for kind in results)

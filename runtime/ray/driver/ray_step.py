@@ -81,7 +81,8 @@ class RayStep(RestartedActors):
         if carried is None:
             results = self.running.step(leaves, taken)
         else:
-            results = self.running.tell(fresh, carried.residents, carried.serial)
+            serial, residents = carried
+            results = self.running.tell(fresh, residents, serial)
         if log is not None:
             again = functools.partial(step_again, donated=taken)
             log.write(given, again, results, self.running.steps.serial)
@@ -105,10 +106,8 @@ class RayStep(RestartedActors):
         return self.attempt(lambda: profiled(self.running, leaves))
 
     def _ordered(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        leaves: list[Any] = [None] * len(self._order)
-        for number, leaf in zip(self._order, (*donated, *kept), strict=True):
-            leaves[number] = leaf
-        return leaves
+        leaves = dict(zip(self._order, (*donated, *kept), strict=True))
+        return [leaves[number] for number in range(len(leaves))]
 
     def _check(self, number: int, leaf: Any) -> None:
         aval = leaf if isinstance(leaf, (RayArray, SplitArray)) else jax.typeof(leaf)

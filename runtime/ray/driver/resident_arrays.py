@@ -111,11 +111,9 @@ class ResidentArrays:
         """
         if isinstance(leaf, RayArray):
             leaf.check()
-            own = True
             for resident in leaf.residents:
                 resident.owner.check(resident)
-                own = own and resident.owner is self
-            if own and leaf.sharding == sharding:
+            if leaf.sharding == sharding and all(x.owner is self for x in leaf.residents):
                 return leaf.residents
             return sharding.pieces(leaf.numbers())
         return sharding.pieces(host_numbers(leaf))
@@ -198,10 +196,8 @@ class ResidentArrays:
             if serial < FIRST_OTHER:  # a step ends when all that it gives is computed
                 steps.wait_for_step(serial, siblings)
             else:
-                asked = {
-                    actor: self._on(actor, "aside", "ready", resident.key) for actor in siblings
-                }
-                for actor, ref in asked.items():
+                asked = [self._on(actor, "aside", "ready", resident.key) for actor in siblings]
+                for actor, ref in zip(siblings, asked, strict=True):
                     steps.result(actor, ref)
             self.check(resident)  # another thread may have ended the actors
             resident.is_ready = True

@@ -163,7 +163,15 @@ class RestartedActors(Keeper):
         log.drop_called_off(self.running)
         while True:
             if self._restarts == self._options.max_restarts:
-                raise self._no_more(lost) from None
+                count = "once" if self._restarts == 1 else f"{self._restarts} times"
+                raise LostActorError(
+                    lost.what,
+                    where=lost.where,
+                    why=f"{lost.why or ''}\nThe actors were started again {count} before, and "
+                    f"max_restarts={self._options.max_restarts}.",
+                    hint="compile the step again, and start from a saved state.",
+                    spot=lost.spot,
+                ) from None
             self._restarts += 1
             try:
                 await_room(gpus_of(self._plans, self._options), self._options.deadline)
@@ -190,12 +198,12 @@ class RestartedActors(Keeper):
         error.__traceback__ = error.__context__ = error.__cause__ = None
         found = Recovery(error, num_steps, seconds, running.pool.compile_seconds)
         self.recoveries += (found,)
-        count = len(self._plans)
+        num_actors = len(self._plans)
         logger.warning(
             "%s (%s): %s started again, and %s run again, in %.1f seconds; restart %d of %d.",
             error.what.rstrip("."),
             (error.why or "").rstrip("."),
-            "1 actor was" if count == 1 else f"{count} actors were",
+            "1 actor was" if num_actors == 1 else f"{num_actors} actors were",
             "1 step was" if num_steps == 1 else f"{num_steps} steps were",
             seconds,
             self._restarts,
@@ -226,18 +234,6 @@ class RestartedActors(Keeper):
             count,
             found,
             len(self._plans),
-        )
-
-    def _no_more(self, error: LostActorError) -> LostActorError:
-        count = "once" if self._restarts == 1 else f"{self._restarts} times"
-        why = error.why or ""
-        return LostActorError(
-            error.what,
-            where=error.where,
-            why=f"{why}\nThe actors were started again {count} before, and "
-            f"max_restarts={self._options.max_restarts}.",
-            hint="compile the step again, and start from a saved state.",
-            spot=error.spot,
         )
 
     def close(self) -> None:

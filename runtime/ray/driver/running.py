@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.arrays.ray_array import Keeper, RayArray, Resident
 from autopar.runtime.ray.actor.actor_arrays import KEYS
@@ -17,13 +17,6 @@ from autopar.runtime.ray.driver.resident_arrays import ResidentArrays
 from autopar.runtime.ray.driver.step_queue import StepQueue
 
 _IS_DELETED, _KEY, _OWNER = map(operator.attrgetter, ("is_deleted", "key", "owner"))
-
-
-class CarriedArrays(NamedTuple):
-    """All that a step returned for the next one to take over: its number, and the arrays."""
-
-    serial: int
-    residents: list[Resident]
 
 
 class Running:
@@ -72,10 +65,11 @@ class Running:
         ]
         return self.tell(dict(enumerate(leaves)), consumed, record=record)
 
-    def carried(self, arrays: Sequence[Any]) -> CarriedArrays | None:
+    def carried(self, arrays: Sequence[Any]) -> tuple[int, list[Resident]] | None:
         """What arrays are, for every leaf of `RayPipeline.carried`, if one step returned them.
 
-        None: they are something else, or one of them is gone.
+        All that it returned for the next one to take over: its number, and the arrays. None: they
+        are something else, or one of them is gone.
         """
         if set(map(type, arrays)) != {RayArray} or self.pool.closed is not None:
             return None
@@ -89,7 +83,7 @@ class Running:
             or self.steps.called_off(serial)
         ):
             return None
-        return CarriedArrays(serial, residents)
+        return serial, residents
 
     def tell(
         self,

@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,13 @@ class TransportError(Exception):
         self.reason, self.peer, self.detail = reason, peer, detail
 
 
+@dataclass(eq=False)
 class Ticket:
     """A `Send` that is under way: what it reads must stay until `is_read`."""
 
-    def __init__(self, peer: int, tag: int):
-        self.peer, self.tag = peer, tag
-        self.is_read = False
-        self.error: TransportError | None = None
+    peer: int
+    is_read: bool = False
+    error: TransportError | None = None
 
 
 _HEADER = struct.Struct("<QQQ")
@@ -106,7 +107,7 @@ class Sockets:
 
     def send(self, to: int, step: int, tag: int, size: int, data: Bytes) -> Ticket:
         """Start to send; returns at once."""
-        ticket = Ticket(to, tag)
+        ticket = Ticket(to)
         self._outboxes[to].put((ticket, step, tag, size, data))
         return ticket
 
@@ -156,8 +157,7 @@ class Sockets:
         with self._changed:
             self._aborted = False
             self._first_step = step
-            for key in [key for key in self._inbox if key[1] < step]:
-                del self._inbox[key]
+            self._inbox = {key: data for key, data in self._inbox.items() if key[1] >= step}
 
     def close(self) -> None:
         """Close all connections; who waits for this process learns that it is gone."""
