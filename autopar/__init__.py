@@ -47,15 +47,6 @@ else:
     )
 
 __all__ = [
-    "AutoparError",
-    "Checkpoints",
-    "Cluster",
-    "Executable",
-    "Plan",
-    "Ray",
-    "__version__",
-    "compile",
-    "errors",
-    "parallelize",
-    "plan",
-]
+    "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "__version__",
+    "compile", "errors", "parallelize", "plan",
+]  # fmt: skip

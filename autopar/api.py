@@ -72,8 +72,7 @@ class Parallelized(Requested):
                 signature = mismatch.signature
         else:
             signature = signature_of(self._convention, args, kwargs)
-        executable = self._find(signature, args, kwargs)
-        return executable.run(args, kwargs, strict=True)
+        return self._find(signature, args, kwargs).run(args, kwargs, strict=True)
 
     def _find(
         self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -249,15 +248,7 @@ def plan(
 ) -> Plan:
     """Decide how a step would run on a cluster; no device of it is needed.
 
-    Args:
-      fn: as for `parallelize`.
-      *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
-      cluster: the devices to plan for; by default all that JAX sees.
-      **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
-        step's own arguments by keyword.
-
-    Raises:
-      AutoparError: as `compile`, but for errors of devices.
+    Arguments and errors are those of `compile`, but for those of devices.
 
     >>> import numpy as np, autopar
     >>> shape = jax.ShapeDtypeStruct((64, 32), np.float32)

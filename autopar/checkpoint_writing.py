@@ -65,7 +65,9 @@ class WritingCheckpoint:
             for number, (keeper, indices) in enumerate(groups.values())
         ]
         own = {i: x for i, x in enumerate(leaves) if not isinstance(x, RayArray)}
-        self._copies = {str(i): np.array(numbers_of(x)) for i, x in own.items()}
+        # Each in its own dtype, also where JAX would use a smaller one.
+        own |= {i: host_numbers(x) for i, x in own.items() if isinstance(x, jax.Array | SplitArray)}
+        self._copies = {str(i): np.array(x) for i, x in own.items()}
 
     def start(self) -> None:
         """Write in the background."""
@@ -201,23 +203,13 @@ def check_leaf(path: str, leaf: Any) -> None:
                 "A leaf of the state lies on devices of other processes.", where=path
             )
         return
-    is_number = type(leaf) in PYTHON
-    if (is_number or isinstance(leaf, (np.ndarray, np.generic))) and np.asarray(
-        leaf
-    ).dtype != np.dtype(object):
-        return
-    raise CheckpointError(
-        f"A leaf of the state is a {type(leaf).__name__}, which cannot be saved.",
-        where=path,
-        why="leaves are arrays, PRNG keys and numbers of up to 64 bits.",
-    )
-
-
-def numbers_of(leaf: Any) -> np.ndarray:
-    """The numbers of a leaf, in its own dtype, also where JAX would use a smaller one."""
-    if isinstance(leaf, (jax.Array, SplitArray)):
-        return host_numbers(leaf)
-    return np.asarray(leaf)
+    is_known = type(leaf) in PYTHON or isinstance(leaf, (np.ndarray, np.generic))
+    if not is_known or np.asarray(leaf).dtype == np.dtype(object):
+        raise CheckpointError(
+            f"A leaf of the state is a {type(leaf).__name__}, which cannot be saved.",
+            where=path,
+            why="leaves are arrays, PRNG keys and numbers of up to 64 bits.",
+        )
 
 
 def dtype_name(leaf: Any) -> str:

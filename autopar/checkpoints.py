@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,9 @@ class Checkpoints:
       directory: the folder; it is made when a step is first saved.
       keep: how many checkpoints are kept; older ones are removed.
 
+    Attributes:
+      directory: the folder, as an absolute path.
+
     Raises:
       CheckpointError: the folder is there and holds something else.
 
@@ -76,15 +80,10 @@ class Checkpoints:
             raise CheckpointError(
                 f"keep={keep!r} is not possible.", why="it must be an integer of at least 1."
             )
-        self._directory = Path(directory).absolute()
+        self.directory = Path(directory).absolute()
         self._keep = keep
         self._writing: WritingCheckpoint | None = None
-        steps_in(self._directory)
-
-    @property
-    def directory(self) -> Path:
-        """The folder."""
-        return self._directory
+        steps_in(self.directory)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -93,7 +92,7 @@ class Checkpoints:
         Raises:
           CheckpointError: the folder is no longer one of checkpoints.
         """
-        return steps_in(self._directory)
+        return steps_in(self.directory)
 
     @property
     def latest(self) -> int | None:
@@ -123,7 +122,7 @@ class Checkpoints:
         if latest is not None and step <= latest:
             raise CheckpointError(
                 f"Step {step} cannot be saved behind step {latest}.",
-                where=str(self._directory),
+                where=str(self.directory),
                 why="the last checkpoint is the one that a run continues from.",
                 hint="use another folder for a run that branches off, or remove later steps.",
             )
@@ -139,7 +138,7 @@ class Checkpoints:
         paths, leaves = flat(state)
         for path, leaf in zip(paths, leaves, strict=True):
             check_leaf(path, leaf)
-        folder = begin(self._directory, step)
+        folder = begin(self.directory, step)
         self._writing = WritingCheckpoint(folder, step, paths, leaves, extra, self._keep)
         self._writing.start()
 
@@ -184,13 +183,13 @@ class Checkpoints:
         """
         self.wait()
         step = self._existing(step)
-        stored, extra = read_contents(self._directory, step)
+        stored, extra = read_contents(self.directory, step)
         paths, leaves = flat(like)
         check_fit(stored, paths, leaves, step)
-        folder = self._directory / name_of(step)
-        items = StoredItems(folder)
+        folder = self.directory / name_of(step)
+        read = functools.cache(functools.partial(_read_item, folder))
         found = [
-            placed_leaf(path, items.numbers(stored[path], leaf), leaf)
+            placed_leaf(path, _stored_numbers(stored[path], leaf, read), leaf)
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         tree: Any = jax.tree.structure(like)
@@ -206,7 +205,7 @@ class Checkpoints:
           CheckpointError: there is no such checkpoint.
         """
         self.wait()
-        return read_contents(self._directory, self._existing(step))[1]
+        return read_contents(self.directory, self._existing(step))[1]
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps
@@ -216,44 +215,38 @@ class Checkpoints:
             return step
         raise CheckpointError(
             "There is no checkpoint" + ("." if step is None else f" of step {step}."),
-            where=str(self._directory),
+            where=str(self.directory),
             why=f"the steps are {', '.join(map(str, steps))}."
             if steps
             else "no step has been saved here.",
         )
 
 
-class StoredItems:
-    """The items of a checkpoint, each read once."""
+def _stored_numbers(
+    stored: StoredLeaf, like: Any, read: Callable[[str], dict[str, np.ndarray]]
+) -> np.ndarray:
+    """The numbers of a leaf, from the items that `read` gives by their names."""
+    if len(stored.pieces) == 1:
+        (piece,) = stored.pieces
+        return read(piece.item)[piece.name]
+    whole = np.zeros(*plain(np.shape(like), like.dtype))
+    for item, name, start in stored.pieces:
+        part = read(item)[name]
+        whole[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=False))] = part
+    return whole
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._items: dict[str, dict[str, np.ndarray]] = {}
 
-    def numbers(self, stored: StoredLeaf, like: Any) -> np.ndarray:
-        """The numbers of a leaf."""
-        if len(stored.pieces) == 1:
-            (piece,) = stored.pieces
-            return self._item(piece.item)[piece.name]
-        whole = np.zeros(*plain(np.shape(like), like.dtype))
-        for item, name, start in stored.pieces:
-            part = self._item(item)[name]
-            whole[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=False))] = part
-        return whole
-
-    def _item(self, name: str) -> dict[str, np.ndarray]:
-        if name not in self._items:
-            try:
-                self._items[name] = read_item(self._folder / name)
-            except CheckpointError:
-                raise
-            except Exception as error:
-                raise CheckpointError(
-                    "A checkpoint cannot be read.",
-                    where=str(self._folder / name),
-                    why=f"{type(error).__name__}: {error}",
-                ) from error
-        return self._items[name]
+def _read_item(folder: Path, name: str) -> dict[str, np.ndarray]:
+    try:
+        return read_item(folder / name)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            "A checkpoint cannot be read.",
+            where=str(folder / name),
+            why=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def check_fit(

@@ -22,22 +22,8 @@ from autopar.base.errors import (
 )
 
 __all__ = [
-    "AutoparError",
-    "AutoparWarning",
-    "BatchArgumentError",
-    "CheckpointError",
-    "ClusterError",
-    "DeviceError",
-    "DonatedBufferError",
-    "DonationWarning",
-    "InexactMicrobatchError",
-    "LostActorError",
-    "MemoryLimitError",
-    "OptionError",
-    "PinError",
-    "PlanMismatchError",
-    "ScheduleError",
-    "StageError",
-    "TraceError",
-    "UnknownPrimitiveWarning",
-]
+    "AutoparError", "AutoparWarning", "BatchArgumentError", "CheckpointError", "ClusterError",
+    "DeviceError", "DonatedBufferError", "DonationWarning", "InexactMicrobatchError",
+    "LostActorError", "MemoryLimitError", "OptionError", "PinError", "PlanMismatchError",
+    "ScheduleError", "StageError", "TraceError", "UnknownPrimitiveWarning",
+]  # fmt: skip

@@ -320,10 +320,7 @@ class Executable:
         return self._compiled.memory_analysis()
 
     def cost_analysis(self) -> Any:
-        """XLA's count of the program's operations, as `jax.stages.Compiled` gives it.
-
-        With several stages, a dictionary of those of every piece.
-        """
+        """XLA's count of the program's operations, in the same form as `memory_analysis`."""
         return self._compiled.cost_analysis()
 
     def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -100,9 +100,8 @@ def _on_meshes(
     items: list[tuple[int, Sharding, Any]] = []  # a leaf, where it or some rows of it are, which
     for number, sharding in enumerate(wanted):
         if isinstance(sharding, SplitSharding):
-            before = (slice(None),) * sharding.axis
-            for rows, where in zip(sharding.rows(), sharding.parts, strict=True):
-                items.append((number, where, (*before, slice(*rows))))
+            cuts = zip(sharding.parts, sharding.indices(), strict=True)
+            items += [(number, where, rows) for where, rows in cuts]
         else:
             items.append((number, sharding, None))
     groups: dict[Any, list[int]] = {}

@@ -15,6 +15,7 @@ from autopar.initialize import initialize
 from autopar.passes.planner.compiler import Compiled
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
+from autopar.requests import name_of
 from autopar.runtime.ray.recovery.lineage import apart
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class RayExecutable(Executable):
         super().__init__(fn, traced, compiled, progress)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
-        name = getattr(fn, "__name__", type(fn).__name__)
-        program = _on_actors(compiled, self._aliases, self._runtime, name, self._replan)
+        program = _on_actors(compiled, self._aliases, self._runtime, name_of(fn), self._replan)
         self._pipeline: RayPipeline = program
         return program
 
@@ -104,13 +104,9 @@ class RayExecutable(Executable):
     def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a state on the actors; the driver traces `init_fn` and never holds its result.
 
-        Args:
-          init_fn: makes one of the step's arguments, or a tuple of several of them.
-          *args: its arguments, such as a PRNG key.
-          **kwargs: the same, by keyword.
+        Arguments and errors are those of `Executable.initialize`.
 
         Raises:
-          TraceError: what `init_fn` makes is none of the step's arguments.
           StageError: it fails on an actor.
         """
         self._follow()
@@ -148,10 +144,7 @@ class RayExecutable(Executable):
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
         """`fn(state, *args)`, computed in the driver's process on its default device.
 
-        Args:
-          fn: a function of JAX arrays, such as a global norm or a moving average.
-          state: any tree of leaves of the step's state. It is not donated.
-          *args: more trees, from any place.
+        The arguments are those of `Executable.apply`, but that `fn` is not compiled.
 
         Returns:
           What `fn` returns. If that has the structure of `state`, leaves of the same shape are put
@@ -185,14 +178,8 @@ class RayExecutable(Executable):
         the arrays are in place. Where actors are on several machines, their clocks are compared by
         asking for the time, to about half of the quickest round trip.
 
-        Args:
-          *args: the arguments of a call; they can be used again afterwards.
-          **kwargs: the same, by keyword.
-
         Raises:
-          TraceError: the arguments are not like those that the step was compiled for.
-          DonatedBufferError: a leaf was consumed by an earlier call.
-          StageError: the step fails.
+          StageError: the step fails; other errors are those of `Executable.profile`.
         """
         from autopar.profile import profile_of
 

@@ -8,7 +8,7 @@ meshes, so such a leaf of the state is a `SplitArray` between steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +49,10 @@ class SplitSharding:
         same_rows = (self.axis, self.ends) == (other.axis, other.ends)
         return same_rows and all(a.is_equivalent_to(b, ndim) for a, b in pairs)
 
-    def rows(self) -> Iterator[tuple[int, int]]:
-        """First row and last row + 1 of each part."""
-        return itertools.pairwise((0, *self.ends))
+    def indices(self) -> list[tuple[slice, ...]]:
+        """The rows of each part as an index."""
+        before = (slice(None),) * self.axis
+        return [(*before, slice(*rows)) for rows in itertools.pairwise((0, *self.ends))]
 
 
 class SplitArray(WholeArray):
@@ -150,8 +151,5 @@ def put_parts(leaf: Any, sharding: SplitSharding) -> list[jax.Array]:
         if (leaf.axis, leaf.ends) == (sharding.axis, sharding.ends):
             return [jax.device_put(a, b) for a, b in zip(leaf.parts, sharding.parts, strict=True)]
         leaf = leaf.__jax_array__()
-    index = (slice(None),) * sharding.axis
-    return [
-        jax.device_put(leaf[(*index, slice(start, stop))], part)
-        for (start, stop), part in zip(sharding.rows(), sharding.parts, strict=True)
-    ]
+    places = zip(sharding.indices(), sharding.parts, strict=True)
+    return [jax.device_put(leaf[rows], part) for rows, part in places]

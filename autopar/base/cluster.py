@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import os
 import tomllib
 import warnings
@@ -285,28 +286,18 @@ def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
 
 def _check_numbers(cluster: Cluster) -> None:
     device = cluster.device
-    counts = {
-        "num_nodes": cluster.num_nodes,
-        "devices_per_node": cluster.devices_per_node,
-        "device.memory_bytes": device.memory_bytes,
-    }
-    rates = {
-        "device.memory_bandwidth": device.memory_bandwidth,
-        "intra_node.bandwidth": cluster.intra_node.bandwidth,
-        "inter_node.bandwidth": cluster.inter_node.bandwidth,
-        **{f"device.peak_flops.{name}": rate for name, rate in device.peak_flops.items()},
-    }
-    seconds = {
-        "device.kernel_seconds": device.kernel_seconds,
-        "intra_node.latency": cluster.intra_node.latency,
-        "inter_node.latency": cluster.inter_node.latency,
-        "collective_seconds": cluster.collective_seconds,
-    }
-    problems = [f"{name} is {n}, less than 1" for name, n in counts.items() if n < 1]
-    problems += [
-        f"{name} is {x}, not positive" for name, x in rates.items() if not 0 < x < math.inf
-    ]
-    problems += [f"{name} is {x}, negative" for name, x in seconds.items() if not 0 <= x < math.inf]
+
+    def numbers(*names: str) -> list[tuple[str, float]]:
+        return [(name, operator.attrgetter(name)(cluster)) for name in names]
+
+    counts = numbers("num_nodes", "devices_per_node", "device.memory_bytes")
+    rates = numbers("device.memory_bandwidth", "intra_node.bandwidth", "inter_node.bandwidth")
+    rates += [(f"device.peak_flops.{name}", rate) for name, rate in device.peak_flops.items()]
+    latencies = ("intra_node.latency", "inter_node.latency", "collective_seconds")
+    seconds = numbers("device.kernel_seconds", *latencies)
+    problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]
+    problems += [f"{name} is {x}, not positive" for name, x in rates if not 0 < x < math.inf]
+    problems += [f"{name} is {x}, negative" for name, x in seconds if not 0 <= x < math.inf]
     if not 0 < device.max_efficiency <= 1:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
     if not set(FLOATS) & set(device.peak_flops):

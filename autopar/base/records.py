@@ -26,18 +26,15 @@ class Record:
     """
 
     def __post_init__(self) -> None:
-        for name, convert in self._converters().items():
+        kind: Any = type(self)  # mypy does not see that the class of a dataclass is hashable
+        for name, convert in _converters(kind).items():
             value = convert(getattr(self, name), f"{type(self).__name__}.{name}")
             object.__setattr__(self, name, value)
 
-    @classmethod
-    def _converters(cls) -> dict[str, _Converter]:
-        # mypy does not see that the class of a dataclass is hashable.
-        return _converters(typing.cast("Any", cls))
-
     def to_dict(self) -> dict[str, Any]:
         """This record as JSON values: dicts, lists, numbers, text."""
-        return {name: _plain(getattr(self, name)) for name in self._converters()}
+        kind: Any = type(self)
+        return {name: _plain(getattr(self, name)) for name in _converters(kind)}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
@@ -79,10 +76,7 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
         lines = []
         for key in sorted(left.keys() | right.keys()):
             inside = f"{where}.{key}" if where else key
-            if key in left and key in right:
-                lines += differences(left[key], right[key], inside)
-            else:
-                lines.append(_difference(left.get(key, _ABSENT), right.get(key, _ABSENT), inside))
+            lines += differences(left.get(key, _ABSENT), right.get(key, _ABSENT), inside)
         return lines
     if isinstance(left, list) and isinstance(right, list):
         a, b = _by_name(left), _by_name(right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_BARS = 6
-
 
 _Bar = tuple[float, str, str, str]
 """Its length, its label, the value that is written beside it, and its colour."""
@@ -156,10 +156,9 @@ def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
 def _memory_parts(plan: PlanRecord) -> list[tuple[str, int]]:
     """What fills a device at the peak: parts of the state, other inputs, and what is computed."""
     categories = input_categories(plan)
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in plan.inputs:
-        name = categories[tensor.path]
-        sizes[name] = sizes.get(name, 0) + tensor.bytes_per_device
+        sizes[categories[tensor.path]] += tensor.bytes_per_device
     peak = max(plan.estimates.peak_bytes_per_device, sum(sizes.values()))
     parts = sorted(sizes.items(), key=lambda item: -item[1])
     large = [(name, size) for name, size in parts[:5] if size > 0.001 * peak]

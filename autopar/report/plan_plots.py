@@ -6,10 +6,9 @@ Several stages are shown first, with the simulated step.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.base.plan_records import PlanRecord, StagePlan
+from autopar.base.plan_records import PlanRecord
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.report import bars, gantt, summaries
@@ -61,8 +60,9 @@ def _plot_stages(plan: PlanRecord) -> Figure:
     timeline = summaries.simulated(plan)
     cards = cards_height(plan)
     rows = 0.9 if isinstance(timeline, str) else gantt.rows_height(timeline) + _MEMORY + 1.45
-    number, stage = _busiest(plan.stages)
-    collectives = summaries.group_collectives([stage])
+    sums = [sum(item.seconds * item.times for item in s.collectives) for s in plan.stages]
+    number = sums.index(max(sums))  # the first stage of those that communicate most
+    collectives = summaries.group_collectives([plan.stages[number]])
     sent = summaries.group_transfers(plan.pipeline.transfers, len(plan.stages))
     tried = [item for item in plan.candidates if item.step_seconds]
     num_bars = [min(max(len(shown), 1), bars.MAX_BARS) for shown in (sent, collectives, tried)]
@@ -122,10 +122,3 @@ def _draw_title(figure: Figure, plan: PlanRecord) -> None:
     x, height = _EDGE / WIDTH, figure.get_figheight()
     figure.text(x, 1 - 0.42 / height, title, fontsize=18, weight="bold", color=INK, va="center")
     figure.text(x, 1 - 0.79 / height, step, fontsize=12.5, color=QUIET, va="center")
-
-
-def _busiest(stages: Sequence[StagePlan]) -> tuple[int, StagePlan]:
-    """The first stage of those that communicate most."""
-    sums = [sum(each.seconds * each.times for each in stage.collectives) for stage in stages]
-    number = sums.index(max(sums))
-    return number, stages[number]

@@ -39,20 +39,15 @@ def plan_text(plan: PlanRecord) -> str:
 
     In characters that standard output can show, where that is not UTF-8.
     """
-    text = _Output()
-    text.encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace")
     plain = Console(
         width=_TEXT_WIDTH, file=text, color_system=None, force_terminal=False, force_jupyter=False
     )
     plain.print(plan_tables(plan))
-    shown = text.getvalue().encode(text.encoding, "replace").decode(text.encoding)
+    text.seek(0)
+    shown = text.read()
     return "\n".join(line.rstrip() for line in shown.rstrip().splitlines())
-
-
-class _Output(io.StringIO):
-    """Text for an output of an encoding, by which Rich chooses its lines."""
-
-    encoding = "utf-8"
 
 
 def plan_tables(plan: PlanRecord) -> RenderableType:

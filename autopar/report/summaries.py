@@ -5,6 +5,7 @@ Every view of a plan (text, Rich tables, pictures) shows these same rows.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,16 +246,13 @@ def stage_contents(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     """
     state = [tensor for tensor in plan.inputs if tensor.role == "state"]
     categories = input_categories(plan)
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in state:
-        name = categories[tensor.path]
-        sizes[name] = sizes.get(name, 0) + tensor.bytes
+        sizes[categories[tensor.path]] += tensor.bytes
     large = next((name for name, size in sizes.items() if 10 * size >= sum(sizes.values())), None)
     model = [tensor for tensor in state if categories[tensor.path] == large]
     paths = [short_path(tensor.path).split("/") for tensor in model]
-    common = 0
-    while paths and all(len(p) > common + 1 and p[common] == paths[0][common] for p in paths):
-        common += 1
+    common = _num_common([path[:-1] for path in paths])
     names: list[dict[str, None]] = [{} for _ in plan.stages]
     # A number alone says nothing: `layers/3`.
     first = max(common - any(path[common][0].isdigit() for path in paths), 0)
@@ -264,15 +262,19 @@ def stage_contents(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(fold_paths(here)) for here in names)
 
 
+def _num_common(paths: Sequence[Sequence[str]]) -> int:
+    """With how many equal names all of the paths begin."""
+    places = (len(set(names)) == 1 for names in zip(*paths, strict=False))
+    return sum(itertools.takewhile(bool, places))
+
+
 def input_categories(plan: PlanRecord) -> dict[str, str]:
     """A name for what each input belongs to: the part of the state, or its role.
 
     The part is the first name by which paths of the state differ: `params` of `state/params/w`.
     """
     state = [short_path(t.path).split("/") for t in plan.inputs if t.role == "state"]
-    common = 0
-    while state and all(len(p) > common and p[common] == state[0][common] for p in state):
-        common += 1
+    common = _num_common(state)
     categories = {}
     for tensor in plan.inputs:
         parts = short_path(tensor.path).split("/")
