@@ -186,8 +186,7 @@ class Checkpoints:
         stored, extra = read_contents(self.directory, step)
         paths, leaves = flat(like)
         check_fit(stored, paths, leaves, step)
-        folder = self.directory / name_of(step)
-        read = functools.cache(functools.partial(_read_item, folder))
+        read = functools.cache(functools.partial(_read_item, self.directory / name_of(step)))
         found = [
             placed_leaf(path, _stored_numbers(stored[path], leaf, read), leaf)
             for path, leaf in zip(paths, leaves, strict=True)

@@ -259,9 +259,7 @@ class Executable:
 
         `{"params": p, "ema": p}` is a sound state, but memory can only be donated once.
         """
-        seen: set[Any] = set()
-        for leaf in kept:
-            seen.update(memory_of(leaf))
+        seen = {place for leaf in kept for place in memory_of(leaf)}
         result = []
         for leaf, index in zip(donated, self._donated, strict=True):
             memory = list(memory_of(leaf))

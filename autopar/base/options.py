@@ -124,9 +124,8 @@ class Options:
         set_field("runtime", _runtime(self.runtime))
         set_field("stages", _stages(self.stages))
         set_field("schedule", _schedule(self.schedule))
-        if self.num_chunks is None:
-            set_field("num_chunks", "auto")
-        set_field("num_chunks", auto_or(self.num_chunks, count, "num_chunks"))
+        num_chunks = "auto" if self.num_chunks is None else self.num_chunks
+        set_field("num_chunks", auto_or(num_chunks, count, "num_chunks"))
         set_field("remat", _remat(self.remat))
         if self.stages == "auto" or self.stages == 1:
             _check_one_stage(self)

@@ -174,10 +174,7 @@ def _draw_heading(axes: Axes, title: str, **legend: Any) -> None:
 def _draw_tasks(axes: Axes, kinds: set[str], title: str) -> None:
     from matplotlib.patches import Patch
 
-    handles = [
-        Patch(facecolor=task.color, label=task.name)
-        for kind, task in TASKS.items()
-        if kind in kinds
-    ]
+    tasks = [task for kind, task in TASKS.items() if kind in kinds]
+    handles = [Patch(facecolor=task.color, label=task.name) for task in tasks]
     handles.append(Patch(facecolor=WAITING, label="waiting"))
     _draw_heading(axes, title, handles=handles, ncols=len(handles))
