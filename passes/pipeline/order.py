@@ -67,28 +67,25 @@ def require_end(
         for index, instruction in enumerate(instructions)
         if isinstance(instruction, Send)
     }
+    what = "The instructions deadlock."
     sentences: dict[int, str] = {}
     while mesh not in sentences:
         recv = meshes[mesh][position[mesh]]
         assert isinstance(recv, Recv), recv
-        what = ", ".join(map(names, recv.buffers))
+        buffers = ", ".join(map(names, recv.buffers))
         reader = _first_run(meshes[mesh][position[mesh] :], "its end")
-        waiting = f"mesh {mesh} waits for {what} from mesh {recv.source} before {reader}"
+        waiting = f"mesh {mesh} waits for {buffers} from mesh {recv.source} before {reader}"
         if recv.tag not in sender:
-            raise ScheduleError(
-                "The instructions deadlock.", why=f"{waiting}, and no mesh sends it."
-            )
+            raise ScheduleError(what, why=f"{waiting}, and no mesh sends it.")
         home, index = sender[recv.tag]
         maker = _first_run(reversed(meshes[home][:index]), "its start")
         sentences[mesh] = f"- {waiting}, sent after {maker}, which mesh {home} has not reached"
         mesh = home
         if position[home] > index:
-            raise ScheduleError(
-                "The instructions deadlock.", why=f"{waiting}, which has been received already."
-            )
+            raise ScheduleError(what, why=f"{waiting}, which has been received already.")
     cycle = list(sentences)[list(sentences).index(mesh) :]
     raise ScheduleError(
-        "The instructions deadlock.",
+        what,
         why="meshes wait for each other in a cycle:\n" + "\n".join(sentences[m] for m in cycle),
         hint="let the schedule run each task after those whose values its stage receives.",
     )

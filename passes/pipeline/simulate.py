@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from autopar.base.errors import ScheduleError
@@ -92,9 +93,7 @@ def simulate(
     def seconds(instruction: Instruction) -> float:
         return _cost(costs[type(instruction)], instruction)
 
-    def latency(send: Send) -> float:
-        return _cost(transfer_seconds, send)
-
+    latency = partial(_cost, transfer_seconds)
     if shared_cores is None and not in_line:
         events = _independent(program, seconds, latency)
     else:

@@ -128,43 +128,31 @@ class Timeline:
         """
         program = self.program
         names = buffer_names(program.values)
-        rows: list[dict[str, Any]] = [_metadata("process_name", 0, program.schedule.name)]
+        rows: list[dict[str, Any]] = []
+
+        def add(ph: str, name: str, mesh: int, **more: Any) -> None:
+            rows.append({"ph": ph, "name": name, "pid": 0, "tid": mesh, **more})
+
+        add("M", "process_name", 0, args={"name": program.schedule.name})
         for mesh in range(len(program.meshes)):
-            rows.append(_metadata("thread_name", mesh, f"mesh {mesh}"))
+            add("M", "thread_name", mesh, args={"name": f"mesh {mesh}"})
+            counter = f"mesh {mesh}: bytes per device"
             for seconds, size in self.bytes_over_time(mesh):
-                counter = {"ph": "C", "name": f"mesh {mesh}: bytes per device"}
-                args, time = {"bytes": size}, seconds * _MICROSECONDS
-                rows.append({**counter, "pid": 0, "tid": mesh, "ts": time, "args": args})
+                add("C", counter, mesh, ts=seconds * _MICROSECONDS, args={"bytes": size})
         for event in self.events:
             instruction = self.instruction(event)
             if isinstance(instruction, Free):
                 continue
-            place = {"pid": 0, "tid": event.mesh}
-            kind = type(instruction).__name__
-            if isinstance(instruction, Run):
-                kind = instruction.kind
-            rows.append(
-                {
-                    "ph": "X",
-                    "name": instruction.label,
-                    "cat": kind,
-                    "ts": event.start * _MICROSECONDS,
-                    "dur": event.seconds * _MICROSECONDS,
-                    "args": {"index": event.index, "instruction": instruction.text(names)},
-                    **place,
-                }
-            )
+            kind = instruction.kind if isinstance(instruction, Run) else type(instruction).__name__
+            start, duration = event.start * _MICROSECONDS, event.seconds * _MICROSECONDS
+            args = {"index": event.index, "instruction": instruction.text(names)}
+            add("X", instruction.label, event.mesh, cat=kind, ts=start, dur=duration, args=args)
             if isinstance(instruction, Send | Recv):
-                ends = isinstance(instruction, Recv)
-                flow = {
-                    "ph": "f" if ends else "s",
-                    "name": "transfer",
-                    "cat": "transfer",
-                    "id": instruction.tag,
-                    "ts": (event.start if ends else event.end) * _MICROSECONDS,
-                    **place,
-                }
-                rows.append({**flow, "bp": "e"} if ends else flow)
+                flow: dict[str, Any] = {"cat": "transfer", "id": instruction.tag}
+                if isinstance(instruction, Send):
+                    add("s", "transfer", event.mesh, ts=event.end * _MICROSECONDS, **flow)
+                else:
+                    add("f", "transfer", event.mesh, ts=start, bp="e", **flow)
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def __str__(self) -> str:
@@ -179,10 +167,6 @@ class Timeline:
             times = format_seconds(busy), format_seconds(span)
             rows.append((str(mesh), *times, f"{idle:.1%}", peak))
         return "\n".join([title, *_aligned(rows)])
-
-
-def _metadata(name: str, mesh: int, value: str) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": 0, "tid": mesh, "args": {"name": value}}
 
 
 def difference(expected: Timeline, measured: Timeline) -> str:
@@ -215,9 +199,8 @@ def _totals(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
     totals: dict[tuple[int, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for event in timeline.events:
         instruction = timeline.instruction(event)
-        what = type(instruction).__name__.lower()
-        if isinstance(instruction, Run):
-            what = instruction.piece
+        kind = type(instruction).__name__.lower()
+        what = instruction.piece if isinstance(instruction, Run) else kind
         count, seconds = totals[event.mesh, what]
         totals[event.mesh, what] = (count + 1, seconds + event.seconds)
     return totals

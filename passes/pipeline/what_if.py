@@ -117,8 +117,8 @@ def what_if(
     rows = plan.num_microbatches / count
     scales = _scales(plan, rows, cluster, link_scale, compute_scale)
     if scales.copies > 1 and plan.is_pipeline:
-        _divided(model, count * scales.copies, f"{count} microbatches on {scales.copies} times "
-                 "the devices")  # fmt: skip
+        what = f"{count} microbatches on {scales.copies} times the devices"
+        _divided(model, count * scales.copies, what)
     order = _order(pipeline, schedule, count) if plan.is_pipeline else ONE_STAGE
     return Simulation(_simulated(plan, pipeline, model, order, scales))
 

@@ -130,26 +130,24 @@ def _costs(
     runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
     kinds = [tuple(layer.digest for layer in run) for run in runs]
     firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
-    forward = {kind: _forward_share(runs[place]) for kind, place in firsts.items()}
     found: dict[int, list[_LayerCost]] = {}
     for size in sizes:
         report(f"costs of {len(firsts)} kinds of layers on {size} devices")
         part = submesh(cluster, size)
         known = {
-            kind: _cost(labelled[place], forward[kind], options, part)
+            kind: _cost(labelled[place], runs[place], options, part)
             for kind, place in firsts.items()
         }
         found[size] = [known[kind] for kind in kinds]
     return found
 
 
-def _forward_share(found: Sequence[Layer]) -> float:
-    total = sum(layer.flops for layer in found)
-    return sum(layer.forward_flops for layer in found) / total if total else 0.0
-
-
-def _cost(stage: StageGraph, forward: float, options: Options, part: Cluster) -> _LayerCost:
-    """What a run of layers costs, of whose FLOPs this share is forward."""
+def _cost(
+    stage: StageGraph, layers: Sequence[Layer], options: Options, part: Cluster
+) -> _LayerCost:
+    """What a run of layers costs."""
+    total = sum(layer.flops for layer in layers)
+    forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
     planned = plan_stage(stage, options, part)
     program, prices = planned.program, planned.costs(part)
     block, scan = program.block, None if stage.loop is None else stage.loop.scan

@@ -190,7 +190,6 @@ def _out_of_memory(
             hints.insert(0, "method='auto'")
         if options.microbatches != "auto":
             hints.insert(0, "microbatches='auto'")
-        what += f" ({reason})." if reason else "."
         where = f"method={options.method!r}, {cluster.num_devices} devices"
         alive = best.planned[0].peak.alive
         hint = f"raise memory_limit, or use {', '.join(hints)}."
@@ -199,7 +198,6 @@ def _out_of_memory(
         stages = [s for s, m in enumerate(schedule.mesh_of_stage) if m == mesh]
         names = " and ".join(map(str, stages))
         what += f": stage {names} needs {best.peak_bytes[mesh]:,}"
-        what += f" ({reason})." if reason else "."
         where = (
             f"stages={options.stages!r}, schedule {schedule.name}, "
             f"{schedule.num_microbatches} microbatches"
@@ -211,6 +209,7 @@ def _out_of_memory(
             f"raise memory_limit, or use more stages, {more}or a schedule with fewer in flight "
             "(1f1b)."
         )
+    what += f" ({reason})." if reason else "."
     return MemoryLimitError(
         what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive[:5]
     )

@@ -251,13 +251,10 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
 def strategies_of(planned: PlannedStage) -> tuple[NodeStrategy, ...]:
     """What was chosen for every node, as a plan stores it."""
     names, built = planned.program.axis_names, planned.built
+    chosen = planned.solution.assignment[: len(built.nodes)]
     return tuple(
-        NodeStrategy(
-            name,
-            short_source(node.source),
-            _choice_text(node.layouts, planned.solution.assignment[index], names),
-        )
-        for index, (name, node) in enumerate(zip(_node_names(built), built.nodes, strict=True))
+        NodeStrategy(name, short_source(node.source), _choice_text(node.layouts, s, names))
+        for name, node, s in zip(_node_names(built), built.nodes, chosen, strict=True)
     )
 
 

@@ -51,8 +51,8 @@ def find_returned(
         matches = []
         for tree, start in _subtrees(result.tree, 0):
             outputs = range(start, start + tree.num_leaves)
-            if tree.num_leaves == len(argument.leaves) and taken.isdisjoint(outputs):
-                match = _match(argument, tree, result, outputs, offsets, flows, explicit)
+            if tree == argument.tree and taken.isdisjoint(outputs):
+                match = _match(argument, result, outputs, offsets, flows, explicit)
                 if match is not None:
                     matches.append(match)
         if matches:
@@ -80,28 +80,22 @@ def _subtrees(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
 
 def _match(
     argument: Argument,
-    tree: Any,
     result: Result,
     outputs: range,
     offsets: np.ndarray,
     flows: _Flows,
     explicit: bool,
 ) -> Match | None:
-    if tree != argument.tree:
+    others = result.leaves[outputs.start : outputs.stop]
+    if [leaf is None for leaf in argument.leaves] != [other is None for other in others]:
         return None
-    aliases: dict[int, int] = {}
-    total = 0
-    index = argument.start
-    for position, leaf in zip(outputs, argument.leaves, strict=True):
-        other = result.leaves[position]
-        if (leaf is None) != (other is None):
-            return None
-        if leaf is None or other is None:
-            continue
-        total += 1
-        if leaf.shape == other.shape and leaf.dtype == other.dtype:
-            aliases[index] = int(offsets[position])
-        index += 1
+    first, total = int(offsets[outputs.start]), len(list(argument.arrays()))
+    arrays = zip(argument.arrays(), (other for other in others if other is not None), strict=True)
+    aliases = {
+        index: first + offset
+        for offset, ((index, _, leaf), other) in enumerate(arrays)
+        if leaf.shape == other.shape and leaf.dtype == other.dtype
+    }
     # A single leaf has the structure of any other.
     is_likely = 2 * len(aliases) > total or (explicit and total > 1)
     if not total or not is_likely:

@@ -204,10 +204,8 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
             why="it must be an integer, or a tuple with an entry for each positional argument.",
         )
     size = None
-    later = []
     for argument in arguments:
         if argument.position is None:
-            later.append(argument)  # keyword-only: the first dimension, where it is the batch's
             continue
         entry = prefix
         if not isinstance(prefix, int):
@@ -236,11 +234,10 @@ def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
                 )
             axes[index] = axis % len(leaf.shape)
             size = leaf.shape[axes[index]]
-    for argument in later:
-        for index, _, leaf in argument.arrays():
-            if leaf.shape and leaf.shape[0] == size:
-                axes[index] = 0
-    return axes
+    # Of keyword-only arguments the first dimension, where it is the batch's.
+    named = (argument for argument in arguments if argument.position is None)
+    leaves = (leaf for argument in named for leaf in argument.arrays())
+    return axes | {i: 0 for i, _, leaf in leaves if leaf.shape and leaf.shape[0] == size}
 
 
 def _entry_axes(argument: Argument, entry: Any) -> list[Any]:

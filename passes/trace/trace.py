@@ -105,8 +105,8 @@ def trace(
     @functools.wraps(fn)
     def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         args, kwargs = unsealed((args, kwargs))
-        tree, leaves, paths, traced = _take_apart(fn(*args, **kwargs))
-        made.append((tree, leaves, paths, traced))
+        made.append(_take_apart(fn(*args, **kwargs)))
+        _, leaves, _, traced = made[-1]
         return list(itertools.compress(leaves, traced))
 
     # The function is traced under its own name and argument names, for JAX's error messages.
