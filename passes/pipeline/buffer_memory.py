@@ -55,10 +55,8 @@ def live_bytes(
 
 
 def _given(program: PipelineProgram) -> list[dict[Buffer, int]]:
-    return [
-        _sizes(program, program.buffers_on(mesh, program.inputs))
-        for mesh in range(len(program.meshes))
-    ]
+    meshes = range(len(program.meshes))
+    return [_sizes(program, program.buffers_on(mesh, program.inputs)) for mesh in meshes]
 
 
 def _sizes(program: PipelineProgram, buffers: Iterable[Buffer]) -> dict[Buffer, int]:

@@ -61,12 +61,8 @@ def require_end(
     mesh = next((m for m, xs in enumerate(meshes) if position[m] < len(xs)), None)
     if mesh is None:
         return
-    sender = {
-        instruction.tag: (mesh, index)
-        for mesh, instructions in enumerate(meshes)
-        for index, instruction in enumerate(instructions)
-        if isinstance(instruction, Send)
-    }
+    places = ((m, i, x) for m, xs in enumerate(meshes) for i, x in enumerate(xs))
+    sender = {x.tag: (m, i) for m, i, x in places if isinstance(x, Send)}
     what = "The instructions deadlock."
     sentences: dict[int, str] = {}
     while mesh not in sentences:

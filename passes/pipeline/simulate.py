@@ -151,12 +151,11 @@ def _shared(
         events.append(Event(mesh, position[mesh], start, now))
         position[mesh] += 1
 
+    waking: list[float] = []
     while True:
-        waking: list[float] = []
         progress = True
         while progress:
-            progress = False
-            waking.clear()
+            progress, waking = False, []
             for mesh, instructions in enumerate(program.meshes):
                 while mesh not in left and position[mesh] < len(instructions):
                     instruction = instructions[position[mesh]]

@@ -156,10 +156,8 @@ class Timeline:
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def __str__(self) -> str:
-        title = (
-            f"{self.program.schedule.name}: {format_seconds(self.step_seconds)} a step, "
-            f"{self.bubble_fraction:.1%} bubble"
-        )
+        name, step = self.program.schedule.name, format_seconds(self.step_seconds)
+        title = f"{name}: {step} a step, {self.bubble_fraction:.1%} bubble"
         rows = [("mesh", "busy", "span", "idle", "peak memory")]
         for mesh, (busy, span) in enumerate(zip(self.busy, self.span, strict=True)):
             idle = 1 - busy / self.step_seconds if self.step_seconds else 0.0

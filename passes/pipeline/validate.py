@@ -68,13 +68,10 @@ def _validate_pieces(program: PipelineProgram) -> None:
         for number in (*piece.reads, *piece.writes, *piece.donates):
             if number not in values:
                 raise ScheduleError(f"There is no value {number}.", where=where)
-            if values[number].stage != piece.stage:
-                _refuse(
-                    values[number],
-                    f"is on stage {values[number].stage}, and a piece of stage {piece.stage} "
-                    "uses it without a transfer",
-                    where,
-                )
+            value = values[number]
+            if value.stage != piece.stage:
+                user = f"a piece of stage {piece.stage} uses it without a transfer"
+                _refuse(value, f"is on stage {value.stage}, and {user}", where)
         if not set(piece.donates) <= set(piece.reads):
             raise ScheduleError("A piece can donate only what it reads.", where=where)
 
@@ -103,12 +100,8 @@ def _validate_writers(program: PipelineProgram) -> None:
                 _refuse(value, "is updated in place by one piece and added to by another", names)
             for piece in pieces:
                 if piece.kind in LOOP_KINDS and number in piece.reads and piece not in looping:
-                    _refuse(
-                        value,
-                        f"changes with every microbatch (by {names}), and another piece reads it "
-                        "in between",
-                        f"piece {piece.name!r}",
-                    )
+                    what = f"changes with every microbatch (by {names}), and another piece reads it"
+                    _refuse(value, f"{what} in between", f"piece {piece.name!r}")
 
 
 def _validate_transfers(program: PipelineProgram, transfers: Sequence[ValueTransfer]) -> None:

@@ -140,12 +140,8 @@ def _order(pipeline: PipelinePlan, wanted: Any, count: int) -> Schedule:
             f"The plan's schedule {pipeline.schedule!r} is a function, which a plan cannot hold.",
             hint="pass it again as schedule=.",
         )
-    schedule = make_schedule(
-        pipeline.schedule if wanted is None else wanted,
-        pipeline.num_meshes,
-        count,
-        num_chunks=pipeline.num_chunks,
-    )
+    name = pipeline.schedule if wanted is None else wanted
+    schedule = make_schedule(name, pipeline.num_meshes, count, num_chunks=pipeline.num_chunks)
     if schedule.splits_backward and not pipeline.splits_backward:
         raise ScheduleError(
             f"Schedule {schedule.name!r} has weight gradients as tasks of their own, and the "

@@ -73,13 +73,9 @@ def choose_stages(
     def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
         total = _LayerCost(*map(sum, zip(*costs[size][start:stop], strict=True)))
         moved = crossing[stop - 1] if stop < len(starts) else 0
-        kept = StageOption(
-            seconds=total.seconds
-            + (2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0),
-            bytes_fixed=total.bytes_fixed,
-            bytes_per_microbatch=total.bytes_per_microbatch,
-            once_seconds=total.once_seconds,
-        )
+        transfers = 2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0
+        needs = total.bytes_fixed, total.bytes_per_microbatch
+        kept = StageOption(total.seconds + transfers, *needs, once_seconds=total.once_seconds)
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
         again = dataclasses.replace(
             kept,
@@ -134,11 +130,8 @@ def _costs(
     for size in sizes:
         report(f"costs of {len(firsts)} kinds of layers on {size} devices")
         part = submesh(cluster, size)
-        known = {
-            kind: _cost(labelled[place], runs[place], options, part)
-            for kind, place in firsts.items()
-        }
-        found[size] = [known[kind] for kind in kinds]
+        known = {i: _cost(labelled[i], runs[i], options, part) for i in firsts.values()}
+        found[size] = [known[firsts[kind]] for kind in kinds]
     return found
 
 

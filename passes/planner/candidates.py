@@ -186,9 +186,8 @@ def plan_stage(stage: StageGraph, options: Options, part: Cluster) -> PlannedSta
     """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does."""
     own = stage_options(stage, options)
     one = SplitStep(stage.step, populate(stage.graph.jaxpr))
-    candidates = [
-        plan_mesh(one, mesh, own, part) for mesh in logical_meshes(own, part, of_stage=True)
-    ]
+    meshes = logical_meshes(own, part, of_stage=True)
+    candidates = [plan_mesh(one, mesh, own, part) for mesh in meshes]
     fitting = [c for c in candidates if c.fits] or candidates
     return min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
 
@@ -267,13 +266,10 @@ def _rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
     """The same plan; stages on meshes that do not fit compute their forward pass again."""
     while True:
         too_much = {m for m, size in enumerate(candidate.peak_bytes) if size > candidate.limit}
-        remat = tuple(
-            done or candidate.schedule.mesh_of_stage[stage] in too_much
-            for stage, done in enumerate(candidate.remat)
-        )
-        if remat == candidate.remat:
-            return candidate
-        c = candidate
+        c, homes = candidate, candidate.schedule.mesh_of_stage
+        remat = tuple(done or m in too_much for done, m in zip(c.remat, homes, strict=True))
+        if remat == c.remat:
+            return c
         candidate = _assemble(c.split, c.stages, c.planned, c.schedule, cluster, c.limit, remat)
 
 

@@ -153,10 +153,8 @@ class _LayoutSearch:
         With the microbatches that are asked, else with about four for each node (at least eight).
         """
         options, sizes = self.options, batch_sizes(self.graph)
-        if options.microbatches == "auto":
-            count = largest_count(sizes, max(8, 4 * self.cluster.num_nodes))
-        else:
-            count = int(options.microbatches)
+        asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
+        count = largest_count(sizes, enough) if asked == "auto" else int(asked)
         if count < 2 or options.logical_mesh is not None or not sizes:
             return []
         try:
@@ -198,17 +196,12 @@ def _out_of_memory(
         stages = [s for s, m in enumerate(schedule.mesh_of_stage) if m == mesh]
         names = " and ".join(map(str, stages))
         what += f": stage {names} needs {best.peak_bytes[mesh]:,}"
-        where = (
-            f"stages={options.stages!r}, schedule {schedule.name}, "
-            f"{schedule.num_microbatches} microbatches"
-        )
+        count = schedule.num_microbatches
+        where = f"stages={options.stages!r}, schedule {schedule.name}, {count} microbatches"
         tensors = (item for s in stages for item in best.planned[s].peak.alive)
         alive = tuple(sorted(tensors, key=lambda item: -item[1]))
-        more = "" if reason else "more microbatches, "
-        hint = (
-            f"raise memory_limit, or use more stages, {more}or a schedule with fewer in flight "
-            "(1f1b)."
-        )
+        use = "more stages, " if reason else "more stages, more microbatches, "
+        hint = f"raise memory_limit, or use {use}or a schedule with fewer in flight (1f1b)."
     what += f" ({reason})." if reason else "."
     return MemoryLimitError(
         what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive[:5]

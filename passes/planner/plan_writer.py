@@ -224,12 +224,9 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
         stages, schedule = one_stage(split.step, split.rules), ONE_STAGE
     else:
         split, stages = sliced(split, pipeline.boundaries, split_backward=pipeline.splits_backward)
-        schedule = make_schedule(
-            options.schedule if callable(options.schedule) else pipeline.schedule,
-            pipeline.num_meshes,
-            plan.num_microbatches,
-            num_chunks=pipeline.num_chunks,
-        )
+        name = options.schedule if callable(options.schedule) else pipeline.schedule
+        meshes, chunks = pipeline.num_meshes, pipeline.num_chunks
+        schedule = make_schedule(name, meshes, plan.num_microbatches, num_chunks=chunks)
     if len(stages.graphs) != len(plan.stages):
         raise PlanMismatchError(
             f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",

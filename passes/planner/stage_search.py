@@ -82,16 +82,11 @@ def _in_ticks(
     """The costs in whole ticks, without the stages that no plan as good as `largest` can have."""
 
     def rounded(cell: StageCosts) -> StageCosts:
-        possible = (cell.summed + cell.bottleneck <= largest) & (
-            cell.bottleneck <= largest_bottleneck
-        )
-        summed, bottleneck = (
-            np.rint(np.where(possible, costs, 0.0) / tick)
-            for costs in (cell.summed, cell.bottleneck)
-        )
-        return cell._replace(
-            summed=summed + STAGE_TICKS, bottleneck=np.where(possible, bottleneck, np.inf)
-        )
+        costs = cell.summed, cell.bottleneck
+        possible = (np.add(*costs) <= largest) & (cell.bottleneck <= largest_bottleneck)
+        summed, bottleneck = (np.rint(np.where(possible, x, 0.0) / tick) for x in costs)
+        bottleneck = np.where(possible, bottleneck, np.inf)
+        return cell._replace(summed=summed + STAGE_TICKS, bottleneck=bottleneck)
 
     cells = tuple(tuple(rounded(cell) for cell in row) for row in tables.cells)
     return tables._replace(cells=cells)

@@ -103,18 +103,14 @@ def plan_mesh(
         worst = peak(program, names, donated)
         return PlannedStage(mesh, split, built, solution, program, worst, worst.bytes <= limit)
 
-    found = attempt(None)
-    target = limit
-    for _ in range(MEMORY_TRIES):
-        if found.fits:
-            return found
+    found, target, tries = attempt(None), limit, 0
+    while not found.fits and target > 0 and tries < MEMORY_TRIES:
         try:
             found = attempt(target)
         except Infeasible:
             break
         target -= max(found.peak.bytes - limit, limit // 100)
-        if target <= 0:
-            break
+        tries += 1
     if found.fits:
         return found
     least = _least_usage(built, options)

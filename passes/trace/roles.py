@@ -154,24 +154,23 @@ def _batch_axes(
     """The batch dimension of every array leaf that has one."""
     if request.batch_axes is not None:
         return _named_axes(arguments, request.batch_axes)
-    candidates = {}
+    asked, candidates = request.batch_argnums, {}
     for number, argument in enumerate(arguments):
         match = returned.get(number)
+        if (match and match.is_state) if asked == "auto" else argument.position not in asked:
+            continue
         arrays = argument.arrays()
         leaves = [(i, x.shape[0]) for i, _, x in arrays if x.shape and i not in keys]
-        if request.batch_argnums != "auto":
-            if argument.position in request.batch_argnums:
-                if not leaves:
-                    raise BatchArgumentError(
-                        f"Argument {argument.name} holds no batch.",
-                        where=f"batch_argnums={request.batch_argnums!r}",
-                        why="all its leaves are scalars, PRNG keys, or static.",
-                        hint="name the arguments that hold examples along their first dimension.",
-                    )
-                candidates[number] = leaves
-        elif leaves and not (match is not None and match.is_state):
+        if leaves:
             candidates[number] = leaves
-    if request.batch_argnums == "auto":
+        elif asked != "auto":
+            raise BatchArgumentError(
+                f"Argument {argument.name} holds no batch.",
+                where=f"batch_argnums={asked!r}",
+                why="all its leaves are scalars, PRNG keys, or static.",
+                hint="name the arguments that hold examples along their first dimension.",
+            )
+    if asked == "auto":
         candidates = _without_parameters(arguments, candidates)
     return {index: 0 for leaves in candidates.values() for index, _ in leaves}
 

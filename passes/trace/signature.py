@@ -113,14 +113,12 @@ class Signature:
 
         `seal` is applied to what is static.
         """
-        leaves: list[Any] = [None] * self.tree.num_leaves
-        for position, leaf in zip(self.array_positions, arrays, strict=True):
-            leaves[position] = leaf
-        for position, _, leaf in self.statics:
-            leaves[position] = seal(leaf)
+        leaves = list(arrays)
+        for position, _, leaf in self.statics:  # positions in ascending order
+            leaves.insert(position, seal(leaf))
         args, kwargs = self.tree.unflatten(leaves)
         args, kwargs = list(args), dict(kwargs)
-        for key, _, value in self.static_arguments:  # positions in ascending order
+        for key, _, value in self.static_arguments:  # likewise
             if isinstance(key, int):
                 args.insert(key, seal(value))
             else:
@@ -173,12 +171,8 @@ def signature_of(
                 hint="pass a tuple for a list, a frozen dataclass for a dict, or do not make it "
                 "static.",
             )
-    return Signature(
-        tree,
-        tuple(shapes),
-        tuple(statics),
-        tuple((key, type(value), value) for key, value in static.items()),
-    )
+    static_arguments = tuple((key, type(value), value) for key, value in static.items())
+    return Signature(tree, tuple(shapes), tuple(statics), static_arguments)
 
 
 def traced_leaves(tree: Any, leaves: Sequence[Any]) -> list[bool]:

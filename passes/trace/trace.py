@@ -126,11 +126,8 @@ def trace(
     arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
-    request = Request(
-        _positions(donate_argnums, convention, len(args)),
-        _positions(batch_argnums, convention, len(args)),
-        batch_axes,
-    )
+    donated = _positions(donate_argnums, convention, len(args))
+    request = Request(donated, _positions(batch_argnums, convention, len(args)), batch_axes)
     result = Result(tree, shaped, paths)
     inputs, outputs = roles.assign(graph.jaxpr, arguments, result, request)
     constants = graph.inputs[len(inputs) :]
