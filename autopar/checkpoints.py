@@ -17,6 +17,7 @@ from autopar.arrays.ray_array import RayArray, key_implementation
 from autopar.arrays.split_array import put
 from autopar.base.errors import CheckpointError
 from autopar.checkpoint_writing import PYTHON, WritingCheckpoint, check_leaf, dtype_name, flat
+from autopar.passes.graph.jax_compat import is_key
 from autopar.runtime.checkpoint_files import (
     StoredLeaf,
     begin,
@@ -26,7 +27,7 @@ from autopar.runtime.checkpoint_files import (
     read_item,
     steps_in,
 )
-from autopar.runtime.ray.transport.host_tiles import is_key, plain
+from autopar.runtime.ray.transport.host_tiles import plain
 
 _WHOLE = "the state itself"
 

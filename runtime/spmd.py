@@ -16,11 +16,10 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
-from autopar.passes.graph.jax_compat import source_context
+from autopar.passes.graph.jax_compat import is_key, source_context
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
-from autopar.passes.primitives.shardings import is_key
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import ReshardStep
 from autopar.passes.sharding.spmd_program import (
@@ -162,7 +161,7 @@ class _Device:
         def run(block: Block, *values: Any) -> list[Any]:
             results = self.block(block, values)
             return [
-                lax.convert_element_type(r, a.dtype) if not is_key(r) else r
+                lax.convert_element_type(r, a.dtype) if not is_key(r.dtype) else r
                 for r, a in zip(results, avals, strict=True)
             ]
 
@@ -172,7 +171,7 @@ class _Device:
         env.update(zip(instruction.results, results, strict=True))
 
     def step(self, step: ReshardStep, value: Any) -> Any:
-        if is_key(value):  # collectives carry the numbers that a typed key wraps
+        if is_key(value.dtype):  # collectives carry the numbers that a typed key wraps
             data = self.step(step, jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         value = jnp.asarray(value)
@@ -201,7 +200,7 @@ class _Device:
 def _like(value: Any, reference: Any) -> Any:
     """A carry must keep its dtype and weak type through the loop."""
     value = jnp.asarray(value)
-    if is_key(value) or (
+    if is_key(value.dtype) or (
         value.dtype == reference.dtype and value.weak_type == getattr(reference, "weak_type", False)
     ):
         return value

@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 
 from autopar.arrays.ray_array import RayArray
 from autopar.arrays.split_array import SplitArray, SplitSharding, put
+from autopar.passes.graph.jax_compat import is_key
 
 
 class Returned:
@@ -78,7 +79,7 @@ def memory_of(leaf: Any) -> Iterator[tuple[Any, int]]:
         return
     if not isinstance(leaf, jax.Array) or not leaf.size:
         return
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf.dtype):
         leaf = jax.random.key_data(leaf)
     for shard in leaf.addressable_shards:
         try:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.arrays.operators import WholeArray
 from autopar.base.errors import StageError
+from autopar.passes.graph.jax_compat import is_key
 
 T = TypeVar("T")
 
@@ -297,12 +298,8 @@ class RayArray(WholeArray):
                 "consumed it, or its delete() was called."
             )
 
-    @property
-    def _is_key(self) -> bool:
-        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        if self._is_key:  # no NumPy array; NumPy says so, and jax.device_get takes it
+        if is_key(self.dtype):  # no NumPy array; NumPy says so, and jax.device_get takes it
             return self.__jax_array__()
         if copy is False and self._numbers is None:
             raise ValueError("a RayArray becomes a NumPy array only by fetching it")
@@ -312,7 +309,7 @@ class RayArray(WholeArray):
         return numbers.copy() if copy else numbers
 
     def __jax_array__(self) -> jax.Array:
-        if self._is_key:
+        if is_key(self.dtype):
             data = jnp.asarray(self.numbers())
             return jax.random.wrap_key_data(data, impl=key_implementation(self.dtype))
         return jnp.asarray(self.numbers())
@@ -337,7 +334,7 @@ class RayArray(WholeArray):
         return format(self.numbers()[()] if not self.shape else self, form) if form else str(self)
 
     def __str__(self) -> str:
-        return repr(self) if self.is_deleted() or self._is_key else str(self.numbers())
+        return repr(self) if self.is_deleted() or is_key(self.dtype) else str(self.numbers())
 
     def __repr__(self) -> str:
         kind = f"{self.dtype.name}{list(self.shape)}"
@@ -345,6 +342,6 @@ class RayArray(WholeArray):
         place = f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}"
         if self.is_deleted():
             return f"RayArray({kind}, deleted)"
-        if self._is_key or self.is_lost:
+        if is_key(self.dtype) or self.is_lost:
             return f"RayArray({kind} on {place})"
         return f"RayArray({np.asarray(self)!r}, on {place})"

@@ -52,11 +52,6 @@ def dtype_of(var: Any) -> Any:
     return var.aval.dtype
 
 
-def is_key(aval: Any) -> bool:
-    """Whether a value, or its type, is an array of typed PRNG keys: collectives carry none."""
-    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
-
-
 def random_implementation(aval: Any) -> str:
     """The name of the generator that a typed key array's dtype stands for."""
     return aval.dtype._impl.name

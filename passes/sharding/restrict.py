@@ -25,7 +25,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.base.errors import BatchArgumentError, PinError
 from autopar.base.units import without_rows
 from autopar.passes.graph.graph import Atom, Graph
-from autopar.passes.primitives.shardings import is_key
+from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
 from autopar.passes.sharding.scopes import aval_shape, value_bytes
@@ -58,7 +58,7 @@ class Restriction:
         whole = replicated(len(shape))
         if index in self.pins:
             return (self.pins[index],)
-        if math.prod(shape) <= 1 or is_key(var.aval):
+        if math.prod(shape) <= 1 or is_key(var.aval.dtype):
             return (whole,)
         if label.role == "batch":
             if self.method in ONE_AXIS_METHODS:
@@ -110,7 +110,7 @@ class Restriction:
     ) -> tuple[Layout, ...]:
         """Layouts of what enters or leaves a loop or a branch."""
         shape = aval_shape(atom)
-        if is_key(atom.aval):
+        if is_key(atom.aval.dtype):
             return (replicated(len(shape)),)
         partial = partial and jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
         layouts = all_layouts(shape, mesh, partial=partial)

@@ -19,11 +19,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import OptionError
 from autopar.passes.graph.graph import Graph, variables
+from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import total_flops
-from autopar.passes.primitives.shardings import is_key
 
 # Each result element from one element of every operand.
 _PLAIN = ELEMENTWISE | RESHAPES
@@ -87,7 +87,7 @@ def flops_of(eqn: JaxprEqn, jaxpr: Jaxpr, rules: Rules) -> int:
 
 def is_small(aval: Any) -> bool:
     """A scalar or a random key: copied and sent without a thought."""
-    if is_key(aval):
+    if is_key(aval.dtype):
         return bool(aval.size <= 1)
     return bool(aval.size <= (4 if aval.dtype == "uint32" else 1))
 

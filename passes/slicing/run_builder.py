@@ -12,10 +12,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
+from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.microbatch.run_steps import combine, local_struct
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.shardings import is_key, shape_of
+from autopar.passes.primitives.shardings import shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (
     How,
@@ -86,7 +87,7 @@ class RunBuilder:
     def want(self, value: Atom, axis: int, sizes: Sizes) -> None:
         """Ask for the leaf that a value is made from in runs of these sizes."""
         found = self.origins.of(value, axis)
-        if found is not None and not is_key(value.aval):
+        if found is not None and not is_key(value.aval.dtype):
             leaf, dim = found
             self.wanted.setdefault(leaf, (dim, sizes))
 

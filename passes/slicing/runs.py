@@ -18,10 +18,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, Input, Output
+from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.shardings import is_key
 from autopar.passes.slicing.anatomy import Anatomy, held_leaves
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_builder import RunBuilder, ends
@@ -94,7 +94,7 @@ class _Cutter(RunBuilder):
             value, how = self.read(atom), None
             if output.alias is not None:
                 how, leaf = self.seeds.get(output.alias), graph.jaxpr.invars[output.alias]
-                if isinstance(value, Runs) and leaf in held and not is_key(leaf.aval):
+                if isinstance(value, Runs) and leaf in held and not is_key(leaf.aval.dtype):
                     self.wanted.setdefault(output.alias, value.how)
             outputs.append(_rows(len(outvars), how))
             outvars += [self.join(value)] if how is None else self.split(value, *how)

@@ -17,9 +17,9 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.passes.graph.graph import Atom, Input, Output, variables
+from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
-from autopar.passes.primitives.shardings import is_key as is_typed_key
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
 
@@ -110,14 +110,14 @@ def _key_leaves(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> frozenset[int]:
     used_as_keys = _raw_keys(jaxpr)
     used = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
 
-    def is_key(index: int, leaf: Any) -> bool:
-        if is_typed_key(leaf):
+    def is_one_key(index: int, leaf: Any) -> bool:
+        if is_key(leaf.dtype):
             return not leaf.shape
         var, is_raw = jaxpr.invars[index], leaf.dtype == np.uint32 and leaf.shape in _KEY_SHAPES
         return is_raw and (var in used_as_keys or var not in used)
 
     leaves = (leaf for argument in arguments for leaf in argument.arrays())
-    return frozenset(index for index, _, leaf in leaves if is_key(index, leaf))
+    return frozenset(index for index, _, leaf in leaves if is_one_key(index, leaf))
 
 
 def _raw_keys(jaxpr: Jaxpr) -> set[Var]:

@@ -16,12 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays.ray_array import key_implementation
 from autopar.arrays.split_array import SplitArray
+from autopar.passes.graph.jax_compat import is_key
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether it is the dtype of typed PRNG keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def plain(shape: Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -59,7 +59,7 @@ class _Pickler(cloudpickle.CloudPickler):
         typed = jax_compat.typed_array_parts(value)
         if typed is not None:
             return jax_compat.typed_array, typed
-        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
             data = np.asarray(jax.random.key_data(value))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value))
             return wrap, (data,)
