@@ -144,7 +144,7 @@ def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
 
 def bytes_of(var: Any) -> int:
     """Bytes of a value; a random key counts as its four words."""
-    itemsize = 16 if is_key(var.aval) else var.aval.dtype.itemsize
+    itemsize = 16 if is_key(var.aval.dtype) else var.aval.dtype.itemsize
     return int(math.prod(var.aval.shape) * itemsize)
 
 
