@@ -15,9 +15,9 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from autopar.arrays.ray_array import RayArray, key_implementation
 from autopar.arrays.split_array import put
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import CheckpointError
 from autopar.checkpoint_writing import PYTHON, WritingCheckpoint, check_leaf, dtype_name, flat
-from autopar.passes.graph.jax_compat import is_key
 from autopar.runtime.checkpoint_files import (
     StoredLeaf,
     begin,

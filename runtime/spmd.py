@@ -16,7 +16,8 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
-from autopar.passes.graph.jax_compat import is_key, source_context
+from autopar.arrays.typed_keys import is_key
+from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local

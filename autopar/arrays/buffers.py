@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from autopar.arrays.ray_array import RayArray
 from autopar.arrays.split_array import SplitArray, SplitSharding, put
-from autopar.passes.graph.jax_compat import is_key
+from autopar.arrays.typed_keys import is_key
 
 
 class Returned:

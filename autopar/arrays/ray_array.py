@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.arrays.operators import WholeArray
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import StageError
-from autopar.passes.graph.jax_compat import is_key
 
 T = TypeVar("T")
 

@@ -111,11 +111,6 @@ def with_type_of(value: jax.Array, aval: Any) -> jax.Array:
     return converted
 
 
-def is_key(dtype: Any) -> bool:
-    """Whether it is the dtype of typed PRNG keys, which collectives and NumPy cannot carry."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
-
-
 @cache
 def optimization_barrier_primitive() -> Any:
     """The primitive of `jax.lax.optimization_barrier`, read from a traced call."""

@@ -22,10 +22,10 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError, PinError
 from autopar.base.units import without_rows
 from autopar.passes.graph.graph import Atom, Graph
-from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.layout import Layout, all_layouts, divides, replicated
 from autopar.passes.sharding.scopes import aval_shape, value_bytes

@@ -17,9 +17,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import OptionError
 from autopar.passes.graph.graph import Graph, variables
-from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import Rules

@@ -10,9 +10,9 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
-from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.microbatch.run_steps import combine, local_struct
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import Rules

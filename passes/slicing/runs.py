@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, Input, Output
-from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Var
 
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.passes.graph.graph import Atom, Input, Output, variables
-from autopar.passes.graph.jax_compat import is_key
 from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.trace.arguments import Argument, Request, Result

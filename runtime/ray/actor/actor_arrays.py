@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.passes.graph.jax_compat import is_key
+from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.logical import no_mesh
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.transport.host_tiles import assembled, copied, numbers, to_host

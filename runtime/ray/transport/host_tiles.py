@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays.ray_array import key_implementation
 from autopar.arrays.split_array import SplitArray
-from autopar.passes.graph.jax_compat import is_key
+from autopar.arrays.typed_keys import is_key
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
 

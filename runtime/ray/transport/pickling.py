@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from ray import cloudpickle
 
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import TraceError
 from autopar.passes.graph import jax_compat
 
@@ -59,7 +60,7 @@ class _Pickler(cloudpickle.CloudPickler):
         typed = jax_compat.typed_array_parts(value)
         if typed is not None:
             return jax_compat.typed_array, typed
-        if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
+        if isinstance(value, jax.Array) and is_key(value.dtype):
             data = np.asarray(jax.random.key_data(value))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(value))
             return wrap, (data,)
