@@ -162,7 +162,7 @@ class Executable:
         """
         traced, call = self._traced, (args, kwargs)
         signature = traced.signature
-        if traced.convention.static_argnums:
+        if traced.convention.has_static:
             args, kwargs, static = traced.convention.split(args, kwargs)
             if not same_static_arguments(static, signature):
                 raise SignatureMismatch(signature_of(traced.convention, *call))
@@ -386,7 +386,7 @@ class Executable:
         found = signature_of(self._traced.convention, args, kwargs)
         if not same_signature(found, self._traced.signature, strict=False):
             raise wrong_arguments(self._name, self._traced, args, kwargs)
-        if self._traced.convention.static_argnums:
+        if self._traced.convention.has_static:
             args, kwargs, _ = self._traced.convention.split(args, kwargs)
         leaves = jax.tree.leaves((args, dict(kwargs)))
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)

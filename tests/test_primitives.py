@@ -48,7 +48,7 @@ UNKNOWN = {
     "they join arrays of several processes, outside of a step": """
         global_array_to_host_local_array host_local_array_to_global_array
         """,
-    "its functions are kept as it is, and it runs whole": "custom_linear_solve",
+    "one of its functions is what it computes, and is inlined": "custom_linear_solve",
 }
 
 

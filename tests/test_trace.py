@@ -176,6 +176,31 @@ def test_static_leaves_and_arguments() -> None:
     assert traced.signature != other.signature
 
 
+def test_what_jit_was_told_is_known() -> None:
+    def step(w: Any, m: Any, x: Any, config: Frozen, *, mode: str) -> Any:
+        scale = config.power if mode == "train" else 0
+        return w - scale * x.sum(0), 2 * m
+
+    config, w, y = Frozen(2, "a"), np.ones(4, np.float32), np.ones((16, 4), np.float32)
+    options: dict[str, Any] = {"static_argnums": (3,), "static_argnames": ("mode",)}
+    for donated in ((), (1,)):
+        jitted = jax.jit(step, donate_argnums=donated, **options)
+        traced = trace(jitted, (B, B, Y, config), {"mode": "train"})
+        got = run(traced, w, w, y, config, mode="train")
+        np.testing.assert_allclose(got[0], step(w, w, y, config, mode="train")[0])
+        labels = {label.path: label.donated for label in traced.graph.inputs}
+        assert labels == {"w": not donated, "m": True, "x": False}
+
+    class Trainer:
+        power = 3
+
+        @partial(jax.jit, static_argnums=(0, 2))
+        def step(self, w: Any, power: int) -> Any:
+            return w**power * self.power
+
+    np.testing.assert_allclose(run(trace(Trainer().step, (B, 2)), w, 2), 3 * w**2)
+
+
 def test_true_and_one_are_different_static_arguments() -> None:
     convention = Convention.of(lambda x, flag: x, (1,))
     signatures = [signature_of(convention, (B, flag), {}) for flag in (True, 1, 1.0)]

@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat, primitives
+from autopar.passes.graph.held_constants import HeldConstants, closed_bodies, passed_down
 
 Role = Literal["state", "batch", "constant", "other"]
 Atom = Any  # Var | Literal
@@ -72,8 +73,8 @@ def from_closed_jaxpr(
     closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output]
 ) -> Graph:
     """Flatten a traced program: constants become inputs, calls are inlined, dead code goes."""
-    jaxpr = flatten(closed.jaxpr)
-    constants = tuple(closed.consts)
+    closed = flatten(closed)
+    jaxpr, constants = closed.jaxpr, tuple(closed.consts)
     labels = [*inputs, *(Input(f"constant[{i}]", "constant") for i in range(len(constants)))]
     jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
     used = used_vars(jaxpr)
@@ -90,16 +91,22 @@ def from_closed_jaxpr(
 # Inlining. A call's jaxpr may be cached and occur many times, so each inlining takes new variables.
 
 
-def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with every call inlined, recursively inside control flow.
+def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """`closed` with every call inlined, recursively inside control flow.
 
-    Of equal equations the first one stays, as XLA keeps one of them; dead code goes.
+    Arrays that calls and bodies hold become constants of the result. Of equal equations the first
+    one stays, as XLA keeps one of them; dead code goes.
     """
+    jaxpr, held = closed.jaxpr, HeldConstants(closed)
     eqns: list[JaxprEqn] = []
     env: dict[Var, Atom] = {}
-    _inline_into(jaxpr, env, eqns, outer=None)
+    _inline_into(jaxpr, env, eqns, held, outer=None)
     outvars = [read_atom(env, v) for v in jaxpr.outvars]
-    return eliminate_dead_code(merge_equal_equations(jaxpr.replace(eqns=eqns, outvars=outvars)))
+    jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars)
+    if len(held.variables) > len(jaxpr.constvars):
+        jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=held.variables)
+    jaxpr = eliminate_dead_code(merge_equal_equations(jaxpr))
+    return ClosedJaxpr(jaxpr, held.values)
 
 
 def read_atom(env: Mapping[Var, Atom], atom: Atom) -> Atom:
@@ -108,7 +115,11 @@ def read_atom(env: Mapping[Var, Atom], atom: Atom) -> Atom:
 
 
 def _inline_into(
-    jaxpr: Jaxpr, env: dict[Var, Atom], eqns: list[JaxprEqn], outer: JaxprEqn | None
+    jaxpr: Jaxpr,
+    env: dict[Var, Atom],
+    eqns: list[JaxprEqn],
+    held: HeldConstants,
+    outer: JaxprEqn | None,
 ) -> None:
     for eqn in jaxpr.eqns:
         operands = [read_atom(env, v) for v in eqn.invars]
@@ -117,21 +128,15 @@ def _inline_into(
         if name in primitives.IDENTITIES:
             env[eqn.outvars[0]] = operands[0]
             continue
-        called = jax_compat.expanded(eqn) if name == "call_hi_primitive" else None
-        if name in primitives.BODY_PARAM and primitives.BODY_PARAM[name] in eqn.params:
-            called = eqn.params[primitives.BODY_PARAM[name]]
+        called, operands = _called(eqn, operands)
         if called is not None:
-            closed = called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
-            inner = closed.jaxpr
+            inner = called.jaxpr
             is_separate = eqn.params.get("differentiated") and eqn.params.get("prevent_cse")
             if name in primitives.REMATS and is_separate:
                 operands = _barrier(operands, info, eqns)
             inner_env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
-            for var, value in zip(inner.constvars, closed.consts, strict=True):
-                if np.ndim(value):  # rare (closed_call): JAX hoists them to the call's arguments
-                    raise NotImplementedError("a called jaxpr holds array constants")
-                inner_env[var] = jex_core.Literal(value, var.aval)
-            _inline_into(inner, inner_env, eqns, outer=eqn.replace(source_info=info))
+            inner_env.update(zip(inner.constvars, held.atoms(called), strict=True))
+            _inline_into(inner, inner_env, eqns, held, outer=eqn.replace(source_info=info))
             for var, result in zip(eqn.outvars, inner.outvars, strict=True):
                 env[var] = read_atom(inner_env, result)
             continue
@@ -139,8 +144,34 @@ def _inline_into(
         if outer is not None:  # variables of an inlined jaxpr may occur twice
             outvars = [v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-        params = map_inner_jaxprs(eqn.params, flatten)
+        if name in primitives.CONTROL_FLOW:
+            bodies = [flatten(body) for body in closed_bodies(eqn)]
+            operands, params = passed_down(eqn, operands, bodies, held)
+        else:
+            params = map_inner_jaxprs(eqn.params, _flat_body)
         eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, source_info=info))
+
+
+def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, list[Atom]]:
+    """What a call calls, and with which of its operands."""
+    name, params = eqn.primitive.name, eqn.params
+    called: ClosedJaxpr | Jaxpr | None = None
+    if name == "call_hi_primitive":
+        called = jax_compat.expanded(eqn)
+    elif name == "custom_linear_solve":  # its other functions are there for derivatives
+        lengths, called = params["const_lengths"], params["jaxprs"].solve
+        first = lengths.matvec + lengths.vecmat
+        rest = first + lengths.solve + lengths.transpose_solve
+        operands = [*operands[first : first + lengths.solve], *operands[rest:]]
+    elif primitives.BODY_PARAM.get(name) in params:
+        called = params[primitives.BODY_PARAM[name]]
+    return ClosedJaxpr(called, ()) if isinstance(called, Jaxpr) else called, operands
+
+
+def _flat_body(jaxpr: Jaxpr) -> Jaxpr:
+    """A body that no pass looks into; one that holds arrays stays as it is."""
+    flat = flatten(ClosedJaxpr(jaxpr, [object() for _ in jaxpr.constvars]))
+    return flat.jaxpr if len(flat.jaxpr.constvars) == len(jaxpr.constvars) else jaxpr
 
 
 def _barrier(operands: list[Atom], info: Any, eqns: list[JaxprEqn]) -> list[Atom]:

@@ -5,6 +5,7 @@ Each function here says what it needs and why no public name serves.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -176,6 +177,30 @@ def expanded(eqn: JaxprEqn) -> ClosedJaxpr:
     """
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(lambda *xs: eqn.primitive.to_lojax(*xs, **eqn.params))(*shapes)
+
+
+class JitArguments(NamedTuple):
+    """What `jax.jit` was told about a function's arguments."""
+
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+
+
+def jit_arguments(fn: Any) -> JitArguments:
+    """What `jax.jit` was told when it made `fn`; nothing, for any other function.
+
+    A jitted function has no public names for it.
+    """
+    told = getattr(fn, "_jit_info", None)
+    if told is None:
+        return JitArguments()
+    bound = inspect.ismethod(fn)  # the instance was argument 0
+    static, donated = (
+        tuple(n - bound if n > 0 else n for n in numbers if not (bound and n == 0))
+        for numbers in (told.static_argnums, told.donate_argnums)
+    )
+    return JitArguments(static, tuple(told.static_argnames), donated)
 
 
 def is_primitive(value: Any) -> bool:

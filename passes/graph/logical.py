@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.sharding import AbstractMesh, AxisType
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import map_inner_jaxprs
+from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs
 
 _SHARDING_PARAMS = {"sharding", "out_sharding"}
 
@@ -42,8 +42,7 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program whose types hold no mesh and whose operations prescribe no sharding."""
-    constants = (var.aval for var in closed.jaxpr.constvars)
-    if jax.sharding.get_abstract_mesh().empty and not any(map(_has_mesh, constants)):
+    if jax.sharding.get_abstract_mesh().empty and not _holds_mesh(closed.jaxpr):
         return closed
     with no_mesh():
         return ClosedJaxpr(_without_mesh(closed.jaxpr), closed.consts)
@@ -73,6 +72,13 @@ def _without_mesh(jaxpr: Jaxpr) -> Jaxpr:
         eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
     outvars = [use(v) for v in jaxpr.outvars]
     return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+
+
+def _holds_mesh(jaxpr: Jaxpr) -> bool:
+    """Whether a constant of a program or of what it calls lies on a mesh."""
+    if any(_has_mesh(var.aval) for var in jaxpr.constvars):
+        return True
+    return any(_holds_mesh(body) for eqn in jaxpr.eqns for body in inner_jaxprs(eqn))
 
 
 def _has_mesh(aval: Any) -> bool:

@@ -83,8 +83,8 @@ class _NewProgram:
         self, function: Callable[..., list[Any]], operands: Sequence[Var], results: Sequence[Var]
     ) -> list[JaxprEqn]:
         """Append the equations of a function that computes `results` from `operands`."""
-        closed = jax.make_jaxpr(function)(*(local_struct(v.aval) for v in operands))
-        flat = graphs.flatten(closed.jaxpr)
+        closed = graphs.flatten(jax.make_jaxpr(function)(*(local_struct(v.aval) for v in operands)))
+        flat = closed.jaxpr
         # Slicing an equation may bring a few numbers with it; the program has no new inputs.
         for var, value in zip(flat.constvars, closed.consts, strict=True):
             self.trace(functools.partial(_spelled_out, value), [], [var])

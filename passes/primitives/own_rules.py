@@ -32,6 +32,7 @@ from autopar.passes.primitives.shardings import (
     scatter_picks,
     scatter_windows,
     shape_of,
+    solved_dim,
 )
 
 Own = Callable[[JaxprEqn, frozenset[int]], FactorRule]
@@ -144,7 +145,11 @@ def _matrix_function(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     def value(var: Any) -> list[DimFactors]:
         return [*batch, *loops.value(shape_of(var)[len(batch) :], "replicated")]
 
-    return loops.rule([value(var) for var in eqn.invars], [value(var) for var in eqn.outvars])
+    operands, results = ([value(var) for var in vars_] for vars_ in (eqn.invars, eqn.outvars))
+    free = solved_dim(eqn)
+    if free is not None:
+        operands[-1][free] = results[0][free] = loops.new(shape_of(eqn.outvars[0])[free])
+    return loops.rule(operands, results)
 
 
 # Pieces of a dimension: every boundary is a multiple of their greatest common divisor, so each

@@ -175,7 +175,20 @@ def _bitcast(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
 
 def _matrix(eqn: JaxprEqn) -> tuple[ValueDims, ValueDims]:
     batch = matrix_batch_rank(eqn)
-    return _all(eqn.invars, batch), _all(eqn.outvars, batch)
+    operands, results = _all(eqn.invars, batch), _all(eqn.outvars, batch)
+    free = solved_dim(eqn)
+    if free is None:
+        return operands, results
+    solved = tuple(dim for dim in results[0] if dim != free)
+    return (*operands[:-1], solved), (solved,)
+
+
+def solved_dim(eqn: JaxprEqn) -> int | None:
+    """The dimension of the right-hand sides of a triangular solve, each of which is for itself."""
+    if eqn.primitive.name != "triangular_solve":
+        return None
+    rank = len(shape_of(eqn.outvars[0]))
+    return rank - 1 if eqn.params["left_side"] else rank - 2
 
 
 def matrix_batch_rank(eqn: JaxprEqn) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from autopar.arrays.ray_array import RayArray
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import TraceError
+from autopar.passes.graph import jax_compat
 from autopar.passes.trace.arguments import Argument
 
 OWN_ARRAYS = (SplitArray, RayArray)
@@ -30,24 +31,37 @@ Key = int | str  # a positional argument's number, or a keyword
 class Convention:
     """How a function names its arguments, and which of them are static.
 
-    `names` are its positional parameters, `variadic` the name of `*args` if it has one.
+    `names` are its positional parameters, `variadic` the name of `*args` if it has one,
+    `static_argnames` those that are static where they are given by keyword alone.
     """
 
     names: tuple[str, ...] = ()
     variadic: str | None = None
     static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fn: Callable[..., Any], static_argnums: Sequence[int] = ()) -> Convention:
-        """The convention of a function; one that has no signature has nameless arguments."""
+        """The convention of a function; one that has no signature has nameless arguments.
+
+        What `jax.jit` was told to be static is static here too.
+        """
+        jitted = jax_compat.jit_arguments(fn)
+        static_argnums = tuple(dict.fromkeys((*static_argnums, *jitted.static_argnums)))
         try:
             parameters = inspect.signature(fn).parameters.values()
         except (TypeError, ValueError):
-            return cls((), "args", tuple(static_argnums))
+            return cls((), "args", static_argnums, jitted.static_argnames)
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = tuple(p.name for p in parameters if p.kind in positional)
         variadic = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
-        return cls(names, variadic[0] if variadic else None, tuple(static_argnums))
+        last = variadic[0] if variadic else None
+        return cls(names, last, static_argnums, jitted.static_argnames)
+
+    @property
+    def has_static(self) -> bool:
+        """Whether any argument is static."""
+        return bool(self.static_argnums or self.static_argnames)
 
     def name(self, key: Key) -> str:
         """What to call an argument in a path."""
@@ -72,11 +86,12 @@ class Convention:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[Key, Any]]:
         """Arguments that are traced, positional and by keyword, and those that are static."""
-        if not self.static_argnums:
+        if not self.has_static:
             return args, dict(kwargs), {}
         numbers = self.numbers(self.static_argnums, len(args))
         static: dict[Key, Any] = {i: a for i, a in enumerate(args) if i in numbers}
-        static |= {k: kwargs[k] for k in sorted(kwargs) if self.position(k) in numbers}
+        names = {*self.static_argnames, *(k for k in kwargs if self.position(k) in numbers)}
+        static |= {k: kwargs[k] for k in sorted(names & kwargs.keys())}
         return (
             tuple(a for i, a in enumerate(args) if i not in static),
             {k: v for k, v in kwargs.items() if k not in static},

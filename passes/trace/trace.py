@@ -17,6 +17,7 @@ import jax
 
 from autopar.base.errors import OptionError, TraceError
 from autopar.passes.graph import graph as graphs
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import logical_shapes, without_mesh
 from autopar.passes.trace import roles
@@ -84,7 +85,8 @@ def trace(
         are static.
       kwargs: the same, by keyword.
       static_argnums: arguments that are passed through as they are.
-      donate_argnums: arguments whose buffers may be reused; "auto": those found to be the state.
+      donate_argnums: arguments whose buffers may be reused; "auto": what `jax.jit` was told, if
+        it was, else those found to be the state.
       batch_argnums: arguments that hold the batch along the first dimension of their leaves.
       batch_axes: a pytree prefix of the arguments, which names the batch dimension of their leaves.
       microbatches: to check that the batch divides.
@@ -126,6 +128,8 @@ def trace(
     arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
+    if donate_argnums == "auto":
+        donate_argnums = jax_compat.jit_arguments(fn).donate_argnums or "auto"
     donated = _positions(donate_argnums, convention, len(args))
     request = Request(donated, _positions(batch_argnums, convention, len(args)), batch_axes)
     result = Result(tree, shaped, paths)

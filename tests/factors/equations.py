@@ -276,6 +276,10 @@ def reductions() -> dict[str, Case]:
             lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
             (definite(4, 2), f32(4, 2, 4)),
         ),
+        "triangular_solve from the right": (
+            lambda a, b: lax.linalg.triangular_solve(a, b, left_side=False, lower=True),
+            (definite(4, 2), f32(4, 6, 2)),
+        ),
         "lu": (lambda a: lax.linalg.lu(a), (definite(4, 2),)),
         "qr": (lambda a: lax.linalg.qr(a, full_matrices=False), (definite(4, 2),)),
         "eigh": (lambda a: lax.linalg.eigh(a)[1], (definite(4, 2),)),

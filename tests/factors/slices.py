@@ -31,7 +31,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 def trace(function: Callable[..., Any], *arguments: Any) -> Jaxpr:
     """A function's flat jaxpr."""
-    return flatten(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return flatten(jax.make_jaxpr(function)(*arguments)).jaxpr
 
 
 def is_key(aval: Any) -> bool:
