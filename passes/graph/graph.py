@@ -105,8 +105,7 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
     jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars)
     if len(held.variables) > len(jaxpr.constvars):
         jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=held.variables)
-    jaxpr = eliminate_dead_code(merge_equal_equations(jaxpr))
-    return ClosedJaxpr(jaxpr, held.values)
+    return ClosedJaxpr(eliminate_dead_code(merge_equal_equations(jaxpr)), held.values)
 
 
 def read_atom(env: Mapping[Var, Atom], atom: Atom) -> Atom:

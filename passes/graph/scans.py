@@ -1,12 +1,12 @@
-"""Which of a loop's operands and results are what."""
+"""Which of a loop's operands and results are what, and what its bodies are given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat
 
@@ -64,3 +64,20 @@ class WhileParts:
         first = self.num_condition_consts
         last = first + self.num_body_consts
         return values[:first], values[first:last], values[last:]
+
+
+def bodies_with_constants(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[tuple[Var, Any]]]]:
+    """Each body of a control-flow equation, and what its first inputs are throughout.
+
+    These are pairs of the body's variable and the atom outside.
+    """
+    if eqn.primitive.name == "scan":
+        scan = ScanParts.of(eqn)
+        given = [(scan.body, scan.operands(eqn.invars)[0])]
+    elif eqn.primitive.name == "cond":
+        given = [(branch.jaxpr, eqn.invars[1:]) for branch in eqn.params["branches"]]
+    else:
+        loop = WhileParts.of(eqn)
+        tested, consts, _ = loop.operands(eqn.invars)
+        given = [(loop.condition, tested), (loop.body, consts)]
+    return [(body, list(zip(body.invars, atoms, strict=False))) for body, atoms in given]

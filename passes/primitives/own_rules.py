@@ -157,6 +157,8 @@ def _matrix_function(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 
 def _pieces(loops: _Loops, sizes: Sequence[int], divisor: int) -> list[DimFactors]:
+    if 0 in sizes:  # which has no part in every slice
+        return [loops.new(size, "replicated") for size in sizes]
     inner = loops.new(divisor)
     return [(*loops.new(size // divisor, "replicated"), *inner) for size in sizes]
 

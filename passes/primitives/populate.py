@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopar.base.errors import UnknownPrimitiveWarning
 from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.primitives import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
-from autopar.passes.graph.scans import ScanParts, WhileParts
+from autopar.passes.graph.scans import bodies_with_constants
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
 from autopar.passes.primitives.shardings import is_known, whole_dims
@@ -83,7 +83,7 @@ def _equations(
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in CONTROL_FLOW:
-            for inner, given in _bodies(eqn):
+            for inner, given in bodies_with_constants(eqn):
                 zero = (v for v, atom in given if _is_zero(atom, known))
                 yield from _equations(inner, frozenset(zero))
             continue
@@ -91,21 +91,6 @@ def _equations(
             known.update(eqn.outvars)
         positions = _ZERO_MATTERS.get(name, ())
         yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], known))
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, list[tuple[Var, Any]]]]:
-    """Each body of a control-flow equation, and what its first inputs are throughout."""
-    if eqn.primitive.name == "scan":
-        scan = ScanParts.of(eqn)
-        given = [(scan.body, scan.operands(eqn.invars)[0])]
-    elif eqn.primitive.name == "cond":
-        given = [(branch.jaxpr, eqn.invars[1:]) for branch in eqn.params["branches"]]
-    else:
-        loop = WhileParts.of(eqn)
-        tested, consts, _ = loop.operands(eqn.invars)
-        given = [(loop.condition, tested), (loop.body, consts)]
-    for body, atoms in given:
-        yield body, list(zip(body.invars, atoms, strict=False))
 
 
 # A scatter adds to its first operand, a reduction to its initial value.
@@ -144,10 +129,11 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | Non
     to_lower: list[int] = []
     for i, (key, eqn) in enumerate(missing):
         name = eqn.primitive.name
-        if any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
-            found[i] = replicated(eqn)  # nothing to compute, nothing to cut
-        elif name in OWN:
+        if name in OWN:
             found[i] = OWN[name](eqn, key[-1])
+        elif any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
+            # Nothing to compute, but its rows must not seem to mix.
+            found[i] = (elementwise if name in ELEMENTWISE else replicated)(eqn)
         elif is_known(name):
             to_lower.append(i)
     lowered = lower_rules([missing[i][1] for i in to_lower])

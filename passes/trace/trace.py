@@ -18,6 +18,7 @@ import jax
 from autopar.base.errors import OptionError, TraceError
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.counted_indices import with_batches
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import logical_shapes, without_mesh
 from autopar.passes.trace import roles
@@ -127,7 +128,7 @@ def trace(
     shaped = tuple(next(avals) if is_traced else None for is_traced in traced)
     arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
-    graph = graphs.from_closed_jaxpr(closed, unlabelled, ())
+    graph = with_batches(graphs.from_closed_jaxpr(closed, unlabelled, ()))
     if donate_argnums == "auto":
         donate_argnums = jax_compat.jit_arguments(fn).donate_argnums or "auto"
     donated = _positions(donate_argnums, convention, len(args))

@@ -270,7 +270,8 @@ def test_an_unknown_primitive_is_replicated_with_one_warning() -> None:
 
 
 def test_empty_and_scalar_values() -> None:
-    assert rule(lambda x: x + 1.0, (0, 4)) == "([k,l],[])->([i,j]) replicated={i,j,k,l}"
+    assert rule(lambda x: x + 1.0, (0, 4)) == "([i,j],[])->([i,j])"
+    assert rule(lambda x: x[:, :0], (4, 8)) == "([i,k])->([i,j]) replicated={j,k}"
     assert rule(lambda x, y: x + y, (), ()) == "([],[])->([])"
 
 
