@@ -15,7 +15,8 @@ from autopar.base.errors import AutoparError, DeviceError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.passes.graph import jax_compat
-from autopar.passes.trace.signature import Convention, Signature, signature_of
+from autopar.passes.trace.graph_objects import objects_apart, signature_of_call
+from autopar.passes.trace.signature import Convention, Signature
 from autopar.plans.plan import Plan
 from autopar.requests import (
     PlanOrPath,
@@ -71,7 +72,7 @@ class Parallelized(Requested):
             except SignatureMismatch as mismatch:
                 signature = mismatch.signature
         else:
-            signature = signature_of(self._convention, args, kwargs)
+            signature = signature_of_call(self._convention, args, kwargs)
         return self._find(signature, args, kwargs).run(args, kwargs, strict=True)
 
     def _find(
@@ -126,7 +127,7 @@ class Parallelized(Requested):
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """`Executable.profile` of these arguments, which are planned first if they are new."""
-        signature = signature_of(self._convention, args, kwargs)
+        signature = signature_of_call(self._convention, args, kwargs)
         return self._find(signature, args, kwargs).profile(*args, **kwargs)
 
     def gather(self, tree: Any) -> Any:
@@ -274,17 +275,20 @@ def _trace(
 
     progress.report("tracing")
     options = request.options
-    return trace(
-        fn,
-        args,
-        kwargs,
-        static_argnums=options.static_argnums,
-        donate_argnums=options.donate_argnums,
-        batch_argnums=options.batch_argnums,
-        batch_axes=options.batch_axes,
-        microbatches=options.microbatches,
-        method=options.method,
-    )
+    with objects_apart(Convention.of(fn, options.static_argnums), args, kwargs) as call:
+        if call is not None:
+            fn, args, kwargs = call.pure(fn), call.args, call.kwargs
+        return trace(
+            fn,
+            args,
+            kwargs,
+            static_argnums=options.static_argnums,
+            donate_argnums=options.donate_argnums,
+            batch_argnums=options.batch_argnums,
+            batch_axes=options.batch_axes,
+            microbatches=options.microbatches,
+            method=options.method,
+        )
 
 
 def _plan(

@@ -57,12 +57,13 @@ def same_signature(left: Signature, right: Signature, strict: bool) -> bool:
 def tell_notebook(name: str, arguments: Iterable[str]) -> None:
     """Once, where people run cells twice: the step of this name consumes these arguments."""
     global _notebook_was_told
+    names = ", ".join(arguments)
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    if _notebook_was_told or get_ipython is None or get_ipython() is None:
+    if not names or _notebook_was_told or get_ipython is None or get_ipython() is None:
         return
     _notebook_was_told = True
     print(
-        f"autopar: {name} reuses the memory of {', '.join(arguments)}: what you pass in is "
+        f"autopar: {name} reuses the memory of {names}: what you pass in is "
         "consumed, so running a cell again needs the state that the call returned. "
         "donate_argnums=() keeps the old one alive."
     )

@@ -18,6 +18,7 @@ from autopar.arrays.split_array import put
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import CheckpointError
 from autopar.checkpoint_writing import PYTHON, WritingCheckpoint, check_leaf, dtype_name, flat
+from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.runtime.checkpoint_files import (
     StoredLeaf,
     begin,
@@ -109,7 +110,8 @@ class Checkpoints:
 
         Args:
           step: its number, greater than those that are there.
-          state: a pytree of arrays of any runtime, PRNG keys and Python numbers.
+          state: a pytree of arrays of any runtime, PRNG keys and Python numbers, or of objects that
+            hold them (NNX).
           extra: JSON values to be kept with it, such as the position in the data.
 
         Raises:
@@ -136,7 +138,7 @@ class Checkpoints:
                 why=str(error),
                 hint="put arrays into the state.",
             ) from error
-        paths, leaves = flat(state)
+        paths, leaves = flat(states_of(state))
         for path, leaf in zip(paths, leaves, strict=True):
             check_leaf(path, leaf)
         folder = begin(self.directory, step)
@@ -176,7 +178,7 @@ class Checkpoints:
 
         Returns:
           The number of the step, the state, and what was saved with it. The leaves are of the
-          kinds of those of `like`.
+          kinds of those of `like`; objects are new ones.
 
         Raises:
           CheckpointError: there is no such checkpoint, or it has other leaves than `like`, or
@@ -185,6 +187,7 @@ class Checkpoints:
         self.wait()
         step = self._existing(step)
         stored, extra = read_contents(self.directory, step)
+        like = states_of(like)
         paths, leaves = flat(like)
         check_fit(stored, paths, leaves, step)
         read = functools.cache(functools.partial(_read_item, self.directory / name_of(step)))
@@ -193,7 +196,7 @@ class Checkpoints:
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         tree: Any = jax.tree.structure(like)
-        return Checkpoint(step, tree.unflatten(found), extra)
+        return Checkpoint(step, objects_of(tree.unflatten(found)), extra)
 
     def extra(self, step: int | None = None) -> Any:
         """What was saved with a state, without the state.

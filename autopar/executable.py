@@ -37,6 +37,14 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Input
 from autopar.passes.planner.compiler import Compiled
 from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.graph_objects import (
+    objects_apart,
+    objects_of,
+    on_states,
+    signature_of_call,
+    states_of,
+    without_objects,
+)
 from autopar.passes.trace.signature import Signature, signature_of
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
@@ -81,6 +89,7 @@ class Executable:
         self._fn = fn
         self._name = name_of(fn)
         self._traced = traced
+        self._takes_objects = traced.takes_objects
         self._in_shardings = program.in_shardings[: traced.num_arrays]
         self._out_shardings = program.out_shardings
         self._constants = [
@@ -160,15 +169,23 @@ class Executable:
           SignatureMismatch: the program was compiled for others.
           DonatedBufferError: a leaf was consumed by an earlier call.
         """
+        if self._takes_objects:
+            with objects_apart(self._traced.convention, args, kwargs) as call:
+                if call is not None:
+                    return call.put_back(self._run(call.args, call.kwargs, strict))
+        return self._run(args, kwargs, strict)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], strict: bool) -> Any:
+        """Run the step on arguments without objects."""
         traced, call = self._traced, (args, kwargs)
         signature = traced.signature
         if traced.convention.has_static:
             args, kwargs, static = traced.convention.split(args, kwargs)
             if not same_static_arguments(static, signature):
-                raise SignatureMismatch(signature_of(traced.convention, *call))
+                raise SignatureMismatch(signature_of_call(traced.convention, *call))
         leaves, tree = jax.tree.flatten((args, dict(kwargs)))
         if tree != signature.tree or not same_statics(leaves, signature):
-            raise SignatureMismatch(signature_of(traced.convention, *call))
+            raise SignatureMismatch(signature_of_call(traced.convention, *call))
         donated, kept = self._pick_donated(leaves), self._pick_kept(leaves)
         is_own = self._returned.are(donated)
         if (
@@ -176,7 +193,7 @@ class Executable:
             or (strict and [is_weak(x) for x in kept] != self._kept_weak)
             or (strict and not (is_own and self._keeps_types) and not self._same_weak(donated))
         ):
-            raise SignatureMismatch(signature_of(traced.convention, *call))
+            raise SignatureMismatch(signature_of_call(traced.convention, *call))
         if is_own and self._only_arrays:
             is_deleted = any(map(type(donated[0]).is_deleted, donated))
         else:
@@ -189,7 +206,8 @@ class Executable:
             kept = self._placed(kept, self._kept, self._strays)
         if not self._told:
             self._told = True
-            names = (self._argument_of(i).name for i in self._donated)
+            arguments = map(self._argument_of, self._donated)
+            names = [a.name for a in arguments if not any(a.in_object)]  # objects are updated
             tell_notebook(self._name, dict.fromkeys(names))
         try:
             results = self._compiled(donated, kept, self._constants)
@@ -220,7 +238,7 @@ class Executable:
         error = explained(error, self._name, is_gone)
         if is_gone:
             raise error from None
-        signature = signature_of(self._traced.convention, *call)
+        signature = signature_of_call(self._traced.convention, *call)
         if not same_signature(signature, self._traced.signature, strict):
             raise SignatureMismatch(signature) from None
         strays = [n for n, i in enumerate(self._kept) if self._is_stray(kept[n], i)]
@@ -299,7 +317,8 @@ class Executable:
         leaves: list[Any] = list(self._out_shardings)
         for position, _ in self._traced.out_statics:
             leaves.insert(position, None)
-        return self._traced.out_tree.unflatten(leaves)
+        result = self._traced.out_tree.unflatten(leaves)
+        return result.value if self._takes_objects else result
 
     def _argument_shardings(self, argument: Argument) -> Any:
         shardings = iter(self._in_shardings[argument.start :])
@@ -383,6 +402,7 @@ class Executable:
         Raises:
           AutoparError: as `profile`.
         """
+        args, kwargs = without_objects(self._traced.convention, args, kwargs)
         found = signature_of(self._traced.convention, args, kwargs)
         if not same_signature(found, self._traced.signature, strict=False):
             raise wrong_arguments(self._name, self._traced, args, kwargs)
@@ -401,8 +421,12 @@ class Executable:
         `jax.device_get` brings a tree to the host instead, and takes no device memory.
 
         Args:
-          tree: such as a state that the step returned. Leaves that are no arrays stay as they are.
+          tree: such as a state that the step returned. Leaves that are no arrays stay as they are,
+            and of objects that a step changes (NNX) new ones are made.
         """
+        return objects_of(self._gather(states_of(tree)))
+
+    def _gather(self, tree: Any) -> Any:
         return distributed.gather(tree, self._all_devices)
 
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
@@ -418,6 +442,9 @@ class Executable:
           What `fn` returns. If that has the structure of `state`, its leaves are where those of
           `state` are, ready for the next step; else it is whole on every device.
         """
+        return objects_of(self._apply(on_states(fn), *states_of((state, *args))))
+
+    def _apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
         return distributed.apply(fn, state, args, self._all_devices)
 
     @functools.cached_property

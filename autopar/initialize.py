@@ -15,6 +15,7 @@ from autopar.base.errors import TraceError
 from autopar.mismatch import leaf_differences, suffixes
 from autopar.passes.graph.logical import logical_shapes
 from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.passes.trace.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
 from autopar.passes.trace.trace import Traced
 
@@ -59,7 +60,7 @@ def initialize(
     @functools.wraps(init_fn)
     def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         args, kwargs = unsealed((args, kwargs))
-        result = init_fn(*args, **kwargs)
+        result = states_of(init_fn(*args, **kwargs), seal=lambda definition: definition)
         with_paths, tree = jax.tree_util.tree_flatten_with_path(result)
         paths = tuple(jax.tree_util.keystr(path) for path, _ in with_paths)
         flat = [leaf for _, leaf in with_paths]
@@ -83,7 +84,7 @@ def initialize(
         static = _static_leaves(traced, target)
         leaves = [next(static) if leaf is None else next(values) for leaf in target.leaves]
         result.append(target.tree.unflatten(leaves))
-    return tuple(result) if is_tuple else result[0]
+    return objects_of(tuple(result) if is_tuple else result[0])
 
 
 def _on_meshes(

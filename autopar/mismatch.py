@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.graph_objects import static_attributes, without_objects
 from autopar.passes.trace.signature import arguments_of
 from autopar.passes.trace.trace import Traced
 
 
 def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """A line for each leaf that differs in presence, shape or dtype; else what else differs."""
+    args, kwargs = without_objects(traced.convention, args, kwargs)
     now = tuple(arguments_of(traced.convention, args, kwargs))
     lines = leaf_differences(*map(_leaves, (traced.arguments, now)))
     if lines:
@@ -22,6 +24,12 @@ def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if key not in before or key not in static or before[key] != static[key]:
             old, new = (repr(values.get(key, "nothing")) for values in (before, static))
             lines.append(f"- static argument {traced.convention.name(key)}: {old}, {new}")
+    planned = traced.signature.arguments([None] * traced.num_arrays)
+    olds, news = (static_attributes(traced.convention, *x) for x in (planned, (args, kwargs)))
+    for path in dict.fromkeys((*olds, *news)):
+        old, new = (repr(values.get(path, "nothing")) for values in (olds, news))
+        if old != new:
+            lines.append(f"- {path}: {old}, {new}")
     for argument, other in zip(traced.arguments, now, strict=False):
         if argument.tree != other.tree:
             lines.append(f"- {argument.name}: its structure differs in what is not a leaf")

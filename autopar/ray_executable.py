@@ -136,6 +136,9 @@ class RayExecutable(Executable):
         Args:
           tree: such as a state that the step returned. Other leaves stay as they are.
         """
+        return super().gather(tree)
+
+    def _gather(self, tree: Any) -> Any:
         for leaf in jax.tree.leaves(tree):
             if isinstance(leaf, RayArray):
                 leaf.copy_to_host_async()
@@ -150,7 +153,10 @@ class RayExecutable(Executable):
           What `fn` returns. If that has the structure of `state`, leaves of the same shape are put
           where those of `state` are, ready for the next step.
         """
-        result = fn(self.gather(state), *self.gather(args))
+        return super().apply(fn, state, *args)
+
+    def _apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+        result = fn(self._gather(state), *self._gather(args))
         old: Any
         new: Any
         olds, old = jax.tree.flatten(state)

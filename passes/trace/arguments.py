@@ -15,7 +15,8 @@ class Argument:
     """One argument of the step: its structure and its leaves, static ones (None) included.
 
     `position` is its index among the function's parameters (None: keyword-only), `start` the index
-    of its first array leaf among all array leaves.
+    of its first array leaf among all array leaves. `in_object` says of each leaf whether it is part
+    of an object that the step may change in place (`graph_objects`).
     """
 
     name: str
@@ -25,6 +26,7 @@ class Argument:
     leaves: tuple[Shaped | None, ...]
     paths: tuple[str, ...]
     start: int
+    in_object: tuple[bool, ...]
 
     def arrays(self) -> Iterator[tuple[int, str, Shaped]]:
         """(index among all array leaves, path, shape and dtype) of each array leaf."""
@@ -32,6 +34,12 @@ class Argument:
         shaped = [x for x in self.leaves if x is not None]
         for offset, (path, leaf) in enumerate(zip(present, shaped, strict=True)):
             yield self.start + offset, path, leaf
+
+    def object_arrays(self) -> frozenset[int]:
+        """Indices (among all array leaves) of those that are part of objects."""
+        marks = zip(self.leaves, self.in_object, strict=True)
+        present = [is_inside for leaf, is_inside in marks if leaf is not None]
+        return frozenset(self.start + n for n, is_inside in enumerate(present) if is_inside)
 
 
 @dataclass(frozen=True)

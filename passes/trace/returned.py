@@ -47,7 +47,8 @@ def find_returned(
     # The largest first: an optimizer's state contains subtrees with the parameters' structure.
     for number in sorted(range(len(arguments)), key=lambda n: -len(arguments[n].leaves)):
         argument = arguments[number]
-        explicit = request.donates(argument)
+        is_object = bool(argument.in_object) and all(argument.in_object)
+        explicit = is_object or request.donates(argument)
         matches = []
         for tree, start in _subtrees(result.tree, 0):
             outputs = range(start, start + tree.num_leaves)

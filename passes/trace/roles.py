@@ -39,7 +39,8 @@ def assign(
     _check_positions(arguments, request)
     keys = _key_leaves(jaxpr, arguments)
     returned = find_returned(jaxpr, arguments, result, request, keys)
-    axes = _batch_axes(arguments, returned, request, keys)
+    owned = frozenset[int]().union(*(argument.object_arrays() for argument in arguments))
+    axes = _batch_axes(arguments, returned, request, keys | owned)
     _check_sizes(arguments, axes)
     labels: list[Input] = []
     aliases: dict[int, int] = {}
@@ -58,7 +59,8 @@ def assign(
         for index, path, _ in leaves:
             alias = None if match is None else match.aliases.get(index)
             axis = axes.get(index)
-            role: Any = "batch" if axis is not None else "state" if is_state else "other"
+            is_kept = is_state or index in owned
+            role: Any = "batch" if axis is not None else "state" if is_kept else "other"
             labels.append(Input(path, role, axis, alias, is_donated and alias is not None))
             if alias is not None:
                 aliases[alias] = index

@@ -20,6 +20,7 @@ from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import TraceError
 from autopar.passes.graph import jax_compat
 from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.object_states import in_objects
 
 OWN_ARRAYS = (SplitArray, RayArray)
 """Arrays that JAX does not know: leaves of a state between steps."""
@@ -280,7 +281,8 @@ def arguments_of(
         traced = traced_leaves(value, flat)
         leaves = tuple(shape_of(x) if t else None for x, t in zip(flat, traced, strict=True))
         paths = tuple(name + jax.tree_util.keystr(path) for path, _ in with_paths)
-        yield Argument(name, convention.position(key), value, tree, leaves, paths, start)
+        owned, position = tuple(in_objects(value)), convention.position(key)
+        yield Argument(name, position, value, tree, leaves, paths, start, owned)
         start += sum(leaf is not None for leaf in leaves)
 
 

@@ -23,6 +23,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import logical_shapes, without_mesh
 from autopar.passes.trace import roles
 from autopar.passes.trace.arguments import Argument, Request, Result
+from autopar.passes.trace.object_states import ObjectKey
 from autopar.passes.trace.signature import (
     Convention,
     Sealed,
@@ -52,6 +53,11 @@ class Traced:
     out_statics: tuple[tuple[int, Any], ...]
     batch_size: int | None
     arguments: tuple[Argument, ...]
+
+    @property
+    def takes_objects(self) -> bool:
+        """Whether an argument holds objects that the step changes in place."""
+        return any(any(argument.in_object) for argument in self.arguments)
 
     @property
     def num_arrays(self) -> int:
@@ -170,7 +176,7 @@ def _take_apart(
     """A result's structure, its leaves, their paths, and which of them are arrays."""
     with_paths, tree = jax.tree_util.tree_flatten_with_path(result)
     leaves = tuple(leaf for _, leaf in with_paths)
-    paths = tuple("result" + jax.tree_util.keystr(path) for path, _ in with_paths)
+    paths = tuple(map(_result_path, (path for path, _ in with_paths)))
     traced = tuple(
         is_traced and not isinstance(leaf, jax.ShapeDtypeStruct)
         for leaf, is_traced in zip(leaves, traced_leaves(result, leaves), strict=True)
@@ -179,6 +185,12 @@ def _take_apart(
         if not is_traced:
             _check_static_result(leaf, path)
     return tree, leaves, paths, traced
+
+
+def _result_path(path: Any) -> str:
+    """A leaf's path: in the result, or in the argument whose new value it is."""
+    is_update = bool(path) and isinstance(path[0], ObjectKey) and path[0].is_argument
+    return ("" if is_update else "result") + jax.tree_util.keystr(path)
 
 
 def _check_static_result(leaf: Any, path: str) -> None:
