@@ -107,7 +107,7 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
     with timed("build"):
         dims = batch_dims(graph, rules)
         pricing = Pricing(cluster, mesh)
-        built = build(graph, rules, mesh, pricing, restriction(graph, "shard", dims, {}))
+        built = build(graph, rules, mesh, pricing, restriction(graph, "shard", dims))
     with timed("solve"):
         solution = solve(to_problem(built, cluster.device.memory_bytes))
     with timed("lower"):

@@ -93,7 +93,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Learning rate at the start.", min=0)] = 2e-3,
     seed: Annotated[int, typer.Option(help="Of parameters, dropout and order.", min=0)] = 0,
     method: Annotated[
-        Literal["auto", "data", "zero1", "zero2", "zero3", "shard"],
+        Literal["auto", "data", "zero1", "zero2", "zero3", "hsdp", "shard"],
         typer.Option(help="How tensors may be divided among devices; auto: any way."),
     ] = "auto",
     microbatches: Annotated[

@@ -244,7 +244,7 @@ def main(
     eval_every: Annotated[int, option("Steps between validations.", TRAINING, min=1)] = 250,
     eval_batches: Annotated[int, option("Batches of a validation.", TRAINING, min=1)] = 64,
     method: Annotated[
-        Literal["auto", "data", "zero1", "zero2", "zero3", "shard"],
+        Literal["auto", "data", "zero1", "zero2", "zero3", "hsdp", "shard"],
         option("How tensors may be divided among devices; auto: any way.", PARALLEL),
     ] = "auto",
     microbatches: Annotated[

@@ -14,7 +14,10 @@ from autopar.base.errors import OptionError, PinError, did_you_mean
 from autopar.base.option_values import auto_or, count, impossible, integer, number_hint
 from autopar.base.ray_options import Ray
 
-METHODS = ("auto", "data", "zero1", "zero2", "zero3", "shard")
+BATCH_METHODS = ("data", "zero1", "zero2", "zero3", "hsdp")
+"""The values of `method` that cut the batch along all axes of the mesh, and nothing else."""
+
+METHODS = ("auto", *BATCH_METHODS, "shard")
 """The values of `method`; each but "auto" restricts the plans that are considered."""
 
 Pin = tuple[str, tuple[tuple[str, ...], ...]]
@@ -34,7 +37,8 @@ class Options:
 
     Args:
       method: "auto" or a restriction of the search space: "data" (replicated state), "zero1"
-        (optimizer state sharded), "zero2" (gradients too), "zero3" (parameters too), "shard"
+        (optimizer state sharded), "zero2" (gradients too), "zero3" (parameters too), "hsdp" (zero3
+        inside each node, nodes as replicas; over a logical mesh (nodes, devices per node)), "shard"
         (whatever the integer program finds).
       microbatches: number of equal parts into which the batch is split in time, or "auto".
       batch_argnums: positions of the arguments that hold the batch along their leaves' leading
@@ -44,9 +48,9 @@ class Options:
       static_argnums: positions of arguments that are constants of the program.
       donate_argnums: positions of arguments whose buffers the step may consume, or "auto": those
         that come back as outputs of the same shapes and dtypes.
-      pins: shardings that the plan must have: a mapping from a path pattern to a `PartitionSpec`,
-        or a sequence with None, an axis name or several per dimension. The axis names are those
-        of `cluster.axis_names`: "x", "y", "z".
+      pins: shardings that inputs and outputs must have: a mapping from a path pattern to a
+        `PartitionSpec`, or a sequence with None, an axis name or several per dimension. The axis
+        names are those of `cluster.axis_names`: "x", "y", "z".
       logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one.
       memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
         device's memory.

@@ -35,7 +35,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
-from autopar.passes.sharding.restrict import pins_of
+from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, MemoryLimitError
-from autopar.base.options import Options
+from autopar.base.options import BATCH_METHODS, Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
@@ -46,7 +46,8 @@ from autopar.passes.planner.plan_writer import follow_plan, write_plan
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
-from autopar.passes.sharding.restrict import ONE_AXIS_METHODS, check_batch, check_pins
+from autopar.passes.sharding.pins import check_pins
+from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 
@@ -184,7 +185,7 @@ def _out_of_memory(
     what = f"No plan keeps within {limit:,} bytes per device"
     if whole:
         hints = ["a smaller batch", "more devices"]
-        if options.method in ONE_AXIS_METHODS:
+        if options.method in BATCH_METHODS:
             hints.insert(0, "method='auto'")
         if options.microbatches != "auto":
             hints.insert(0, "microbatches='auto'")

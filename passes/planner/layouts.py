@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.errors import OptionError
-from autopar.base.options import Options
+from autopar.base.options import BATCH_METHODS, Options
 from autopar.passes.graph.graph import Graph, batch_sizes
-from autopar.passes.sharding.restrict import ONE_AXIS_METHODS
 
 # Meshes of three axes have ten times as many strategies: they are planned when it is asked for.
 MAX_AXES = 2
@@ -103,17 +102,19 @@ def logical_meshes(
       OptionError: the asked one does not have the devices or the method's number of axes.
     """
     asked = options.logical_mesh
-    if options.method in ONE_AXIS_METHODS and asked is None:
+    if options.method == "hsdp" and asked is None:
+        return ((part.num_nodes, part.devices_per_node),)
+    if options.method in BATCH_METHODS and asked is None:
         return ((part.num_devices,),)
     if asked is None:
         pinned = {axis for _, spec in options.pins for axes in spec for axis in axes}
         meshes = part.logical_meshes(*(() if "z" in pinned else (MAX_AXES,)))
         return tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
-    if options.method in ONE_AXIS_METHODS and len(asked) != 1:
+    if options.method == "hsdp" and len(asked) != 2:
         raise OptionError(
-            f"logical_mesh={asked} is not possible with method={options.method!r}.",
-            why="data parallelism and ZeRO use one mesh axis.",
-            hint="use method='shard' for meshes of several axes.",
+            f"logical_mesh={asked} is not possible with method='hsdp'.",
+            why="the state is cut along the second of two axes, and replicated along the first.",
+            hint=f"use logical_mesh={(part.num_nodes, part.devices_per_node)}, or method='zero3'.",
         )
     if of_stage and math.prod(asked) != part.num_devices:
         raise OptionError(

@@ -20,8 +20,9 @@ from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
+from autopar.passes.sharding.pins import resolve_pins
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.restrict import resolve_pins, restriction
+from autopar.passes.sharding.restrict import restriction
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.solver import Infeasible, Solution, solve

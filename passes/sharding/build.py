@@ -69,10 +69,15 @@ class _Walk(StrategyGraphBuilder):
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
         self.walk(built.scope, env)
-        for atom, output in zip(jaxpr.outvars, graph.outputs, strict=True):
+        pinned = self.restriction.pins.outputs
+        for index, (atom, output) in enumerate(zip(jaxpr.outvars, graph.outputs, strict=True)):
             value = self.read(env, atom)
             if output.alias is not None:
                 node = inputs[output.alias]
+                self.link(value, built.nodes[node].layouts, node, 1)
+            elif index in pinned:
+                node = self.boundary(output.path, "", (pinned[index],), times=1)
+                built.outputs[index] = node
                 self.link(value, built.nodes[node].layouts, node, 1)
             elif isinstance(value, Assigned):
                 wanted = tuple(map(without_partial, value.layouts))

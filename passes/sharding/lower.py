@@ -57,9 +57,11 @@ def lower(
     lowering = _Lowering(context, None, inputs)
     lowering.run(built.scope)
     outputs = []
-    for atom, label in zip(jaxpr.outvars, graph.outputs, strict=True):
+    for index, (atom, label) in enumerate(zip(jaxpr.outvars, graph.outputs, strict=True)):
         if label.alias is not None:
             layout = inputs[label.alias].layout
+        elif index in built.outputs:
+            layout = context.layout(built.outputs[index])
         else:
             layout = without_partial(lowering.home(atom))
         outputs.append(lowering.get(atom, layout))

@@ -7,6 +7,7 @@ plan and executed by the runtime.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -79,11 +80,14 @@ def reshard_steps(
                 emit("slice", (axis,), parts * mesh[axis], dim=d)
                 dims[d].append(axis)
                 return True
-        for d, axis in candidates:
-            if partial.get(axis) == "sum" and reduce_scatter:
-                emit("reduce-scatter", (axis,), parts * mesh[axis], dim=d)
-                del partial[axis]
-                dims[d].append(axis)
+        for d, _ in candidates:
+            further = target.dims[d][len(dims[d]) :]
+            axes = tuple(itertools.takewhile(lambda a: partial.get(a) == "sum", further))
+            if axes and reduce_scatter:
+                emit("reduce-scatter", axes, parts * num_parts(axes, mesh), dim=d)
+                for axis in axes:
+                    del partial[axis]
+                dims[d].extend(axes)
                 return True
         for d, axis in candidates:
             other = holder(axis)

@@ -93,16 +93,22 @@ def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:
 def completed(
     found: Strategy, result_shape: Sequence[int], mesh: Sequence[int], scatter: bool
 ) -> list[Strategy]:
-    """The same strategy with its results reduced at once: whole, or scattered along a dimension."""
+    """The same strategy with its results reduced at once: whole, or scattered along a dimension.
+
+    They are scattered along all axes that they are partial over, or along some, and so are whole
+    along the others: gradients inside a node and across nodes.
+    """
     axes = tuple(axis for axis, _ in found.left[0].partial)
     whole = tuple(Layout(r.dims) for r in found.results)
     variants = [found._replace(results=whole)]
     if scatter and len(whole) == 1 and all(m == "sum" for _, m in found.left[0].partial):
-        for dim, size in enumerate(result_shape):
-            cut = tuple(sorted((*whole[0].dims[dim], *axes)))
-            if size % num_parts(cut, mesh) == 0:
-                dims = (*whole[0].dims[:dim], cut, *whole[0].dims[dim + 1 :])
-                variants.append(found._replace(results=(Layout(dims),)))
+        for count in range(len(axes), 0, -1):
+            for some in itertools.combinations(axes, count):
+                for dim, size in enumerate(result_shape):
+                    cut = tuple(sorted((*whole[0].dims[dim], *some)))
+                    if size % num_parts(cut, mesh) == 0:
+                        dims = (*whole[0].dims[:dim], cut, *whole[0].dims[dim + 1 :])
+                        variants.append(found._replace(results=(Layout(dims),)))
     return variants
 
 

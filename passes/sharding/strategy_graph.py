@@ -38,6 +38,7 @@ class StrategyGraph:
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     scope: Scope | None = None
     inputs: tuple[int, ...] = ()  # the node of each input of the graph
+    outputs: dict[int, int] = field(default_factory=dict)  # the nodes of pinned outputs
     values: list[Assigned] = field(default_factory=list)  # every value that a node decides
     time: int = 0  # equations walked
 
@@ -158,7 +159,8 @@ class StrategyGraphBuilder:
                     found.setdefault((reduced.operands, reduced.results), reduced)
         options = tuple(found.values())
         if self.restriction.must_divide(eqn):
-            options = tuple(o for o in options if o.division > 1) or options
+            most = max(option.division for option in options)
+            options = tuple(option for option in options if option.division == most)
         if heavy and len(options) > MANY_OPTIONS:
             # On meshes of several axes, a heavy equation that divides its work less than it could
             # is kept only as the replicated strategy.

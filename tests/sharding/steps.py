@@ -18,8 +18,9 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import build
 from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.pins import resolve_pins
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.restrict import Restriction, resolve_pins, restriction
+from autopar.passes.sharding.restrict import Restriction, restriction
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.trace.trace import trace
