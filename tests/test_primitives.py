@@ -27,14 +27,14 @@ UNKNOWN = {
         free_ref freeze get log_extend log_read new_box new_log new_ref pin run_state swap unpin
         """,
     "effects and foreign code run whole on every device, with a warning": """
-        after_all call_exported check composite create_token cudnn_fusion custom_partitioning
+        after_all call_exported check composite create_token cudnn_fusion
         ffi_call inspect_sharding io_callback pure_callback
         """,
     "kernels that say nothing of their loops": """
-        dot_product_attention_bwd dot_product_attention_bwd_wrapper
+        dot_product_attention_bwd
         dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
         dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper ormqr scaled_dot scaled_matmul
+        dot_product_attention_fwd ormqr scaled_dot scaled_matmul
         scaled_matmul_wrapper symmetric_product
         """,
     "they exist while JAX traces, differentiates or lowers; a step's jaxpr has none": """

@@ -146,6 +146,8 @@ def _inline_into(
         if name in primitives.CONTROL_FLOW:
             bodies = [flatten(body) for body in closed_bodies(eqn)]
             operands, params = passed_down(eqn, operands, bodies, held)
+        elif name in primitives.KERNELS:
+            params = eqn.params
         else:
             params = map_inner_jaxprs(eqn.params, _flat_body)
         eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, source_info=info))
@@ -204,8 +206,10 @@ def map_inner_jaxprs(
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The bodies of a control-flow equation, in the order of its params."""
+    """The bodies of a control-flow equation, in the order of its params; a kernel has none."""
     found: list[Jaxpr] = []
+    if eqn.primitive.name in primitives.KERNELS:
+        return found
     map_inner_jaxprs(eqn.params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
     return found
 

@@ -86,7 +86,7 @@ reduce_window reduce_window_max reduce_window_min select_and_scatter  : window
 reduce_window_sum select_and_gather_add  : linear_first window
 select_and_scatter_add  : linear_first opens_group unfused window
 conv_general_dilated dot_general  : cut_anywhere linear_each opens_group product unfused
-ragged_dot_general      : product
+ragged_dot_general      : cut_anywhere linear_each opens_group positional product unfused
 fft                     : heavy linear_first
 sort                    : opens_group sorts unfused
 approx_top_k top_k      : sorts
@@ -97,6 +97,9 @@ tridiagonal_solve                                                               
 random_bits random_fold_in random_gamma random_split  : draws
 random_seed rng_bit_generator rng_uniform             :
 debug_callback debug_print empty2                     :
+# kernels: their bodies compute on blocks and references of their own
+dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper  : kernel
+custom_partitioning local_call pallas_call                                        : kernel
 # bodies
 cond scan       : control_flow
 while           : control_flow unfused
@@ -113,6 +116,7 @@ _IMPLIED = {
     "adds": "cheap combines keeps_zero linear_all pulled",
     "control_flow": "heavy",
     "cumulative": "opens_group unfused",
+    "kernel": "cut_anywhere heavy opens_group positional unfused",
     "matrix_function": "heavy",
     "product": "heavy",
     "rearranges": "keeps_zero moves",
@@ -121,9 +125,11 @@ _IMPLIED = {
     "updates": "scales",
 }
 
-# Names that JAX 0.10.2 does not have, and where they stand.
+# Names that JAX 0.10.2 by itself does not have, and where they stand.
 OTHER_RELEASES: Mapping[str, str] = {
     **dict.fromkeys(("one_minus_square", "polynomial"), "JAX 0.12"),
+    "local_call": "autopar's own",
+    "pallas_call": "jax.experimental.pallas",
     **dict.fromkeys(("checkpoint", "remat", "pjit", "mesh_cast"), "names of the same by release"),
 }
 
@@ -249,5 +255,9 @@ BODY_PARAM = {
     if trait.startswith("body=")
 }
 REMATS = _having("remat")
+# Calls of one whole: what is inside is no part of the step, and has effects on its own references.
+KERNELS = _having("kernel")
+# Code that JAX cannot look into: it has no row, because nothing is known of it.
+FOREIGN = frozenset({"ffi_call", "call_exported", "cudnn_fusion"})
 # A user's sharding hints for a mesh of their own do not change the numbers.
 IDENTITIES = _having("identity")

@@ -135,14 +135,13 @@ def _cut(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
         return Decision("cut", tuple(operand_forms), tuple(places)), results
     # A microbatch could contribute the rows of a gather that it has: nothing would be reduced.
     is_gather = eqn.primitive.name == "gather"
-    if kind not in MONOIDS or any(place is not None for place in places) or is_gather:
+    if kind not in MONOIDS or is_gather:
         return MIXES
-    result_forms = (kind,) * len(places)
-    if context.inside or params:
-        results = [lattice.partial(kind, params)] * len(places)
-    else:  # It comes from the batch alone, so the whole can be had before the loop as well.
-        results = [lattice.whole(batch=True)] * len(places)
-    return Decision("cut", tuple(operand_forms), result_forms), results
+    # A sum that comes from the batch alone can be had before the loop as well.
+    late = context.inside or params
+    reduced = lattice.partial(kind, params) if late else lattice.whole(batch=True)
+    results = [reduced if place is None else lattice.split(place, params) for place in places]
+    return Decision("cut", tuple(operand_forms), tuple(place or kind for place in places)), results
 
 
 def _linear(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:

@@ -24,7 +24,8 @@ class Factor:
     """One loop of an equation: its trip count and what cutting it does to the results.
 
     `pass`: results are cut along it too, or every result is computed from it alone.
-    A monoid: each cut computes a partial result, and combining them with the monoid is the whole.
+    A monoid: each cut computes a partial result, and combining them with the monoid is the whole;
+    results that have the loop in a dimension are cut along it (the two gradients of a product).
     `replicated`: it must not be cut.
     """
 

@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from autopar.passes.graph import primitives
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
+from autopar.passes.primitives.kernel_flops import kernel_flops
 from autopar.passes.primitives.shardings import shape_of
 
 
@@ -20,7 +21,8 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
     A contraction takes a multiplication and an addition per iteration of all its loops; a
     convolution likewise, as if no tap fell on padding. A reduction takes one per operand element,
     anything else one per result element, also a transcendental function. What only moves elements
-    takes none. Sorts, transforms and matrix factorizations count their usual orders.
+    takes none, a kernel what `kernel_flops` counts. Sorts, transforms and matrix factorizations
+    count their usual orders.
 
     Args:
       eqn: the equation.
@@ -29,11 +31,19 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
     name = eqn.primitive.name
     if name in primitives.MOVES:
         return 0
+    if name in primitives.KERNELS:
+        return kernel_flops(eqn)
     results = sum(_size(var) for var in eqn.outvars)
     if name == "conv_general_dilated":
         kernel = shape_of(eqn.invars[1])
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * results * _size(eqn.invars[1]) // max(out_features, 1)
+    if name == "ragged_dot_general":  # every row meets the matrix of its own group
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        gone = (*contracted, *batch, *numbers.rhs_group_dimensions)
+        columns = [n for dim, n in enumerate(shape_of(eqn.invars[1])) if dim not in gone]
+        return 2 * _size(eqn.invars[0]) * math.prod(columns)
     if name in primitives.PRODUCTS:
         return 2 * math.prod(factor.size for factor in rule.factors)
     if name in primitives.REDUCTIONS or name in primitives.CUMULATIVE:

@@ -36,8 +36,8 @@ from autopar.passes.primitives.shardings import (
     shape_of,
 )
 
-_Rewrite = Callable[[LocalCall], list[Any]]
-REWRITES: dict[str, _Rewrite] = {}
+Rewrite = Callable[[LocalCall], list[Any]]
+REWRITES: dict[str, Rewrite] = {}
 _rewrites = registrar(REWRITES)
 
 

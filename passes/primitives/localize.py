@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.primitives.cuts import Cuts, LocalCall, NotLocalError, bind_with, local_shape
+from autopar.passes.primitives.kernels import KERNEL_REWRITES
 from autopar.passes.primitives.local_rewrites import REWRITES
 from autopar.passes.primitives.shardings import shape_of, whole_dims
 
@@ -47,7 +48,8 @@ def bind_local(
     ):
         if any(cuts[dim] for dim in dims):
             raise NotLocalError(f"{eqn.primitive} needs dimensions {dims} whole: {eqn}")
-    rewrite = REWRITES.get(eqn.primitive.name)
+    name = eqn.primitive.name
+    rewrite = REWRITES.get(name) or KERNEL_REWRITES.get(name)
     shapes = [
         local_shape(shape_of(var), cuts) for var, cuts in zip(eqn.outvars, result_cuts, strict=True)
     ]

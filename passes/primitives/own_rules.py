@@ -40,7 +40,7 @@ OWN: dict[str, Own] = {}
 _own = registrar(OWN)
 
 
-class _Loops:
+class Loops:
     """The factors of a rule that is being written."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Loops:
 
 def replicated(eqn: JaxprEqn) -> FactorRule:
     """Every dimension of every value is a loop that must not be cut."""
-    loops = _Loops()
+    loops = Loops()
     operands = [loops.value(shape_of(var), "replicated") for var in eqn.invars]
     results = [loops.value(shape_of(var), "replicated") for var in eqn.outvars]
     return loops.rule(operands, results)
@@ -78,7 +78,7 @@ def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     shape = shape_of(eqn.outvars[0])
     if any(len(shape_of(var)) not in (0, len(shape)) for var in (*eqn.invars, *eqn.outvars)):
         return replicated(eqn)
-    loops = _Loops()
+    loops = Loops()
     dims = loops.value(shape)
 
     def value(var: Any) -> list[DimFactors]:
@@ -89,7 +89,7 @@ def elementwise(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
 
 def same_dims(eqn: JaxprEqn, _: frozenset[int] = frozenset()) -> FactorRule:
     """Dimension i of all values is one loop where the sizes agree, else one for each size."""
-    loops = _Loops()
+    loops = Loops()
     loop = functools.cache(lambda dim, size: loops.new(size))
 
     def value(var: Any) -> list[DimFactors]:
@@ -115,21 +115,21 @@ OWN["empty2"] = elementwise  # a scalar: nothing to cut
 
 @_own("optimization_barrier")
 def _barrier(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    loops = _Loops()
+    loops = Loops()
     values = [loops.value(shape_of(var)) for var in eqn.invars]
     return loops.rule(values, values)
 
 
 @_own("iota")
 def _iota(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    loops = _Loops()
+    loops = Loops()
     return loops.rule([], [loops.value(shape_of(eqn.outvars[0]))])
 
 
 @_own("random_bits")
 def _random_bits(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     # A generator other than threefry draws for all keys, and its bits are cut afterwards.
-    loops = _Loops()
+    loops = Loops()
     bits = loops.value(shape_of(eqn.outvars[0]))
     keys = shape_of(eqn.invars[0])
     if random_implementation(eqn.invars[0].aval) == "threefry2x32":
@@ -139,7 +139,7 @@ def _random_bits(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 @_own(*MATRIX_FUNCTIONS)
 def _matrix_function(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    loops = _Loops()
+    loops = Loops()
     batch = loops.value(shape_of(eqn.invars[0])[: matrix_batch_rank(eqn)])
 
     def value(var: Any) -> list[DimFactors]:
@@ -156,7 +156,7 @@ def _matrix_function(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 # piece is [some, divisor], and the inner loop runs alike in all of them.
 
 
-def _pieces(loops: _Loops, sizes: Sequence[int], divisor: int) -> list[DimFactors]:
+def _pieces(loops: Loops, sizes: Sequence[int], divisor: int) -> list[DimFactors]:
     if 0 in sizes:  # which has no part in every slice
         return [loops.new(size, "replicated") for size in sizes]
     inner = loops.new(divisor)
@@ -178,7 +178,7 @@ def _split(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 
 def _joined(eqn: JaxprEqn, axis: int, whole: Any, parts: Sequence[Any], divisor: int) -> FactorRule:
-    loops = _Loops()
+    loops = Loops()
     common = loops.value([size for dim, size in enumerate(shape_of(whole)) if dim != axis])
     values = [whole, *parts]
     pieces = _pieces(loops, [shape_of(var)[axis] for var in values], divisor)
@@ -217,7 +217,7 @@ def _pad(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 def _resized(eqn: JaxprEqn, divisors: Iterable[int]) -> FactorRule:
     """Each dimension of the first operand and of the result, in pieces of a divisor."""
-    loops = _Loops()
+    loops = Loops()
     sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), divisors, strict=True)
     pairs = [_pieces(loops, (old, new), divisor) for old, new, divisor in sizes]
     scalars: list[list[DimFactors]] = [[] for _ in eqn.invars[1:]]
@@ -228,7 +228,7 @@ def _resized(eqn: JaxprEqn, divisors: Iterable[int]) -> FactorRule:
 def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     is_stack = eqn.primitive.name == "stack"
     parts = eqn.invars if is_stack else eqn.outvars
-    loops, axis = _Loops(), eqn.params["axis"]
+    loops, axis = Loops(), eqn.params["axis"]
     dims = loops.value(shape_of(parts[0]))
     stacked = [*dims[:axis], loops.new(len(parts), "replicated"), *dims[axis:]]
     values = [dims] * len(parts), [stacked]
@@ -237,7 +237,7 @@ def _stack(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
 
 @_own("tile")
 def _tile(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
-    loops = _Loops()
+    loops = Loops()
     dims = loops.value(shape_of(eqn.invars[0]))
     repeats = loops.value(eqn.params["reps"])
     return loops.rule([dims], [[(*r, *d) for r, d in zip(repeats, dims, strict=True)]])
@@ -249,7 +249,7 @@ def _gather(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule:
     numbers = eqn.params["dimension_numbers"]
     operand_shape, indices_shape = (shape_of(var) for var in eqn.invars)
     result_shape = shape_of(eqn.outvars[0])
-    loops = _Loops()
+    loops = Loops()
     indices = [*loops.value(indices_shape[:-1]), loops.new(indices_shape[-1], "replicated")]
     batch = iter(indices[:-1])
     result = [
@@ -283,7 +283,7 @@ def _scatter(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     kind: FactorKind = "replicated"
     if monoid in ("max", "min") or (monoid == "sum" and 0 in zeros):
         kind = monoid
-    loops = _Loops()
+    loops = Loops()
     indices: list[DimFactors] = [
         loops.new(size, "pass" if dim in numbers.scatter_indices_batching_dims else kind)
         for dim, size in enumerate(indices_shape[:-1])
@@ -316,7 +316,7 @@ def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     kind = _body_monoid(eqn.params["jaxpr"]) if half == 1 else "replicated"
     if kind == "prod" or (kind == "sum" and 1 not in zeros):
         kind = "replicated"  # each part would count the initial value
-    loops = _Loops()
+    loops = Loops()
     dims = [
         loops.new(size, kind if dim in eqn.params["dimensions"] else "pass")
         for dim, size in enumerate(shape_of(eqn.invars[0]))

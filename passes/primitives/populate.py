@@ -10,10 +10,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import UnknownPrimitiveWarning
-from autopar.passes.graph.graph import user_source
-from autopar.passes.graph.primitives import CONTROL_FLOW, ELEMENTWISE, KEEPS_ZERO, SCATTERS
+from autopar.passes.graph.graph import used_vars, user_source
+from autopar.passes.graph.primitives import (
+    CONTROL_FLOW,
+    ELEMENTWISE,
+    FOREIGN,
+    KEEPS_ZERO,
+    KERNELS,
+    SCATTERS,
+)
 from autopar.passes.graph.scans import bodies_with_constants
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
+from autopar.passes.primitives.kernels import KERNEL_RULES, kernel_rule
 from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
 from autopar.passes.primitives.shardings import is_known, whole_dims
 from autopar.passes.primitives.shardy import lower_rules
@@ -54,21 +62,25 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
       A mapping from equations (by identity) to rules.
     """
     pairs = [
-        (eqn, _key(eqn, zeros))
+        (eqn, _key(eqn, flags))
         for jaxpr in ([jaxprs] if isinstance(jaxprs, Jaxpr) else jaxprs)
-        for eqn, zeros in _equations(jaxpr)
+        for eqn, flags in _equations(jaxpr)
     ]
     missing: dict[Any, JaxprEqn] = {}
     for eqn, key in pairs:
         if key not in _CACHE:
             missing.setdefault(key, eqn)
     _CACHE.update(zip(missing, _new_rules(list(missing.items())), strict=True))
-    warned: set[str] = set()
+    warned: set[tuple[str, str]] = set()
     for eqn, key in pairs:
+        if _CACHE[key] is not None:
+            continue
         name = eqn.primitive.name
-        if _CACHE[key] is None and name not in warned:
-            warned.add(name)
-            _warn(eqn)
+        is_kernel = name in KERNELS or name in FOREIGN
+        place = name, user_source(eqn) if is_kernel else ""
+        if place not in warned:
+            warned.add(place)
+            _warn(eqn, is_kernel)
     return _EquationRules([(eqn, _CACHE[key] or _normal(replicated(eqn))) for eqn, key in pairs])
 
 
@@ -78,8 +90,12 @@ _CACHE: dict[Any, FactorRule | None] = {}  # None: there is no rule
 def _equations(
     jaxpr: Jaxpr, zeros: frozenset[Var] = frozenset()
 ) -> Iterator[tuple[JaxprEqn, frozenset[int]]]:
-    """Equations, and which of the operands that would be counted several times are zero."""
-    known = set(zeros)
+    """Equations, each with the positions of what its rule depends on beside its operands' types.
+
+    These are the operands that are zero, where they would be counted several times, and a kernel's
+    results that nobody reads.
+    """
+    known, used = set(zeros), used_vars(jaxpr)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in CONTROL_FLOW:
@@ -89,6 +105,9 @@ def _equations(
             continue
         if name in KEEPS_ZERO and all(_is_zero(atom, known) for atom in eqn.invars):
             known.update(eqn.outvars)
+        if name in KERNELS:
+            yield eqn, frozenset(i for i, var in enumerate(eqn.outvars) if var not in used)
+            continue
         positions = _ZERO_MATTERS.get(name, ())
         yield eqn, frozenset(i for i in positions if _is_zero(eqn.invars[i], known))
 
@@ -103,11 +122,11 @@ def _is_zero(atom: Any, zeros: set[Var]) -> bool:
     return atom in zeros
 
 
-def _key(eqn: JaxprEqn, zeros: frozenset[int]) -> Any:
+def _key(eqn: JaxprEqn, flags: frozenset[int]) -> Any:
     """What determines a rule: primitive, params, and the operands' shapes and dtypes."""
     params = tuple((name, _hashable(value)) for name, value in eqn.params.items())
     avals = tuple(map(_signature, eqn.invars))
-    return eqn.primitive.name, params, avals, zeros
+    return eqn.primitive.name, params, avals, flags
 
 
 def _signature(var: Any) -> Any:
@@ -134,6 +153,10 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | Non
         elif any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
             # Nothing to compute, but its rows must not seem to mix.
             found[i] = (elementwise if name in ELEMENTWISE else replicated)(eqn)
+        elif name in KERNELS or name in KERNEL_RULES:
+            rule = kernel_rule(eqn, key[-1])
+            if rule is not None:
+                found[i] = rule
         elif is_known(name):
             to_lower.append(i)
     lowered = lower_rules([missing[i][1] for i in to_lower])
@@ -179,10 +202,16 @@ def _normal(rule: FactorRule) -> FactorRule:
     )
 
 
-def _warn(eqn: JaxprEqn) -> None:
+def _warn(eqn: JaxprEqn, is_kernel: bool) -> None:
+    hint = ""
+    if is_kernel:
+        hint = (
+            " Where it computes along a dimension independently (over a batch, over heads), say so "
+            'by autopar.local(function, "b t h d, b s h d, b s h d -> b t h d", cut="b h").'
+        )
     warnings.warn(
         f"autopar has no rule for the operation {eqn.primitive} at {user_source(eqn)}: every "
-        "device and every microbatch computes it whole.",
+        f"device and every microbatch computes it whole.{hint}",
         UnknownPrimitiveWarning,
         stacklevel=3,
     )

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.costs import alpha_beta, compute_seconds
-from autopar.passes.graph.primitives import PRODUCTS, UNFUSED
+from autopar.passes.graph.primitives import KERNELS, PRODUCTS, UNFUSED
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.layout import Layout
@@ -72,5 +72,5 @@ class Pricing:
             moved,
             str(eqn.outvars[0].aval.dtype),
             self.cluster,
-            is_matmul=eqn.primitive.name in PRODUCTS,
+            is_matmul=eqn.primitive.name in PRODUCTS | KERNELS,
         )

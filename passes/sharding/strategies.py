@@ -78,14 +78,19 @@ def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:
         Layout(dims(value), tuple((a, "sum") for a, sets in linear_axes if i in sets))
         for i, value in enumerate(rule.operands)
     )
-    reduced = {
-        axis: rule.factors[f].kind
-        for f, axes in axes_of.items()
-        if rule.factors[f].kind != "pass"
-        for axis in axes
-    }
-    partial = tuple(sorted({**reduced, **{a: "sum" for a, _ in linear_axes}}.items()))
-    results = tuple(Layout(dims(value), partial) for value in rule.results)
+    unreduced = {a: "sum" for a, _ in linear_axes}
+
+    def result(value: ValueFactors) -> Layout:
+        inside = {f for dim in value for f in dim}
+        reduced = {
+            axis: rule.factors[f].kind
+            for f, axes in axes_of.items()
+            if rule.factors[f].kind != "pass" and f not in inside
+            for axis in axes
+        }
+        return Layout(dims(value), tuple(sorted({**reduced, **unreduced}.items())))
+
+    results = tuple(map(result, rule.results))
     division = num_parts((a for axes in axes_of.values() for a in axes), mesh)
     return Strategy(choice, operands, results, division, results)
 

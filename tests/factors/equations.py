@@ -38,6 +38,9 @@ def definite(batch: int, size: int) -> jax.Array:
     return jnp.asarray(x @ x.transpose(0, 2, 1) + size * np.eye(size), np.float32)
 
 
+RAGGED = jnp.array([3, 0, 6, 1], np.int32)  # two rows are in no group
+
+
 def conv(lhs: Any, rhs: Any, **params: Any) -> Any:
     numbers = ("NHWC", "HWIO", "NHWC")
     strides = params.pop("strides", (1, 1))
@@ -176,6 +179,11 @@ def contractions() -> dict[str, Case]:
         "matmul widened": (
             lambda x, y: jnp.matmul(x, y, preferred_element_type=np.float32),
             (bf16(4, 8), bf16(8, 4)),
+        ),
+        "ragged": (lax.ragged_dot, (f32(12, 4), f32(4, 4, 2), RAGGED)),
+        "ragged gradients": (
+            jax.grad(lambda x, w, g: jnp.sum(jnp.sin(lax.ragged_dot(x, w, g))), argnums=(0, 1)),
+            (f32(12, 4), f32(4, 4, 2), RAGGED),
         ),
         "matvec": (jnp.matmul, (f32(4, 8), f32(8))),
         "attention": (

@@ -178,7 +178,7 @@ def rule_cuts(
 
 
 # Where a slice is matters only to these: they also run with a traced index, as one program.
-_POSITIONAL = frozenset({"iota", "random_bits", "gather", *SCATTERS})
+_POSITIONAL = frozenset({"iota", "random_bits", "gather", "ragged_dot_general", *SCATTERS})
 
 
 def check_slices(

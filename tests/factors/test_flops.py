@@ -35,6 +35,11 @@ def test_a_contraction_multiplies_and_adds_in_every_iteration() -> None:
     assert batched == 2 * 3 * 4 * 8 * 2
 
 
+def test_every_row_of_a_grouped_product_meets_one_matrix() -> None:
+    sizes = np.array([3, 0, 6, 1], np.int32)
+    assert count(lax.ragged_dot, f32(12, 4), f32(4, 4, 8), sizes) == 2 * 12 * 4 * 8
+
+
 def test_a_convolution_counts_its_taps() -> None:
     x = f32(2, 6, 6, 4)
     assert count(conv, x, f32(3, 3, 4, 8)) == 2 * (2 * 6 * 6 * 8) * (3 * 3 * 4)

@@ -1,0 +1,35 @@
+"""Kernels, whose rules are read from what they say of themselves, and grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.local_rewrites import Rewrite
+from autopar.passes.primitives.pallas_rules import pallas_on_slices, pallas_rule
+from autopar.passes.primitives.ragged_products import ragged_on_slices, ragged_rule
+
+KERNEL_RULES: Mapping[str, Callable[[JaxprEqn, frozenset[int]], FactorRule | None]] = {
+    "pallas_call": pallas_rule,
+    "ragged_dot_general": ragged_rule,
+}
+KERNEL_REWRITES: Mapping[str, Rewrite] = {
+    "pallas_call": pallas_on_slices,
+    "ragged_dot_general": ragged_on_slices,
+}
+
+
+def kernel_rule(eqn: JaxprEqn, unread: frozenset[int]) -> FactorRule | None:
+    """The rule of a kernel's equation, or None where nothing of it can be cut.
+
+    Args:
+      eqn: the equation.
+      unread: its results that nobody reads.
+    """
+    find = KERNEL_RULES.get(eqn.primitive.name)
+    rule = find and find(eqn, unread)
+    if rule is None or all(factor.kind == "replicated" for factor in rule.factors):
+        return None
+    return rule

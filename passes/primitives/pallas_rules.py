@@ -1,0 +1,305 @@
+"""The factor rule of a Pallas kernel, where its block specs prove one, and the kernel on slices.
+
+A kernel runs once for every place of its grid, on one block of each array. Where a dimension's
+blocks are walked along one axis of the grid, and nothing else in the kernel knows where on that
+axis it is, a shorter grid on slices computes slices of the results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import eliminate_dead_code, made_from, map_inner_jaxprs
+from autopar.passes.primitives.cuts import Cuts, LocalCall, NotLocalError, local_shape
+from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
+from autopar.passes.primitives.own_rules import Loops
+from autopar.passes.primitives.shardings import shape_of
+
+MAX_PLACES = 1 << 16  # an index map is evaluated at no more places of the grid
+
+
+@dataclass(frozen=True)
+class _BlockWalk:
+    """How the grid walks the blocks of one dimension: along axes, the outermost first.
+
+    An axis is given with the number of its steps for which the block stays the same.
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    block: int
+
+
+Walks = tuple[_BlockWalk | None, ...]  # of each dimension; None: it is whole in every block
+
+
+def pallas_rule(eqn: JaxprEqn, unread: frozenset[int]) -> FactorRule | None:
+    """The rule that the block specs of a `pallas_call` prove, or None.
+
+    Args:
+      eqn: the equation.
+      unread: its results that nobody reads, which are a kernel's scratch memory.
+    """
+    found = _walks(eqn, unread)
+    if found is None:
+        return None
+    operands, results, blocked = found
+    grid = eqn.params["grid_mapping"].grid
+    steps: dict[int, set[int]] = {axis: {1, size} for axis, size in enumerate(grid)}
+    for walk in _all_walks((*operands, *results)):
+        for axis, same in walk.axes:
+            steps[axis].add(same)
+    loops = Loops()
+    factors: dict[int, dict[int, DimFactors]] = {}  # of each axis, by the steps inside of them
+    for axis, size in enumerate(grid):
+        bounds = sorted(steps[axis], reverse=True)
+        if any(outer % inner for outer, inner in itertools.pairwise(bounds)):
+            return None
+        # An index map names the sizes of what is inside of others: only the outermost is cut.
+        kinds = itertools.chain(["replicated" if axis in blocked else "pass"])
+        factors[axis] = {
+            inner: loops.new(outer // inner, next(kinds, "replicated"))  # type: ignore[arg-type]
+            for outer, inner in itertools.pairwise(bounds)
+        }
+        assert size == bounds[0]
+
+    def dim(size: int, walk: _BlockWalk | None) -> DimFactors:
+        if walk is None:
+            return loops.new(size, "replicated")
+        outer = [f for axis, same in walk.axes for s, f in factors[axis].items() if s >= same]
+        return (*itertools.chain(*outer), *loops.new(walk.block, "replicated"))
+
+    def value(var: Any, walks: Walks) -> list[DimFactors]:
+        return [dim(size, walk) for size, walk in zip(shape_of(var), walks, strict=True)]
+
+    return loops.rule(
+        [value(*pair) for pair in zip(eqn.invars, operands, strict=True)],
+        [value(*pair) for pair in zip(eqn.outvars, results, strict=True)],
+    )
+
+
+def _all_walks(values: Sequence[Walks]) -> Iterator[_BlockWalk]:
+    return (walk for walks in values for walk in walks if walk is not None)
+
+
+def _walks(
+    eqn: JaxprEqn, unread: frozenset[int] = frozenset()
+) -> tuple[list[Walks], list[Walks], set[int]] | None:
+    """How every dimension is walked, and the grid's axes along which the kernel cannot be cut.
+
+    None where nothing is known of it at all.
+    """
+    params, mapping = eqn.params, eqn.params["grid_mapping"]
+    grid, num_scalars = mapping.grid, mapping.num_index_operands
+    is_static = all(isinstance(size, int) and size > 0 for size in grid)
+    if not is_static or params.get("mesh") is not None or mapping.grid_names is not None:
+        return None
+    if num_scalars + mapping.num_inputs != len(eqn.invars) or eqn.effects:
+        return None
+    walked = [_block_walks(block, grid) for block in mapping.block_mappings]
+    if any(walks is None for walks, _ in walked):
+        return None
+    values = [walks for walks, _ in walked if walks is not None]
+    blocked = {axis for _, axes in walked for axis in axes}
+    has_scratch = bool(mapping.scratch_avals or unread)
+    blocked |= _known_axes(params["jaxpr"], mapping, has_scratch)
+    for walks in values:  # an axis that another is outside of, or that walks two dimensions
+        places = [
+            (axis, i) for walk in walks if walk is not None for i, (axis, _) in enumerate(walk.axes)
+        ]
+        seen = [axis for axis, _ in places]
+        blocked |= {axis for axis, i in places if i or seen.count(axis) > 1}
+    results = values[mapping.num_inputs :]
+    for number, walks in enumerate(results):
+        if number in unread:
+            continue
+        # Every place of the axis has to write blocks of its own.
+        blocked |= set(range(len(grid))) - {a for w in _all_walks([walks]) for a, _ in w.axes}
+        blocked |= {a for w in _all_walks([walks]) for a, same in w.axes if same > 1}
+    scalars: list[Walks] = [(None,) * len(shape_of(var)) for var in eqn.invars[:num_scalars]]
+    return [*scalars, *values[: mapping.num_inputs]], results, blocked
+
+
+def _block_walks(block: Any, grid: Sequence[int]) -> tuple[Walks | None, set[int]]:
+    """How an array's dimensions are walked, and the axes that its index map uses in other ways."""
+    closed, shape = block.index_map_jaxpr, block.array_aval.shape
+    depends = _dependencies(closed.jaxpr)
+    walks: list[_BlockWalk | None] = []
+    other: set[int] = set()
+    for dim, (atom, size) in enumerate(zip(closed.jaxpr.outvars, shape, strict=True)):
+        inputs = depends(atom)
+        axes = sorted(i for i in inputs if i < len(grid))
+        kept = _block_size(block.block_shape[dim])
+        walk = None
+        if axes and len(axes) == len(inputs) and kept is not None:
+            walk = _linear_walk(closed, dim, axes, grid, size, kept)
+        if walk is None:
+            other.update(axis for axis in axes if grid[axis] > 1)
+        walks.append(walk)
+    return tuple(walks), other
+
+
+def _block_size(dim: Any) -> int | None:
+    """How many elements a block's index counts in, or None where it counts otherwise."""
+    kind = type(dim).__name__
+    if kind == "Squeezed" or dim is None:
+        return 1
+    if kind == "Blocked":
+        return int(dim.block_size)
+    return dim if isinstance(dim, int) else None
+
+
+def _linear_walk(
+    closed: Any, dim: int, axes: Sequence[int], grid: Sequence[int], size: int, block: int
+) -> _BlockWalk | None:
+    """The walk along axes, if blocks are visited in order, each as often, and all of them."""
+    sizes = [grid[axis] for axis in axes]
+    if math.prod(sizes) > MAX_PLACES or size % block:
+        return None
+    table = _evaluated(closed, dim, axes, grid).reshape(sizes)
+    expected = np.zeros(sizes, np.int64)
+    parts: list[tuple[int, int, int, int]] = []  # (stride, axis, steps of the same block, count)
+    for place, (axis, count) in enumerate(zip(axes, sizes, strict=True)):
+        line = np.moveaxis(table, place, 0).reshape(count, -1)[:, 0]
+        changed = np.flatnonzero(line != line[0])
+        if not changed.size:
+            continue
+        same = int(changed[0])
+        stride = int(line[same] - line[0])
+        if count % same or stride <= 0:
+            return None
+        parts.append((stride, axis, same, count // same))
+        shape = [count if i == place else 1 for i in range(len(axes))]
+        expected = expected + stride * (np.arange(count) // same).reshape(shape)
+    stride = 1
+    for step, _, _, count in sorted(parts):
+        if step != stride:
+            return None
+        stride *= count
+    if stride * block != size or not np.array_equal(table, np.broadcast_to(expected, sizes)):
+        return None
+    ordered = sorted(parts, reverse=True)
+    return _BlockWalk(tuple((axis, same) for _, axis, same, _ in ordered), block)
+
+
+def _evaluated(closed: Any, dim: int, axes: Sequence[int], grid: Sequence[int]) -> np.ndarray:
+    """A block index at every place of some axes; it depends on no other input."""
+    jaxpr = closed.jaxpr
+    places = np.stack(
+        np.meshgrid(*(np.arange(grid[axis], dtype=np.int32) for axis in axes), indexing="ij"), -1
+    ).reshape(-1, len(axes))
+    wanted = [jaxpr.outvars[dim]]
+    one = jax_compat.replace_jaxpr(
+        jaxpr,
+        eqns=[jaxpr.eqns[number] for number in sorted(made_from(jaxpr.eqns, wanted))],
+        invars=jaxpr.invars[: len(grid)],
+        outvars=wanted,
+    )
+    function = jaxpr_as_fun(ClosedJaxpr(one, closed.consts))
+
+    def at(place: Any) -> Any:
+        ids = [np.int32(0)] * len(grid)
+        for i, axis in enumerate(axes):
+            ids[axis] = place[i]
+        return function(*ids)[0]
+
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.jit(jax.vmap(at))(places)).astype(np.int64)
+
+
+def _dependencies(jaxpr: Jaxpr) -> Callable[[Any], frozenset[int]]:
+    """Which inputs of a jaxpr an atom is made from."""
+    known: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
+
+    def read(atom: Any) -> frozenset[int]:
+        if isinstance(atom, Literal):
+            return frozenset()
+        return known.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        union = frozenset().union(*map(read, eqn.invars))
+        known.update(dict.fromkeys(eqn.outvars, union))
+    return read
+
+
+def _known_axes(kernel: Jaxpr, mapping: Any, has_scratch: bool) -> set[int]:
+    """Axes whose place the kernel asks for, or that are inside of one that it asks for.
+
+    What a kernel leaves in its scratch memory, a later place of the grid finds there. It cannot
+    tell the first place of an axis that it does not ask for from the next ones, so it finds what
+    it needs at each of them, unless it asks for an axis outside of it.
+    """
+    free = [axis for axis in range(len(mapping.grid)) if axis not in mapping.vmapped_dims]
+    asked = {free[axis] for axis in _asked(kernel)}
+    if has_scratch and asked:
+        # Only axes outside of all that are asked for.
+        real = {axis for axis in asked if mapping.grid[axis] > 1}
+        asked |= set(range(min(real), len(mapping.grid))) if real else set()
+    return asked
+
+
+def _asked(jaxpr: Jaxpr) -> set[int]:
+    found: set[int] = set()
+    for eqn in eliminate_dead_code(jaxpr).eqns:
+        if eqn.primitive.name in ("program_id", "num_programs"):
+            found.add(eqn.params["axis"])
+        map_inner_jaxprs(eqn.params, lambda inner: (found.update(_asked(inner)), inner)[1])
+    return found
+
+
+def pallas_on_slices(call: LocalCall) -> list[Any]:
+    """A `pallas_call` with a shorter grid, on slices that its rule allows."""
+    params = call.eqn.params
+    mapping = params["grid_mapping"]
+    found = _walks(call.eqn)
+    if found is None:
+        raise NotLocalError("nothing is known of the kernel")
+    operands, results, _ = found
+    parts: dict[int, set[int]] = defaultdict(set)
+    values = [*operands[mapping.num_index_operands :], *results]
+    cuts = [*call.operand_cuts[mapping.num_index_operands :], *call.result_cuts]
+    for walks, value_cuts in zip(values, cuts, strict=True):
+        for walk, cut in zip(walks, value_cuts, strict=True):
+            is_whole = walk is None or not walk.axes
+            if is_whole and cut is not None:
+                raise NotLocalError("a dimension that every block needs whole is cut")
+            if walk is not None and walk.axes:
+                outer = walk.axes[0][0]
+                parts[outer].add(1 if cut is None else cut.parts)
+    if any(len(number) > 1 for number in parts.values()):
+        raise NotLocalError("arrays that a grid walks together are not cut alike")
+    grid = tuple(size // next(iter(parts.get(axis, {1}))) for axis, size in enumerate(mapping.grid))
+    blocks = tuple(
+        block.replace(array_aval=_resized(block.array_aval, value_cuts))
+        for block, value_cuts in zip(mapping.block_mappings, cuts, strict=True)
+    )
+    avals = tuple(
+        _resized(aval, value_cuts)
+        for aval, value_cuts in zip(params["out_avals"], call.result_cuts, strict=True)
+    )
+    share = math.prod(mapping.grid) // max(1, math.prod(grid))
+    return call.bind(
+        grid_mapping=mapping.replace(grid=grid, block_mappings=blocks),
+        out_avals=avals,
+        cost_estimate=_share_of(params["cost_estimate"], share),
+    )
+
+
+def _resized(aval: Any, cuts: Cuts) -> Any:
+    return aval.update(shape=local_shape(aval.shape, cuts))
+
+
+def _share_of(estimate: Any, share: int) -> Any:
+    if estimate is None:
+        return None
+    whole: Mapping[str, int] = vars(estimate)
+    return type(estimate)(**{name: value // share for name, value in whole.items()})

@@ -1,0 +1,127 @@
+"""Grouped matrix products (`ragged_dot_general`): their rule, and a product on slices.
+
+The rows of one operand lie in groups, one after another, and each group is multiplied with a matrix
+of its own. Rows, columns and what is contracted are loops like those of any product. A slice of the
+rows has group sizes of its own, and a slice of the groups has its rows somewhere in the middle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.graph.primitives import FactorKind
+from autopar.passes.primitives.cuts import DimCut, LocalCall, positions, take
+from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
+from autopar.passes.primitives.own_rules import Loops
+from autopar.passes.primitives.shardings import shape_of
+
+
+class _RaggedDims:
+    """Where the loops of a grouped product are in its operands."""
+
+    def __init__(self, eqn: JaxprEqn):
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        contracted, batch = numbers.dot_dimension_numbers
+        (self.left_contracted, self.right_contracted), (self.left_batch, self.right_batch) = (
+            contracted,
+            batch,
+        )
+        (self.rows,) = numbers.lhs_ragged_dimensions
+        self.groups: int | None = next(iter(numbers.rhs_group_dimensions), None)
+        self.sums_rows = self.rows in self.left_contracted
+        self.right_rows = (
+            self.right_contracted[self.left_contracted.index(self.rows)] if self.sums_rows else None
+        )
+        gone = (*self.left_contracted, *self.left_batch)
+        rank = len(shape_of(eqn.invars[0]))
+        self.left_kept = [dim for dim in range(rank) if dim not in gone]
+        rank = len(shape_of(eqn.invars[1]))
+        gone = (*self.right_contracted, *self.right_batch, self.groups)
+        self.right_kept = [dim for dim in range(rank) if dim not in gone]
+
+
+def ragged_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
+    """The rule of a grouped product; None where its rows are a batch, or groups are shared out."""
+    left, right, sizes = map(shape_of, eqn.invars)
+    dims, loops = _RaggedDims(eqn), Loops()
+    if dims.rows in dims.left_batch or len(sizes) != 1 or eqn.params["group_offset"] is not None:
+        return None
+    # Where rows are summed every group has a result; else every row has one, from its group alone.
+    groups = loops.new(sizes[0], "pass" if dims.sums_rows else "sum")
+    left_dims: list[DimFactors] = [()] * len(left)
+    right_dims: list[DimFactors] = [()] * len(right)
+    kinds: list[tuple[FactorKind, Any, Any]] = [
+        ("sum", dims.left_contracted, dims.right_contracted),
+        ("pass", dims.left_batch, dims.right_batch),
+    ]
+    for kind, ours, theirs in kinds:
+        for i, j in zip(ours, theirs, strict=True):
+            left_dims[i] = right_dims[j] = loops.new(left[i], kind)
+    for i in dims.left_kept:
+        left_dims[i] = loops.new(left[i])
+    for j in dims.right_kept:
+        right_dims[j] = loops.new(right[j])
+    if dims.groups is not None:
+        right_dims[dims.groups] = groups
+    result = [
+        *([groups] if dims.sums_rows else []),
+        *(left_dims[i] for i in (*dims.left_batch, *dims.left_kept)),
+        *(right_dims[j] for j in dims.right_kept),
+    ]
+    return loops.rule([left_dims, right_dims, [loops.new(sizes[0], "replicated")]], [result])
+
+
+def ragged_on_slices(call: LocalCall) -> list[Any]:
+    """A grouped product on slices: of its rows, its groups, or what `dot_general` has as well."""
+    dims = _RaggedDims(call.eqn)
+    left, right, sizes = call.operands
+    left_cuts, right_cuts, _ = call.operand_cuts
+    (result_cuts,) = call.result_cuts
+    count = shape_of(call.eqn.invars[2])[0]
+    sizes = _sizes_in(sizes, shape_of(call.eqn.invars[0])[dims.rows], left_cuts[dims.rows])
+    groups = result_cuts[0] if dims.groups is None else right_cuts[dims.groups]
+    if groups is None:
+        return _bind(call, left, right, sizes)
+    if groups.major != 1:  # runs of groups that do not lie together
+        if dims.groups is not None:
+            return _bind(call, left, _spread(right, dims.groups, groups, count), sizes)
+        (result,) = _bind(call, left, right, sizes)
+        return [take(result, (groups, *(None,) * (result.ndim - 1)))]
+    # The rows of the groups that are here come first, then those of others, which count as none.
+    rest = groups.rest(count)
+    first = groups.index * rest
+    before = jnp.sum(jnp.where(jnp.arange(count) < first, sizes, 0))
+    here = lax.dynamic_slice_in_dim(sizes, first, rest)
+    left = jnp.roll(left, -before, dims.rows)
+    if dims.right_rows is not None:
+        return _bind(call, left, jnp.roll(right, -before, dims.right_rows), here)
+    (result,) = _bind(call, left, right, here)
+    place = len(dims.left_batch) + dims.left_kept.index(dims.rows)
+    return [jnp.roll(result, before, place)]
+
+
+def _bind(call: LocalCall, *operands: Any) -> list[Any]:
+    return LocalCall(call.eqn, operands, call.operand_cuts, call.result_cuts).bind()
+
+
+def _spread(value: Any, dim: int, cut: DimCut, size: int) -> Any:
+    """A slice among zeros."""
+    shape, rest = value.shape, cut.rest(size)
+    parts = value.reshape(*shape[:dim], cut.major, 1, rest, *shape[dim + 1 :])
+    whole = jnp.zeros((*shape[:dim], cut.major, cut.parts, rest, *shape[dim + 1 :]), value.dtype)
+    whole = lax.dynamic_update_slice_in_dim(whole, parts, cut.index, dim + 1)
+    return whole.reshape(*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _sizes_in(sizes: Any, num_rows: int, cut: DimCut | None) -> Any:
+    """How many rows of every group are in a slice of the rows."""
+    if cut is None:
+        return sizes
+    ends = jnp.cumsum(sizes)
+    here = positions(num_rows, cut, sizes.dtype)  # ascending
+    until = jnp.searchsorted(here, ends).astype(sizes.dtype)
+    return jnp.diff(until, prepend=jnp.zeros((1,), sizes.dtype))
