@@ -25,7 +25,8 @@ from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime import stage_programs as stages
-from autopar.runtime.pace import Paced, paced
+from autopar.runtime.ahead import AroundCompiled, compile_ahead
+from autopar.runtime.pace import paced
 from autopar.runtime.stage_programs import Action, Pace, StagePrograms, donated_numbers
 
 
@@ -70,7 +71,7 @@ class LocalProgram(StagePrograms):
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
         constants: Sequence[jax.Array],
-    ) -> jax.stages.Compiled | Paced | PipelineStep:
+    ) -> jax.stages.Compiled | AroundCompiled | PipelineStep:
         """The compiled step: (donated leaves, kept leaves, constants) -> all output leaves.
 
         One piece is one jitted program; several are compiled one by one.
@@ -96,18 +97,20 @@ class LocalProgram(StagePrograms):
             def parts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 return [values[i] for i in donated], [values[i] for i in kept]
 
-            jitted = jax.jit(
+            # jit itself would compile again for arrays on our mesh.
+            compiled = compile_ahead(
                 step,
+                *parts(shapes),
+                list(constants),
                 in_shardings=(*parts(made.in_shardings), [value.sharding for value in constants]),
                 out_shardings=made.out_shardings,
                 donate_argnums=(0,),
             )
-            # Compiled ahead of time: jit itself would compile again for arrays on our mesh.
-            return paced(jitted.lower(*parts(shapes), list(constants)).compile(), made.mesh)
+            return paced(compiled, made.mesh)
 
     def instructions_of(
         self,
-        compiled: jax.stages.Compiled | Paced | PipelineStep,
+        compiled: jax.stages.Compiled | AroundCompiled | PipelineStep,
         donated: Sequence[int],
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],

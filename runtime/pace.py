@@ -18,21 +18,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autopar.runtime.ahead import AroundCompiled, CalledByJit
+
 CALLS = 8
 """After so many calls, of all steps together, one waits: 24 places are left for other programs."""
 
 _calls = itertools.count(1)  # its next() is atomic
 
 
-class Paced:
+class Paced(AroundCompiled):
     """A compiled program that waits for its own results every few calls.
 
-    Args:
-      compiled: of results that are a list, not an empty one.
+    Its results are a list, not an empty one.
     """
-
-    def __init__(self, compiled: jax.stages.Compiled):
-        self._compiled = compiled
 
     def __call__(self, *args: Any) -> Any:
         results = self._compiled(*args)
@@ -40,20 +38,10 @@ class Paced:
             results[0].block_until_ready()
         return results
 
-    def as_text(self) -> str | None:
-        """As that of `jax.stages.Compiled`."""
-        return self._compiled.as_text()
 
-    def memory_analysis(self) -> Any:
-        """As that of `jax.stages.Compiled`."""
-        return self._compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        """As that of `jax.stages.Compiled`."""
-        return self._compiled.cost_analysis()
-
-
-def paced(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled | Paced:
+def paced(
+    compiled: jax.stages.Compiled | CalledByJit, mesh: Mesh
+) -> jax.stages.Compiled | AroundCompiled:
     """The program, paced if it runs on several virtual CPU devices."""
     device = mesh.devices.flat[0]
     return Paced(compiled) if device.platform == "cpu" and mesh.size > 1 else compiled

@@ -30,6 +30,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
+from autopar.runtime.ahead import compile_ahead
 from autopar.runtime.spmd import block_function, partition_spec
 
 Action = Callable[[dict[Buffer, Any], Any], None]
@@ -169,15 +170,14 @@ class StagePrograms:
         made = self.function_of(piece)
         name = piece.name.replace(" ", "_").replace(".", "_")
         made.call.__name__ = made.call.__qualname__ = name
-        jitted = jax.jit(
+        return compile_ahead(
             made.call,
+            *(self._struct(number) for number in made.values),
             in_shardings=made.in_shardings,
             out_shardings=made.out_shardings,
             donate_argnums=tuple(i for i, n in enumerate(made.values) if n in donated),
+            compiler_options=FRUGAL if made.mesh.devices.flat[0].platform == "cpu" else None,
         )
-        shapes = [self._struct(number) for number in made.values]
-        options = FRUGAL if made.mesh.devices.flat[0].platform == "cpu" else None
-        return jitted.lower(*shapes).compile(compiler_options=options)
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:
         aval, place = self.pieces.versions[number].atom.aval, self.places[number]

@@ -7,7 +7,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from autopar.passes.graph.primitives import LINEAR_ALL, LINEAR_EACH, LINEAR_FIRST, SCATTERS
-from autopar.passes.primitives.shardings import dtype_of
+from autopar.passes.primitives.shardings import dtype_of, is_tiny_float
 
 OperandSets = tuple[frozenset[int], ...]
 
@@ -17,12 +17,20 @@ def linear_operands(eqn: JaxprEqn) -> OperandSets:
 
     Linear means f(x + y) = f(x) + f(y) for the operands of one set taken together (so an operand
     that is left out of a sum must be zero there). Integer division and casts that lose digits
-    are not linear. An equation that is linear in nothing has no sets.
+    are not linear, nor is anything in floats of eight bits. An equation that is linear in nothing
+    has no sets.
 
     >>> import jax
     >>> linear_operands(jax.make_jaxpr(lambda x, y: x * y)(1.0, 2.0).eqns[0])
     (frozenset({0}), frozenset({1}))
     """
+    if any(is_tiny_float(dtype_of(var)) for var in eqn.outvars):
+        return ()
+    tiny = {k for k, var in enumerate(eqn.invars) if is_tiny_float(dtype_of(var))}
+    return tuple(positions for positions in _linear_sets(eqn) if tiny.isdisjoint(positions))
+
+
+def _linear_sets(eqn: JaxprEqn) -> OperandSets:
     name = eqn.primitive.name
     if name in LINEAR_ALL:
         return _one_set(range(len(eqn.invars)))
@@ -61,6 +69,8 @@ def _fills(eqn: JaxprEqn) -> bool:
 def _widens(eqn: JaxprEqn) -> bool:
     """Whether a cast represents every value of the old dtype, so that it commutes with adding."""
     old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
+    if is_tiny_float(old) or is_tiny_float(new):  # JAX does not say which of them holds which
+        return False
     kind = jnp.inexact if jnp.issubdtype(old, jnp.floating) else jnp.complexfloating
     if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, kind):
         return jnp.promote_types(old, new) == new

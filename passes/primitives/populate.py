@@ -23,7 +23,7 @@ from autopar.passes.graph.scans import bodies_with_constants
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.kernels import KERNEL_RULES, kernel_rule
 from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
-from autopar.passes.primitives.shardings import is_known, whole_dims
+from autopar.passes.primitives.shardings import dtype_of, is_known, is_tiny_float, whole_dims
 from autopar.passes.primitives.shardy import lower_rules
 
 
@@ -173,8 +173,10 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | Non
 
 
 def _keep_whole(rule: FactorRule, eqn: JaxprEqn) -> FactorRule:
-    """Replicate the factors of dimensions that `bind_local` cannot cut."""
+    """Replicate factors that `bind_local` cannot cut, and those of sums in tiny floats."""
     whole: set[int] = set()
+    if any(is_tiny_float(dtype_of(var)) for var in eqn.outvars):
+        whole.update(i for i, f in enumerate(rule.factors) if f.kind in ("sum", "prod"))
     for values, all_dims in zip((rule.operands, rule.results), whole_dims(eqn), strict=True):
         for value, dims in zip(values, all_dims, strict=True):
             for dim in dims:

@@ -52,6 +52,11 @@ def dtype_of(var: Any) -> Any:
     return var.aval.dtype
 
 
+def is_tiny_float(dtype: Any) -> bool:
+    """Whether sums in a dtype must be had at once: to round each part to eight bits would show."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 16
+
+
 def random_implementation(aval: Any) -> str:
     """The name of the generator that a typed key array's dtype stands for."""
     return aval.dtype._impl.name

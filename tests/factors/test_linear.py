@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from autopar.passes.primitives.linearity import linear_operands
+from autopar.passes.primitives.populate import populate
 
 from . import equations
 from .slices import host, is_key, random_value, trace, whole_results
@@ -110,3 +111,18 @@ def test_nonlinear_equations_have_no_set() -> None:
     assert sets(lambda a: lax.reduce_max(a, (0,)), x) == []
     assert sets(lax.div, jnp.ones(4, int), jnp.ones(4, int)) == []
     assert sets(lambda a: lax.sort(a), x) == []
+
+
+def test_sums_are_not_kept_in_floats_of_eight_bits() -> None:
+    tiny, single = jnp.ones((4, 4), jnp.float8_e4m3fn), jnp.ones((4, 4), np.float32)
+    assert sets(lambda x: lax.convert_element_type(x, np.float32), tiny) == []
+    assert sets(lambda x: lax.convert_element_type(x, jnp.float8_e5m2), single) == []
+    assert sets(lambda x, y: x + y, tiny, tiny) == []
+    product = lambda x, y: lax.dot(x, y, preferred_element_type=np.float32)  # noqa: E731
+    assert sets(product, tiny, tiny) == []
+    assert str(populate(trace(product, tiny, tiny))) == "dot_general: " + CONTRACTED
+    whole = trace(lambda x, y: lax.dot(x, y), tiny, tiny)
+    assert str(populate(whole)) == "dot_general: " + CONTRACTED.replace("reduction", "replicated")
+
+
+CONTRACTED = "([i,k],[k,j])->([i,j]) reduction={k}"

@@ -1,0 +1,61 @@
+"""Programs compiled ahead of their first call.
+
+A compiled program of `jax.jit` compares the layouts of its arguments with its own, and for elements
+of fewer than eight bits (int4) says that they differ although they are the same (JAX 0.10). Such a
+program is called through `jax.jit`, which does not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class AroundCompiled:
+    """A compiled program that is called in another way."""
+
+    def __init__(self, compiled: jax.stages.Compiled | AroundCompiled):
+        self._compiled = compiled
+
+    def as_text(self) -> str | None:
+        """As that of `jax.stages.Compiled`."""
+        return self._compiled.as_text()
+
+    def memory_analysis(self) -> Any:
+        """As that of `jax.stages.Compiled`."""
+        return self._compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """As that of `jax.stages.Compiled`."""
+        return self._compiled.cost_analysis()
+
+
+class CalledByJit(AroundCompiled):
+    """It is called through the jitted function that it was compiled from."""
+
+    def __init__(self, compiled: jax.stages.Compiled, jitted: Any):
+        super().__init__(compiled)
+        self._jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*args)
+
+
+def compile_ahead(
+    function: Any, *shapes: Any, compiler_options: Mapping[str, Any] | None = None, **settings: Any
+) -> Any:
+    """`jax.jit` of a function, compiled for these shapes; `settings` are those of `jax.jit`."""
+    lowered = jax.jit(function, **settings).lower(*shapes)
+    compiled = lowered.compile(compiler_options=compiler_options)
+    leaves = (*jax.tree.leaves(shapes), *jax.tree.leaves(lowered.out_info))
+    if not any(map(_is_small, leaves)):
+        return compiled
+    return CalledByJit(compiled, jax.jit(function, compiler_options=compiler_options, **settings))
+
+
+def _is_small(leaf: Any) -> bool:
+    """Whether an array's elements have fewer than eight bits."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.integer)) and jnp.iinfo(leaf.dtype).bits < 8
