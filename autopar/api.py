@@ -288,6 +288,7 @@ def _trace(
             batch_axes=options.batch_axes,
             microbatches=options.microbatches,
             method=options.method,
+            constraints=options.constraints,
         )
 
 

@@ -6,6 +6,7 @@ from autopar.base.errors import (
     BatchArgumentError,
     CheckpointError,
     ClusterError,
+    ConstraintWarning,
     DeviceError,
     DonatedBufferError,
     DonationWarning,
@@ -23,7 +24,7 @@ from autopar.base.errors import (
 
 __all__ = [
     "AutoparError", "AutoparWarning", "BatchArgumentError", "CheckpointError", "ClusterError",
-    "DeviceError", "DonatedBufferError", "DonationWarning", "InexactMicrobatchError",
-    "LostActorError", "MemoryLimitError", "OptionError", "PinError", "PlanMismatchError",
-    "ScheduleError", "StageError", "TraceError", "UnknownPrimitiveWarning",
+    "ConstraintWarning", "DeviceError", "DonatedBufferError", "DonationWarning",
+    "InexactMicrobatchError", "LostActorError", "MemoryLimitError", "OptionError", "PinError",
+    "PlanMismatchError", "ScheduleError", "StageError", "TraceError", "UnknownPrimitiveWarning",
 ]  # fmt: skip

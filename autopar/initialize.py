@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.arrays.split_array import SplitArray, SplitSharding
 from autopar.base.errors import TraceError
 from autopar.mismatch import leaf_differences, suffixes
-from autopar.passes.graph.logical import logical_shapes
+from autopar.passes.graph.graph import flatten
+from autopar.passes.graph.logical import no_mesh, on_logical_shapes
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.passes.trace.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
@@ -71,13 +73,21 @@ def initialize(
 
     flat = jax.tree.leaves((args, dict(kwargs)))
     args, kwargs = signature.arguments([flat[i] for i in signature.array_positions], seal=Sealed)
-    with logical_shapes():
-        shapes = iter(jax.eval_shape(on_arrays, *args, **kwargs))
-        first = made[0]
+    closed = on_logical_shapes(
+        lambda: jax.make_jaxpr(on_arrays)(*args, **kwargs), keep_constraints=False
+    )
+    shapes, first = iter(closed.out_avals), made[-1]
+    program = jaxpr_as_fun(flatten(closed))
+
+    def evaluate(*args: Any, **kwargs: Any) -> list[Any]:
+        results: list[Any] = program(*jax.tree.leaves((args, kwargs)))
+        return results
+
+    with no_mesh():
         shaped = tuple(None if leaf is None else next(shapes) for leaf in first.leaves)
         targets, is_tuple = _targets(traced, _MadeLeaves(first.tree, first.paths, shaped))
         wanted = [shardings[index] for target in targets for index, *_ in target.arrays()]
-        values = iter((make or _on_meshes)(on_arrays, wanted, args, kwargs))
+        values = iter((make or _on_meshes)(evaluate, wanted, args, kwargs))
     made.clear()  # it holds tracers
     result = []
     for target in targets:
@@ -117,7 +127,8 @@ def _on_meshes(
             return [made[leaf] if rows is None else made[leaf][rows] for leaf, _, rows in here]
 
         shardings = [items[place][1] for place in places]
-        results = jax.jit(part, out_shardings=shardings)(*args, **kwargs)
+        here = jax.tree.map(functools.partial(_beside, shardings[0]), (args, dict(kwargs)))
+        results = jax.jit(part, out_shardings=shardings)(*here[0], **here[1])
         values |= zip(places, results, strict=True)
     left = (values[place] for place in range(len(items)))
     return [
@@ -126,6 +137,16 @@ def _on_meshes(
         else next(left)
         for sharding in wanted
     ]
+
+
+def _beside(sharding: Sharding, leaf: Any) -> Any:
+    """An argument on the devices of a sharding, if it is bound to others."""
+    is_there = not isinstance(leaf, jax.Array) or not leaf.committed
+    if is_there or leaf.sharding.device_set <= sharding.device_set:
+        return leaf
+    assert isinstance(sharding, NamedSharding)
+    whole = PartitionSpec()  # type: ignore[no-untyped-call]
+    return jax.device_put(leaf, NamedSharding(sharding.mesh, whole))
 
 
 def _targets(traced: Traced, made: _MadeLeaves) -> tuple[list[Argument], bool]:

@@ -210,6 +210,10 @@ class PipelineStep:
         Raises:
           TypeError: a leaf has another shape or dtype than the program was compiled for.
         """
+        with no_mesh():
+            return self._run(donated, kept)
+
+    def _run(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         buffers = self.place(donated, kept)
         lasting = {id(buffers[name]) for name in self.lasting}
         sent: dict[int, Any] = {}

@@ -55,6 +55,7 @@ def test_defaults_are_what_the_manual_says() -> None:
         ("stages", np.arange(1, 4), (1, 2, 3)),
         ("stages", np.int64(2), 2),
         ("remat", "none", "none"),
+        ("constraints", "ignore", "ignore"),
         ("num_chunks", 1, 1),
     ],
 )
@@ -72,6 +73,7 @@ def test_values_are_brought_to_one_form(name: str, given: Any, kept: Any) -> Non
         ("microbatches", 2.0),
         ("microbatches", True),
         ("microbatches", "many"),
+        ("constraints", "pins"),
         ("batch_argnums", "first"),
         ("batch_argnums", 1.5),
         ("static_argnums", "auto"),

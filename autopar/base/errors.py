@@ -163,6 +163,10 @@ class UnknownPrimitiveWarning(AutoparWarning):
     """An operation without a sharding rule: every device computes it whole."""
 
 
+class ConstraintWarning(AutoparWarning):
+    """Sharding constraints of the step that the plan does not keep."""
+
+
 class DonationWarning(AutoparWarning):
     """A state that was to be donated cannot be, so it is kept alive beside the new one."""
 

@@ -23,6 +23,9 @@ METHODS = ("auto", *BATCH_METHODS, "shard")
 Pin = tuple[str, tuple[tuple[str, ...], ...]]
 """A path pattern, and for each dimension the mesh axes that cut it (trailing dimensions: none)."""
 
+CONSTRAINTS = ("pin", "ignore")
+"""The values of `constraints`."""
+
 SCHEDULES = (
     "auto", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference"
 )  # fmt: skip
@@ -51,6 +54,10 @@ class Options:
       pins: shardings that inputs and outputs must have: a mapping from a path pattern to a
         `PartitionSpec`, or a sequence with None, an axis name or several per dimension. The axis
         names are those of `cluster.axis_names`: "x", "y", "z".
+      constraints: what becomes of `jax.lax.with_sharding_constraint` and the like inside the step:
+        "pin": the plan lays these values out so, on logical meshes that have axes of the sizes of
+        those that they name (whatever their names); one warning names those for which no mesh has
+        them. "ignore": nothing.
       logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one.
       memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
         device's memory.
@@ -106,6 +113,7 @@ class Options:
     schedule: str | Callable[..., Any] | None = "auto"
     num_chunks: int | str | None = "auto"
     remat: str | None = "auto"
+    constraints: str = "pin"
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: Any) -> None:
@@ -131,6 +139,7 @@ class Options:
         num_chunks = "auto" if self.num_chunks is None else self.num_chunks
         set_field("num_chunks", auto_or(num_chunks, count, "num_chunks"))
         set_field("remat", _remat(self.remat))
+        _check_constraints(self.constraints)
         if self.stages == "auto" or self.stages == 1:
             _check_one_stage(self)
         _check_not_static(self, "batch_argnums")
@@ -265,6 +274,12 @@ def _remat(value: Any) -> str:
         return "auto" if value is None else value
     hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
     raise impossible("remat", value, 'it must be "auto", "none" or "full".', hint)
+
+
+def _check_constraints(value: Any) -> None:
+    if not isinstance(value, str) or value not in CONSTRAINTS:
+        hint = did_you_mean(value, CONSTRAINTS)
+        raise impossible("constraints", value, 'it must be "pin" or "ignore".', hint)
 
 
 def _check_not_static(options: Options, name: str) -> None:

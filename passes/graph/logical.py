@@ -1,22 +1,27 @@
 """Programs that a user traces under a mesh of their own, as the same programs on logical shapes.
 
-`jax.set_mesh` puts a mesh into the context: values then carry it in their types, with Explicit axes
-even a sharding, and operations prescribe shardings. None of that changes a number, and here it all
-goes: how a program is sharded is what autopar decides.
+`jax.set_mesh` puts a mesh into the context, and a sharding constraint names one: values then carry
+it in their types, with Explicit axes even a sharding, and operations prescribe shardings. None of
+that changes a number, and here it all goes: how a program is sharded is what autopar decides. What
+the user prescribes for values stays as `constrain` equations (`constraints.py`).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType
 
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.constraints import Constraint, constrain_p, constraints_of
 from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs
+from autopar.passes.graph.primitives import IDENTITIES, SHARDING_HINTS
 
 _SHARDING_PARAMS = {"sharding", "out_sharding"}
 
@@ -33,23 +38,66 @@ def logical_shapes() -> AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(auto)
 
 
+def on_logical_shapes(
+    trace: Callable[[], ClosedJaxpr], *, keep_constraints: bool = True
+) -> ClosedJaxpr:
+    """What `trace` traces, as `without_mesh` leaves it.
+
+    Under a mesh of Explicit axes, what `jax.sharding.reshard` and others ask for is refused where
+    types hold no sharding: then it is traced again, with the types that the user's mesh gives.
+    """
+    try:
+        with logical_shapes():
+            closed = trace()
+    except (TypeError, ValueError) as error:
+        if not (_prescribes_types() and _OF_MESHES.search(str(error))):
+            raise
+        closed = trace()
+    return without_mesh(closed, keep_constraints=keep_constraints)
+
+
+_OF_MESHES = re.compile(r"\bAuto\b|context mesh|[Ee]xplicit|out_sharding")
+
+
+def _prescribes_types() -> bool:
+    return AxisType.Explicit in (jax.sharding.get_abstract_mesh().axis_types or ())
+
+
 def no_mesh() -> AbstractContextManager[Any]:
-    """Within it, there is no mesh in the context."""
+    """Within it, there is no mesh in the context, neither its axes nor its devices."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    if jax_compat.is_tracing():  # there, JAX lets nobody change the devices
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    without: AbstractContextManager[Any] = jax.set_mesh(None)
+    return without
 
 
-def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose types hold no mesh and whose operations prescribe no sharding."""
-    if jax.sharding.get_abstract_mesh().empty and not _holds_mesh(closed.jaxpr):
+def without_mesh(closed: ClosedJaxpr, *, keep_constraints: bool = True) -> ClosedJaxpr:
+    """A program whose types hold no mesh and whose operations prescribe no sharding.
+
+    Args:
+      closed: as it was traced.
+      keep_constraints: whether what the user prescribes for values stays, as `constrain` equations.
+    """
+    if jax.sharding.get_abstract_mesh().empty and not _names_mesh(closed.jaxpr):
         return closed
     with no_mesh():
-        return ClosedJaxpr(_without_mesh(closed.jaxpr), closed.consts)
+        return ClosedJaxpr(_without_mesh(closed.jaxpr, keep_constraints), closed.consts)
 
 
-def _without_mesh(jaxpr: Jaxpr) -> Jaxpr:
-    env: dict[Var, Var] = {}
+def _names_mesh(jaxpr: Jaxpr) -> bool:
+    """Whether a value's type or an operation names a mesh."""
+    values = (*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+    return (
+        any(_has_mesh(var.aval) for var in values)
+        or any(eqn.primitive.name in SHARDING_HINTS for eqn in jaxpr.eqns)
+        or any(_names_mesh(body) for eqn in jaxpr.eqns for body in inner_jaxprs(eqn))
+    )
+
+
+def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool) -> Jaxpr:
+    env: dict[Var, Any] = {}
 
     def define(var: Var) -> Var:
         if not isinstance(var, jex_core.DropVar):
@@ -63,22 +111,28 @@ def _without_mesh(jaxpr: Jaxpr) -> Jaxpr:
 
     constvars = [define(v) for v in jaxpr.constvars]
     invars = [define(v) for v in jaxpr.invars]
-    eqns = []
+    eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        params = map_inner_jaxprs(eqn.params, _without_mesh)
-        params |= dict.fromkeys(_SHARDING_PARAMS & params.keys())
         operands = [use(v) for v in eqn.invars]
+        hints = constraints_of(eqn)
+        if eqn.primitive.name in IDENTITIES or any(hints):
+            for var, operand, hint in zip(eqn.outvars, operands, hints, strict=True):
+                env[var] = operand
+                if hint is not None and keep_constraints:
+                    eqns.append(_constrain(operand, define(var), hint, eqn))
+            continue
+        params = map_inner_jaxprs(eqn.params, lambda body: _without_mesh(body, keep_constraints))
+        params |= dict.fromkeys(_SHARDING_PARAMS & params.keys())
         results = [define(v) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
     outvars = [use(v) for v in jaxpr.outvars]
     return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
 
 
-def _holds_mesh(jaxpr: Jaxpr) -> bool:
-    """Whether a constant of a program or of what it calls lies on a mesh."""
-    if any(_has_mesh(var.aval) for var in jaxpr.constvars):
-        return True
-    return any(_holds_mesh(body) for eqn in jaxpr.eqns for body in inner_jaxprs(eqn))
+def _constrain(operand: Any, result: Var, hint: Constraint, eqn: JaxprEqn) -> JaxprEqn:
+    params, effects = {"constraint": hint}, jex_core.no_effects
+    info = eqn.source_info
+    return jex_core.new_jaxpr_eqn([operand], [result], constrain_p, params, effects, info)
 
 
 def _has_mesh(aval: Any) -> bool:

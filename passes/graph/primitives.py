@@ -44,7 +44,8 @@ conj                        : elementwise linear_first
 imag                        : elementwise cheap linear_first
 real                        : elementwise cheap keeps_zero linear_first
 name stop_gradient          : elementwise cheap linear_first rearranges
-device_put                  : elementwise linear_first rearranges
+device_put                  : elementwise hint linear_first rearranges
+constrain   : elementwise cheap casts linear_first passed pulled rearranges updates
 copy        : elementwise cheap casts distinct linear_first passed rearranges updates
 random_clone tie            : elementwise moves
 # moving elements
@@ -108,7 +109,8 @@ call closed_call custom_jvp_call custom_lin custom_vjp_call  : body=call_jaxpr
 custom_vmap_call          : body=call
 checkpoint remat remat2   : body=jaxpr remat
 call_hi_primitive         :
-mesh_cast reshard sharding_constraint  : identity
+mesh_cast                    : identity
+reshard sharding_constraint  : hint identity
 """
 
 # What has the first trait has the others as well.
@@ -127,6 +129,7 @@ _IMPLIED = {
 
 # Names that JAX 0.10.2 by itself does not have, and where they stand.
 OTHER_RELEASES: Mapping[str, str] = {
+    "constrain": "autopar's own: what a user's sharding constraint says, see `constraints.py`",
     **dict.fromkeys(("one_minus_square", "polynomial"), "JAX 0.12"),
     "local_call": "autopar's own",
     "pallas_call": "jax.experimental.pallas",
@@ -261,3 +264,5 @@ KERNELS = _having("kernel")
 FOREIGN = frozenset({"ffi_call", "call_exported", "cudnn_fusion"})
 # A user's sharding hints for a mesh of their own do not change the numbers.
 IDENTITIES = _having("identity")
+SHARDING_HINTS = _having("hint")
+CONSTRAIN = "constrain"  # what is kept of it

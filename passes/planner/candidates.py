@@ -134,7 +134,7 @@ def _plan_one(
 ) -> list[PlannedStep]:
     stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
     made = []
-    for mesh in logical_meshes(options, cluster, of_stage=False):
+    for mesh in logical_meshes(options, cluster, split.graph, of_stage=False):
         report(f"choosing shardings on a mesh of {' x '.join(map(str, mesh))}")
         planned = (plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))),)
         made.append(_assemble(split, stages, planned, ONE_STAGE, cluster, limit, (False,)))
@@ -186,7 +186,7 @@ def plan_stage(stage: StageGraph, options: Options, part: Cluster) -> PlannedSta
     """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does."""
     own = stage_options(stage, options)
     one = SplitStep(stage.step, populate(stage.graph.jaxpr))
-    meshes = logical_meshes(own, part, of_stage=True)
+    meshes = logical_meshes(own, part, stage.graph, of_stage=True)
     candidates = [plan_mesh(one, mesh, own, part) for mesh in meshes]
     fitting = [c for c in candidates if c.fits] or candidates
     return min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))

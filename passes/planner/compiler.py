@@ -46,6 +46,7 @@ from autopar.passes.planner.plan_writer import follow_plan, write_plan
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
+from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.pins import check_pins
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
@@ -98,6 +99,8 @@ def compile_graph(
     chosen = _quickest(candidates)
     if chosen is None:
         raise _out_of_memory(candidates, options, cluster, reason)
+    meshes = [planned.mesh for planned in chosen.planned]
+    warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster)
     return Compiled(made, chosen.runnable, chosen.split.graph)
 
@@ -136,7 +139,7 @@ class _LayoutSearch:
         for count in microbatch_counts(self.graph, options, layout):
             try:
                 if not layout.is_pipeline:
-                    for mesh in logical_meshes(options, cluster, of_stage=False):
+                    for mesh in logical_meshes(options, cluster, self.graph, of_stage=False):
                         check_batch(self.graph, options.method, mesh, count)
                 split = self.split(count)
             except (InexactMicrobatchError, BatchArgumentError) as error:

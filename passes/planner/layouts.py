@@ -11,6 +11,7 @@ from autopar.base.cluster import Cluster, axis_names
 from autopar.base.errors import OptionError
 from autopar.base.options import BATCH_METHODS, Options
 from autopar.passes.graph.graph import Graph, batch_sizes
+from autopar.passes.sharding.constraint_axes import most_kept
 
 # Meshes of three axes have ten times as many strategies: they are planned when it is asked for.
 MAX_AXES = 2
@@ -94,9 +95,11 @@ def submesh(cluster: Cluster, num_devices: int) -> Cluster:
 
 
 def logical_meshes(
-    options: Options, part: Cluster, *, of_stage: bool
+    options: Options, part: Cluster, graph: Graph, *, of_stage: bool
 ) -> tuple[tuple[int, ...], ...]:
     """Logical shapes to consider for a stage's mesh, or for that of the whole step.
+
+    Where the program holds sharding constraints: those that can keep the most of them.
 
     Raises:
       OptionError: the asked one does not have the devices or the method's number of axes.
@@ -108,8 +111,11 @@ def logical_meshes(
         return ((part.num_devices,),)
     if asked is None:
         pinned = {axis for _, spec in options.pins for axes in spec for axis in axes}
+        if not pinned:
+            return most_kept(graph.jaxpr, part.logical_meshes(), part.logical_meshes(MAX_AXES))
         meshes = part.logical_meshes(*(() if "z" in pinned else (MAX_AXES,)))
-        return tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
+        meshes = tuple(m for m in meshes if pinned <= set(axis_names(m))) or meshes
+        return most_kept(graph.jaxpr, meshes, meshes)
     if options.method == "hsdp" and len(asked) != 2:
         raise OptionError(
             f"logical_mesh={asked} is not possible with method='hsdp'.",

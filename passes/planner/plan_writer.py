@@ -46,6 +46,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.collectives import collectives, short_source
+from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import local_bytes
@@ -232,6 +233,8 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
             f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
             hint="plan again.",
         )
+    shapes = [written.logical_mesh for written in plan.stages]
+    warn_of_lost(zip((x.graph.jaxpr for x in stages.graphs), shapes, strict=True))
     programs = []
     for stage, written in zip(label_batch(stages), plan.stages, strict=True):
         one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split

@@ -119,6 +119,9 @@ class _Walk(StrategyGraphBuilder):
         is_start = any(var in self._starts for var in eqn.outvars)
         if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
             return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
+        layouts = self.restriction.constrained_layouts(eqn)
+        if layouts is not None:
+            return self.constrained(scope, eqn, shape, values, layouts)
         if self._is_recomputed(eqn, shape, values, sizes):
             return Entry("recomputed", eqn, shape), [Recomputed(shape, tuple(values))]
         lead = self._lead(eqn, values)
@@ -128,6 +131,21 @@ class _Walk(StrategyGraphBuilder):
         assert isinstance(followed, Assigned)
         found = tuple(self.follow(shape, lead, layout) for layout in followed.layouts)
         return self._grouped(scope, eqn, shape, values, followed.node, found)
+
+    def constrained(
+        self,
+        scope: Scope,
+        eqn: JaxprEqn,
+        shape: st.Shape,
+        values: list[ScopeValue],
+        layouts: tuple[Layout, ...],
+    ) -> tuple[Entry, list[ScopeValue]]:
+        """What the user prescribes: a group of its own, brought to one of these layouts."""
+        found = tuple(st.as_it_lies(layout, self.mesh) for layout in layouts)
+        label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
+        node = self.boundary(label, user_source(eqn), layouts, scope.times)
+        self.built.nodes[node].choices = found
+        return self._grouped(scope, eqn, shape, values, node, found)
 
     def _is_recomputed(
         self, eqn: JaxprEqn, shape: st.Shape, values: list[ScopeValue], sizes: list[int]
@@ -291,7 +309,7 @@ class _Walk(StrategyGraphBuilder):
         """A loop's sums, completed once for all who read them, if they may leave it unreduced."""
         if not any(layout.partial for layout in value.layouts):
             return value
-        layouts = self.restriction.boundary_layouts(var, self.mesh, False)
+        layouts = self.restriction.boundary_layouts(var, self.mesh, True)
         node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
         self.link(value, layouts, node, self.built.nodes[value.node].times)
         return self.assigned(node, layouts, var)

@@ -7,8 +7,9 @@ what the devices along axis 1 hold. Axes are numbers, in ascending order within 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -72,6 +73,14 @@ def describe(layout: Layout, names: Sequence[str]) -> str:
     dims = "|".join("".join(names[a] for a in axes) or "-" for axes in layout.dims)
     partial = "".join(f" +{monoid}({names[a]})" for a, monoid in layout.partial)
     return f"[{dims}]{partial}"
+
+
+def with_sums(layout: Layout, mesh: Sequence[int]) -> Iterator[Layout]:
+    """A layout, and the same unreduced over some of the axes that it does not use."""
+    free = [axis for axis, size in enumerate(mesh) if size > 1 and axis not in layout.used]
+    for count in range(len(free) + 1):
+        for axes in itertools.combinations(free, count):
+            yield Layout(layout.dims, tuple((axis, "sum") for axis in axes))
 
 
 def all_layouts(

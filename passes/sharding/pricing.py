@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.costs import alpha_beta, compute_seconds
-from autopar.passes.graph.primitives import KERNELS, PRODUCTS, UNFUSED
+from autopar.passes.graph.primitives import CONSTRAIN, KERNELS, PRODUCTS, UNFUSED
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.layout import Layout
@@ -64,6 +64,8 @@ class Pricing:
         return self._compute[key]
 
     def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule) -> float:
+        if eqn.primitive.name == CONSTRAIN:
+            return 0.0
         moved = sum(map(value_bytes, eqn.outvars))
         if eqn.primitive.name in UNFUSED:  # a fused elementwise chain reads its operands once
             moved += sum(map(value_bytes, eqn.invars))

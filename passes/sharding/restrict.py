@@ -29,12 +29,14 @@ from autopar.base.errors import BatchArgumentError
 from autopar.base.options import BATCH_METHODS
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
+from autopar.passes.sharding.constraint_axes import AxisMatching, match_axes
 from autopar.passes.sharding.layout import (
     Layout,
     all_layouts,
     cuts_product,
     num_parts,
     replicated,
+    with_sums,
 )
 from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, value_bytes
@@ -54,6 +56,7 @@ class Restriction:
     parameters: frozenset[int]
     state_bytes: int
     from_state: frozenset[Var]
+    matching: AxisMatching
 
     @property
     def reduce_scatter(self) -> bool:
@@ -83,6 +86,18 @@ class Restriction:
         if value_bytes(var) * TINY_SHARE < self.state_bytes:
             return (whole,)
         return all_layouts(shape, mesh)
+
+    def constrained_layouts(self, eqn: JaxprEqn) -> tuple[Layout, ...] | None:
+        """The layouts that the user allows for an equation's result; None: all.
+
+        What holds no batch is a parameter or the gradient of one. That may be unreduced as well, so
+        that it is completed once a step.
+        """
+        layouts, (var,) = self.matching.layouts(eqn), eqn.outvars[:1]
+        if layouts is None or self._dims(var) or not _may_be_partial(var):
+            return layouts
+        mesh = self.matching.mesh
+        return tuple(more for layout in layouts for more in with_sums(layout, mesh))
 
     def allowed_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
         """Factors that an equation may cut; None: all of them."""
@@ -121,7 +136,7 @@ class Restriction:
         shape = aval_shape(atom)
         if is_key(atom.aval.dtype):
             return (replicated(len(shape)),)
-        partial = partial and jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating)
+        partial = partial and _may_be_partial(atom)
         layouts = all_layouts(shape, mesh, partial=partial)
         if self.method not in BATCH_METHODS:
             if value_bytes(atom) * TINY_SHARE < self.state_bytes and not self._dims(atom):
@@ -147,20 +162,26 @@ class Restriction:
         return self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
 
 
+def _may_be_partial(atom: Atom) -> bool:
+    return bool(jax.numpy.issubdtype(atom.aval.dtype, jax.numpy.floating))
+
+
 def restriction(
     graph: Graph,
     method: str,
     dims: BatchDims,
+    mesh: tuple[int, ...],
     pins: Pins = NO_PINS,
 ) -> Restriction:
-    """The restriction of a method on one program."""
+    """The restriction of a method on one program and a logical mesh."""
     state_bytes = sum(
         value_bytes(var)
         for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
         if label.role == "state"
     )
     used = parameters(graph, dims)
-    return Restriction(graph, method, dims, pins, used, state_bytes, made_from_state(graph))
+    from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
+    return Restriction(graph, method, dims, pins, used, state_bytes, from_state, matching)
 
 
 def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:

@@ -95,6 +95,12 @@ def strategy(shape: Shape, choice: Choice, mesh: Sequence[int]) -> Strategy:
     return Strategy(choice, operands, results, division, results)
 
 
+def as_it_lies(layout: Layout, mesh: Sequence[int]) -> Strategy:
+    """Of an identity: the operand is read in the layout that the result has."""
+    axes = [axis for dim in layout.dims for axis in dim]
+    return Strategy((), (layout,), (layout,), num_parts(axes, mesh), (layout,))
+
+
 def completed(
     found: Strategy, result_shape: Sequence[int], mesh: Sequence[int], scatter: bool
 ) -> list[Strategy]:

@@ -20,7 +20,7 @@ from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.counted_indices import with_batches
 from autopar.passes.graph.graph import Graph
-from autopar.passes.graph.logical import logical_shapes, without_mesh
+from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.object_states import ObjectKey
@@ -83,11 +83,13 @@ def trace(
     batch_axes: Any = None,
     microbatches: int | str = "auto",
     method: str = "auto",
+    constraints: str = "pin",
 ) -> Traced:
     """Trace a function to a flat program whose inputs are labelled.
 
     Args:
-      fn: the function; it is called once, with tracers.
+      fn: the function; it is called once, with tracers, or again if it needs a mesh of Explicit
+        axes.
       args: arrays, Python numbers, `jax.ShapeDtypeStruct`s, PRNG keys, in any pytrees; other leaves
         are static.
       kwargs: the same, by keyword.
@@ -98,6 +100,7 @@ def trace(
       batch_axes: a pytree prefix of the arguments, which names the batch dimension of their leaves.
       microbatches: to check that the batch divides.
       method: to check that there is a batch where the method needs one.
+      constraints: "ignore" leaves out what the function prescribes for values' shardings.
 
     Raises:
       TraceError: a leaf is neither an array nor hashable, or the result holds no array.
@@ -120,9 +123,11 @@ def trace(
 
     # The function is traced under its own name and argument names, for JAX's error messages.
     args_, kwargs_ = signature.arguments(signature.shapes, seal=Sealed)
-    with logical_shapes():
-        closed = without_mesh(jax.make_jaxpr(on_arrays)(*args_, **kwargs_))
-    ((tree, leaves, paths, traced),) = made
+    closed = on_logical_shapes(
+        lambda: jax.make_jaxpr(on_arrays)(*args_, **kwargs_),
+        keep_constraints=constraints == "pin",
+    )
+    tree, leaves, paths, traced = made[-1]
     if not closed.out_avals:
         raise TraceError(
             f"{_name_of(fn)} returns no arrays.",

@@ -124,7 +124,7 @@ class Passes:
         self.rules: Any = populate(graph.jaxpr)
         self.dims: BatchDims = batch_dims(graph, self.rules)
         found = resolve_pins(graph, pins, mesh, self.names)
-        self.restriction: Restriction = restriction(graph, method, self.dims, found)
+        self.restriction: Restriction = restriction(graph, method, self.dims, mesh, found)
         self.pricing = Pricing(CLUSTER, mesh, self.restriction.reduce_scatter)
 
     def build(self) -> StrategyGraph:
