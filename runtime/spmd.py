@@ -184,7 +184,7 @@ class _Device:
         if step.kind == "to-partial":
             return self.to_partial(value, step.axes)
         if step.kind == "all-reduce":
-            return _all_reduce(value, names, step.monoid)
+            return all_reduce(value, names, step.monoid)
         if step.kind == "reduce-scatter":
             return lax.psum_scatter(value, names, scatter_dimension=step.dim, tiled=True)
         if step.kind == "all-gather":
@@ -208,18 +208,41 @@ def _like(value: Any, reference: Any) -> Any:
     return lax.convert_element_type(value, reference.dtype)
 
 
-def _all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:
+def all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:
+    """The devices' values combined by a monoid, within `jax.shard_map`."""
     if monoid == "sum":
         return lax.psum(value, names)
-    if monoid in ("max", "or"):
-        return _on_integers(lax.pmax, value, names)
-    if monoid in ("min", "and"):
-        return _on_integers(lax.pmin, value, names)
-    assert monoid == "prod", monoid
-    return jnp.prod(lax.all_gather(value, names), axis=0, dtype=value.dtype)
+    if monoid == "prod":
+        return jnp.prod(lax.all_gather(value, names), axis=0, dtype=value.dtype)
+    greatest = monoid in ("max", "or")
+    extreme = lax.pmax if greatest else lax.pmin
+    if value.dtype == jnp.bool_:
+        return extreme(value.astype(jnp.int32), names).astype(jnp.bool_)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return extreme(value, names)
+    if value.dtype.itemsize == 1:  # of eight bits, some have no pattern for what follows
+        return all_reduce(value.astype(jnp.float32), names, monoid).astype(value.dtype)
+    return _from_ordered(extreme(_ordered(value, greatest), names), value.dtype)
 
 
-def _on_integers(function: Callable[[Any, Any], Any], value: Any, names: tuple[str, ...]) -> Any:
-    if value.dtype != jnp.bool_:
-        return function(value, names)
-    return function(value.astype(jnp.int32), names).astype(jnp.bool_)
+# XLA's and NCCL's extremes over devices drop NaN, those of integers have nothing to drop: the bits
+# of floats in the order of their numbers, with NaN at the end that wins.
+
+
+def _ordered(value: Any, nan_is_greatest: bool) -> Any:
+    """Integers of the same size in the same order."""
+    integer = jnp.dtype(f"int{8 * value.dtype.itemsize}")
+    limits = jnp.iinfo(integer)
+    ordered = _flipped(lax.bitcast_convert_type(value, integer))
+    nan = limits.max if nan_is_greatest else limits.min
+    return jnp.where(jnp.isnan(value), jnp.array(nan, integer), ordered)
+
+
+def _from_ordered(ordered: Any, dtype: Any) -> Any:
+    return lax.bitcast_convert_type(_flipped(ordered), dtype)
+
+
+def _flipped(bits: Any) -> Any:
+    """The magnitude's bits of negative numbers turned round: its own inverse."""
+    largest = jnp.iinfo(bits.dtype).max
+    return jnp.where(bits < 0, bits ^ jnp.array(largest, bits.dtype), bits)

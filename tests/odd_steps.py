@@ -238,3 +238,31 @@ def int8_products() -> Made:
         return jnp.mean((matmul(jnp.tanh(matmul(x, w[0])), w[1]) - y) ** 2)
 
     return sgd(loss), ((floats(8, 16), floats(16, 8)), floats(16, 8), floats(16, 8))
+
+
+# Numbers that are none.
+
+
+@step
+def not_a_number() -> Made:
+    """Statistics of activations, some of which are NaN or infinite."""
+
+    def train_step(w: Any, x: Any, labels: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean(jnp.where(jnp.isfinite(x), x, 0) @ w))(w)
+        h = x @ w
+        statistics = {
+            "largest": jnp.abs(h).max(),
+            "low": h.astype(jnp.bfloat16).min(),
+            "columns": h.max(0),
+            "labels": jax.ops.segment_max(h, labels, 4),
+            "scaled": (h / jnp.abs(h).max(1, keepdims=True)).min(0),
+            "integers": labels.max(),
+            "softmax": jax.nn.softmax(h).sum(),
+        }
+        return w - 0.1 * gradient, statistics
+
+    x = floats(16, 8)
+    x[5, 3], x[9, 2], x[11, 1] = np.nan, np.inf, -np.inf
+    labels = np.array([0, 1, 2, 3] * 4, np.int32)
+    labels[5] = labels[1] = 3
+    return train_step, (np.abs(floats(8, 8)), x, labels)
