@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .base.version import __version__
     from .checkpoints import Checkpoints
     from .executable import Executable
+    from .local_checks import check_rule
+    from .local_functions import local
     from .plans.plan import Plan
 else:
     __getattr__, __dir__ = _lazy.exports(
@@ -40,7 +42,9 @@ else:
             "Ray": ".base.ray_options",
             "__version__": ".base.version",
             "compile": ".api",
+            "check_rule": ".local_checks",
             "errors": ".errors",
+            "local": ".local_functions",
             "parallelize": ".api",
             "plan": ".api",
         },
@@ -48,5 +52,5 @@ else:
 
 __all__ = [
     "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "__version__",
-    "compile", "errors", "parallelize", "plan",
+    "check_rule", "compile", "errors", "local", "parallelize", "plan",
 ]  # fmt: skip

@@ -34,7 +34,9 @@ PUBLIC = {
     "Executable",
     "AutoparError",
     "Ray",
+    "check_rule",
     "errors",
+    "local",
 }
 
 

@@ -207,10 +207,13 @@ def map_inner_jaxprs(
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The bodies of a control-flow equation, in the order of its params; a kernel has none."""
+    return [] if eqn.primitive.name in primitives.KERNELS else jaxprs_in(eqn.params)
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
+    """Every jaxpr that params hold, in their order."""
     found: list[Jaxpr] = []
-    if eqn.primitive.name in primitives.KERNELS:
-        return found
-    map_inner_jaxprs(eqn.params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
+    map_inner_jaxprs(params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
     return found
 
 

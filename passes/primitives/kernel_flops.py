@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from autopar.passes.graph.graph import map_inner_jaxprs
+from autopar.passes.graph.graph import jaxprs_in
 from autopar.passes.primitives.shardings import shape_of
 
 
@@ -41,13 +41,12 @@ def body_flops(jaxpr: Jaxpr) -> int:
 
 
 def _flops(eqn: JaxprEqn) -> int:
-    name, inner = eqn.primitive.name, list[Jaxpr]()
+    name, inner = eqn.primitive.name, jaxprs_in(eqn.params)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         left = shape_of(eqn.invars[0])
         depth = math.prod(left[dim] for dim in contracted)
         return 2 * math.prod(shape_of(eqn.outvars[0])) * depth
-    map_inner_jaxprs(eqn.params, lambda body: (inner.append(body), body)[1])
     bodies = list(map(body_flops, inner))
     if name == "cond":
         return max(bodies, default=0)

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.local_calls import local_on_slices, local_rule
 from autopar.passes.primitives.local_rewrites import Rewrite
 from autopar.passes.primitives.pallas_rules import pallas_on_slices, pallas_rule
 from autopar.passes.primitives.ragged_products import ragged_on_slices, ragged_rule
 
 KERNEL_RULES: Mapping[str, Callable[[JaxprEqn, frozenset[int]], FactorRule | None]] = {
+    "local_call": local_rule,
     "pallas_call": pallas_rule,
     "ragged_dot_general": ragged_rule,
 }
 KERNEL_REWRITES: Mapping[str, Rewrite] = {
+    "local_call": local_on_slices,
     "pallas_call": pallas_on_slices,
     "ragged_dot_general": ragged_on_slices,
 }

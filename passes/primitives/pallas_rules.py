@@ -10,17 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import eliminate_dead_code, made_from, map_inner_jaxprs
+from autopar.passes.graph.graph import eliminate_dead_code, jaxprs_in, made_from
 from autopar.passes.primitives.cuts import Cuts, LocalCall, NotLocalError, local_shape
+from autopar.passes.primitives.dependencies import dependencies
 from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
 from autopar.passes.primitives.own_rules import Loops
 from autopar.passes.primitives.shardings import shape_of
@@ -132,7 +133,7 @@ def _walks(
 def _block_walks(block: Any, grid: Sequence[int]) -> tuple[Walks | None, set[int]]:
     """How an array's dimensions are walked, and the axes that its index map uses in other ways."""
     closed, shape = block.index_map_jaxpr, block.array_aval.shape
-    depends = _dependencies(closed.jaxpr)
+    depends = dependencies(closed.jaxpr)
     walks: list[_BlockWalk | None] = []
     other: set[int] = set()
     for dim, (atom, size) in enumerate(zip(closed.jaxpr.outvars, shape, strict=True)):
@@ -216,21 +217,6 @@ def _evaluated(closed: Any, dim: int, axes: Sequence[int], grid: Sequence[int]) 
         return np.asarray(jax.jit(jax.vmap(at))(places)).astype(np.int64)
 
 
-def _dependencies(jaxpr: Jaxpr) -> Callable[[Any], frozenset[int]]:
-    """Which inputs of a jaxpr an atom is made from."""
-    known: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(jaxpr.invars)}
-
-    def read(atom: Any) -> frozenset[int]:
-        if isinstance(atom, Literal):
-            return frozenset()
-        return known.get(atom, frozenset())
-
-    for eqn in jaxpr.eqns:
-        union = frozenset().union(*map(read, eqn.invars))
-        known.update(dict.fromkeys(eqn.outvars, union))
-    return read
-
-
 def _known_axes(kernel: Jaxpr, mapping: Any, has_scratch: bool) -> set[int]:
     """Axes whose place the kernel asks for, or that are inside of one that it asks for.
 
@@ -252,7 +238,8 @@ def _asked(jaxpr: Jaxpr) -> set[int]:
     for eqn in eliminate_dead_code(jaxpr).eqns:
         if eqn.primitive.name in ("program_id", "num_programs"):
             found.add(eqn.params["axis"])
-        map_inner_jaxprs(eqn.params, lambda inner: (found.update(_asked(inner)), inner)[1])
+        for inner in jaxprs_in(eqn.params):
+            found |= _asked(inner)
     return found
 
 
