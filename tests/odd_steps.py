@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.experimental.ode import odeint
 
@@ -238,6 +239,65 @@ def int8_products() -> Made:
         return jnp.mean((matmul(jnp.tanh(matmul(x, w[0])), w[1]) - y) ** 2)
 
     return sgd(loss), ((floats(8, 16), floats(16, 8)), floats(16, 8), floats(16, 8))
+
+
+# Steps that are skipped, or gathered over several calls.
+
+
+def optimized(transformation: Any, *, finite: bool = True) -> Made:
+    def train_step(state: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ params[0]) @ params[1] - y) ** 2)
+
+        params, kept = state
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, kept = transformation.update(gradient, kept, params)
+        return (optax.apply_updates(params, updates), kept), value
+
+    params, x = [floats(8, 16), floats(16, 8)], floats(16, 8)
+    if not finite:
+        x[5, 3] = np.inf
+    return train_step, ((params, jax.jit(transformation.init)(params)), x, floats(16, 8))
+
+
+@step
+def applied_if_finite() -> Made:
+    return optimized(optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3), finite=False)
+
+
+@step
+def several_steps() -> Made:
+    skip = optax.skip_not_finite
+    many = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=1, should_skip_update_fn=skip)
+    return optimized(many.gradient_transformation(), finite=False)
+
+
+@step
+def zeroed_and_clipped() -> Made:
+    clip = optax.chain(optax.adaptive_grad_clip(0.1), optax.clip_by_global_norm(1.0))
+    return optimized(optax.chain(optax.zero_nans(), clip, optax.sgd(0.1)))
+
+
+@step
+def scaled_loss() -> Made:
+    """The scale of the loss is halved where a gradient is not finite, and the step is skipped."""
+
+    def train_step(state: Any, x: Any, y: Any) -> Any:
+        w, scale = state["w"], state["scale"]
+
+        def loss(w: Any) -> Any:
+            return scale * jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        gradient /= scale
+        finite = jnp.isfinite(gradient).all()
+        w = jax.lax.select(finite, w - 0.1 * gradient, w)
+        return {"w": w, "scale": jnp.where(finite, scale * 2, scale / 2)}, value / scale
+
+    x = floats(16, 8)
+    x[7, 7] = np.nan
+    state = {"w": floats(8, 8), "scale": np.float32(1024)}
+    return train_step, (state, x, floats(16, 8))
 
 
 # Numbers that are none.

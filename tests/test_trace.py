@@ -630,6 +630,14 @@ def test_batch_argnums() -> None:
         trace(lambda params, rate: sgd(params, params), (PARAMS, 0.1), batch_argnums=(1,))
 
 
+def test_a_batch_without_rows() -> None:
+    x, y = (jax.ShapeDtypeStruct((0, *shape.shape[1:]), shape.dtype) for shape in (X, Y))
+    assert trace(train, (PARAMS, x, y)).batch_size == 0
+    with pytest.raises(BatchArgumentError, match="without rows cannot be divided into 2") as error:
+        trace(train, (PARAMS, x, y), microbatches=2)
+    assert error.value.where == "x"
+
+
 def test_no_batch_argument() -> None:
     def step(params: Any) -> Any:
         return sgd(params, params)

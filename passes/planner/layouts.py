@@ -175,6 +175,6 @@ def microbatch_counts(graph: Graph, options: Options, layout: StageLayout) -> It
 def largest_count(sizes: set[int], enough: int) -> int:
     """The smallest power of two that is enough, or the largest that divides the batch."""
     count = 1
-    while count < enough and sizes and all(size % (2 * count) == 0 for size in sizes):
+    while count < enough and sizes and all(size and size % (2 * count) == 0 for size in sizes):
         count *= 2
     return count

@@ -312,6 +312,13 @@ def check_division(
             )
         return None
     path, size = sizes[0]
+    if several and not size:
+        raise BatchArgumentError(
+            f"A batch without rows cannot be divided into {microbatches} microbatches.",
+            where=path,
+            why="its batch dimension has size 0.",
+            hint="skip empty batches, or use microbatches=1.",
+        )
     if isinstance(microbatches, int) and size % microbatches:
         fitting = [n for n in range(1, size + 1) if size % n == 0]
         raise BatchArgumentError(
