@@ -14,6 +14,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, DeviceError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
+from autopar.base.user_code import shorten, shortens
 from autopar.passes.graph import jax_compat
 from autopar.passes.trace.graph_objects import objects_apart, signature_of_call
 from autopar.passes.trace.signature import Convention, Signature
@@ -53,6 +54,7 @@ class Parallelized(Requested):
         self._executables: dict[Signature, Executable] = {}
         self._last: Executable | None = None
         self._lock = threading.RLock()
+        self._was_transformed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, planning and compiling it first where these arguments are new.
@@ -62,7 +64,18 @@ class Parallelized(Requested):
           DonatedBufferError: a leaf was consumed by an earlier call.
         """
         if jax_compat.is_tracing():
+            if not self._was_transformed:
+                from autopar.call_checks import tell_transformed
+
+                self._was_transformed = tell_transformed(name_of(self._fn))
             return self._fn(*args, **kwargs)
+        try:
+            return self._run(args, kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         executable = self._last
         if executable is not None:
             from autopar.executable import SignatureMismatch
@@ -102,6 +115,7 @@ class Parallelized(Requested):
         )
 
     @property
+    @shortens
     def plan(self) -> Plan:
         """The plan that ran last.
 
@@ -111,6 +125,7 @@ class Parallelized(Requested):
         return self.executable.plan
 
     @property
+    @shortens
     def executable(self) -> Executable:
         """What ran last: its shardings, its compiled program.
 
@@ -125,6 +140,7 @@ class Parallelized(Requested):
             )
         return self._last
 
+    @shortens
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """`Executable.profile` of these arguments, which are planned first if they are new."""
         signature = signature_of_call(self._convention, args, kwargs)
@@ -163,6 +179,7 @@ def parallelize(
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
+@shortens
 def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
@@ -204,6 +221,7 @@ def parallelize(
     return Parallelized(fn, make_request(options, cluster, plan))
 
 
+@shortens
 def compile(
     fn: Callable[..., Any],
     *args: Any,
@@ -241,6 +259,7 @@ def compile(
     return _build(fn, args, kwargs, request)
 
 
+@shortens
 def plan(
     fn: Callable[..., Any],
     *args: Any,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from autopar.base.errors import DonatedBufferError, TraceError
+from autopar.base.user_code import callers, calling_place, place, warn
 from autopar.mismatch import differences
 from autopar.passes.trace.signature import Key, Signature
 from autopar.passes.trace.trace import Traced
@@ -70,6 +74,34 @@ def tell_notebook(name: str, arguments: Iterable[str]) -> None:
 
 
 _notebook_was_told = False
+
+
+def tell_transformed(name: str) -> bool:
+    """A step of this name is called while a JAX transformation traces: its plan is not used.
+
+    `jax.eval_shape` and `jax.make_jaxpr` trace in the same way, and need no plan.
+
+    Returns:
+      Whether it was told.
+    """
+    jax_files = os.path.join(os.path.dirname(jax.__file__), "")
+    codes = [frame.f_code for frame in callers()]
+    if any(
+        ("eval_shape" in code.co_name or "make_jaxpr" in code.co_name)
+        and code.co_filename.startswith(jax_files)
+        for code in codes
+    ):
+        return False
+    where = calling_place()
+    warn(
+        f"{name} is parallelized, and is called inside another transformation (jit, grad, vmap, "
+        "scan): there it is the plain function, and its plan is not used.",
+        None if where is None else place(*where),
+        "autopar compiles whole steps; inside a jax.jit or nnx.jit it is JAX that compiles.",
+        f"call {name} directly, without a jit around it; transform the plain function, and "
+        "parallelize the outermost: autopar.parallelize(step), not jax.jit(parallelized_step).",
+    )
+    return True
 
 
 def explained(error: Exception, name: str, is_gone: bool) -> Exception:

@@ -21,6 +21,7 @@ from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, sh
 from autopar.arrays.split_array import SplitArray, SplitSharding
 from autopar.base.errors import DonatedBufferError
 from autopar.base.progress import Progress
+from autopar.base.user_code import shorten, shortens
 from autopar.call_checks import (
     donated_earlier,
     explained,
@@ -30,6 +31,7 @@ from autopar.call_checks import (
     same_static_arguments,
     same_statics,
     tell_notebook,
+    tell_transformed,
     wrong_arguments,
 )
 from autopar.initialize import initialize
@@ -90,6 +92,7 @@ class Executable:
         self._name = name_of(fn)
         self._traced = traced
         self._takes_objects = traced.takes_objects
+        self._was_transformed = False
         self._in_shardings = program.in_shardings[: traced.num_arrays]
         self._out_shardings = program.out_shardings
         self._constants = [
@@ -150,12 +153,18 @@ class Executable:
           DonatedBufferError: a leaf was consumed by an earlier call.
         """
         if jax_compat.is_tracing():
+            if not self._was_transformed:
+                self._was_transformed = tell_transformed(self._name)
             return self._fn(*args, **kwargs)
         try:
-            return self.run(args, kwargs, strict=False)
-        except SignatureMismatch:
-            pass
-        raise wrong_arguments(self._name, self._traced, args, kwargs)
+            try:
+                return self.run(args, kwargs, strict=False)
+            except SignatureMismatch:
+                pass
+            raise wrong_arguments(self._name, self._traced, args, kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> Any:
         """Run the step on these arguments.
@@ -340,6 +349,7 @@ class Executable:
         """XLA's count of the program's operations, in the same form as `memory_analysis`."""
         return self._compiled.cost_analysis()
 
+    @shortens
     def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a state that is sharded from its first byte, never whole on one device.
 
@@ -353,6 +363,7 @@ class Executable:
         """
         return initialize(self._traced, self._in_shardings, init_fn, args, kwargs)
 
+    @shortens
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run the step on these arguments with every instruction timed; the state is kept.
 
@@ -414,6 +425,7 @@ class Executable:
             raise self._deleted(donated, kept)
         return donated, kept
 
+    @shortens
     def gather(self, tree: Any) -> Any:
         """A tree of leaves that may be on different stages, whole on every device of the plan.
 
@@ -429,6 +441,7 @@ class Executable:
     def _gather(self, tree: Any) -> Any:
         return distributed.gather(tree, self._all_devices)
 
+    @shortens
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
         """`fn(state, *args)` on a state whose leaves may be on different stages.
 

@@ -192,7 +192,8 @@ def test_inside_transformations_it_is_the_plain_function() -> None:
     assert jax.eval_shape(step, w, x) == EXPECTED
     assert "shard_map" not in str(jax.make_jaxpr(step)(w, x))
     assert_equal(jax.jit(step)(w, x), expected())
-    gradient = jax.grad(lambda w: step(w, x)[1])(w)
+    with pytest.warns(AutoparWarning, match="inside another transformation"):  # told once
+        gradient = jax.grad(lambda w: step(w, x)[1])(w)
     np.testing.assert_allclose(gradient, jax.grad(loss_fn)(w, x), rtol=1e-5)
     many = jax.vmap(step, in_axes=(0, None))(jnp.stack([w, w]), x)
     np.testing.assert_allclose(many[0][1], expected()[0], rtol=1e-5)

@@ -97,6 +97,12 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
     Arrays that calls and bodies hold become constants of the result. Of equal equations the first
     one stays, as XLA keeps one of them; dead code goes.
     """
+    whole = inlined(closed)
+    return ClosedJaxpr(eliminate_dead_code(merge_equal_equations(whole.jaxpr)), whole.consts)
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with every equation that the function makes, dead ones and equal ones too."""
     jaxpr, held = closed.jaxpr, HeldConstants(closed)
     eqns: list[JaxprEqn] = []
     env: dict[Var, Atom] = {}
@@ -105,7 +111,7 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
     jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars)
     if len(held.variables) > len(jaxpr.constvars):
         jaxpr = jax_compat.replace_jaxpr(jaxpr, constvars=held.variables)
-    return ClosedJaxpr(eliminate_dead_code(merge_equal_equations(jaxpr)), held.values)
+    return ClosedJaxpr(jaxpr, held.values)
 
 
 def read_atom(env: Mapping[Var, Atom], atom: Atom) -> Atom:

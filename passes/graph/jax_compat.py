@@ -5,20 +5,20 @@ Each function here says what it needs and why no public name serves.
 
 from __future__ import annotations
 
+import gc
 import inspect
-import os
-import sys
-import sysconfig
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax._src import core, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from autopar.base.user_code import is_users
 
 
 def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
@@ -46,27 +46,20 @@ def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
         yield frame.file_name, frame.start_line, frame.function_name
 
 
-@cache
-def _library_roots() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
-    autopar_root = Path(__file__).resolve().parents[2]
-    own = (str(autopar_root / folder) for folder in ("autopar", "passes", "runtime"))
-    here = str(Path(os.path.abspath(__file__)).parents[1])
-    sites = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *sites})
-
-
 def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
     """(file, line, function) of the innermost frame that is neither a library nor autopar.
 
     Falls back to the innermost frame outside JAX, then to None.
     """
+    return _user_frame(eqn.source_info.traceback)
+
+
+def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
     first = None
-    for frame in _frames(eqn.source_info.traceback):
+    for frame in _frames(traceback):
         if first is None:
             first = frame
-        if not frame[0].startswith(_library_roots()):
+        if is_users(frame[0]):
             return frame
     return first
 
@@ -124,6 +117,22 @@ def is_tracing() -> bool:
     The public way builds an object to compare; this is asked on every call of a compiled step.
     """
     return not core.trace_state_clean()
+
+
+def current_trace() -> weakref.ref[Any]:
+    """What traces the caller, while it is alive: it lives on where a traced value was kept."""
+    return weakref.ref(core.trace_ctx.trace)
+
+
+def kept_values(trace: Any) -> list[Any]:
+    """The values of a trace that something still refers to."""
+    return [x for x in gc.get_referrers(trace) if isinstance(x, core.Tracer)]
+
+
+def value_frame(value: Any) -> tuple[str, int, str] | None:
+    """(file, line, function) of the user's code that made a traced value."""
+    info = getattr(value, "_line_info", None)
+    return None if info is None else _user_frame(info.traceback)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

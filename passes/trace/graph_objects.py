@@ -229,6 +229,7 @@ def _run_apart(
 def _without_unchanged(update: Any, argument: Any) -> Any:
     """What an argument has become, without its arrays where all of them are what they were."""
     new, old = ([x.leaves for x in states_in(tree)] for tree in (update, argument))
+    made: Any
     (news, made), (olds, given) = map(jax.tree.flatten, (new, old))
     if made != given or any(map(operator.is_not, news, olds)):
         return update

@@ -41,7 +41,7 @@ def find_returned(
 ) -> dict[int, Match]:
     """For each argument (by its number), the part of the result that is its next value."""
     offsets = np.cumsum([0, *(x is not None for x in result.leaves)])
-    flows = _Flows(jaxpr)
+    flows = Flows(jaxpr)
     found: dict[int, Match] = {}
     taken: set[int] = set()
     # The largest first: an optimizer's state contains subtrees with the parameters' structure.
@@ -84,7 +84,7 @@ def _match(
     result: Result,
     outputs: range,
     offsets: np.ndarray,
-    flows: _Flows,
+    flows: Flows,
     explicit: bool,
 ) -> Match | None:
     others = result.leaves[outputs.start : outputs.stop]
@@ -107,7 +107,7 @@ def _match(
 _FIRST_OPERAND = frozenset({"dynamic_slice", "dynamic_update_slice"}) | SCATTERS.keys()
 
 
-class _Flows:
+class Flows:
     """Which inputs an output is an update of, walking backwards through its equations."""
 
     def __init__(self, jaxpr: Jaxpr):

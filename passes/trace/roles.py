@@ -26,12 +26,16 @@ from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
 
 
 def assign(
-    jaxpr: Jaxpr, arguments: Sequence[Argument], result: Result, request: Request
+    jaxpr: Jaxpr,
+    arguments: Sequence[Argument],
+    result: Result,
+    request: Request,
+    lost: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
     """Label the inputs and outputs of a flat program.
 
     Its first inputs are the array leaves of `arguments` (all but static ones) in order, its outputs
-    those of `result`.
+    those of `result`. `lost` are inputs known to be state that does not come back.
 
     Raises:
       BatchArgumentError: which leaves hold the batch is ambiguous, or they disagree on its size.
@@ -40,7 +44,7 @@ def assign(
     _check_positions(arguments, request)
     keys = _key_leaves(jaxpr, arguments)
     returned = find_returned(jaxpr, arguments, result, request, keys)
-    owned = frozenset[int]().union(*(argument.object_arrays() for argument in arguments))
+    owned = lost.union(*(argument.object_arrays() for argument in arguments))
     axes = _batch_axes(arguments, returned, request, keys | owned)
     _check_sizes(arguments, axes)
     labels: list[Input] = []

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.base.errors import OptionError, TraceError
+from autopar.base.errors import BatchArgumentError, OptionError, TraceError
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.counted_indices import with_batches
@@ -24,6 +24,7 @@ from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.object_states import ObjectKey
+from autopar.passes.trace.side_effects import tell_unreturned, unreturned, watched
 from autopar.passes.trace.signature import (
     Convention,
     Sealed,
@@ -35,6 +36,7 @@ from autopar.passes.trace.signature import (
     traced_leaves,
     unsealed,
 )
+from autopar.passes.trace.tracing_errors import check_constants, in_our_words
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ def trace(
       TraceError: a leaf is neither an array nor hashable, or the result holds no array.
       BatchArgumentError: the batch is ambiguous, missing, or does not divide.
       OptionError: an argument number is out of range.
-      Exception: whatever `fn` raises, as it is.
+      TraceError: `fn` asks for a number that is not known when it is traced; JAX's own error is
+        its cause.
+      Exception: whatever else `fn` raises, as it is.
     """
     kwargs = {} if kwargs is None else kwargs
     convention = Convention.of(fn, static_argnums)
@@ -116,28 +120,39 @@ def trace(
 
     @functools.wraps(fn)
     def on_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        watch.begin()
         args, kwargs = unsealed((args, kwargs))
-        made.append(_take_apart(fn(*args, **kwargs)))
-        _, leaves, _, traced = made[-1]
+        tree, leaves, paths, traced = _take_apart(fn(*args, **kwargs))
+        statics = (None if is_traced else x for x, is_traced in zip(leaves, traced, strict=True))
+        made.append((tree, tuple(statics), paths, traced))
         return list(itertools.compress(leaves, traced))
 
     # The function is traced under its own name and argument names, for JAX's error messages.
     args_, kwargs_ = signature.arguments(signature.shapes, seal=Sealed)
-    closed = on_logical_shapes(
-        lambda: jax.make_jaxpr(on_arrays)(*args_, **kwargs_),
-        keep_constraints=constraints == "pin",
-    )
+    name, arguments = _name_of(fn), tuple(arguments_of(convention, args, kwargs))
+    with watched() as watch:
+        try:
+            closed = on_logical_shapes(
+                lambda: jax.make_jaxpr(on_arrays)(*args_, **kwargs_),
+                keep_constraints=constraints == "pin",
+            )
+        except Exception as error:
+            told = in_our_words(error, name, arguments, _where(fn))
+            if told is None:
+                raise
+            raise told from error
+    watch.tell(name)
+    check_constants(closed.consts, name, _where(fn))
     tree, leaves, paths, traced = made[-1]
     if not closed.out_avals:
         raise TraceError(
-            f"{_name_of(fn)} returns no arrays.",
+            f"{name} returns no arrays.",
             where=_where(fn),
             why=f"its result is {tree}.",
             hint="return the new state and the metrics; what is only printed or stored is lost.",
         )
     avals = iter(closed.out_avals)
     shaped = tuple(next(avals) if is_traced else None for is_traced in traced)
-    arguments = tuple(arguments_of(convention, args, kwargs))
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     graph = with_batches(graphs.from_closed_jaxpr(closed, unlabelled, ()))
     if donate_argnums == "auto":
@@ -145,7 +160,14 @@ def trace(
     donated = _positions(donate_argnums, convention, len(args))
     request = Request(donated, _positions(batch_argnums, convention, len(args)), batch_axes)
     result = Result(tree, shaped, paths)
-    inputs, outputs = roles.assign(graph.jaxpr, arguments, result, request)
+    lost = unreturned(closed, arguments)
+    try:
+        inputs, outputs = roles.assign(graph.jaxpr, arguments, result, request)
+    except BatchArgumentError:
+        if not lost:
+            raise
+        inputs, outputs = roles.assign(graph.jaxpr, arguments, result, request, frozenset(lost))
+    tell_unreturned(lost, arguments, inputs, name)
     constants = graph.inputs[len(inputs) :]
     size = roles.check_division(inputs, signature.shapes, microbatches=microbatches, method=method)
     graph = Graph(graph.jaxpr, (*inputs, *constants), outputs, graph.constants)

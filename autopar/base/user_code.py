@@ -1,0 +1,111 @@
+"""Whose code is where: the user's files, as against those of libraries and of autopar."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
+
+from autopar.base.errors import AutoparError, AutoparWarning
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@cache
+def library_roots() -> tuple[str, ...]:
+    """The folders of the standard library, of installed packages and of autopar itself."""
+    paths = sysconfig.get_paths()
+    roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
+    top = Path(__file__).resolve().parents[2]
+    own = (str(top / folder) for folder in ("autopar", "passes", "runtime"))
+    here = str(Path(os.path.abspath(__file__)).parents[1])
+    sites = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *sites})
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is the user's own: a script, a module of theirs, a cell of a notebook."""
+    return not file.startswith((*library_roots(), "<frozen "))
+
+
+def place(file: str, line: int | None, function: str) -> str:
+    """How an error names a line: `train.py:31 (train_step)`."""
+    return f"{file}:{line} ({function})"
+
+
+def innermost(error: BaseException) -> str | None:
+    """The user's innermost line that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (frame for frame in reversed(frames) if is_users(frame.filename))
+    return next((place(f.filename, f.lineno, f.name) for f in own), None)
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames of the caller's callers, the nearest first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def calling_place() -> tuple[str, int, str] | None:
+    """The file, line and function of the user's that runs now."""
+    own = (frame for frame in callers() if is_users(frame.f_code.co_filename))
+    codes = ((frame.f_code, frame.f_lineno) for frame in own)
+    return next(((code.co_filename, line, code.co_name) for code, line in codes), None)
+
+
+def warn(what: str, where: str | None, why: str, hint: str) -> None:
+    """Warn in the form of an error, at the line of the user's that runs now."""
+    file, line, _ = calling_place() or ("autopar", 1, "")
+    text = str(AutoparError(what, where=where, why=why, hint=hint))
+    warnings.warn_explicit(text, AutoparWarning, file, line)
+
+
+def from_the_user_on(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without what comes before the user's first frame; None: it has none."""
+    while trace is not None and not _runs_users(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _runs_users(frame: FrameType) -> bool:
+    # What the standard library generates (a dataclass's __init__) has no file.
+    module = str(frame.f_globals.get("__name__", ""))
+    return is_users(frame.f_code.co_filename) and module.partition(".")[0] != "autopar"
+
+
+def shorten(error: BaseException) -> None:
+    """Take our frames before the user's first one out of an error that goes to the user.
+
+    What goes wrong inside autopar, with no line of the user's after it, stays whole, but for
+    autopar's own errors, which say where.
+    """
+    for each in (error, error.__cause__):
+        if each is not None:
+            rest = from_the_user_on(each.__traceback__)
+            if rest is not None or isinstance(each, (AutoparError, FileNotFoundError)):
+                each.__traceback__ = rest
+
+
+def shortens(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """What users call: errors that leave it have been through `shorten`."""
+
+    @functools.wraps(fn)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    return run
