@@ -1,0 +1,112 @@
+"""The entries: which file builds a step, and what must be refused of it, with the reason."""
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from programs import Case, Tolerance
+
+_BFLOAT16 = Tolerance(relative=5e-2)
+_LAST_BIAS = Tolerance(zero_gradients=("['items'][1][1]",))
+"""One bias for all items of a softmax changes nothing."""
+
+
+@dataclass(frozen=True)
+class RealStep:
+    """One step of the registry.
+
+    Args:
+        name: what tests and reports call it.
+        module: the file of this folder that defines it.
+        function: the function of that file that builds its `Case`.
+        settings: keyword arguments of that function.
+        whole: why it cannot be split into microbatches, as a fragment of the error, or None.
+        one_mesh: why it cannot be cut into stages, as a fragment of the error, or None.
+        tolerance: how its runs are compared.
+    """
+
+    name: str
+    module: str
+    function: str = "build"
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+    whole: str | None = None
+    one_mesh: str | None = None
+    tolerance: Tolerance = Tolerance()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self) -> Case:
+        """Imports the step's file and builds it."""
+        module = importlib.import_module(f"{__package__}.{self.module}")
+        case: Case = getattr(module, self.function)(**self.settings)
+        return case
+
+
+def _decoder(name: str, tolerance: Tolerance = Tolerance(), **settings: Any) -> RealStep:
+    return RealStep(f"decoder_{name}", "language", settings=settings, tolerance=tolerance)
+
+
+def _all() -> list[RealStep]:
+    bfloat16 = {"dtype": jnp.bfloat16, "tolerance": _BFLOAT16}
+    return [
+        _decoder("remat_full", remat="full"),
+        _decoder("remat_dots", remat="dots"),
+        _decoder("remat_names", remat="names"),
+        _decoder("remat_offload", remat="offload"),
+        _decoder("bfloat16", **bfloat16),
+        _decoder("bfloat16_scan", scan=True, **bfloat16),
+        _decoder("bfloat16_scan_remat", scan=True, remat="full", **bfloat16),
+        _decoder("scan_remat_dots", scan=True, remat="dots_no_batch", prevent_cse=False),
+        _decoder("scan_remat_names", scan=True, remat="names"),
+        RealStep("checkpointed_head", "language", "build_checkpointed_head"),
+        RealStep("chunked_head", "language", "build_chunked_head"),
+        RealStep("llama", "language", "build_llama"),
+        RealStep("flash_attention", "language", "build_attention", {"kind": "flash"}),
+        RealStep("jax_attention", "language", "build_attention", {"kind": "jax"}),
+        RealStep("inner_jit", "language", "build_inner_jit"),
+        RealStep("accumulation_by_hand", "language", "build_by_hand_accumulation"),
+        RealStep("experts_grouped", "language", "build_experts", {"kind": "grouped"}),
+        RealStep("experts_balanced", "language", "build_experts", {"kind": "balanced"}),
+        RealStep("state_space", "sequences", "build_state_space"),
+        RealStep("linear_attention", "sequences", "build_linear_attention"),
+        RealStep("fourier", "sequences", "build_fourier"),
+        RealStep("chunked_recurrence", "sequences", "build_chunked_recurrence"),
+        RealStep("alignment", "sequences", "build_alignment"),
+        RealStep("ode", "sequences", "build_ode"),
+        RealStep("solve", "sequences", "build_solve"),
+        RealStep("products", "sequences", "build_products"),
+        RealStep("graphs", "sequences", "build_graphs"),
+        RealStep("root_mean", "losses", "build_root_mean"),
+        RealStep("dice", "losses", "build_dice"),
+        RealStep("distillation", "losses", "build_distillation"),
+        RealStep("views", "losses", "build_views"),
+        RealStep("two_towers", "losses", "build_two_towers", tolerance=_LAST_BIAS),
+        RealStep("sharpness_aware", "losses", "build_sharpness_aware"),
+        RealStep("actor_critic", "losses", "build_actor_critic"),
+        RealStep("q_learning", "losses", "build_q_learning"),
+        RealStep("policy", "losses", "build_policy"),
+        RealStep("codebook", "losses", "build_codebook"),
+        RealStep("extremes", "losses", "build_extremes"),
+        RealStep("nnx_in_place", "training", "build_in_place"),
+        RealStep("nnx_batch_norm", "training", "build_in_place", {"norm": True}),
+        RealStep("adapters", "training", "build_adapters", tolerance=Tolerance(relative=1e-1)),
+        RealStep("quantized", "training", "build_quantized"),
+        RealStep("float8", "training", "build_float8"),
+        RealStep("if_finite", "training", "build_if_finite"),
+        RealStep("multi_steps", "training", "build_multi_steps"),
+        RealStep("dynamic_scale", "training", "build_dynamic_scale"),
+        RealStep("muon", "training", "build_muon"),
+        RealStep("factored", "training", "build_factored"),
+        RealStep("diffusion", "training", "build_diffusion"),
+        RealStep("flow", "training", "build_flow"),
+        RealStep("physics", "training", "build_physics"),
+        RealStep("meta", "training", "build_meta"),
+        RealStep("mixup", "training", "build_mixup"),
+        RealStep("logical_axes", "training", "build_logical_axes"),
+    ]
+
+
+REAL_STEPS: dict[str, RealStep] = {step.name: step for step in _all()}
+"""Every step, by name."""

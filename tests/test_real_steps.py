@@ -1,0 +1,70 @@
+"""Every real step on one mesh, in microbatches and in stages, against plain `jax.jit`."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from programs import Case, compare
+from real_steps import REAL_STEPS, RealStep
+
+import autopar
+
+METHODS = ("data", "zero2", "zero3", "shard", "auto")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+
+
+def turns(values: tuple[str, ...]) -> Iterator[Any]:
+    """Steps x values; every step meets one value, the others are marked `full`."""
+    for index, (step, (turn, value)) in enumerate(
+        itertools.product(REAL_STEPS.values(), enumerate(values))
+    ):
+        chosen = index // len(values) % len(values) == turn
+        marks = () if chosen else pytest.mark.full
+        yield pytest.param(step, value, id=f"{step}-{value}", marks=marks)
+
+
+@functools.lru_cache(maxsize=1)
+def plain_run(name: str) -> tuple[Case, compare.Run]:
+    """A step's case and its run under plain `jax.jit`."""
+    pytest.importorskip("flax")
+    case = REAL_STEPS[name].build()
+    return case, compare.record(case.plain, case)
+
+
+def check(step: RealStep, refused: str | None, **options: Any) -> None:
+    """Compares the step with the plain one, or asserts that it is refused for that reason."""
+    case, plain = plain_run(step.name)
+    arguments = case.arguments(compare.copy_tree(case.state), case.batch)
+
+    def parallel() -> Any:
+        return autopar.compile(case.step, *arguments, **{**case.options, **options})
+
+    if refused is None:
+        compare.assert_steps_equal(plain, parallel(), case, step.tolerance)
+        return
+    with pytest.raises(autopar.AutoparError, match=refused):
+        parallel()
+
+
+@pytest.mark.parametrize(("program", "method"), turns(METHODS))
+def test_on_one_mesh(program: RealStep, method: str) -> None:
+    check(program, None, method=method)
+
+
+@pytest.mark.parametrize(("program", "method"), turns(METHODS))
+def test_in_microbatches(program: RealStep, method: str) -> None:
+    check(program, program.whole, method=method, microbatches=4)
+
+
+@pytest.mark.parametrize(("program", "schedule"), turns(SCHEDULES))
+def test_in_stages(program: RealStep, schedule: str) -> None:
+    count = 1 if program.whole else 2
+    check(program, program.one_mesh, stages=2, microbatches=count, schedule=schedule)
+
+
+def test_few_are_refused() -> None:
+    runs = [reason for step in REAL_STEPS.values() for reason in (None, step.whole, step.one_mesh)]
+    assert len(REAL_STEPS) >= 40
+    assert sum(reason is None for reason in runs) >= 0.85 * len(runs)
