@@ -1,6 +1,7 @@
 # mypy: disallow-untyped-defs=False
 """What the steps here share: the ordinary train step around a loss, and small layers."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 def dense_layers(seed: int, *sizes: int) -> list[tuple[jax.Array, jax.Array]]:
     """Weights and biases of a perceptron."""
-    pairs = zip(sizes[:-1], sizes[1:], strict=True)
+    pairs = itertools.pairwise(sizes)
     return [(normal(seed + i, a, b), jnp.zeros(b)) for i, (a, b) in enumerate(pairs)]
 
 

@@ -310,7 +310,7 @@ def build_by_hand_accumulation() -> Case:
 
 
 def build_experts(kind: str) -> Case:
-    """A mixture of experts: grouped products over sorted rows, or one-hot sums with a loss of balance."""
+    """A mixture of experts: products of groups, or one-hot sums with a loss of balance."""
     experts = 4
 
     def grouped(params, x, gates, chosen):

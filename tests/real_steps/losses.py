@@ -247,7 +247,7 @@ def build_policy() -> Case:
 
 
 def build_codebook() -> Case:
-    """VQ-VAE: the nearest code, a straight-through gradient, codes by moving averages of the batch."""
+    """VQ-VAE: the nearest code, a straight-through gradient, codes by moving averages."""
     optimizer = adam()
 
     def train_step(state, x):
@@ -289,7 +289,7 @@ def build_codebook() -> Case:
 
 
 def build_extremes() -> Case:
-    """Metrics and a regularizer of the batch's extremes, with one NaN in the second batch's extras."""
+    """Metrics of the batch's extremes, with one NaN in the second batch's extras."""
 
     def train_step(state, batch):
         params, highest = state

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from programs import Case, Tolerance
 
+_BY_DTYPE = Tolerance()
 _BFLOAT16 = Tolerance(relative=5e-2)
 _LAST_BIAS = Tolerance(zero_gradients=("['items'][1][1]",))
 """One bias for all items of a softmax changes nothing."""
@@ -32,7 +33,7 @@ class RealStep:
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
     whole: str | None = None
     one_mesh: str | None = None
-    tolerance: Tolerance = Tolerance()
+    tolerance: Tolerance = _BY_DTYPE
 
     def __str__(self) -> str:
         return self.name
@@ -44,7 +45,7 @@ class RealStep:
         return case
 
 
-def _decoder(name: str, tolerance: Tolerance = Tolerance(), **settings: Any) -> RealStep:
+def _decoder(name: str, tolerance: Tolerance = _BY_DTYPE, **settings: Any) -> RealStep:
     return RealStep(f"decoder_{name}", "language", settings=settings, tolerance=tolerance)
 
 

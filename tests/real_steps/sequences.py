@@ -83,7 +83,7 @@ def build_fourier() -> Case:
 
 
 def build_chunked_recurrence() -> Case:
-    """A recurrence over chunks of time, each chunk checkpointed (truncated memory, exact gradient)."""
+    """A recurrence over chunks of time, each chunk checkpointed."""
 
     def loss_fn(params, tokens):
         x = params["embed"][tokens[:, :-1]]

@@ -56,7 +56,7 @@ def build_in_place(norm: bool = False) -> Case:
 
 
 def build_adapters() -> Case:
-    """LoRA on a frozen decoder in bfloat16: the frozen weights are an argument that never changes."""
+    """LoRA on a frozen decoder in bfloat16."""
     optimizer = adam()
     frozen = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model_params(False))
 
@@ -233,7 +233,7 @@ def build_muon() -> Case:
 
 
 def build_factored() -> Case:
-    """Adafactor: second moments factored into rows and columns, updates clipped by their own norm."""
+    """Adafactor: second moments factored into rows and columns, updates clipped."""
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8, eps=1e-3)
     return supervised(cross_entropy, dense_layers(1, 24, 32, 10), PAIRS, optimizer)
 
