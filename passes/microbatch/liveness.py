@@ -231,7 +231,7 @@ def _while_step(
     loop = WhileParts.of(eqn)
     test, forward = bodies.forwards
     carry_forms = [state.form for state in loop.operands(bodies.operands)[2]]
-    condition = demand_body(test, [WHOLE], context)
+    condition = demand_body(test, [test.results[0].form], context)
     tested = condition.in_forms[loop.num_condition_consts :]
 
     def demand(carry: Sequence[Form]) -> tuple[Body, Sequence[Form]]:

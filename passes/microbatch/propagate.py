@@ -187,9 +187,21 @@ def _fixpoint(carry: States, run: Callable[[States], Forward]) -> tuple[list[Bat
 def _while(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     loop = WhileParts.of(eqn)
     tested, consts, starts = loop.operands(states)
-    carry, found = _fixpoint(starts, lambda c: forward(loop.body, [*consts, *c], context))
-    test = forward(loop.condition, [*tested, *carry], context)
-    if test.results[0].kind != "whole":
+
+    def run(starts: States) -> tuple[list[BatchState], Forward, Forward]:
+        carry, found = _fixpoint(starts, lambda c: forward(loop.body, [*consts, *c], context))
+        return carry, found, forward(loop.condition, [*tested, *carry], context)
+
+    carry, found, test = run(starts)
+    goes_on = test.results[0]
+    if goes_on.kind == "split":
+        # A loop under vmap tests and changes each row by itself, as long as any row goes on; the
+        # test's dimensions are the first ones of every carry.
+        rows = replace(goes_on, zero=False)
+        carry, found, test = run([lattice.join(state, rows) for state in starts])
+        if any(s.kind != "split" or s.place != rows.place for s in (*carry, *test.results)):
+            return "its number of iterations depends on rows of the batch"
+    elif goes_on.kind != "whole":
         return "its number of iterations depends on rows of the batch"
     return _decide([*tested, *consts, *carry], carry, (test, found))
 

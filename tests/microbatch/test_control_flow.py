@@ -167,6 +167,20 @@ def test_a_loop_whose_length_depends_on_the_rows_is_refused() -> None:
         split(graph, analysis)
 
 
+def test_a_loop_under_vmap_ends_row_by_row() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def halve(row: Any) -> Any:
+            start = (row @ w, 0, row)
+            return lax.while_loop(
+                lambda c: jnp.max(c[0]) > 0.1, lambda c: (c[0] * 0.5 * w[0], c[1] + 1, c[2]), start
+            )
+
+        y, counts, _ = jax.vmap(halve)(x)
+        return jnp.sum(y), y, counts
+
+    check_split(step, (np.abs(normal(0, 4, 4)) / 4, 3 * normal(1, 8, 4)), 4)
+
+
 def test_control_flow_of_the_batch_alone() -> None:
     """Segment lengths counted by a scan over time, needed inside the loop."""
 
