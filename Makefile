@@ -21,13 +21,13 @@ CHOOSE := autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
 
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
-SLOW := auto_stages backward_scans checkpoints collectives docs endings examples localize lower pace \
+SLOW := auto_stages backward_scans checkpoints collectives docs endings examples fuzz localize lower pace \
   packaging pipelines profile program programs properties random ray ray_faults ray_recovery \
   ray_groups ray_replan report runs shared_cases slicing solve split_arrays
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-oldest check format clean help
+.PHONY: demo test test-all fuzz test-oldest check format clean help
 
 demo: $(ENV)/examples.stamp  ## train a small GPT on eight virtual CPU devices
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -37,6 +37,9 @@ test: $(ENV)/dev.stamp  ## run the whole suite on the CPU; ARGS="-k solver" runs
 
 test-all: $(ENV)/dev.stamp  ## run every combination of programs, methods and microbatches
 	$(PYTEST) -m "full or not full" $(ARGS)
+
+fuzz: $(ENV)/dev.stamp  ## compare random train steps with plain jax.jit; ARGS="--count 300 --mode stages"
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 test-oldest:  ## run the suite with every dependency at its lower bound
 	$(MAKE) test OLDEST=1

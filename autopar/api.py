@@ -8,10 +8,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-import jax
-
 from autopar.base.cluster import Cluster
-from autopar.base.errors import AutoparError, DeviceError, OptionError
+from autopar.base.errors import AutoparError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.base.user_code import shorten, shortens
@@ -23,6 +21,7 @@ from autopar.requests import (
     PlanOrPath,
     PlanRequest,
     Requested,
+    check_devices,
     make_request,
     name_of,
     read_arguments,
@@ -40,7 +39,8 @@ class Parallelized(Requested):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
-    static leaves. Inside another JAX transformation it is the plain function.
+    static leaves; but a smaller batch follows the plan of a larger one. Inside another JAX
+    transformation it is the plain function.
     """
 
     __name__: str
@@ -52,6 +52,8 @@ class Parallelized(Requested):
         self._request = request
         self._convention = Convention.of(fn, request.options.static_argnums)
         self._executables: dict[Signature, Executable] = {}
+        self._planned: list[Executable] = []  # those that follow no other one's plan
+        self._told: set[bool] = set()  # of smaller batches: those cut as larger ones, and others
         self._last: Executable | None = None
         self._lock = threading.RLock()
         self._was_transformed = False
@@ -94,10 +96,36 @@ class Parallelized(Requested):
         with self._lock:
             executable = self._executables.get(signature)
             if executable is None:
-                executable = _build(self._fn, args, kwargs, self._request)
-                self._executables[signature] = executable
+                executable = self._executables[signature] = self._new(signature, args, kwargs)
             self._last = executable
             return executable
+
+    def _new(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Executable:
+        """An executable for a new signature; people are told why it is needed."""
+        from autopar import new_shapes
+
+        name = name_of(self._fn)
+        guide = new_shapes.nearest(self._planned, signature)
+        if guide is not None:
+            traced = functools.partial(_trace, self._fn, args, kwargs, self._request)
+            executable = new_shapes.follow(guide, name, self._request, traced)
+            if executable is not None:
+                cuts = new_shapes.is_cut_alike(guide, executable)
+                if cuts not in self._told:
+                    self._told.add(cuts)
+                    new_shapes.tell_following(name, guide, executable, cuts)
+                return executable
+        new_shapes.tell_planning(name, self._planned, signature)
+        try:
+            executable = _build(self._fn, args, kwargs, self._request)
+        except AutoparError as error:
+            if guide is not None:
+                error.add_note(new_shapes.leave_out(name, guide))
+            raise
+        self._planned.append(executable)
+        return executable
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is argument 0 and positions count it, as in `jax.jit`."""
@@ -189,7 +217,8 @@ def parallelize(
 ) -> Parallelized | Callable[[Callable[..., Any]], Parallelized]:
     """Make a train step run on all devices; a decorator, with or without options.
 
-    The step is planned and compiled when it is first called, and again for new shapes. It returns
+    The step is planned and compiled when it is first called, and again for new shapes; a smaller
+    batch, such as the last one of an epoch, follows the plan that is known. It returns
     what the plain function returns, as `jax.Array`s that lie where the next call wants them.
     The state that is passed in is consumed (donated), unless `donate_argnums=()`.
 
@@ -289,7 +318,9 @@ def _trace(
     kwargs: Mapping[str, Any],
     request: PlanRequest,
     progress: Progress,
+    is_smaller: bool = False,
 ) -> Traced:
+    """The traced step; of a smaller batch than was planned for nobody asks how it divides."""
     from autopar.passes.trace.trace import trace
 
     progress.report("tracing")
@@ -305,8 +336,8 @@ def _trace(
             donate_argnums=options.donate_argnums,
             batch_argnums=options.batch_argnums,
             batch_axes=options.batch_axes,
-            microbatches=options.microbatches,
-            method=options.method,
+            microbatches="auto" if is_smaller else options.microbatches,
+            method="auto" if is_smaller else options.method,
             constraints=options.constraints,
         )
 
@@ -328,7 +359,7 @@ def _build(
         cluster, made = request.load()
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):
-            _check_devices(cluster, made)
+            check_devices(cluster, made)
         traced = _trace(fn, args, kwargs, request, progress)
         compiled = _plan(traced, request, cluster, made, progress)
         if isinstance(runtime, Ray):
@@ -350,19 +381,3 @@ def _build(
         from autopar.executable import Executable
 
         return Executable(fn, traced, compiled, progress)
-
-
-def _check_devices(cluster: Cluster, made: Plan | None) -> None:
-    """Refuse early, before the minutes that planning may take."""
-    needed = cluster.num_devices if made is None else max(s.num_devices for s in made.stages)
-    visible = len(jax.devices())
-    if needed > visible:
-        what = f"The cluster {cluster.name!r} has" if made is None else "The plan needs"
-        raise DeviceError(
-            f"{what} {needed} devices, and JAX sees {visible}.",
-            where=f"jax.devices() on {jax.default_backend()!r}",
-            why="compiling a step needs the devices that it will run on.",
-            hint="autopar.plan needs no devices; on a CPU, "
-            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used makes '
-            "virtual ones.",
-        )

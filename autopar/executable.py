@@ -107,6 +107,15 @@ class Executable:
             self._name, self._donated, self._kept, traced.signature.shapes, self._constants
         )
 
+    @property
+    def traced(self) -> Traced:
+        """The trace of the function that was planned."""
+        return self._traced
+
+    def another(self, traced: Traced, compiled: Compiled, progress: Progress) -> Executable:
+        """The same function compiled for other shapes, to take turns with this one."""
+        return Executable(self._fn, traced, compiled, progress)
+
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         """The program, on the devices that run it."""
         return LocalProgram(compiled.runnable)

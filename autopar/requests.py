@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from autopar.base.cluster import Cluster
-from autopar.base.errors import AutoparWarning, OptionError, did_you_mean
+from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.options import Options
 from autopar.plans.plan import Plan
 
@@ -145,3 +147,23 @@ def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
 def name_of(fn: Callable[..., Any]) -> str:
     """What people call a function."""
     return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def check_devices(cluster: Cluster, made: Plan | None) -> None:
+    """Refuse early, before the minutes that planning may take.
+
+    Raises:
+      DeviceError: there are fewer devices than the plan needs.
+    """
+    needed = cluster.num_devices if made is None else max(s.num_devices for s in made.stages)
+    visible = len(jax.devices())
+    if needed > visible:
+        what = f"The cluster {cluster.name!r} has" if made is None else "The plan needs"
+        raise DeviceError(
+            f"{what} {needed} devices, and JAX sees {visible}.",
+            where=f"jax.devices() on {jax.default_backend()!r}",
+            why="compiling a step needs the devices that it will run on.",
+            hint="autopar.plan needs no devices; on a CPU, "
+            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used makes '
+            "virtual ones.",
+        )

@@ -135,15 +135,20 @@ def test_no_batch_argument() -> None:
 
 
 def test_ambiguous_batch_argument() -> None:
-    mask = {**BATCH, "mask": np.ones((5, 5), np.float32)}
-    for call in every_entrance(train_step, STATE, mask):
+    def step(state: Any, query: Any, key: Any) -> Any:
+        kernel = state["kernel"]
+        loss = lambda kernel: jax.nn.logsumexp((query @ kernel) @ key.T)  # noqa: E731
+        return {"kernel": kernel - 0.1 * jax.grad(loss)(kernel)}
+
+    rows = [np.ones((n, 4), np.float32) for n in (4, 8, 5)]
+    for call in every_entrance(step, {"kernel": rows[0]}, *rows[1:]):
         raises(
             BatchArgumentError,
             call,
             what="The batch is ambiguous",
-            where="batch['mask']",
-            why="batch['mask']: 5",
-            hint="batch_axes",
+            where="query",
+            why="key: 5",
+            hint="for 5 examples: batch_axes=(None, None, 0)",
         )
 
 

@@ -31,7 +31,7 @@ class Analysis:
     """
 
     num_microbatches: int
-    batch_size: int
+    batch_sizes: tuple[int, ...]
     states: Mapping[Var, BatchState]
     phases: Phases
     costs: Costs
@@ -43,7 +43,8 @@ class Analysis:
     def __str__(self) -> str:
         parts, phases, costs = self.num_microbatches, self.phases, self.costs
         total = costs.prologue_flops + costs.loop_flops + costs.epilogue_flops or 1.0
-        lines = [f"{parts} microbatches of {self.batch_size // parts} rows"]
+        rows = " and ".join(str(size // parts) for size in self.batch_sizes)
+        lines = [f"{parts} microbatches of {rows} rows"]
         for name, steps, amount in (
             ("prologue", phases.prologue, costs.prologue_flops),
             ("loop", phases.loop, costs.loop_flops),
@@ -86,11 +87,11 @@ def analyze(
     Returns:
       The analysis. It raises nothing: `culprits` says what forbids the split.
     """
-    (batch_size,) = batch_sizes(graph)
-    assert batch_size % num_microbatches == 0, (batch_size, num_microbatches)
+    sizes = tuple(sorted(batch_sizes(graph), reverse=True))
+    assert not any(size % num_microbatches for size in sizes), (sizes, num_microbatches)
 
     def attempt(before_loop: bool) -> Analysis:
-        context = Context(rules, num_microbatches, batch_size)
+        context = Context(rules, num_microbatches, sizes)
         states = input_states(graph, num_microbatches, params=not before_loop)
         found = forward(graph.jaxpr, states, context)
         phases = find_phases(found, context)
@@ -100,7 +101,7 @@ def analyze(
             culprits += costs.causes
         return Analysis(
             num_microbatches=num_microbatches,
-            batch_size=batch_size,
+            batch_sizes=sizes,
             states=found.states,
             phases=phases,
             costs=costs,

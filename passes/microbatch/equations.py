@@ -61,7 +61,7 @@ class Context:
 
     rules: Mapping[JaxprEqn, FactorRule]
     parts: int
-    batch_size: int
+    batch_sizes: tuple[int, ...]
     inside: bool = False
     occurrences: dict[int, Occurrences] = field(default_factory=dict)
 
@@ -222,12 +222,12 @@ def _row_place(
 
 def guess_place(shape: Sequence[int], context: Context) -> tuple[Place | None, bool]:
     """The dimension that has the size of the batch, or a multiple of it."""
-    parts, batch_size = context.parts, context.batch_size
     for exact in (True, False):
-        for dim, size in enumerate(shape):
-            if size == batch_size if exact else size and size % batch_size == 0:
-                return (dim, size // parts), False
-    return None, math.prod(shape) >= batch_size
+        for rows in context.batch_sizes:
+            for dim, size in enumerate(shape):
+                if size == rows if exact else size and size % rows == 0:
+                    return (dim, size // context.parts), False
+    return None, math.prod(shape) >= min(context.batch_sizes)
 
 
 def is_control_flow(eqn: JaxprEqn) -> bool:

@@ -137,7 +137,7 @@ def _plan_one(
     for mesh in logical_meshes(options, cluster, split.graph, of_stage=False):
         report(f"choosing shardings on a mesh of {' x '.join(map(str, mesh))}")
         planned = (plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))),)
-        made.append(_assemble(split, stages, planned, ONE_STAGE, cluster, limit, (False,)))
+        made.append(assemble(split, stages, planned, ONE_STAGE, cluster, limit, (False,)))
     return made
 
 
@@ -171,7 +171,7 @@ def _plan_stages(
         planned.append(plan_stage(stage, options, parts[number % len(parts)]))
     remat = layout.remat or (options.remat == "full",) * len(planned)
     limit = memory_limit_of(options, cluster)
-    return _assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
+    return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
 
 
 def sliced(
@@ -218,7 +218,7 @@ def _labelled(stage: StageGraph, known: BatchDims) -> StageGraph:
     return dataclasses.replace(stage, step=dataclasses.replace(stage.step, graph=graph))
 
 
-def _assemble(
+def assemble(
     split: SplitStep,
     stages: Stages,
     planned: tuple[PlannedStage, ...],
@@ -270,7 +270,7 @@ def _rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
         remat = tuple(done or m in too_much for done, m in zip(c.remat, homes, strict=True))
         if remat == c.remat:
             return c
-        candidate = _assemble(c.split, c.stages, c.planned, c.schedule, cluster, c.limit, remat)
+        candidate = assemble(c.split, c.stages, c.planned, c.schedule, cluster, c.limit, remat)
 
 
 def _simulated(

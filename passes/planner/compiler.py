@@ -26,7 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, MemoryLimitError
+from autopar.base.errors import (
+    AutoparError,
+    BatchArgumentError,
+    InexactMicrobatchError,
+    MemoryLimitError,
+)
 from autopar.base.options import BATCH_METHODS, Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
@@ -35,6 +40,7 @@ from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import choose_stages
 from autopar.passes.planner.candidates import PlannedStep, Report, plan_layout
+from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layouts import (
     StageLayout,
     asked_layout,
@@ -42,7 +48,7 @@ from autopar.passes.planner.layouts import (
     logical_meshes,
     microbatch_counts,
 )
-from autopar.passes.planner.plan_writer import follow_plan, write_plan
+from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
@@ -103,6 +109,41 @@ def compile_graph(
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster)
     return Compiled(made, chosen.runnable, chosen.split.graph)
+
+
+def compile_like(
+    graph: Graph,
+    options: Options,
+    cluster: Cluster,
+    plan: Plan,
+    rows: int,
+    report: Report = lambda message: None,
+) -> Compiled | None:
+    """Follow a plan of the same program for a larger batch; None where its decisions do not fit.
+
+    The state is stored as in that plan, so that both programs can take turns with it. Where the
+    batch does not divide among the devices as there, what cannot be cut is computed whole.
+
+    Args:
+      graph: the step, traced for a smaller batch.
+      options: those of the plan.
+      cluster: that of the plan.
+      plan: the known plan.
+      rows: the size of its batch.
+      report: takes a line of progress.
+    """
+    search = _LayoutSearch(graph, populate(graph.jaxpr), options, cluster, report)
+    sizes = batch_sizes(graph)
+    for count in counts_like(plan, rows, sizes, options):
+        try:
+            found = plan_like(plan, search.split(count), options, cluster, report)
+        except AutoparError:
+            continue
+        if found.fits:
+            followed = f"follows the plan for {rows} examples"
+            made = write_plan(found, [found], fingerprint(graph.jaxpr), options, cluster, followed)
+            return Compiled(made, found.runnable, found.split.graph)
+    return None
 
 
 @dataclass(frozen=True)

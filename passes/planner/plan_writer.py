@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import jax
 from jax.extend.core import Jaxpr
 
-from autopar.base.cluster import Cluster, axis_names
+from autopar.base.cluster import Cluster
 from autopar.base.costs import collective_seconds
-from autopar.base.errors import PlanMismatchError
 from autopar.base.options import Options
 from autopar.base.plan_records import (
     Candidate,
@@ -28,32 +27,21 @@ from autopar.base.units import format_bytes
 from autopar.base.version import __version__
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
-from autopar.passes.pieces.pieces import Pieces, Runnable
+from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.planner.candidates import (
     PlannedStep,
-    label_batch,
-    order,
-    sliced,
-    stage_options,
-    take_apart,
 )
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.plan_model import step_model
-from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep, prepare
+from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
-from autopar.passes.primitives.populate import populate
-from autopar.passes.schedules.make import make_schedule
-from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.collectives import collectives, short_source
-from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.layout import Layout, describe
-from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import SpmdProgram, is_literal
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-from autopar.passes.slicing.slice_stages import one_stage
 from autopar.plans.plan import Plan
 
 
@@ -63,8 +51,12 @@ def write_plan(
     program_hash: str,
     options: Options,
     cluster: Cluster,
+    followed: str = "",
 ) -> Plan:
-    """Write down what was chosen, what it is expected to cost, and what else was considered."""
+    """Write down what was chosen, what it is expected to cost, and what else was considered.
+
+    `followed` names the plan whose decisions were taken over, if there is one.
+    """
     schedule, planned = chosen.schedule, chosen.planned
     graph, pieces = chosen.split.graph, chosen.pieces
     inputs = tuple(
@@ -92,7 +84,7 @@ def write_plan(
         cluster=cluster.to_dict(),
         method=options.method,
         num_microbatches=chosen.split.num_microbatches,
-        reason_for_microbatches=_reason(chosen, options),
+        reason_for_microbatches=followed or _reason(chosen, options),
         stages=stages,
         inputs=inputs,
         outputs=outputs,
@@ -214,79 +206,23 @@ def _tensor_plan(
     )
 
 
-def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
-    """What the meshes run in a plan that was made before.
-
-    Raises:
-      PlanMismatchError: its stages or strategies are not those of this program.
-    """
-    cluster, pipeline = Cluster.from_dict(plan.cluster), plan.pipeline
-    if not plan.is_pipeline:
-        stages, schedule = one_stage(split.step, split.rules), ONE_STAGE
-    else:
-        split, stages = sliced(split, pipeline.boundaries, split_backward=pipeline.splits_backward)
-        name = options.schedule if callable(options.schedule) else pipeline.schedule
-        meshes, chunks = pipeline.num_meshes, pipeline.num_chunks
-        schedule = make_schedule(name, meshes, plan.num_microbatches, num_chunks=chunks)
-    if len(stages.graphs) != len(plan.stages):
-        raise PlanMismatchError(
-            f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
-            hint="plan again.",
-        )
-    shapes = [written.logical_mesh for written in plan.stages]
-    warn_of_lost(zip((x.graph.jaxpr for x in stages.graphs), shapes, strict=True))
-    programs = []
-    for stage, written in zip(label_batch(stages), plan.stages, strict=True):
-        one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split
-        mesh = written.logical_mesh
-        own = stage_options(stage, options)
-        built, pricing, dims = prepare(one, mesh, own, submesh(cluster, math.prod(mesh)))
-        assignment = assignment_of(written, built)
-        programs.append(lower(stage.step, built, assignment, pricing, axis_names(mesh), dims))
-    remat = [stage.remat == "full" for stage in plan.stages]
-    pieces = take_apart(stages, programs, remat)
-    return Runnable(pieces, order(schedule, pieces, split), stages.leaves, stages.results)
-
-
 def strategies_of(planned: PlannedStage) -> tuple[NodeStrategy, ...]:
     """What was chosen for every node, as a plan stores it."""
     names, built = planned.program.axis_names, planned.built
     chosen = planned.solution.assignment[: len(built.nodes)]
     return tuple(
-        NodeStrategy(name, short_source(node.source), _choice_text(node.layouts, s, names))
-        for name, node, s in zip(_node_names(built), built.nodes, chosen, strict=True)
+        NodeStrategy(name, short_source(node.source), choice_text(node.layouts, s, names))
+        for name, node, s in zip(node_names(built), built.nodes, chosen, strict=True)
     )
 
 
-def assignment_of(stage: StagePlan, built: StrategyGraph) -> list[int]:
-    """The inverse of `strategies_of`.
-
-    Raises:
-      PlanMismatchError: the stage's strategies are not those of this program.
-    """
-    if [strategy.node for strategy in stage.strategies] != _node_names(built):
-        raise PlanMismatchError(
-            "The plan's strategies do not fit this program.",
-            why="it was made by another version of autopar or of a library.",
-            hint="plan again.",
-        )
-    assignment = []
-    for strategy, node in zip(stage.strategies, built.nodes, strict=True):
-        texts = [_choice_text(node.layouts, s, stage.axis_names) for s in range(len(node.layouts))]
-        if strategy.choice not in texts:
-            raise PlanMismatchError(
-                f"The plan chooses {strategy.choice!r} for {strategy.node!r}, which is no choice.",
-                hint="plan again.",
-            )
-        assignment.append(texts.index(strategy.choice))
-    return assignment
-
-
-def _node_names(built: StrategyGraph) -> list[str]:
+def node_names(built: StrategyGraph) -> list[str]:
+    """What a plan calls the nodes."""
     return [f"{index}: {node.label}" for index, node in enumerate(built.nodes)]
 
 
-def _choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str:
+def choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str:
+    """How a plan writes strategy s of a node: its number and its layout."""
     return f"{s} {describe(layouts[s], names)}"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
@@ -87,18 +88,30 @@ def prepare(
     return build(graph, rules, mesh, pricing, allowed), pricing, dims
 
 
+Allowed = Sequence[Sequence[int]]
+"""For each node, the strategies that it may take."""
+
+
 def plan_mesh(
-    split: SplitStep, mesh: tuple[int, ...], options: Options, cluster: Cluster
+    split: SplitStep,
+    mesh: tuple[int, ...],
+    options: Options,
+    cluster: Cluster,
+    allowed_in: Callable[[StrategyGraph], Allowed] | None = None,
 ) -> PlannedStage:
-    """The cheapest program that fits; if none does, the one that needs least memory."""
+    """The cheapest program that fits; if none does, the one that needs least memory.
+
+    `allowed_in` restricts what the nodes may choose; None: nothing does.
+    """
     built, pricing, dims = prepare(split, mesh, options, cluster)
+    allowed = None if allowed_in is None else allowed_in(built)
     limit = memory_limit_of(options, cluster)
     donated = [label.donated for label in split.graph.inputs]
     paths = [label.path for label in split.graph.inputs]
     names = dict(zip(split.graph.jaxpr.invars, paths, strict=True))
 
     def attempt(memory: int | None) -> PlannedStage:
-        solution = _solve(built, memory, options)
+        solution = _solve(built, memory, options, allowed)
         assignment = solution.assignment[: len(built.nodes)]
         program = lower(split.step, built, assignment, pricing, axis_names(mesh), dims)
         worst = peak(program, names, donated)
@@ -114,23 +127,30 @@ def plan_mesh(
         tries += 1
     if found.fits:
         return found
-    least = _least_usage(built, options)
+    least = _least_usage(built, options, allowed)
     return found if least is None else attempt(least)
 
 
-def _solve(built: StrategyGraph, memory: int | None, options: Options) -> Solution:
-    return solve(
-        to_problem(built, memory),
+def _solve(
+    built: StrategyGraph, memory: int | None, options: Options, allowed: Allowed | None
+) -> Solution:
+    problem = to_problem(built, memory)
+    found = solve(
+        problem if allowed is None else problem.restricted(allowed),
         time_limit=options.solver_time_limit,
         work_limit=None if options.solver_time_limit else SOLVER_WORK,
         seed=options.seed,
     )
+    if allowed is None:
+        return found
+    assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
+    return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
 
 
-def _least_usage(built: StrategyGraph, options: Options) -> int | None:
+def _least_usage(built: StrategyGraph, options: Options, allowed: Allowed | None) -> int | None:
     """The smallest memory limit that the solver can satisfy."""
     try:
-        _solve(built, 1, options)
+        _solve(built, 1, options, allowed)
     except Infeasible as error:
         return error.smallest_usage
     return None

@@ -34,6 +34,7 @@ from autopar.passes.sharding.layout import (
     Layout,
     all_layouts,
     cuts_product,
+    divides,
     num_parts,
     replicated,
     with_sums,
@@ -73,7 +74,8 @@ class Restriction:
             return (whole,)
         if label.role == "batch":
             if self.method in BATCH_METHODS:
-                return (_cut_along(shape, label.batch_axis, _cutting(mesh)),)
+                cut = _cut_along(shape, label.batch_axis, _cutting(mesh))
+                return (cut if divides(shape, cut, mesh) else whole,)
             return all_layouts(shape, mesh)
         if label.role != "state":
             return (whole,)

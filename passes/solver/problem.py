@@ -6,7 +6,8 @@ Everything here is exact: costs and usages are 64-bit integers, sums are Python 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,20 @@ class Problem:
     @property
     def num_nodes(self) -> int:
         return len(self.node_costs)
+
+    def restricted(self, allowed: Sequence[Sequence[int]]) -> Problem:
+        """The problem in which node i may only take `allowed[i]`; later nodes keep all."""
+        kept = [np.asarray(strategies, np.int64) for strategies in allowed]
+        kept += [np.arange(len(costs)) for costs in self.node_costs[len(kept) :]]
+        return replace(
+            self,
+            node_costs=tuple(costs[s] for costs, s in zip(self.node_costs, kept, strict=True)),
+            usages=tuple(usage[s] for usage, s in zip(self.usages, kept, strict=True)),
+            edge_costs=tuple(
+                np.ascontiguousarray(matrix[np.ix_(kept[u], kept[v])])
+                for (u, v), matrix in zip(self.edges, self.edge_costs, strict=True)
+            ),
+        )
 
     def __str__(self) -> str:
         strategies = sum(len(costs) for costs in self.node_costs)

@@ -22,7 +22,9 @@ from autopar.passes.graph.graph import Atom, Input, Output, variables
 from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.trace.arguments import Argument, Request, Result
+from autopar.passes.trace.batch_guess import Leaf, guess_axes
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
+from autopar.passes.trace.signature import traced_leaves
 
 
 def assign(
@@ -45,8 +47,9 @@ def assign(
     keys = _key_leaves(jaxpr, arguments)
     returned = find_returned(jaxpr, arguments, result, request, keys)
     owned = lost.union(*(argument.object_arrays() for argument in arguments))
-    axes = _batch_axes(arguments, returned, request, keys | owned)
-    _check_sizes(arguments, axes)
+    axes = _batch_axes(jaxpr, arguments, returned, request, keys | owned)
+    if axes is None:
+        raise _ambiguous(arguments, returned, keys | owned)
     labels: list[Input] = []
     aliases: dict[int, int] = {}
     for number, argument in enumerate(arguments):
@@ -153,52 +156,81 @@ def _raw_keys(jaxpr: Jaxpr) -> set[Var]:
 
 
 def _batch_axes(
+    jaxpr: Jaxpr,
     arguments: Sequence[Argument],
     returned: Mapping[int, Match],
     request: Request,
     keys: frozenset[int],
-) -> dict[int, int]:
-    """The batch dimension of every array leaf that has one."""
+) -> dict[int, int] | None:
+    """The batch dimension of every array leaf that has one; None: it is ambiguous."""
     if request.batch_axes is not None:
         return _named_axes(arguments, request.batch_axes)
-    asked, candidates = request.batch_argnums, {}
+    if request.batch_argnums == "auto":
+        return _guessed_axes(jaxpr, arguments, returned, keys)
+    named: list[Leaf] = []
     for number, argument in enumerate(arguments):
-        match = returned.get(number)
-        if (match and match.is_state) if asked == "auto" else argument.position not in asked:
+        if argument.position not in request.batch_argnums:
             continue
-        arrays = argument.arrays()
-        leaves = [(i, x.shape[0]) for i, _, x in arrays if x.shape and i not in keys]
-        if leaves:
-            candidates[number] = leaves
-        elif asked != "auto":
+        leaves = [
+            Leaf(i, number, tuple(x.shape))
+            for i, _, x in argument.arrays()
+            if x.shape and i not in keys
+        ]
+        named += leaves
+        if not leaves:
             raise BatchArgumentError(
                 f"Argument {argument.name} holds no batch.",
-                where=f"batch_argnums={asked!r}",
+                where=f"batch_argnums={request.batch_argnums!r}",
                 why="all its leaves are scalars, PRNG keys, or static.",
                 hint="name the arguments that hold examples along their first dimension.",
             )
-    if asked == "auto":
-        candidates = _without_parameters(arguments, candidates)
-    return {index: 0 for leaves in candidates.values() for index, _ in leaves}
+    if len({leaf.shape[0] for leaf in named}) < 2:
+        return {leaf.index: 0 for leaf in named}
+    known = {leaf.index for leaf in named}
+    return guess_axes(jaxpr, named, [i for i in range(len(jaxpr.invars)) if i not in known])
 
 
-def _without_parameters(
-    arguments: Sequence[Argument], candidates: Mapping[int, list[tuple[int, int]]]
-) -> dict[int, list[tuple[int, int]]]:
-    """Drop what cannot be a batch: the parameters of an evaluation step have many leading sizes.
+def _candidates(
+    arguments: Sequence[Argument], returned: Mapping[int, Match], keys: frozenset[int]
+) -> list[Leaf]:
+    """Leaves that may hold a batch: arrays, but for the state and PRNG keys."""
+    return [
+        Leaf(index, number, tuple(leaf.shape))
+        for number, argument in enumerate(arguments)
+        if not ((match := returned.get(number)) and match.is_state)
+        for index, _, leaf in argument.arrays()
+        if leaf.shape and index not in keys
+    ]
 
-    The others must agree on a size. An argument of several sizes is dropped if that is none of
-    them; the first argument, where functions take their parameters, even if one happens to be.
+
+def _guessed_axes(
+    jaxpr: Jaxpr,
+    arguments: Sequence[Argument],
+    returned: Mapping[int, Match],
+    keys: frozenset[int],
+) -> dict[int, int] | None:
+    """The leading dimension where all that may be a batch agrees on it; else what the program says.
+
+    Where no state is known, as in an evaluation step, parameters may agree with the batch by
+    chance; and what a scan walks in order is time, whatever its size.
     """
-    sizes = {number: {size for _, size in leaves} for number, leaves in candidates.items()}
-    agreed = {next(iter(s)) for s in sizes.values() if len(s) == 1}
-    if len(agreed) != 1:
-        return dict(candidates)
-    return {
-        number: leaves
-        for number, leaves in candidates.items()
-        if len(sizes[number]) == 1 or (agreed & sizes[number] and arguments[number].position != 0)
-    }
+    leaves = _candidates(arguments, returned, keys)
+    sizes = {leaf.shape[0] for leaf in leaves}
+    has_state = any(match.is_state for match in returned.values())
+    is_plain = has_state or len({leaf.argument for leaf in leaves}) < 2
+    if len(sizes) < 2 and is_plain and not sizes & _scanned(jaxpr):
+        return {leaf.index: 0 for leaf in leaves}
+    numbers = [n for n, match in returned.items() if match.is_state]
+    state = [i for n in numbers for i, *_ in arguments[n].arrays()]
+    axes = guess_axes(jaxpr, leaves, state)
+    if axes is None and len(sizes) < 2:
+        return {leaf.index: 0 for leaf in leaves}
+    return axes
+
+
+def _scanned(jaxpr: Jaxpr) -> set[int]:
+    """How many iterations the program's scans have."""
+    return {eqn.params["length"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"}
 
 
 def _named_axes(arguments: Sequence[Argument], prefix: Any) -> dict[int, int]:
@@ -267,27 +299,58 @@ def _entry_axes(argument: Argument, entry: Any) -> list[Any]:
 _NO_AXIS = object()
 
 
-def _check_sizes(arguments: Sequence[Argument], axes: Mapping[int, int]) -> None:
-    leaves = (leaf for argument in arguments for leaf in argument.arrays())
-    sizes = [(path, leaf.shape[axes[i]]) for i, path, leaf in leaves if i in axes]
-    counts = Counter(size for _, size in sizes)
-    if len(counts) < 2:
-        return
-    usual = counts.most_common(1)[0][0]
-    odd = next(path for path, size in sizes if size != usual)
-    listed = sorted(sizes, key=lambda item: item[1] == usual)[:8]
-    lines = [f"- {path}: {size}" for path, size in listed]
-    if len(sizes) > 8:
-        lines.append(f"- ... {len(sizes)} leaves in all")
-    raise BatchArgumentError(
-        "The batch is ambiguous: its leaves disagree on the number of examples.",
-        where=odd,
-        why="arguments that do not come back as the new state are taken for the batch, and their "
-        "batch dimensions are of different sizes:\n" + "\n".join(lines),
-        hint="name the arguments that hold the batch with batch_argnums, or give batch_axes, a "
-        "pytree prefix of the arguments as jax.vmap's in_axes, with None for what holds no batch: "
-        "batch_axes=(None, {'x': 0, 'mask': None}).",
+def _ambiguous(
+    arguments: Sequence[Argument], returned: Mapping[int, Match], keys: frozenset[int]
+) -> BatchArgumentError:
+    """The error for a program that does not tell its batch, with the lines that would do."""
+    candidates = {leaf.index: leaf.shape[0] for leaf in _candidates(arguments, returned, keys)}
+    paths = {i: path for argument in arguments for i, path, _ in argument.arrays()}
+    counts = Counter(candidates.values())
+    listed = sorted(candidates, key=lambda i: (counts[candidates[i]], i))
+    lines = [f"- {paths[i]}: {candidates[i]}" for i in listed[:8]]
+    if len(listed) > 8:
+        lines.append(f"- ... {len(listed)} leaves in all")
+    choices = [
+        f"- for {size} examples: batch_axes={_prefix(arguments, candidates, size)}"
+        for size, _ in counts.most_common(3)
+    ]
+    return BatchArgumentError(
+        "The batch is ambiguous: leaves disagree on the number of examples.",
+        where=paths[listed[0]],
+        why="arguments that do not come back as the new state are taken for the batch, and the "
+        "program does not tell which of these leading dimensions are examples:\n"
+        + "\n".join(lines),
+        hint="say it, as the in_axes of jax.vmap do (None: no batch), or name whole arguments with "
+        "batch_argnums:\n" + "\n".join(choices),
     )
+
+
+def _prefix(arguments: Sequence[Argument], candidates: Mapping[int, int], size: int) -> str:
+    """`batch_axes` for leaves of this leading size, as people write it."""
+
+    def text(value: Any, start: int) -> tuple[str, int]:
+        count = sum(traced_leaves(value, jax.tree.leaves(value)))
+        axes = ["0" if candidates.get(start + i) == size else "None" for i in range(count)]
+        if len(set(axes)) <= 1:
+            return axes[0] if axes else "None", start + count
+        parts, at = [], start
+        if type(value) is dict:
+            for key in sorted(value):
+                part, at = text(value[key], at)
+                parts.append(f"{key!r}: {part}")
+            return "{" + ", ".join(parts) + "}", at
+        if type(value) in (tuple, list):
+            for item in value:
+                part, at = text(item, at)
+                parts.append(part)
+            inner = ", ".join(parts) + ("," if len(parts) == 1 and type(value) is tuple else "")
+            return f"({inner})" if type(value) is tuple else f"[{inner}]", at
+        return "...", start + count
+
+    positional = [a for a in arguments if a.position is not None]
+    by_position = {a.position or 0: text(a.value, a.start)[0] for a in positional}
+    entries = [by_position.get(n, "None") for n in range(max(by_position, default=-1) + 1)]
+    return "(" + ", ".join(entries) + ("," if len(entries) == 1 else "") + ")"
 
 
 def check_division(
@@ -315,20 +378,21 @@ def check_division(
                 hint="pass the data as an argument, or name it with batch_argnums.",
             )
         return None
-    path, size = sizes[0]
-    if several and not size:
-        raise BatchArgumentError(
-            f"A batch without rows cannot be divided into {microbatches} microbatches.",
-            where=path,
-            why="its batch dimension has size 0.",
-            hint="skip empty batches, or use microbatches=1.",
-        )
-    if isinstance(microbatches, int) and size % microbatches:
-        fitting = [n for n in range(1, size + 1) if size % n == 0]
-        raise BatchArgumentError(
-            f"A batch of {size} examples cannot be divided into {microbatches} microbatches.",
-            where=path,
-            why="every microbatch holds the same number of examples.",
-            hint=f"use microbatches in {', '.join(map(str, fitting[:12]))}, or another batch size.",
-        )
-    return int(size)
+    for path, size in sizes:
+        if several and not size:
+            raise BatchArgumentError(
+                f"A batch without rows cannot be divided into {microbatches} microbatches.",
+                where=path,
+                why="its batch dimension has size 0.",
+                hint="skip empty batches, or use microbatches=1.",
+            )
+        if isinstance(microbatches, int) and size % microbatches:
+            fitting = [n for n in range(1, size + 1) if all(x % n == 0 for _, x in sizes)]
+            raise BatchArgumentError(
+                f"A batch of {size} examples cannot be divided into {microbatches} microbatches.",
+                where=path,
+                why="every microbatch holds the same number of examples.",
+                hint=f"use microbatches in {', '.join(map(str, fitting[:12]))}, or another batch "
+                "size.",
+            )
+    return int(max(size for _, size in sizes))

@@ -1,0 +1,179 @@
+"""Plans that were made before: run as they are, or followed for other shapes of a batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Set
+
+from autopar.base.cluster import Cluster, axis_names
+from autopar.base.errors import PlanMismatchError
+from autopar.base.options import Options
+from autopar.base.plan_records import StagePlan
+from autopar.passes.pieces.pieces import Runnable
+from autopar.passes.planner.candidates import (
+    PlannedStep,
+    Report,
+    assemble,
+    label_batch,
+    order,
+    sliced,
+    stage_options,
+    take_apart,
+)
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.plan_writer import choice_text, node_names
+from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of, plan_mesh, prepare
+from autopar.passes.primitives.populate import populate
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
+from autopar.passes.sharding.constraint_axes import warn_of_lost
+from autopar.passes.sharding.layout import Layout, describe
+from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.strategy_graph import StrategyGraph
+from autopar.passes.slicing.slice_stages import one_stage
+from autopar.passes.slicing.stage_graphs import Stages
+from autopar.plans.plan import Plan
+
+NUMBERS_TRIED = 3  # of microbatches, before a batch of another size is planned anew
+
+
+def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
+    """What the meshes run in a plan that was made before.
+
+    Raises:
+      PlanMismatchError: its stages or strategies are not those of this program.
+    """
+    split, stages, schedule = _in_stages(plan, split, options)
+    shapes = [written.logical_mesh for written in plan.stages]
+    warn_of_lost(zip((x.graph.jaxpr for x in stages.graphs), shapes, strict=True))
+    cluster, programs = Cluster.from_dict(plan.cluster), []
+    for one, written, own in _each_stage(plan, split, stages, options):
+        mesh = written.logical_mesh
+        built, pricing, dims = prepare(one, mesh, own, submesh(cluster, math.prod(mesh)))
+        assignment = assignment_of(written, built)
+        programs.append(lower(one.step, built, assignment, pricing, axis_names(mesh), dims))
+    pieces = take_apart(stages, programs, _remat(plan))
+    return Runnable(pieces, order(schedule, pieces, split), stages.leaves, stages.results)
+
+
+def plan_like(
+    plan: Plan, split: SplitStep, options: Options, cluster: Cluster, report: Report
+) -> PlannedStep:
+    """A plan of the same program for other shapes, with the decisions of one that was made before.
+
+    Stages, schedule and logical meshes are the known plan's, and every node takes a strategy with
+    the layout that it has there; the solver chooses where these shapes allow none.
+
+    Raises:
+      PlanMismatchError: the program falls into other stages.
+      AutoparError: the schedule cannot have that number of microbatches.
+    """
+    split, stages, schedule = _in_stages(plan, split, options)
+    planned = []
+    for one, written, own in _each_stage(plan, split, stages, options):
+        report("choosing shardings as in the known plan")
+        mesh, allowed = written.logical_mesh, functools.partial(_as_written, plan, written)
+        planned.append(plan_mesh(one, mesh, own, submesh(cluster, math.prod(mesh)), allowed))
+    limit = memory_limit_of(options, cluster)
+    return assemble(split, stages, tuple(planned), schedule, cluster, limit, _remat(plan))
+
+
+def counts_like(plan: Plan, rows: int, sizes: Set[int], options: Options) -> tuple[int, ...]:
+    """Numbers of microbatches to try for a smaller batch, the best first.
+
+    A microbatch has no more rows than one of the known plan, and where possible as many for each
+    device; of such numbers first the one that was asked for, then the smallest.
+
+    Args:
+      plan: the known plan.
+      rows: of the batch that it is for.
+      sizes: the rows of the batch now.
+      options: what was asked for.
+    """
+    known, now = max(rows // plan.num_microbatches, 1), math.gcd(*sizes)
+    shared = math.gcd(known, plan.stages[0].num_devices)
+    counts = [n for n in range(1, now + 1) if now % n == 0 and now // n <= known]
+    counts.sort(key=lambda n: (now // n % shared != 0, n != options.microbatches, n))
+    return tuple(counts[:NUMBERS_TRIED])
+
+
+def _in_stages(
+    plan: Plan, split: SplitStep, options: Options
+) -> tuple[SplitStep, Stages, Schedule]:
+    """The step in the stages of a plan, and the order of their tasks."""
+    pipeline = plan.pipeline
+    if not plan.is_pipeline:
+        return split, one_stage(split.step, split.rules), ONE_STAGE
+    count = split.num_microbatches
+    split, stages = sliced(split, pipeline.boundaries, split_backward=pipeline.splits_backward)
+    if len(stages.graphs) != len(plan.stages):
+        raise PlanMismatchError(
+            f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
+            hint="plan again.",
+        )
+    name = options.schedule if callable(options.schedule) else pipeline.schedule
+    meshes, chunks = pipeline.num_meshes, pipeline.num_chunks
+    return split, stages, make_schedule(name, meshes, count, num_chunks=chunks)
+
+
+def _each_stage(
+    plan: Plan, split: SplitStep, stages: Stages, options: Options
+) -> Iterator[tuple[SplitStep, StagePlan, Options]]:
+    """Every stage as a step of its own, what is written of it, and the options that are for it."""
+    for stage, written in zip(label_batch(stages), plan.stages, strict=True):
+        one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split
+        yield one, written, stage_options(stage, options)
+
+
+def _remat(plan: Plan) -> tuple[bool, ...]:
+    return tuple(stage.remat == "full" for stage in plan.stages)
+
+
+def _as_written(plan: Plan, written: StagePlan, built: StrategyGraph) -> list[list[int]]:
+    """For each node the strategies with the layout of a plan for other shapes; else all of them.
+
+    Where the program has other nodes, only how the state is stored is kept.
+    """
+    names, allowed = written.axis_names, [list(range(n.num_strategies)) for n in built.nodes]
+    chosen: dict[int, str] = {}
+    if [strategy.node for strategy in written.strategies] == node_names(built):
+        texts = (strategy.choice for strategy in written.strategies)
+        chosen = {index: text.partition(" ")[2] for index, text in enumerate(texts)}
+    else:
+        is_known = frozenset(names).issuperset
+        stored = {leaf.path: leaf for leaf in plan.inputs if leaf.role == "state"}
+        for node in built.inputs:
+            leaf = stored.get(built.nodes[node].label)
+            if leaf is not None and all(map(is_known, leaf.spec)):
+                layout = Layout(tuple(tuple(map(names.index, axes)) for axes in leaf.spec))
+                chosen[node] = describe(layout, names)
+    for index, text in chosen.items():
+        layouts = built.nodes[index].layouts
+        same = [s for s in allowed[index] if describe(layouts[s], names) == text]
+        allowed[index] = same or allowed[index]
+    return allowed
+
+
+def assignment_of(stage: StagePlan, built: StrategyGraph) -> list[int]:
+    """The inverse of `strategies_of`.
+
+    Raises:
+      PlanMismatchError: the stage's strategies are not those of this program.
+    """
+    if [strategy.node for strategy in stage.strategies] != node_names(built):
+        raise PlanMismatchError(
+            "The plan's strategies do not fit this program.",
+            why="it was made by another version of autopar or of a library.",
+            hint="plan again.",
+        )
+    assignment = []
+    for strategy, node in zip(stage.strategies, built.nodes, strict=True):
+        texts = [choice_text(node.layouts, s, stage.axis_names) for s in range(len(node.layouts))]
+        if strategy.choice not in texts:
+            raise PlanMismatchError(
+                f"The plan chooses {strategy.choice!r} for {strategy.node!r}, which is no choice.",
+                hint="plan again.",
+            )
+        assignment.append(texts.index(strategy.choice))
+    return assignment

@@ -1,0 +1,1 @@
+"""Random train steps, compared with plain `jax.jit`."""
