@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core, source_info_util
+from jax._src import core, custom_partitioning_sharding_rule, source_info_util
+from jax._src.interpreters import mlir
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.base.user_code import is_users
@@ -210,6 +211,35 @@ def jit_arguments(fn: Any) -> JitArguments:
         for numbers in (told.static_argnums, told.donate_argnums)
     )
     return JitArguments(static, tuple(told.static_argnames), donated)
+
+
+def sharding_rule_text(eqn: JaxprEqn) -> str | None:
+    """The sharding rule of a `custom_partitioning` call as Shardy prints it, if it has one.
+
+    JAX makes that text only while it lowers for several devices.
+    """
+    rule = eqn.params["sharding_rule"]
+    if rule is None:
+        return None
+    with mlir.make_ir_context(), mlir.ir.Location.unknown():
+
+        def types(values: Sequence[Var]) -> list[Any]:
+            return [
+                mlir.ir.RankedTensorType.get(v.aval.shape, mlir.dtype_to_ir_type(v.aval.dtype))
+                for v in values
+            ]
+
+        operands, results = types(eqn.invars), types(eqn.outvars)
+        settings: Mapping[str, Any] = {}
+        if callable(rule):
+            mesh = jax.sharding.AbstractMesh((), ())
+            rule = rule(*eqn.params["static_args"], mesh, operands, results)
+            if isinstance(rule, (list, tuple)) and len(rule) == 2:
+                rule, settings = rule
+        if isinstance(rule, str):
+            rule = custom_partitioning_sharding_rule.str_to_sdy_sharding_rule(rule, **settings)
+        made = custom_partitioning_sharding_rule.sdy_sharding_rule_to_mlir(rule, operands, results)
+        return str(made)
 
 
 def is_primitive(value: Any) -> bool:

@@ -6,18 +6,26 @@ from collections.abc import Callable, Mapping
 
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.primitives.cudnn_attention import cudnn_on_slices, cudnn_rule
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.local_calls import local_on_slices, local_rule
 from autopar.passes.primitives.local_rewrites import Rewrite
 from autopar.passes.primitives.pallas_rules import pallas_on_slices, pallas_rule
+from autopar.passes.primitives.partitioned_calls import partitioned_on_slices, partitioned_rule
 from autopar.passes.primitives.ragged_products import ragged_on_slices, ragged_rule
 
 KERNEL_RULES: Mapping[str, Callable[[JaxprEqn, frozenset[int]], FactorRule | None]] = {
+    "custom_partitioning": partitioned_rule,
+    "dot_product_attention_bwd_wrapper": cudnn_rule,
+    "dot_product_attention_fwd_wrapper": cudnn_rule,
     "local_call": local_rule,
     "pallas_call": pallas_rule,
     "ragged_dot_general": ragged_rule,
 }
 KERNEL_REWRITES: Mapping[str, Rewrite] = {
+    "custom_partitioning": partitioned_on_slices,
+    "dot_product_attention_bwd_wrapper": cudnn_on_slices,
+    "dot_product_attention_fwd_wrapper": cudnn_on_slices,
     "local_call": local_on_slices,
     "pallas_call": pallas_on_slices,
     "ragged_dot_general": ragged_on_slices,

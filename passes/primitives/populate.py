@@ -150,13 +150,13 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | Non
         name = eqn.primitive.name
         if name in OWN:
             found[i] = OWN[name](eqn, key[-1])
-        elif any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
-            # Nothing to compute, but its rows must not seem to mix.
-            found[i] = (elementwise if name in ELEMENTWISE else replicated)(eqn)
         elif name in KERNELS or name in KERNEL_RULES:
             rule = kernel_rule(eqn, key[-1])
             if rule is not None:
                 found[i] = rule
+        elif any(0 in _signature(var)[0] for var in (*eqn.invars, *eqn.outvars)):
+            # Nothing to compute, but its rows must not seem to mix.
+            found[i] = (elementwise if name in ELEMENTWISE else replicated)(eqn)
         elif is_known(name):
             to_lower.append(i)
     lowered = lower_rules([missing[i][1] for i in to_lower])

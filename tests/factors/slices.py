@@ -245,16 +245,27 @@ def check_way(
     kinds = {rule.factors[factor].kind for factor in way} - {"pass"}
     assert len(kinds) < 2, "partial results of different kinds do not combine"
     combine = _COMBINE[kinds.pop()] if kinds else None
-    together: dict[str, list[int]] = {}  # places whose results have the same place in the whole
-    for place in range(places(way)):
-        together.setdefault(str(way_cuts(rule, way, place)[1]), []).append(place)
-    for group in together.values():
-        _, result_cuts = way_cuts(rule, way, group[0])
-        results = [found[place] for place in group]
-        assert combine or len(group) == 1
-        for whole, cuts, *values in zip(wholes, result_cuts, *results, strict=True):
+    for number, whole in enumerate(wholes):
+        together: dict[str, list[int]] = {}  # places whose results have the same place in the whole
+        for place in range(places(way)):
+            cuts, passed = way_cuts(rule, way, place)[1][number], _passed(rule, way, place)
+            together.setdefault(str((cuts, passed)), []).append(place)
+        for group in together.values():
+            cuts = way_cuts(rule, way, group[0])[1][number]
+            assert combine or len(group) == 1
+            values = [found[place][number] for place in group]
             value = functools.reduce(combine, values) if combine else values[0]
             check_equal(value, host_take(whole, cuts), f"{eqn} cut {way} of {rule}")
+
+
+def _passed(rule: FactorRule, way: Way, place: int) -> list[int]:
+    """The indices of the factors that no result is a part over."""
+    indices = []
+    for factor, (number, _) in way.items():
+        if rule.factors[factor].kind == "pass":
+            indices.append(place % number)
+        place //= number
+    return indices
 
 
 def host_take(whole: Any, cuts: Cuts) -> np.ndarray:
