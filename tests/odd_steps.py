@@ -151,6 +151,19 @@ def solved_systems() -> Made:
     return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))
 
 
+# Complex numbers, windows, random numbers.
+
+
+@step
+def spectra() -> Made:
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        spectrum = jnp.fft.fft(x @ w, axis=1) * jnp.exp(1j * w[0])
+        h = jnp.fft.ifft(spectrum, axis=1).real + jnp.abs(jnp.fft.fft(x))
+        return jnp.mean((h - y) ** 2)
+
+    return sgd(loss), (floats(8, 8), floats(16, 4, 8), floats(16, 4, 8))
+
+
 # Few bits.
 
 

@@ -18,6 +18,7 @@ from autopar.passes.graph.primitives import (
     COMBINES,
     CUMULATIVE,
     MATRIX_FUNCTIONS,
+    MONOID_REDUCTIONS,
     SCATTERS,
     FactorKind,
 )
@@ -316,13 +317,23 @@ def _reduce(eqn: JaxprEqn, zeros: frozenset[int]) -> FactorRule:
     kind = _body_monoid(eqn.params["jaxpr"]) if half == 1 else "replicated"
     if kind == "prod" or (kind == "sum" and 1 not in zeros):
         kind = "replicated"  # each part would count the initial value
+    return _reduced(eqn, eqn.params["dimensions"], kind, half)
+
+
+def reduction(eqn: JaxprEqn) -> FactorRule:
+    """A reduction by a monoid; Shardy does not see one in how complex numbers are lowered."""
+    return _reduced(eqn, eqn.params["axes"], MONOID_REDUCTIONS[eqn.primitive.name], 1)
+
+
+def _reduced(eqn: JaxprEqn, axes: Sequence[int], kind: FactorKind, half: int) -> FactorRule:
     loops = Loops()
     dims = [
-        loops.new(size, kind if dim in eqn.params["dimensions"] else "pass")
+        loops.new(size, kind if dim in axes else "pass")
         for dim, size in enumerate(shape_of(eqn.invars[0]))
     ]
-    kept = [dim for i, dim in enumerate(dims) if i not in eqn.params["dimensions"]]
-    return loops.rule([dims] * half + [[]] * half, [kept] * half)
+    kept = [dim for i, dim in enumerate(dims) if i not in axes]
+    initial: list[list[DimFactors]] = [[] for _ in eqn.invars[half:]]
+    return loops.rule([dims] * half + initial, [kept] * half)
 
 
 def _body_monoid(jaxpr: Any) -> FactorKind:

@@ -17,12 +17,13 @@ from autopar.passes.graph.primitives import (
     FOREIGN,
     KEEPS_ZERO,
     KERNELS,
+    MONOID_REDUCTIONS,
     SCATTERS,
 )
 from autopar.passes.graph.scans import bodies_with_constants
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.kernels import KERNEL_RULES, kernel_rule
-from autopar.passes.primitives.own_rules import OWN, elementwise, replicated
+from autopar.passes.primitives.own_rules import OWN, elementwise, reduction, replicated
 from autopar.passes.primitives.shardings import dtype_of, is_known, is_tiny_float, whole_dims
 from autopar.passes.primitives.shardy import lower_rules
 
@@ -164,6 +165,8 @@ def _new_rules(missing: Sequence[tuple[Any, JaxprEqn]]) -> list[FactorRule | Non
         eqn = missing[i][1]
         if rule is None and eqn.primitive.name in ELEMENTWISE:
             rule = elementwise(eqn)
+        if rule is None and eqn.primitive.name in MONOID_REDUCTIONS:
+            rule = reduction(eqn)
         if rule is not None:
             found[i] = rule
     return [

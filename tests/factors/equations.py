@@ -261,6 +261,7 @@ def reductions() -> dict[str, Case]:
         "xor": (lambda x: lax.reduce_xor(x, (0,)), (ints(8, 4),)),
         "argmax": (lambda x: jnp.argmax(x, axis=1), (f32(4, 8),)),
         "argmin": (lambda x: jnp.argmin(x, axis=0), (f32(8, 4),)),
+        "sum of complex": (lambda x: jnp.sum(lax.complex(x, 2 * x), axis=0), (f32(8, 4),)),
         "reduce add": (lambda x: general(x, 0.0, lambda a, b: a + b), (f32(8, 4),)),
         "reduce add from one": (lambda x: general(x, 1.0, lambda a, b: a + b), (f32(8, 4),)),
         "reduce maximum": (lambda x: general(x, 0.5, lambda a, b: lax.max(a, b)), (f32(8, 4),)),
