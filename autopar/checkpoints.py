@@ -17,6 +17,7 @@ from autopar.arrays.ray_array import RayArray, key_implementation
 from autopar.arrays.split_array import put
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import CheckpointError
+from autopar.base.user_code import shortens
 from autopar.checkpoint_writing import PYTHON, WritingCheckpoint, check_leaf, dtype_name, flat
 from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.runtime.checkpoint_files import (
@@ -103,6 +104,7 @@ class Checkpoints:
 
     # Saving
 
+    @shortens
     def save(self, step: int, state: Any, extra: Any = None) -> None:
         """Save a state; it may be consumed as soon as this returns.
 
@@ -124,7 +126,7 @@ class Checkpoints:
         latest = self.latest
         if latest is not None and step <= latest:
             raise CheckpointError(
-                f"Step {step} cannot be saved behind step {latest}.",
+                f"Step {step} cannot be saved after step {latest}.",
                 where=str(self.directory),
                 why="the last checkpoint is the one that a run continues from.",
                 hint="use another folder for a run that branches off, or remove later steps.",
@@ -145,6 +147,7 @@ class Checkpoints:
         self._writing = WritingCheckpoint(folder, step, paths, leaves, extra, self._keep)
         self._writing.start()
 
+    @shortens
     def wait(self) -> None:
         """Wait until what was saved is in its place.
 
@@ -168,6 +171,7 @@ class Checkpoints:
 
     # Restoring
 
+    @shortens
     def restore(self, like: Any, step: int | None = None) -> Checkpoint:
         """A saved state, placed as another one is.
 
@@ -198,6 +202,7 @@ class Checkpoints:
         tree: Any = jax.tree.structure(like)
         return Checkpoint(step, objects_of(tree.unflatten(found)), extra)
 
+    @shortens
     def extra(self, step: int | None = None) -> Any:
         """What was saved with a state, without the state.
 

@@ -15,6 +15,7 @@ import jax
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.options import Options
+from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
 
 PlanOrPath = Plan | str | os.PathLike[str]
@@ -109,7 +110,7 @@ def read_arguments(
         request = make_request(options, cluster, plan)
     else:
         raise OptionError(
-            f"autopar.{caller} takes a function first, and got {fn!r}.",
+            f"autopar.{caller} takes a function first, and got {describe(fn)}.",
             hint=f"autopar.{caller}(train_step, state, batch).",
         )
     parameters, takes_any = _keywords(fn)

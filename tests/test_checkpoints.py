@@ -93,7 +93,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoints.restore(jnp.zeros(3), step=10).state, [10] * 3)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 5\.(.|\n)*are 10, 200"):
         checkpoints.restore(jnp.zeros(3), step=5)
-    with pytest.raises(CheckpointError, match="Step 200 cannot be saved behind step 200"):
+    with pytest.raises(CheckpointError, match="Step 200 cannot be saved after step 200"):
         checkpoints.save(200, jnp.zeros(3))
 
 

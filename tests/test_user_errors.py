@@ -224,3 +224,43 @@ def test_an_object_that_is_no_argument() -> None:
 
     with pytest.raises(TraceError, match="changes an object that is not among its arguments"):
         autopar.plan(step, {"x": BATCH["x"]})
+
+
+def test_hints_do_not_lead_to_the_next_refusal() -> None:
+    batch = {"x": BATCH["x"]}
+
+    def standardized(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            hidden = batch["x"] @ w
+            return jnp.mean(((hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)) ** 4)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    with pytest.raises(AutoparError) as caught:
+        autopar.plan(standardized, W, batch, stages=2)
+    assert "stages=1 and microbatches=1" in str(caught.value)
+    with pytest.raises(AutoparError) as caught:
+        autopar.plan(lambda w, x: w + x.sum(0), W[0], batch["x"], stages=2)
+    assert "use stages=1" in str(caught.value)
+    for stages in (9, 3):
+        with pytest.raises(OptionError) as refused:
+            autopar.plan(step_with(lambda w, batch: None), W, batch, stages=stages)
+        assert refused.value.why is not None
+        assert str(9 if stages == 9 else 4) in str(refused.value.hint)
+
+
+def test_a_call_that_the_step_does_not_take() -> None:
+    step = step_with(lambda w, batch: None)
+    for arguments in ((W,), (W, BATCH, BATCH)):
+        with pytest.raises(TraceError, match=r"cannot be called in this way(.|\n)*argument") as no:
+            autopar.plan(step, *arguments)
+        assert f"{__file__}:{step.__code__.co_firstlineno}" in str(no.value.where)
+
+    def inner_type_error(w: Any, batch: Any) -> Any:
+        return len(3)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len") as own:
+        autopar.plan(inner_type_error, W, BATCH)
+    assert not isinstance(own.value, AutoparError)
+    with pytest.raises(TraceError, match="leave it out"):
+        autopar.plan(step, W, {**BATCH, "names": np.array(["a"] * 16)})

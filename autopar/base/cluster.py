@@ -27,6 +27,7 @@ from autopar.base import hardware
 from autopar.base.device import FLOATS, Device, Link
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.records import Record, dump_json, dump_toml
+from autopar.base.user_code import shortens
 
 __all__ = ["AXIS_NAMES", "AxisLink", "Cluster", "Device", "Link", "axis_names"]
 
@@ -116,6 +117,7 @@ class Cluster(Record):
         return f"{self.name}: {nodes} of {self.devices_per_node} x {self.device.name}"
 
     @classmethod
+    @shortens
     def preset(cls, name: str, *, nodes: int = 1, devices_per_node: int | None = None) -> Cluster:
         """A cluster of a well-known kind, with numbers from public documents.
 
@@ -194,6 +196,7 @@ class Cluster(Record):
         Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
+    @shortens
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Reads a file that `save` wrote, or that was written by hand in the same form.
 

@@ -18,6 +18,7 @@ from autopar.base.errors import PlanMismatchError
 from autopar.base.records import Record, differences, dump_json
 from autopar.base.step_model import StepModel
 from autopar.base.units import format_mesh, without_rows
+from autopar.base.user_code import shortens
 
 FORMAT_VERSION = 3
 """Of the JSON form; a file of another format version is refused."""
@@ -304,6 +305,7 @@ class PlanRecord(Record):
         return plan
 
     @classmethod
+    @shortens
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a plan that `save` wrote.
 

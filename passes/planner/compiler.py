@@ -156,7 +156,7 @@ class _LayoutSearch:
     cluster: Cluster
     report: Report
 
-    def split(self, count: int) -> SplitStep:
+    def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
         """The step in this number of microbatches."""
         graph, options = self.graph, self.options
         if count == 1:
@@ -170,7 +170,9 @@ class _LayoutSearch:
             max_flops_share=options.max_flops_share,
             max_bytes_share=options.max_bytes_share,
         )
-        step = microbatch.split(graph, analysis)
+        # A pipeline of one microbatch is refused in turn.
+        instead = "stages=1 and microbatches=1" if is_pipeline else "microbatches=1"
+        step = microbatch.split(graph, analysis, instead)
         return SplitStep(step, populate(step.graph.jaxpr), analysis.certificate, count)
 
     def candidates(self, layout: StageLayout) -> tuple[list[PlannedStep], str]:
@@ -182,7 +184,7 @@ class _LayoutSearch:
                 if not layout.is_pipeline:
                     for mesh in logical_meshes(options, cluster, self.graph, of_stage=False):
                         check_batch(self.graph, options.method, mesh, count)
-                split = self.split(count)
+                split = self.split(count, layout.is_pipeline)
             except (InexactMicrobatchError, BatchArgumentError) as error:
                 if not made:
                     raise

@@ -67,15 +67,17 @@ def asked_layout(options: Options, cluster: Cluster) -> StageLayout:
             why=f"{cluster.name} has {cluster.num_devices} "
             f"device{'' if cluster.num_devices == 1 else 's'}, and every stage needs one.",
             hint=f"use at most stages={cluster.num_devices}, or num_chunks for several stages on "
-            "one mesh. Virtual CPU devices: jax.config.update('jax_num_cpu_devices', 8) before JAX "
-            "is used.",
+            f"one mesh. On a CPU, jax.config.update('jax_num_cpu_devices', {meshes}) before JAX is "
+            "used makes virtual devices.",
         )
     if cluster.num_devices % meshes:
         divisors = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
         raise OptionError(
             f"{cluster.num_devices} devices cannot be split into {meshes} equal meshes.",
             where=f"stages={stages!r}",
-            hint=f"use a number of stages of {', '.join(map(str, divisors))}.",
+            why="every stage has a mesh of its own, and all are of one size.",
+            hint=f"use a number of stages of {', '.join(map(str, divisors))}; or stages='auto', "
+            "which may give stages different meshes.",
         )
     return StageLayout(boundaries, (cluster.num_devices // meshes,) * meshes)
 

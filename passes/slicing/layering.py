@@ -260,12 +260,13 @@ def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]
     if stages < 1:
         raise OptionError(f"stages={stages} is not a number of stages.", why="at least 1 is.")
     if stages > count:
+        at_most = f"use at most stages={count}." if count > 1 else "use stages=1: one mesh."
         raise OptionError(
             f"{stages} stages are more than the program has layers.",
             why=f"it has {count} {'layer' if count == 1 else 'layers'}, even if it is cut between"
             " any two equations that are not recomputed everywhere.",
-            hint=f"use at most {count} stages. A loop over parts of the batch, which accumulates "
-            "gradients, is one layer: leave it to microbatches=.",
+            hint=f"{at_most} A loop over parts of the batch, which accumulates gradients, is one "
+            "layer: leave it to microbatches=.",
         )
     return _balanced(found.layers, stages)
 

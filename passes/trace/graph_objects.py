@@ -92,7 +92,7 @@ class ObjectCall:
 
         @functools.wraps(fn, updated=())
         def run_apart(*args: Any, **kwargs: Any) -> StepResult:
-            return _run_apart(fn, self._convention, args, kwargs)
+            return _run_objects(fn, self._convention, args, kwargs)
 
         return run_apart
 
@@ -202,7 +202,7 @@ def on_states(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _run_apart(
+def _run_objects(
     fn: Callable[..., Any], convention: Convention, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StepResult:
     nnx = _nnx()

@@ -91,6 +91,7 @@ def _check_positions(arguments: Sequence[Argument], request: Request) -> None:
                 raise OptionError(
                     f"{name}={numbers!r} names argument {number}, which the call does not have.",
                     why=f"its arguments are {', '.join(described) or 'none'}.",
+                    hint="count them from 0; one that is only given by keyword has no number.",
                 )
 
 

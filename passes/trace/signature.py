@@ -248,8 +248,10 @@ def _is_foreign_array(leaf: Any) -> bool:
 
 
 def _bad_leaf(leaf: Any, path: str) -> TraceError:
+    hint = "convert it with numpy.asarray, register its class as a pytree, or give it a __hash__."
     if isinstance(leaf, (np.ndarray, np.generic)):
         why = f"it is a NumPy array of dtype {leaf.dtype}, which JAX has no counterpart for."
+        hint = "leave it out of what the step takes, or encode it as numbers."
     elif _is_foreign_array(leaf):
         why = f"it is {describe(leaf)}, an array of another library."
     else:
@@ -258,8 +260,7 @@ def _bad_leaf(leaf: Any, path: str) -> TraceError:
         f"The leaf {path} is neither an array nor a constant.",
         where=path,
         why=why,
-        hint="convert it with numpy.asarray, register its class as a pytree, or give it a "
-        "__hash__.",
+        hint=hint,
     )
 
 
@@ -289,6 +290,6 @@ def arguments_of(
 def describe(value: Any) -> str:
     """A value and its type, for a message."""
     kind = type(value)
-    text = repr(value)
+    text = " ".join(repr(value).split())
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{text if len(text) <= 60 else text[:57] + '...'} of type {module}{kind.__qualname__}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -137,7 +138,7 @@ def trace(
                 keep_constraints=constraints == "pin",
             )
         except Exception as error:
-            told = in_our_words(error, name, arguments, _where(fn))
+            told = in_our_words(error, name, arguments, _where(fn)) or _bad_call(error, fn)
             if told is None:
                 raise
             raise told from error
@@ -148,7 +149,7 @@ def trace(
         raise TraceError(
             f"{name} returns no arrays.",
             where=_where(fn),
-            why=f"its result is {tree}.",
+            why=f"its result is {None if tree == _NOTHING else tree}.",
             hint="return the new state and the metrics; what is only printed or stored is lost.",
         )
     avals = iter(closed.out_avals)
@@ -193,8 +194,26 @@ def _check_static_argnums(
             raise OptionError(
                 f"static_argnums={convention.static_argnums!r} names argument {number}, which the "
                 "function does not have.",
-                why=f"it has {count} positional arguments, counted from 0.",
+                why=f"it has {count} positional arguments.",
+                hint=f"use numbers from 0 to {count - 1}.",
             )
+
+
+_NOTHING: Any = jax.tree.structure(None)
+
+
+def _bad_call(error: Exception, fn: Callable[..., Any]) -> TraceError | None:
+    """The error for a call that the function does not take; None: it went wrong inside it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_call = frame.f_code.co_name in ("on_arrays", "_run_objects")
+    if not isinstance(error, TypeError) or isinstance(error, TraceError) or not is_call:
+        return None
+    return TraceError(
+        f"{_name_of(fn)} cannot be called in this way.",
+        where=_where(fn),
+        why=f"{error}.",
+        hint="give all the arguments that the step takes, and no others.",
+    )
 
 
 def _take_apart(
