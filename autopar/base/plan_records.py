@@ -225,6 +225,7 @@ class PlanRecord(Record):
       solver: what was proved about the choice of strategies.
       candidates: what was considered.
       pipeline: how the stages work together; a plan for one mesh is a pipeline of one stage.
+      padding: sizes of dimensions that are padded inside the step, with their sizes there.
     """
 
     autopar_version: str
@@ -243,6 +244,7 @@ class PlanRecord(Record):
     solver: SolverSummary | None = None
     candidates: tuple[Candidate, ...] = ()
     pipeline: PipelinePlan = PipelinePlan("one stage", 1, 1, (), False, 0.0, ())
+    padding: tuple[tuple[int, int], ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property

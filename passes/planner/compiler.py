@@ -22,7 +22,10 @@ stage whose one piece is the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
@@ -31,12 +34,15 @@ from autopar.base.errors import (
     BatchArgumentError,
     InexactMicrobatchError,
     MemoryLimitError,
+    PlanMismatchError,
 )
 from autopar.base.options import BATCH_METHODS, Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
+from autopar.passes.padding.pad import padded_graph
+from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import choose_stages
 from autopar.passes.planner.candidates import PlannedStep, Report, plan_layout
@@ -95,10 +101,14 @@ def compile_graph(
     check_pins(graph, options.pins)
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
-        split = search.split(plan.num_microbatches)
+        split = search.following(plan).split(plan.num_microbatches)
         return Compiled(plan, follow_plan(plan, split, options), split.graph)
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
+    for padded in search.padded():
+        best = _quickest(candidates)
+        candidates += padded.candidates(layout, optional=True)[0]
+        search = search if _quickest(candidates) is best else padded
     fits = any(candidate.fits for candidate in candidates)
     if options.stages == "auto" and (cluster.num_nodes > 1 or not fits):
         candidates += search.automatic_pipelines()
@@ -133,6 +143,10 @@ def compile_like(
       report: takes a line of progress.
     """
     search = _LayoutSearch(graph, populate(graph.jaxpr), options, cluster, report)
+    try:
+        search = search.following(plan)
+    except PlanMismatchError:
+        return None
     sizes = batch_sizes(graph)
     for count in counts_like(plan, rows, sizes, options):
         try:
@@ -155,13 +169,44 @@ class _LayoutSearch:
     options: Options
     cluster: Cluster
     report: Report
+    padding: tuple[tuple[int, int], ...] = ()
+
+    def padded(self) -> Iterator[_LayoutSearch]:
+        """Searches for the same step with loops padded that the devices do not divide."""
+        options = self.options
+        devices = math.prod(options.logical_mesh or asked_layout(options, self.cluster).devices[:1])
+        if options.method in BATCH_METHODS:
+            return
+        for loops in loops_to_pad(self.graph, self.rules, devices):
+            padding = tuple((loop.size, loop.padded) for loop in loops)
+            self.report("padding " + ", ".join(f"{size} to {more}" for size, more in padding))
+            dims = {place: size for loop in loops for place, size in loop.dims.items()}
+            graph = padded_graph(self.graph, self.rules, dims)
+            rules = populate(graph.jaxpr)
+            yield dataclasses.replace(self, graph=graph, rules=rules, padding=padding)
+
+    def following(self, plan: Plan) -> _LayoutSearch:
+        """The search for the program that a plan was made for.
+
+        Raises:
+          PlanMismatchError: it would be padded otherwise now.
+        """
+        searches = itertools.chain([self], self.padded())
+        found = next((search for search in searches if search.padding == plan.padding), None)
+        if found is None:
+            raise PlanMismatchError(
+                f"The plan pads {plan.padding}, which this program's loops are not.",
+                why="it was made by another version of autopar.",
+                hint="plan again.",
+            )
+        return found
 
     def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
         """The step in this number of microbatches."""
         graph, options = self.graph, self.options
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
-            return SplitStep(in_phases(graph), self.rules, whole)
+            return SplitStep(in_phases(graph), self.rules, whole, padding=self.padding)
         self.report(f"splitting the batch into {count} microbatches")
         analysis = microbatch.analyze(
             graph,
@@ -173,10 +218,16 @@ class _LayoutSearch:
         # A pipeline of one microbatch is refused in turn.
         instead = "stages=1 and microbatches=1" if is_pipeline else "microbatches=1"
         step = microbatch.split(graph, analysis, instead)
-        return SplitStep(step, populate(step.graph.jaxpr), analysis.certificate, count)
+        rules = populate(step.graph.jaxpr)
+        return SplitStep(step, rules, analysis.certificate, count, self.padding)
 
-    def candidates(self, layout: StageLayout) -> tuple[list[PlannedStep], str]:
-        """Plans with a layout, with more microbatches while nothing fits; and why not with more."""
+    def candidates(
+        self, layout: StageLayout, *, optional: bool = False
+    ) -> tuple[list[PlannedStep], str]:
+        """Plans with a layout, with more microbatches while nothing fits; and why not with more.
+
+        If they are `optional`, there may be none.
+        """
         made: list[PlannedStep] = []
         options, cluster = self.options, self.cluster
         for count in microbatch_counts(self.graph, options, layout):
@@ -186,7 +237,7 @@ class _LayoutSearch:
                         check_batch(self.graph, options.method, mesh, count)
                 split = self.split(count, layout.is_pipeline)
             except (InexactMicrobatchError, BatchArgumentError) as error:
-                if not made:
+                if not made and not optional:
                     raise
                 return made, f"{count} microbatches are not possible: {error.what}"
             made += plan_layout(split, layout, options, cluster, self.report)

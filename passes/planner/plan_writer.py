@@ -89,6 +89,7 @@ def write_plan(
         inputs=inputs,
         outputs=outputs,
         certificate=chosen.split.certificate,
+        padding=chosen.split.padding,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=max(chosen.step_seconds - communication, 0.0),
@@ -158,6 +159,7 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
     notes = []
     if candidate.is_pipeline:
         notes.append(f"{candidate.schedule.num_stages} stages, {candidate.schedule.name}")
+    notes += [f"{size} padded to {padded}" for size, padded in candidate.split.padding]
     if any(candidate.remat):
         notes.append(f"remat on {sum(candidate.remat)}")
     if not candidate.fits:

@@ -34,12 +34,16 @@ MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exce
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step with its batch split in time, its rules, and how each output is put together."""
+    """A step with its batch split in time, its rules, and how each output is put together.
+
+    `padding` has the sizes of loops that are padded in it, with their sizes there.
+    """
 
     step: Microbatched
     rules: Rules
     certificate: tuple[OutputCertificate, ...] = ()
     num_microbatches: int = 1
+    padding: tuple[tuple[int, int], ...] = ()
 
     @property
     def graph(self) -> Graph:
