@@ -84,6 +84,13 @@ def test_calls_are_inlined_and_the_numbers_stay() -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+def test_what_a_barrier_passes_to_nobody_is_dead() -> None:
+    def step(x: Any) -> Any:
+        return jax.lax.optimization_barrier((x + 1, jnp.sin(x)))[0]
+
+    assert names(graph_of(step, X)) == ["add", "optimization_barrier"]
+
+
 def test_bodies_of_control_flow_are_flat_too() -> None:
     def step(x: Any) -> Any:
         def body(carry: Any, now: Any) -> Any:

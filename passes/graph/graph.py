@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat, primitives
+from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
 from autopar.passes.graph.held_constants import HeldConstants, closed_bodies, passed_down
 
 Role = Literal["state", "batch", "constant", "other"]
@@ -138,7 +139,7 @@ def _inline_into(
             inner = called.jaxpr
             is_separate = eqn.params.get("differentiated") and eqn.params.get("prevent_cse")
             if name in primitives.REMATS and is_separate:
-                operands = _barrier(operands, info, eqns)
+                operands = passed_by_barrier(operands, info, eqns)
             inner_env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
             inner_env.update(zip(inner.constvars, held.atoms(called), strict=True))
             _inline_into(inner, inner_env, eqns, held, outer=eqn.replace(source_info=info))
@@ -179,18 +180,6 @@ def _flat_body(jaxpr: Jaxpr) -> Jaxpr:
     """A body that no pass looks into; one that holds arrays stays as it is."""
     flat = flatten(ClosedJaxpr(jaxpr, [object() for _ in jaxpr.constvars]))
     return flat.jaxpr if len(flat.jaxpr.constvars) == len(jaxpr.constvars) else jaxpr
-
-
-def _barrier(operands: list[Atom], info: Any, eqns: list[JaxprEqn]) -> list[Atom]:
-    """Rematerialized code reads its inputs after a barrier, as JAX's own lowering does."""
-    passed = variables(operands)
-    if not passed:
-        return operands
-    outvars = [jax_compat.new_var(var.aval) for var in passed]
-    barrier = jax_compat.optimization_barrier_primitive()
-    eqns.append(jex_core.new_jaxpr_eqn(passed, outvars, barrier, {}, jex_core.no_effects, info))
-    results = iter(outvars)
-    return [v if isinstance(v, jex_core.Literal) else next(results) for v in operands]
 
 
 def map_inner_jaxprs(
@@ -266,11 +255,16 @@ def used_vars(jaxpr: Jaxpr) -> set[Var]:
 
 
 def eliminate_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Drop equations whose results nobody reads; an equation with an effect always stays."""
+    """Drop equations whose results nobody reads; an equation with an effect always stays.
+
+    A barrier drops the operands whose results nobody reads, and with them what they are made from.
+    """
     live = set(variables(jaxpr.outvars))
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in live for v in eqn.outvars):
+            if is_barrier(eqn):
+                eqn = part_of_barrier(eqn, [i for i, v in enumerate(eqn.outvars) if v in live])
             kept.append(eqn)
             live.update(variables(eqn.invars))
     return jaxpr.replace(eqns=kept[::-1])
@@ -287,7 +281,7 @@ def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
             eqn = eqn.replace(invars=operands)
         key = None
         if not eqn.effects and eqn.primitive.name not in primitives.DISTINCT:
-            key = _equation_key(eqn)
+            key = equation_key(eqn)
         first = eqn if key is None else known.setdefault(key, eqn)
         pairs = list(zip(eqn.outvars, first.outvars, strict=True))
         # The first one may not keep what is needed here.
@@ -300,12 +294,12 @@ def merge_equal_equations(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
-def _equation_key(eqn: JaxprEqn) -> Any:
-    """What makes equations equal; None where a param cannot be compared."""
+def equation_key(eqn: JaxprEqn, env: Mapping[Var, Atom] | None = None) -> Any:
+    """What makes equations equal, with variables renamed; None where a param cannot be compared."""
     atoms = tuple(
         (atom.aval.str_short(), atom.aval.weak_type, np.asarray(atom.val).tobytes())
         if isinstance(atom, jex_core.Literal)
-        else atom
+        else read_atom(env or {}, atom)
         for atom in eqn.invars
     )
     key = (eqn.primitive.name, atoms, tuple(sorted(eqn.params.items(), key=lambda item: item[0])))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import COMBINES, CONTROL_FLOW
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_states import WHOLE, BatchState, Cut, Form, Occurrences, Place
@@ -77,7 +78,7 @@ def transfer(eqn: JaxprEqn, states: States, context: Context) -> Outcome:
     kinds = {state.kind for state in states}
     if kinds <= {"whole"}:
         return ALL_WHOLE, all_whole(eqn, states)
-    if eqn.primitive.name == "optimization_barrier":
+    if is_barrier(eqn):
         forms = tuple(state.form for state in states)
         return Decision("each", forms, forms), list(states)
     if eqn.effects:

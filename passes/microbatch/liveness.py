@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch.batch_states import WHOLE, Form
@@ -143,11 +144,6 @@ def regenerated(
                 return [], True
             steps[found[1]] = PhaseStep(eqn, *found)
     return list(steps.values()), False
-
-
-def is_barrier(eqn: JaxprEqn) -> bool:
-    """Whether an equation passes every operand on unchanged."""
-    return eqn.primitive.name == "optimization_barrier"
 
 
 def barrier_steps(eqn: JaxprEqn, forms: Sequence[set[Form]]) -> list[PhaseStep]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import DropVar, JaxprEqn, Var
 
-from autopar.passes.graph.graph import variables
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import equation_key, variables
 from autopar.passes.graph.primitives import PULLED
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
 from autopar.passes.microbatch.equations import Context, Decision
@@ -24,7 +26,6 @@ from autopar.passes.microbatch.liveness import (
     asked,
     barrier_steps,
     given_form,
-    is_barrier,
     loop_step,
     regenerated,
     whole_step,
@@ -37,7 +38,8 @@ class Phases:
     """What is evaluated when, and what passes between the phases.
 
     `sliced` values enter the loop row by row, `accumulated` ones leave it combined by their
-    monoid, `collected` ones as the stack of all microbatches' rows.
+    monoid, `collected` ones as the stack of all microbatches' rows. `same` names, for values that
+    are made twice of what is whole, the one that is kept.
     """
 
     prologue: tuple[PhaseStep, ...]
@@ -46,6 +48,7 @@ class Phases:
     sliced: tuple[tuple[Var, Place], ...]
     accumulated: tuple[tuple[Var, str], ...]
     collected: tuple[tuple[Var, Place], ...]
+    same: Mapping[Var, Var] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Sweep:
     forward: Forward
     context: Context
     pulled: frozenset[int]
+    same: Mapping[Var, Var]
     # WHOLE here means: before the loop.
     loop_demand: Demand = field(default_factory=lambda: Demand(set))
     late_demand: set[Var] = field(default_factory=set)
@@ -65,16 +69,19 @@ class _Sweep:
     accumulated: dict[Var, str] = field(default_factory=dict)
     collected: dict[Var, Place] = field(default_factory=dict)
 
+    def kept(self, var: Var) -> Var:
+        return self.same.get(var, var)
+
     # Placing steps.
 
     def before(self, step: PhaseStep) -> None:
         self.prologue.append(step)
         for var, _ in step.reads:
-            self.loop_demand[var].add(WHOLE)
+            self.loop_demand[self.kept(var)].add(WHOLE)
 
     def within(self, steps: list[PhaseStep]) -> None:
         for step in steps:
-            for var, form in step.reads:
+            for var, form in ((self.kept(var), form) for var, form in step.reads):
                 state = self.forward.states[var]
                 # A partial result of a whole value is taken from the whole one.
                 whole = isinstance(form, str) and state.kind == "whole" and form != state.form
@@ -83,7 +90,7 @@ class _Sweep:
 
     def after(self, step: PhaseStep) -> None:
         self.epilogue.append(step)
-        self.late_demand.update(var for var, _ in step.reads)
+        self.late_demand.update(self.kept(var) for var, _ in step.reads)
 
     def leave(self, var: Var, form: Form) -> None:
         """`var` leaves the loop: its rows are collected, its partial results are combined."""
@@ -201,9 +208,10 @@ class _Sweep:
 
 def find_phases(forward: Forward, context: Context) -> Phases:
     """Assign every equation that a result needs to its phases."""
-    sweep = _Sweep(forward, context, _pulled(forward))
+    same = _same(forward)
+    sweep = _Sweep(forward, context, _pulled(forward), same)
     jaxpr = forward.jaxpr
-    sweep.late_demand.update(variables(jaxpr.outvars))
+    sweep.late_demand.update(map(sweep.kept, variables(jaxpr.outvars)))
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         sweep.visit(index, jaxpr.eqns[index], forward.decisions[index])
     for var in (*jaxpr.invars, *jaxpr.constvars):
@@ -215,7 +223,31 @@ def find_phases(forward: Forward, context: Context) -> Phases:
         sliced=tuple(sweep.sliced),
         accumulated=tuple(sweep.accumulated.items()),
         collected=tuple(sweep.collected.items()),
+        same=same,
     )
+
+
+def _same(forward: Forward) -> dict[Var, Var]:
+    """For what a rematerialized part computes again of whole values, the first value that is equal.
+
+    What is whole is there for all microbatches, before the loop: computed twice, it would be kept
+    twice, and the loop's barriers have nothing to say about it.
+    """
+    same: dict[Var, Var] = {}
+    known: dict[Any, JaxprEqn] = {}
+    for eqn, decision in zip(forward.jaxpr.eqns, forward.decisions, strict=True):
+        pairs = list(zip(eqn.outvars, eqn.invars, strict=False))
+        if not is_barrier(eqn):
+            if decision.mode != "whole" or eqn.effects:
+                continue
+            key = equation_key(eqn, same)
+            first = eqn if key is None else known.setdefault(key, eqn)
+            pairs = [] if first is eqn else list(zip(eqn.outvars, first.outvars, strict=True))
+        for var, other in pairs:
+            is_kept = isinstance(other, Var) and not isinstance(other, DropVar)
+            if is_kept and forward.state(other).kind == "whole":
+                same[var] = same.get(other, other)
+    return same
 
 
 # Where a linear equation on sums is evaluated: after the loop, unless its result takes fewer bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,11 +30,11 @@ from autopar.passes.microbatch.run_steps import Env, combine, identity, local_st
 
 def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Microbatched:
     """The program that evaluates `phases` with one scan over the microbatches."""
-    program = _NewProgram()
+    program = _NewProgram(phases.same)
     for step in phases.prologue:
         program.add(step)
     made = program.trace(
-        lambda *values: _loop(phases, _wholes(needed, values), num_microbatches),
+        lambda *values: _loop(phases, _wholes(needed, values, phases.same), num_microbatches),
         needed := _read_whole(phases),
         [var for var, _ in (*phases.accumulated, *phases.collected)],
     )
@@ -50,12 +50,13 @@ def rewrite(graph: Graph, phases: Phases, num_microbatches: int) -> Microbatched
 class _NewProgram:
     """The equations of the new program, on the old one's variables."""
 
-    def __init__(self) -> None:
+    def __init__(self, same: Mapping[Var, Var]) -> None:
+        self.same = same
         self.eqns: list[JaxprEqn] = []
         self.renamed: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        return graphs.read_atom(self.renamed, atom)
+        return graphs.read_atom(self.renamed, graphs.read_atom(self.same, atom))
 
     def add(self, step: PhaseStep) -> None:
         """One step outside of the loop."""
@@ -113,15 +114,18 @@ def _spelled_out(value: Any) -> list[Any]:
     return [lax.reshape(lax.concatenate(items, 0), value.shape)]
 
 
-def _wholes(variables: Sequence[Var], values: Sequence[Any]) -> Env:
-    return Env({(var, WHOLE): value for var, value in zip(variables, values, strict=True)})
+def _wholes(
+    variables: Sequence[Var], values: Sequence[Any], same: Mapping[Var, Var] | None = None
+) -> Env:
+    wholes = {(var, WHOLE): value for var, value in zip(variables, values, strict=True)}
+    return Env(wholes, same=same or {})
 
 
 def _read_whole(phases: Phases) -> list[Var]:
     """The variables whose whole values the loop reads, to use or to slice them."""
     made: set[tuple[Var, Form]] = {*phases.sliced}.union(*(step.makes for step in phases.loop))
     read = [pair for step in phases.loop for pair in step.reads if pair not in made]
-    return list(dict.fromkeys(var for var, _ in (*phases.sliced, *read)))
+    return list(dict.fromkeys(phases.same.get(var, var) for var, _ in (*phases.sliced, *read)))
 
 
 def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
@@ -131,7 +135,8 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
 
     def body(carry: list[Any], xs: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         index, rows = xs
-        local = Env(ChainMap({}, env.values), parts, index)  # it writes values of its own
+        # It writes values of its own.
+        local = Env(ChainMap({}, env.values), parts, index, phases.same)
         local.values.update(zip(phases.sliced, rows, strict=True))
         run(phases.loop, local)
         carry = [

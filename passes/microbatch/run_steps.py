@@ -6,7 +6,8 @@ sum never take each other's place.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, used_vars
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.microbatch.batch_states import IDEMPOTENT, WHOLE, Form
-from autopar.passes.microbatch.liveness import ABSENT, Body, PhaseStep, is_barrier
+from autopar.passes.microbatch.liveness import ABSENT, Body, PhaseStep
 from autopar.passes.primitives.cuts import Cuts, DimCut, take
 from autopar.passes.primitives.localize import bind_local
 
@@ -27,16 +29,26 @@ Values = MutableMapping[tuple[Var, Form], Any]
 
 
 class Env:
-    """Values by variable and form, in microbatch `index` of `parts` or outside of the loop."""
+    """Values by variable and form, in microbatch `index` of `parts` or outside of the loop.
 
-    def __init__(self, values: Values, parts: int = 1, index: Any = None):
-        self.values, self.parts, self.index = values, parts, index
+    `same` names the variable that stands for another one.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        parts: int = 1,
+        index: Any = None,
+        same: Mapping[Var, Var] = MappingProxyType({}),
+    ):
+        self.values, self.parts, self.index, self.same = values, parts, index, same
 
     def read(self, atom: Atom, form: Form) -> Any:
         if isinstance(atom, Literal):
             # A literal that is a jax.Array would become an array that the program holds.
             value = np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
             return self._from_whole(value, atom.aval, form)
+        atom = self.same.get(atom, atom)
         if (atom, form) not in self.values:
             self.values[atom, form] = self._from_whole(self.values[atom, WHOLE], atom.aval, form)
         return self.values[atom, form]

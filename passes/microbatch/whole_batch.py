@@ -6,12 +6,14 @@ collected values, exactly. It is refused when it costs more than a stated share 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Graph, inner_jaxprs, user_source, variables, walk
 from autopar.passes.microbatch.equations import MEETS, is_control_flow
 from autopar.passes.microbatch.liveness import PhaseStep
@@ -77,11 +79,17 @@ def _inner_bytes(eqn: JaxprEqn) -> float:
     return total * float(eqn.params.get("length", 1))
 
 
-def _wide_bytes(eqn: JaxprEqn, forward: Forward) -> float:
-    """Bytes of an equation's results that grow with the batch."""
-    wide = [var for var in eqn.outvars if forward.states[var].wide]
+def _wide_bytes(eqn: JaxprEqn, results: Iterable[Var], forward: Forward) -> float:
+    """Bytes of some results of an equation that grow with the batch; a barrier makes none."""
+    if is_barrier(eqn):
+        return 0.0
+    wide = [var for var in results if forward.states[var].wide]
     inner = _inner_bytes(eqn) if wide and is_control_flow(eqn) else 0.0
     return inner + sum(map(_bytes, wide))
+
+
+def _step_bytes(step: PhaseStep, forward: Forward) -> float:
+    return _wide_bytes(step.eqn, (var for var, _ in step.makes), forward)
 
 
 def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Costs:
@@ -89,7 +97,7 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
     jaxpr = graph.jaxpr
     flops_of = {id(eqn): equation_flops(eqn, rules) for eqn in jaxpr.eqns}
     all_flops = sum(flops_of.values()) or 1.0
-    all_bytes = sum(_wide_bytes(eqn, forward) for eqn in jaxpr.eqns) or 1.0
+    all_bytes = sum(_wide_bytes(eqn, eqn.outvars, forward) for eqn in jaxpr.eqns) or 1.0
     charged: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     origins = _origins(jaxpr, forward)
     index_of = {id(eqn): index for index, eqn in enumerate(jaxpr.eqns)}
@@ -101,8 +109,8 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
         index = index_of[id(eqn)]
         charge = charged[origins.get(index, index)]
         charge[0] += flops_of[id(eqn)]
-        charge[1] += _wide_bytes(eqn, forward)
-        for var in variables(eqn.invars):
+        charge[1] += _step_bytes(step, forward)
+        for var, _ in step.reads:
             if forward.states[var].kind == "split" and var not in paid:
                 paid.add(var)
                 charge[1] += _bytes(var)
@@ -136,7 +144,8 @@ def _is_wide(step: PhaseStep, forward: Forward) -> bool:
 
     Of control flow with rewritten bodies, only what all examples share is evaluated there.
     """
-    return not step.bodies and _touches_rows(step.eqn, forward)
+    touched = itertools.chain(step.reads, step.makes)
+    return not step.bodies and any(forward.states[var].wide for var, _ in touched)
 
 
 def _touches_rows(eqn: JaxprEqn, forward: Forward) -> bool:
@@ -184,9 +193,9 @@ def _prologue_charges(
         index = max((asked_by[var] for var in eqn.outvars if var in asked_by), default=None)
         if index is None:
             index = index_of[id(eqn)]
-        for var in variables(eqn.invars):
+        for var, _ in step.reads:
             asked_by.setdefault(var, index)
-        work, size = flops_of[id(eqn)], _wide_bytes(eqn, forward)
+        work, size = flops_of[id(eqn)], _step_bytes(step, forward)
         if work > free_flops:
             charges[index][0] += work
         if size > free_bytes:

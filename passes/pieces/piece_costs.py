@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
@@ -44,12 +45,13 @@ class PieceCosts:
                 total += alpha + beta * itemsize(atom.aval) * step.elements(whole)
             return total
         if isinstance(instruction, Compute):
-            # An effect alone; or a while loop: how often it runs is not known.
-            if not instruction.eqn.outvars or instruction.eqn.primitive.name in CONTROL_FLOW:
+            # An effect alone; a barrier; or a while loop: how often it runs is not known.
+            eqn = instruction.eqn
+            if not eqn.outvars or is_barrier(eqn) or eqn.primitive.name in CONTROL_FLOW:
                 return 0.0
             versions = (*instruction.operands, *instruction.results)
             axes = {axis for version in versions for axis in version.layout.used}
-            undivided = self.pricing.compute(instruction.eqn, self.rules[instruction.eqn])
+            undivided = self.pricing.compute(eqn, self.rules[eqn])
             return undivided / num_parts(axes, self.pricing.mesh)
         if isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
+from autopar.passes.graph.barriers import is_barrier, part_of_barrier
 from autopar.passes.graph.graph import Atom, Graph, user_source
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.own_rules import elementwise
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
 from autopar.passes.sharding.pricing import Pricing
@@ -99,6 +101,8 @@ class _Walk(StrategyGraphBuilder):
                 entry, results = self.scan(scope, eqn, values)
             elif name == "cond":
                 entry, results = self.cond(scope, eqn, values)
+            elif is_barrier(eqn):
+                entry, results = self.barrier(scope, eqn, values), values
             else:
                 entry, results = self.equation(scope, eqn, values)
             scope.entries.append(entry)
@@ -217,6 +221,22 @@ class _Walk(StrategyGraphBuilder):
             results = [Replicated() for _ in eqn.outvars]
         return Entry("grouped", eqn, shape, node, found), results
 
+    def barrier(self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]) -> Entry:
+        """Every operand passes as it lies: its result is the same value, and the same buffer.
+
+        What is recomputed where it is read has a barrier of its own there.
+        """
+        for place, value in enumerate(values):
+            if isinstance(value, Recomputed):
+                alone = part_of_barrier(eqn, [place])
+                shape = st.shape_of(elementwise(alone), ())
+                scope.entries.append(Entry("recomputed", alone, shape, part_of=eqn))
+            elif isinstance(value, Assigned):
+                value.live.last = self.built.time
+                value.live.fused = False  # XLA writes what a barrier reads
+        others = [i for i, value in enumerate(values) if not isinstance(value, Recomputed)]
+        return Entry("passed", part_of_barrier(eqn, others), part_of=eqn)
+
     def opaque(
         self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
     ) -> tuple[Entry, list[ScopeValue]]:
@@ -306,7 +326,7 @@ class _Walk(StrategyGraphBuilder):
         return entry, results
 
     def completed(self, value: Assigned, var: Var, label: str) -> Assigned:
-        """A loop's sums, completed once for all who read them, if they may leave it unreduced."""
+        """A loop's sums, completed once for all who read them, or added to others before that."""
         if not any(layout.partial for layout in value.layouts):
             return value
         layouts = self.restriction.boundary_layouts(var, self.mesh, True)

@@ -97,6 +97,7 @@ class _Lowering:
         self.versions: dict[Var, list[Layout]] = {}
         self.unreduced: set[ShardedValue] = set()  # as they were made, before they were completed
         self.recomputed: dict[Var, Entry] = {}
+        self.passed: dict[Var, Atom] = {}  # a barrier's result -> its operand
         self.aliases: dict[Var, Atom] = {}  # a branch's variable -> the outer atom
         self.captured: dict[ShardedValue, ShardedValue] = {}  # inner version -> outer version
         self.stacked_small: set[Var] = set()
@@ -167,6 +168,8 @@ class _Lowering:
     def _purpose(self, atom: Atom, source: Layout) -> str:
         if self.context.batch_dims.get(atom):
             return "activation"
+        while atom in self.passed:
+            atom = self.passed[atom]
         if atom in self.context.arguments:
             return "parameter"
         if source.partial:
@@ -184,6 +187,8 @@ class _Lowering:
                 self._compute(entry, entry.strategies[self.context.assignment[entry.node]])
             elif entry.kind == "opaque":
                 self._opaque(entry)
+            elif entry.kind == "passed":
+                self._barrier(entry)
             elif entry.kind == "scan":
                 self._scan(entry)
             else:
@@ -192,7 +197,7 @@ class _Lowering:
     def _compute(
         self, entry: Entry, chosen: st.Strategy, once: bool = False, movable: bool = False
     ) -> None:
-        eqn, task = entry.eqn, self.context.task(entry.eqn)
+        eqn, task = entry.eqn, self.context.task(entry.part_of or entry.eqn)
         operands = tuple(
             self.get(atom, layout) for atom, layout in zip(eqn.invars, chosen.operands, strict=True)
         )
@@ -229,6 +234,13 @@ class _Lowering:
         )
         results = tuple(layout._replace(partial=unreduced) for layout in chosen.results)
         self._compute(entry, chosen._replace(operands=operands, results=results, left=results))
+
+    def _barrier(self, entry: Entry) -> None:
+        eqn = entry.eqn
+        homes = tuple(map(self.home, eqn.invars))
+        if homes:  # all else is computed where it is read
+            self._compute(entry, st.Strategy((), homes, homes, 1, homes))
+        self.passed.update(zip(eqn.outvars, eqn.invars, strict=True))
 
     def _opaque(self, entry: Entry) -> None:
         eqn = entry.eqn

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jax.extend import core as jex_core
 from jax.extend.core import Var
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ENDS_FUSION, UNFUSED
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.scopes import aval_shape, itemsize
@@ -64,12 +65,17 @@ def _block_peak(
     end = len(instructions)
     last: dict[ShardedValue, int] = {}
     readers: dict[ShardedValue, list[Instruction]] = defaultdict(list)
+    passed: dict[ShardedValue, ShardedValue] = {}  # a barrier's results -> whose buffers they are
     for time, instruction in enumerate(instructions):
         for version in reads(instruction):
-            last[version] = time
-            readers[version].append(instruction)
+            held = passed.get(version, version)
+            last[held] = time
+            readers[held].append(instruction)
+        if isinstance(instruction, Compute) and is_barrier(instruction.eqn):
+            pairs = zip(instruction.results, instruction.operands, strict=True)
+            passed.update((made, passed.get(v, v)) for made, v in pairs if not is_literal(v))
     for version in (*(v for v in block.outputs if not is_literal(v)), *kept):
-        last[version] = end
+        last[passed.get(version, version)] = end
     free_at: dict[int, list[ShardedValue]] = defaultdict(list)
     for version, time in last.items():
         free_at[time].append(version)

@@ -121,9 +121,11 @@ class Restriction:
 
     def must_divide(self, eqn: JaxprEqn) -> bool:
         """Whether an equation on the batch must cut it where it can: data parallelism and ZeRO."""
-        return self.method in BATCH_METHODS and any(
-            self._dims(atom) for atom in (*eqn.invars, *eqn.outvars)
-        )
+        return self.method in BATCH_METHODS and self.holds_batch(eqn)
+
+    def holds_batch(self, eqn: JaxprEqn) -> bool:
+        """Whether a dimension of an operand or of a result is the batch."""
+        return any(self._dims(atom) for atom in (*eqn.invars, *eqn.outvars))
 
     def may_scatter(self, eqn: JaxprEqn) -> bool:
         """Whether a partial result may be reduce-scattered where it is made."""

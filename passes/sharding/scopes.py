@@ -10,6 +10,7 @@ holds it. An entry is one of
   read, in the layout in which it is read;
 - `replicated`: scalars; every device has them, and sums of partial scalars stay partial until a
   nonlinear use;
+- `passed`: a barrier, whose results lie as its operands do: it decides nothing and costs nothing;
 - `scan`, `cond`: boundary nodes for what enters and leaves, and inner scopes;
 - `opaque`: no factor may be cut, every device computes it whole.
 """
@@ -26,7 +27,7 @@ from autopar.passes.graph.graph import Atom
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.strategies import Shape, Strategy
 
-EntryKind = Literal["grouped", "recomputed", "replicated", "scan", "cond", "opaque"]
+EntryKind = Literal["grouped", "recomputed", "replicated", "passed", "scan", "cond", "opaque"]
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Entry:
     scopes: tuple[Scope, ...] = ()
     boundaries: tuple[int | None, ...] = ()  # scan: consts, carry, xs, ys; cond: results
     completions: tuple[int | None, ...] = ()  # scan: nodes that decide how its sums are completed
+    part_of: JaxprEqn | None = None  # the program's equation, if the entry is for a part of it
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from autopar.passes.graph.primitives import ADDS
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding import strategies as st
@@ -144,7 +145,9 @@ class StrategyGraphBuilder:
         """Strategies of an equation that opens a group, without duplicates."""
         allowed = self.restriction.allowed_factors(eqn, shape)
         scatter = self.restriction.may_scatter(eqn)
-        key = (id(shape), heavy, allowed, scatter, self.restriction.must_divide(eqn))
+        # A gradient's parts are added first, and their sum is completed once for all its readers.
+        adds = eqn.primitive.name in ADDS and not self.restriction.holds_batch(eqn)
+        key = (id(shape), heavy, allowed, scatter, adds, self.restriction.must_divide(eqn))
         if key in self._options:
             return self._options[key]
         found: dict[object, st.Strategy] = {}
@@ -153,7 +156,8 @@ class StrategyGraphBuilder:
                 continue
             strategy = self.strategy(shape, choice)
             found.setdefault((strategy.operands, strategy.results), strategy)
-            if any(c >= 0 and shape.rule.factors[c].kind != "pass" for c in choice):
+            reduces = any(c >= 0 and shape.rule.factors[c].kind != "pass" for c in choice)
+            if reduces or (adds and strategy.results[0].partial):
                 shape_out = aval_shape(eqn.outvars[0])
                 for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
                     found.setdefault((reduced.operands, reduced.results), reduced)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Literal
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
@@ -43,7 +44,7 @@ class Origins:
                 return None
             eqn, place = self._made_by[atom]
             name = eqn.primitive.name
-            if name == "optimization_barrier":
+            if is_barrier(eqn):
                 atom = eqn.invars[place]
             elif name == "transpose":
                 atom, axis = eqn.invars[0], int(eqn.params["permutation"][axis])

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
@@ -108,7 +109,7 @@ def _value_numbers(parts: Anatomy) -> dict[Var, int]:
 
     numbers.update((var, next(fresh)) for var in parts.body.invars)
     for eqn in parts.body.eqns:
-        if eqn.primitive.name == "optimization_barrier":
+        if is_barrier(eqn):
             for var, operand in zip(eqn.outvars, eqn.invars, strict=True):
                 numbers[var] = next(fresh) if isinstance(operand, Literal) else numbers[operand]
             continue

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, Graph, Input, Output
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.graph.scans import ScanParts
@@ -131,7 +132,7 @@ class _Cutter(RunBuilder):
             if sizes is not None:
                 return self.scan(eqn, operands, sizes)
         if any(isinstance(value, Runs) for value in operands) and not eqn.effects:
-            if name == "optimization_barrier":
+            if is_barrier(eqn):
                 return self.barrier(eqn, operands)
             if name == "cond" and not any(b.jaxpr.constvars for b in eqn.params["branches"]):
                 return self.cond(eqn, operands)

@@ -1,5 +1,6 @@
 """Small programs for each state of a value and for each phase, compared with plain `jax.jit`."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -358,6 +359,37 @@ def test_checkpointed_layers() -> None:
     analysis = check_split(step, (normal(0, 4, 4), normal(1, 8, 4)), 4)
     names = [step.eqn.primitive.name for step in analysis.phases.loop]
     assert "optimization_barrier" in names
+
+
+def test_checkpointed_layers_cast_weights_once() -> None:
+    """What does not depend on the batch is there for all microbatches, before the loop."""
+
+    def step(w: Any, x: Any) -> Any:
+        layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w.astype(jnp.bfloat16).T))
+        return jax.value_and_grad(lambda w: jnp.mean(layer(w, layer(w, x))))(w)
+
+    _, analysis = analyzed(step, (normal(0, 4, 4), normal(1, 8, 4).astype(jnp.bfloat16)), 4)
+    before = [step.eqn.primitive.name for step in analysis.phases.prologue]
+    assert before.count("transpose") == 1 and "optimization_barrier" not in before
+
+
+def test_a_checkpointed_loss_takes_rows() -> None:
+    """Its barrier passes integers, which may be had before the loop, and activations."""
+
+    def step(w: Any, batch: Any) -> Any:
+        x, targets = batch
+
+        def loss_fn(w: Any) -> Any:
+            @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+            def head(w: Any, x: Any) -> Any:
+                logits = jax.nn.log_softmax(x @ w)
+                return -jnp.mean(jnp.take_along_axis(logits, targets[..., None], -1))
+
+            return head(w, jnp.tanh(x))
+
+        return jax.value_and_grad(loss_fn)(w)
+
+    check_split(step, (normal(0, 4, 64), (normal(1, 8, 2, 4), jnp.arange(16).reshape(8, 2))), 4)
 
 
 def test_source_lines_and_name_stacks_survive() -> None:

@@ -35,3 +35,32 @@ def test_small_gradients_are_priced(width: int, microbatches: int) -> None:
     arrays = [c.seconds * c.times for c in listed if c.bytes > 4]
     assert sorted(c.bytes for c in listed if c.bytes > 4) == [4 * width, 4 * width**2]
     assert plan.estimates.step_seconds > sum(arrays)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("method", ["data", "zero2"])
+def test_parts_of_a_shared_weights_gradient_are_added_first(method: str, dtype: Any) -> None:
+    """A tied embedding that is looked up twice, with an optimizer that reads its gradient twice."""
+    vocabulary, width = 1024, 16
+
+    def tied_step(state: Any, tokens: Any) -> Any:
+        def loss_fn(embed: Any) -> Any:
+            embed = embed.astype(dtype)
+            x = jnp.tanh(embed[tokens] + embed[tokens[:, ::-1]])
+            logits = jax.nn.log_softmax((x @ embed.T).astype(jnp.float32))
+            return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+
+        embed, first, second = state
+        gradient = jax.grad(loss_fn)(embed)
+        first, second = 0.9 * first + gradient, 0.9 * second + gradient**2
+        return embed - first / (jnp.sqrt(second) + 1.0), first, second
+
+    embed = jax.ShapeDtypeStruct((vocabulary, width), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    kind = "all-reduce" if method == "data" else "reduce-scatter"
+    plan = autopar.plan(
+        tied_step, (embed,) * 3, tokens, cluster=CLUSTER, method=method, stages=1, microbatches=1
+    )
+    (found,) = (c for c in plan.stages[0].collectives if c.purpose == "gradient")
+    size = vocabulary * width * jnp.dtype(dtype).itemsize
+    assert (found.kind, found.bytes, found.times) == (kind, size, 1)
