@@ -86,6 +86,32 @@ def ordinary_differential_equation() -> Made:
     return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))
 
 
+@step
+def differential_equations() -> Made:
+    """Every row takes steps of its own, and as many of them as it needs."""
+    scale = jnp.asarray(floats(8))
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        times = jnp.linspace(0.0, 1.0, 3)
+        solve = lambda x: odeint(lambda h, t, w: jnp.tanh(h @ w) * scale, x, times, w)  # noqa: E731
+        return jnp.mean((jax.vmap(solve)(x)[:, -1] - y) ** 2)
+
+    return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))
+
+
+@step
+def loops_by_row() -> Made:
+    def halved(x: Any) -> Any:
+        body = lambda c: (0.7 * c[0], c[1] + 1)  # noqa: E731
+        return lax.while_loop(lambda c: (c[1] < 9) & (jnp.sum(c[0] ** 2) > 0.3), body, (x, 0))
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        h, count = lax.stop_gradient(jax.vmap(halved)(x @ w))
+        return jnp.mean((jnp.tanh(x @ w) + h * count[:, None] - y) ** 2)
+
+    return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))
+
+
 # Indexing, pairwise recursions, solves.
 
 
