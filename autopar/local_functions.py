@@ -14,7 +14,6 @@ import numpy as np
 
 from autopar.base.errors import OptionError
 from autopar.base.loop_notation import LoopNotation, Term, parse_loops
-from autopar.passes.primitives.dependencies import dependencies
 from autopar.passes.primitives.local_calls import LocalBody, Sizes, call_local
 
 Structs = tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each array
@@ -341,15 +340,14 @@ def _saved(
 ) -> Saved:
     """What the pullback's leaves are, which of them are saved, and the dimensions of these.
 
-    A saved array has a loop in the dimension that gets smaller with it. Where that is not clear,
-    nothing is saved, and the backward pass evaluates the function again.
+    A saved array has every loop in the dimension that gets smaller with it. Where that is not clear
+    of one, nothing is saved, and the backward pass evaluates the function again.
     """
     again: Saved = (None, (), ())
     closed, _ = _linearized(flat, sizes, _local_structs(loops.operands, structs, sizes))
     jaxpr, count = closed.jaxpr, len(loops.results)
     numbers = {var: i for i, var in enumerate(jaxpr.invars)}
     kept = jaxpr.outvars[count:]
-    depends = dependencies(jaxpr)
     sources: list[int] = []
     saved: list[int] = []
     for place, atom in enumerate(kept):
@@ -358,7 +356,7 @@ def _saved(
         if number is None:
             saved.append(place)
     terms: list[list[tuple[str, ...]]] = [[() for _ in kept[place].aval.shape] for place in saved]
-    for name, kind in loops.kinds:
+    for name, _ in loops.kinds:
         size = sizes[name]
         parts = next((p for p in range(2, size + 1) if size % p == 0), None)
         if parts is None:
@@ -376,15 +374,10 @@ def _saved(
             if len(whole) != len(part):
                 return again
             changed = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-            if not changed:
-                from_it = any(
-                    name in dim for i in depends(kept[place]) for dim in loops.operands[i]
-                )
-                if from_it or kind != "cut":
-                    return again
-                continue
-            (dim, *more) = changed
-            if more or term[dim] or whole[dim] != size or part[dim] != size // parts:
+            if len(changed) != 1:  # alike in every slice, or in several dimensions
+                return again
+            (dim,) = changed
+            if term[dim] or whole[dim] != size or part[dim] != size // parts:
                 return again
             term[dim] = (name,)
     return tuple(sources), tuple(saved), tuple(map(tuple, terms))

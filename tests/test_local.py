@@ -136,6 +136,26 @@ def test_a_step_is_cut_over_batch_and_heads(options: dict[str, Any]) -> None:
         assert all(c.kind != "all-gather" for c in stage.collectives), compiled.plan
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_over_layers_with_local_calls_is_microbatched(remat: bool) -> None:
+    def layer(x: Any, params: Any) -> Any:
+        q, k, v = jnp.einsum("btm,nmhd->nbthd", scaled(x, params["scale"]), params["qkv"])
+        return x + jnp.einsum("bthd,hdm->btm", attention(q, k, v), params["out"]), None
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params)[0])
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = jax.tree.map(lambda p: jnp.stack([p, p * 0.5]), PARAMS)
+    compiled = autopar.compile(step, params, X, donate_argnums=(), method="data", microbatches=2)
+    found, expected = compiled(params, X), jax.jit(step)(params, X)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("function", "rule", "cut", "message"),
     [

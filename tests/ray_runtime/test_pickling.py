@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
+import autopar
 from autopar.base.errors import TraceError
 from autopar.runtime.ray.transport import pickling
 
@@ -52,3 +53,16 @@ def test_what_cannot_be_pickled_is_named() -> None:
     closed = jax.make_jaxpr(call)(1.0)
     with pytest.raises(TraceError, match=r"train_step cannot be sent.*lock"):
         pickling.dumps(closed, "train_step")
+
+
+def test_functions_with_rules_of_their_own_keep_them() -> None:
+    @jax.custom_vjp
+    def doubled(x: Any) -> Any:
+        return 2.0 * x
+
+    doubled.defvjp(lambda x: (2.0 * x, None), lambda _, g: (5.0 * g,))
+    local = autopar.local(doubled, "b -> b", cut="b")
+    gradient = jax.grad(lambda x: jnp.sum(local(x)))
+    closed = jax.make_jaxpr(gradient)(jnp.ones(4))
+    again = pickling.loads(pickling.dumps(closed, "it"))
+    assert jaxpr_as_fun(again)(jnp.ones(4))[0].tolist() == [5.0] * 4

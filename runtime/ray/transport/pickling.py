@@ -57,6 +57,8 @@ class _Pickler(cloudpickle.CloudPickler):
             return _named, self.home_of(value)
         if jax_compat.is_traceback(value):
             return type(None), ()
+        if isinstance(value, (jax.custom_jvp, jax.custom_vjp)):  # made anew without arguments
+            return _with_rules, (type(value), vars(value))
         typed = jax_compat.typed_array_parts(value)
         if typed is not None:
             return jax_compat.typed_array, typed
@@ -80,6 +82,13 @@ class _Pickler(cloudpickle.CloudPickler):
         if home is None:
             raise TypeError(f"the primitive {primitive.name!r} is held by no module")
         return home
+
+
+def _with_rules(kind: Any, attributes: dict[str, Any]) -> Any:
+    """A function with derivative rules of its own."""
+    function = kind(attributes["fun"])
+    vars(function).update(attributes)
+    return function
 
 
 def _named(module: str, name: str) -> Any:
