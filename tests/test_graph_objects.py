@@ -267,3 +267,10 @@ def test_flax_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_mutable_reference_in_an_object_is_refused() -> None:
+    with nnx.var_defaults(hijax=False, ref=True):
+        model = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(0))
+    with pytest.raises(TraceError, match="holds a mutable reference"):
+        autopar.plan(lambda model, x: model(x).sum(), model, batch_of(0)["x"])

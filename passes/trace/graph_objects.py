@@ -18,6 +18,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -99,6 +100,12 @@ class ObjectCall:
     def put_back(self, result: StepResult) -> Any:
         """Update the caller's objects with what the step made of them; the step's own result."""
         states = {state.number: state for state in states_in(result.updates)}
+        if result.is_alike and all(given.holders is not None for given in self._states):
+            for number, given in enumerate(self._states):
+                for variable, leaf in zip(given.holders or (), states[number].leaves, strict=True):
+                    if leaf is not _UNCHANGED:
+                        variable.set_raw_value(leaf)
+            return result.value
         with _nnx().merge_context(_TAG, inner=False) as context:
             for number, given in enumerate(self._states):
                 state = states[number]
@@ -219,11 +226,20 @@ def _run_objects(
                 return _NoObject()
             return _state_of(context, objects[state.number], state.number)
 
+        is_alike = True
         for name, argument in given.items():
             if any(True for _ in states_in(argument)):
                 update = jax.tree.map(updated, argument, is_leaf=_is_state_or_whole)
+                pairs = zip(states_in(argument), states_in(update), strict=True)
+                is_alike &= all(starmap(_are_alike, pairs))
                 updates[name] = _without_unchanged(update, argument)
-        return StepResult(_apart(context, value), updates)
+        value = _apart(context, value)
+        return StepResult(value, updates, is_alike and not any(True for _ in states_in(value)))
+
+
+def _are_alike(old: ObjectState, new: ObjectState) -> bool:
+    """Whether an object is as it was, but for its arrays."""
+    return bool(old.definition.graphdef.with_same_outer_index() == new.definition.graphdef)
 
 
 def _without_unchanged(update: Any, argument: Any) -> Any:
@@ -265,29 +281,49 @@ def _put_together(context: Any, tree: Any, objects: dict[int | None, Any] | None
 
 
 def _state_of(context: Any, value: Any, number: int | None) -> ObjectState:
-    nnx = _nnx()
     graphdef, flat = context.flatten(value)
-    leaves = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in flat.leaves]
+    are_variables = all(map(_is_variable, flat.leaves))
+    leaves = [x.get_raw_value() if _is_variable(x) else x for x in flat.leaves]
     for path, leaf in zip(flat.paths, leaves, strict=True):
-        if isinstance(leaf, (jax.Ref, nnx.Variable)):
+        if _is_reference(leaf):
             raise TraceError(
                 f"A variable of a {type(value).__name__} holds a mutable reference.",
                 where=attributes(path).lstrip("."),
                 why="a step is traced as a function of values; this one is written in place.",
                 hint="make the object without references (nnx.use_ref / nnx.var_defaults).",
             )
-    return ObjectState(number, ObjectDefinition(graphdef), leaves, flat.paths)
+    holders = flat.leaves if are_variables else None
+    return ObjectState(number, ObjectDefinition(graphdef), leaves, flat.paths, holders)
 
 
 def _is_object(value: Any) -> bool:
-    nnx = _nnx()
-    return nnx is not None and isinstance(value, (nnx.Variable, nnx.Pytree))
+    return _nnx() is not None and _kind_of(type(value)) in ("variable", "node")
 
 
 def _is_whole(value: Any) -> bool:
     """Whether a value is not looked into: an object, or a state, whose variables are values."""
+    return _nnx() is not None and _kind_of(type(value)) is not None
+
+
+def _is_variable(value: Any) -> bool:
+    return _kind_of(type(value)) == "variable"
+
+
+def _is_reference(leaf: Any) -> bool:
+    return _is_variable(leaf) or (_may_refer(type(leaf)) and isinstance(leaf, jax.Ref))
+
+
+@functools.cache
+def _may_refer(kind: type) -> bool:
+    return issubclass(kind, (jax.Ref, jax.core.Tracer))
+
+
+@functools.cache
+def _kind_of(kind: type) -> str | None:
+    """What NNX makes of a class; asked of each leaf in each call, and slow to find out there."""
     nnx = _nnx()
-    return nnx is not None and isinstance(value, (nnx.Variable, nnx.Pytree, nnx.State))
+    kinds = {"variable": nnx.Variable, "node": nnx.Pytree, "state": nnx.State}
+    return next((name for name, base in kinds.items() if issubclass(kind, base)), None)
 
 
 def _is_state_or_whole(value: Any) -> bool:

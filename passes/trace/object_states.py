@@ -51,6 +51,7 @@ class ObjectState:
       definition: everything else.
       leaves: arrays (or pytrees of them, as a variable may hold), in the definition's order.
       paths: the keys that lead to each, where they are known.
+      holders: what holds each of them, where that is a variable of its own for all.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class ObjectState:
         definition: Any,
         leaves: Sequence[Any],
         paths: Sequence[Sequence[Any]] | None = None,
+        holders: Sequence[Any] | None = None,
     ):
         self.number, self.definition = number, definition
-        self.leaves, self.paths = tuple(leaves), paths
+        self.leaves, self.paths, self.holders = tuple(leaves), paths, holders
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], int | None]:
         """The definition and the leaves."""
@@ -94,21 +96,29 @@ def attributes(path: Sequence[Any]) -> str:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class StepResult:
-    """What a step returns, and what it made of each argument that holds objects, by its name."""
+    """What a step returns, and what it made of each argument that holds objects, by its name.
+
+    `is_alike` says that objects have only other arrays than before, and that `value` holds none.
+    """
 
     value: Any
     updates: Mapping[str, Any]
+    is_alike: bool = False
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[ObjectKey, Any], ...], tuple[str, ...]]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[ObjectKey, Any], ...], tuple[tuple[str, ...], bool]]:
         """The value, whose leaves keep their paths, and the updates."""
         updates = ((ObjectKey(name, is_argument=True), x) for name, x in self.updates.items())
-        return ((ObjectKey(""), self.value), *updates), tuple(self.updates)
+        return ((ObjectKey(""), self.value), *updates), (tuple(self.updates), self.is_alike)
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], children: Sequence[Any]) -> StepResult:
+    def tree_unflatten(
+        cls, told: tuple[tuple[str, ...], bool], children: Sequence[Any]
+    ) -> StepResult:
         """The inverse."""
-        value, *updates = children
-        return cls(value, dict(zip(names, updates, strict=True)))
+        (names, is_alike), (value, *updates) = told, children
+        return cls(value, dict(zip(names, updates, strict=True)), is_alike)
 
 
 def in_objects(tree: Any) -> list[bool]:

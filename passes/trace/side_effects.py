@@ -115,7 +115,7 @@ def unreturned(closed: ClosedJaxpr, arguments: Sequence[Argument]) -> dict[int, 
       arguments: of the step.
 
     Returns:
-      For all leaves of an argument of which most are lost, the line that computes one.
+      For all leaves of an argument of which many are lost, the line that computes one.
     """
     arrays = [x for argument in arguments for x in argument.arrays()]
     kinds = {i: (tuple(x.shape), x.dtype) for i, _, x in arrays if x.shape and _is_number(x)}
@@ -142,7 +142,7 @@ def unreturned(closed: ClosedJaxpr, arguments: Sequence[Argument]) -> dict[int, 
     for argument in arguments:
         leaves = [i for i, *_ in argument.arrays() if i in kinds]
         gone = [i for i in leaves if i in firsts]
-        if 2 * len(gone) > len(leaves):
+        if gone and 4 * len(gone) >= len(leaves):  # an optimizer's state has more than parameters
             line = graphs.user_source(lost[firsts[gone[0]]][1])
             result |= dict.fromkeys(leaves, line)
     return result
