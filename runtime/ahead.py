@@ -7,18 +7,22 @@ program is called through `jax.jit`, which does not ask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-class AroundCompiled:
+class AroundCompiled(abc.ABC):
     """A compiled program that is called in another way."""
 
     def __init__(self, compiled: jax.stages.Compiled | AroundCompiled):
         self._compiled = compiled
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any) -> Any:
+        """The program's results."""
 
     def as_text(self) -> str | None:
         """As that of `jax.stages.Compiled`."""
@@ -45,7 +49,10 @@ class CalledByJit(AroundCompiled):
 
 
 def compile_ahead(
-    function: Any, *shapes: Any, compiler_options: Mapping[str, Any] | None = None, **settings: Any
+    function: Any,
+    *shapes: Any,
+    compiler_options: dict[str, str | bool] | None = None,
+    **settings: Any,
 ) -> Any:
     """`jax.jit` of a function, compiled for these shapes; `settings` are those of `jax.jit`."""
     lowered = jax.jit(function, **settings).lower(*shapes)
