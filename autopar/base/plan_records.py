@@ -81,7 +81,8 @@ class Collective(Record):
     all-reduce or an all-to-all, the operand of a reduce-scatter, the result of an all-gather. It
     runs so many `times` in a step, estimated `seconds` each, and moves "gradient", "parameter",
     "activation", ... (its `purpose`), of the tensor at `path` where that has one; `source` is
-    `file.py:12` of the user's line, or "".
+    `file.py:12` of the user's line, or "". In a pipeline, `task` is the kind of the piece that runs
+    it: "prologue", "F", "B", "W" or "epilogue".
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Collective(Record):
     path: str = ""
     source: str = ""
     seconds: float = 0.0
+    task: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.reshard import COLLECTIVES
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Relayout
 
@@ -102,6 +103,8 @@ def _resharding(instruction: Relayout, pricing: Pricing) -> _Moving:
     whole = math.prod(aval_shape(atom))
     latency = moved = 0.0
     for step in instruction.steps:
+        if step.kind not in COLLECTIVES:  # a device's own work
+            continue
         alpha, beta = pricing.step(step)
         latency += alpha
         moved += beta * itemsize(atom.aval) * step.elements(whole)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -28,6 +30,7 @@ from autopar.base.version import __version__
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces
+from autopar.passes.pipeline.instructions import Run
 from autopar.passes.planner.candidates import (
     PlannedStep,
 )
@@ -36,11 +39,11 @@ from autopar.passes.planner.plan_model import step_model
 from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
-from autopar.passes.sharding.collectives import collectives, short_source
+from autopar.passes.sharding.collectives import collectives_of, short_source
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import SpmdProgram, is_literal
+from autopar.passes.sharding.spmd_program import is_literal
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.plans.plan import Plan
 
@@ -120,7 +123,7 @@ def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:
             axis_names=p.program.axis_names,
             num_devices=math.prod(p.mesh),
             strategies=strategies_of(p),
-            collectives=_collectives(p.program, submesh(cluster, math.prod(p.mesh))),
+            collectives=_collectives(chosen, number, submesh(cluster, math.prod(p.mesh))),
             mesh=homes[number],
             layers=(ends[number], ends[number + 1]),
             peak_bytes_per_device=chosen.peak_bytes[homes[number]],
@@ -228,14 +231,23 @@ def choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str:
     return f"{s} {describe(layouts[s], names)}"
 
 
-def _collectives(program: SpmdProgram, cluster: Cluster) -> tuple[Collective, ...]:
-    """The collectives of a step on one mesh, with the seconds that they are expected to take."""
+def _collectives(chosen: PlannedStep, stage: int, cluster: Cluster) -> tuple[Collective, ...]:
+    """What the pieces of a stage run in a step, with the seconds that it is expected to take."""
+    program = chosen.pieces.programs[stage]
+    instructions = itertools.chain(*chosen.program.meshes)
+    count = Counter(x.piece for x in instructions if isinstance(x, Run))
+    runs = [
+        (piece.block, count[piece.name], piece.kind if chosen.is_pipeline else "")
+        for piece in chosen.pieces.pieces
+        if piece.stage == stage
+    ]
 
     def seconds(item: Collective) -> float:
         axes = [program.axis_names.index(name) for name in item.axes]
         return collective_seconds(item.kind, item.bytes, cluster, program.mesh, axes)
 
-    return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in collectives(program))
+    listed = collectives_of(program, runs)
+    return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in listed)
 
 
 def total_flops(jaxpr: Jaxpr, rules: Rules, times: int = 1) -> int:

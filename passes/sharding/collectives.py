@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
 from autopar.base.plan_records import Collective
 from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Relayout, SpmdProgram
+from autopar.passes.sharding.spmd_program import (
+    Block,
+    Branch,
+    Compute,
+    Loop,
+    Relayout,
+    SpmdProgram,
+    is_literal,
+)
 
 
 def collectives(program: SpmdProgram) -> tuple[Collective, ...]:
-    """Every collective of a step: `bytes` is the larger of what one device puts in and gets out.
+    """Every collective of a whole program, run once: see `collectives_of`."""
+    return tuple(collectives_of(program, [(program.block, 1, "")]))
+
+
+def collectives_of(
+    program: SpmdProgram, runs: Iterable[tuple[Block, int, str]]
+) -> Iterator[Collective]:
+    """The collectives of a step: `bytes` is the larger of what one device puts in and gets out.
 
     `times` counts a loop's trips; both branches of a cond are listed.
+
+    Args:
+      program: gives the mesh, and where in the user's code values are made.
+      runs: blocks of it, how often each runs in a step, and the task that it belongs to.
     """
-    return tuple(_walk(program.block, 1, program))
+    source_of = dict(_sources(program.block))
+    for block, times, task in runs:
+        yield from map(partial(replace, task=task), _walk(block, times, program, source_of))
 
 
-def _walk(block: Block, times: int, program: SpmdProgram) -> Iterator[Collective]:
-    sources = _sources(block)
+def _walk(
+    block: Block, times: int, program: SpmdProgram, source_of: Mapping[object, str]
+) -> Iterator[Collective]:
     for instruction in block.instructions:
         if isinstance(instruction, Relayout):
             for step in instruction.steps:
                 if step.kind in COLLECTIVES:
+                    atom = instruction.source.atom
                     yield Collective(
                         kind=step.kind,
                         axes=tuple(program.axis_names[a] for a in step.axes),
-                        bytes=step_bytes(step, instruction.source.atom),
+                        bytes=step_bytes(step, atom),
                         times=times,
                         purpose=instruction.purpose,
-                        source=sources.get(instruction.source.atom, ""),
+                        source="" if is_literal(instruction.source) else source_of.get(atom, ""),
                     )
         elif isinstance(instruction, Loop):
-            yield from _walk(instruction.body, times * instruction.eqn.params["length"], program)
+            trips = instruction.eqn.params["length"]
+            yield from _walk(instruction.body, times * trips, program, source_of)
         elif isinstance(instruction, Branch):
             for inner in instruction.blocks:
-                yield from _walk(inner, times, program)
+                yield from _walk(inner, times, program, source_of)
 
 
 def step_bytes(step: ReshardStep, atom: Atom) -> int:
@@ -46,14 +72,15 @@ def step_bytes(step: ReshardStep, atom: Atom) -> int:
     return itemsize(atom.aval) * step.elements(math.prod(aval_shape(atom)))
 
 
-def _sources(block: Block) -> dict[object, str]:
-    """Where in the user's code each variable of a block is computed: `file.py:12`."""
-    return {
-        version.atom: short_source(user_source(i.eqn))
-        for i in block.instructions
-        if isinstance(i, (Compute, Loop, Branch))
-        for version in i.results
-    }
+def _sources(block: Block) -> Iterator[tuple[object, str]]:
+    """Where in the user's code each variable is computed, also inside of loops: `file.py:12`."""
+    for i in block.instructions:
+        if isinstance(i, (Compute, Loop, Branch)):
+            source = short_source(user_source(i.eqn))
+            yield from ((version.atom, source) for version in i.results)
+        if isinstance(i, (Loop, Branch)):
+            for inner in (i.body,) if isinstance(i, Loop) else i.blocks:
+                yield from _sources(inner)
 
 
 def short_source(source: str) -> str:
