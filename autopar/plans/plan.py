@@ -8,11 +8,12 @@ cluster give the same bytes. What is needed to run it again without solving is i
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.plan_records import PlanRecord
-from autopar.base.records import differences
+from autopar.base.records import differences, dump_json
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.what_if import Simulation, what_if
 
@@ -67,6 +68,17 @@ class Plan(PlanRecord):
             link_scale=link_scale,
             compute_scale=compute_scale,
         )
+
+    @property
+    def decisions_hash(self) -> str:
+        """Content hash of what the devices run: not of estimates, or what the cluster is like."""
+        fields = ("program_hash", "num_microbatches", "stages", "inputs", "outputs", "pipeline")
+        plain = {name: value for name, value in self.to_dict().items() if name in fields}
+        for stage in plain["stages"]:
+            for item in stage["collectives"]:
+                del item["seconds"]
+        del plain["pipeline"]["model"], plain["pipeline"]["bubble_fraction"]
+        return hashlib.sha256(dump_json(plain).encode()).hexdigest()
 
     def diff(self, other: Plan) -> Differences:
         """What differs, one line each, as `field: this plan's value -> the other's`.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core, custom_partitioning_sharding_rule, source_info_util
+from jax._src import core, custom_partitioning_sharding_rule, distributed, source_info_util
 from jax._src.interpreters import mlir
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -134,6 +134,14 @@ def value_frame(value: Any) -> tuple[str, int, str] | None:
     """(file, line, function) of the user's code that made a traced value."""
     info = getattr(value, "_line_info", None)
     return None if info is None else _user_frame(info.traceback)
+
+
+def distributed_client() -> Any:
+    """The client of `jax.distributed`'s key-value store; None: this process has not joined one.
+
+    Public functions exchange values by collectives, which is what must not happen yet.
+    """
+    return distributed.global_state.client
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +107,14 @@ class ActorPlan:
     handed: dict[int, tuple[HandOn, ...]]
     copies: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[int, ...]
+
+    @property
+    def content_hash(self) -> str:
+        """Of what all processes of a mesh run alike: its pieces, and its list of instructions."""
+        pieces = self.pieces
+        blocks = (replace(pieces.programs[x.stage], block=x.block) for x in pieces.pieces)
+        text = "\n".join(map(str, (*blocks, *self.program.meshes[self.mesh])))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:

@@ -29,6 +29,7 @@ from autopar.runtime.ray.actor.writer import Writer, WriterProcess
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.ray.transport.group import join, reserve_port
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
+from autopar.runtime.same_plan import compare
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,10 @@ class StageActor:
                 join(coordinator, *self._world.place, deadline)
                 self._reserved.close()
             plan, constants = pickling.loads(data)
+            if coordinator is not None:
+                own, count = self._world.place
+                facts = {"program": plan.content_hash, **dict(versions())}
+                compare(f"mesh {plan.mesh}", facts, range(count), own, deadline)
             peers = {peer: addresses[peer] for peer in plan.peers}
             self._transport.connect(peers, deadline)
             self._step = ProcessStep(plan, constants, self._transport, deadline)

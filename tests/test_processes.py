@@ -1,0 +1,78 @@
+"""Processes that compute together run the same program, or say that they do not."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+
+import jax
+
+port, own = sys.argv[1], int(sys.argv[2])
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, own, initialization_timeout=60)
+
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar.runtime import same_plan
+
+
+def step(w, x, rate=0.01):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - rate * gradient, loss
+
+
+def other(w, x):
+    return step(w, x, rate=0.01 * (1 + own))
+
+
+w, x = np.ones((8, 4), np.float32), np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+compiled = autopar.compile(step, w, x, method="zero3")
+state, loss = compiled(*compiled(w, x)[:1], x)
+print("loss", float(loss), float(jax.jit(step)(*jax.jit(step)(w, x)[:1], x)[1]), flush=True)
+
+
+def refused(step, **options):
+    try:
+        autopar.compile(step, w, x, **options)
+    except autopar.errors.PlanMismatchError as error:
+        print(*str(error).split(), flush=True)
+
+
+refused(other)
+refused(step, method=("data", "zero3")[own])
+if own == 0:  # the other one does not
+    same_plan.DEADLINE_SECONDS = 0.5
+    refused(step)
+"""
+
+
+def test_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, port, str(own)], stdout=subprocess.PIPE, text=True
+        )
+        for own in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[0].splitlines() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for own, lines in enumerate(said):
+        numbers = next(line.split()[1:] for line in lines if line.startswith("loss"))
+        assert abs(float(numbers[0]) - float(numbers[1])) < 1e-5
+        pair = f"Processes {own} and {1 - own} are not about to run the same:"
+        assert any(f"{pair} another program." in line for line in lines)
+        assert any(f"{pair} another option method." in line for line in lines)
+    assert any("Process 1 has not come to where process 0 is." in line for line in said[0])
