@@ -108,17 +108,17 @@ class Parallelized(Requested):
 
         name = name_of(self._fn)
         guide = new_shapes.nearest(self._planned, signature)
-        if guide is not None:
-            traced = functools.partial(_trace, self._fn, args, kwargs, self._request)
-            executable = new_shapes.follow(guide, name, self._request, traced)
-            if executable is not None:
-                cuts = new_shapes.is_cut_alike(guide, executable)
-                if cuts not in self._told:
-                    self._told.add(cuts)
-                    new_shapes.tell_following(name, guide, executable, cuts)
-                return executable
-        new_shapes.tell_planning(name, self._planned, signature)
         try:
+            if guide is not None:
+                traced = functools.partial(_trace, self._fn, args, kwargs, self._request)
+                followed = new_shapes.follow(guide, name, self._request, traced)
+                if followed is not None:
+                    cuts = new_shapes.is_cut_alike(guide, followed)
+                    if cuts not in self._told:
+                        self._told.add(cuts)
+                        new_shapes.tell_following(name, guide, followed, cuts)
+                    return followed
+            new_shapes.tell_planning(name, self._planned, signature)
             executable = _build(self._fn, args, kwargs, self._request)
         except AutoparError as error:
             if guide is not None:
@@ -366,7 +366,7 @@ def _build(
             from autopar.ray_executable import RayExecutable
             from autopar.runtime.ray.recovery.replan import replan
 
-            def again(num_actors: int) -> Compiled:
+            def again(traced: Traced, compiled: Compiled, num_actors: int) -> Compiled:
                 with Progress(f"planning {name_of(fn)} again", request.progress) as progress:
                     return replan(
                         traced.graph,

@@ -97,7 +97,7 @@ def tell_following(name: str, guide: Executable, executable: Executable, is_cut:
             "times. To leave such a batch out (drop_last), or to pad it with examples of weight "
             "zero, is quicker."
         )
-    warnings.warn(text, AutoparWarning, stacklevel=5)
+    warnings.warn(text, AutoparWarning, stacklevel=6)
 
 
 def leave_out(name: str, guide: Executable) -> str:
@@ -117,7 +117,7 @@ def tell_planning(name: str, known: Iterable[Executable], signature: Signature) 
             "the plan of a larger one, where that was planned first; other shapes and dtypes are "
             "each planned once.",
             AutoparWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +47,26 @@ class RayExecutable(Executable):
         compiled: Compiled,
         progress: Progress,
         runtime: Ray,
-        replan: Callable[[int], Compiled],
+        replan: Callable[[Traced, Compiled, int], Compiled],
     ):
         self._runtime, self._replan = runtime, replan
+        self._again = functools.partial(replan, traced, compiled)
         labels = traced.graph.inputs
         donated = (i for i, x in enumerate(labels) if x.donated)
         self._aliases = {i: alias for i in donated if (alias := labels[i].alias) is not None}
         super().__init__(fn, traced, compiled, progress)
 
+    def another(self, traced: Traced, compiled: Compiled, progress: Progress) -> Executable:
+        """The same function for other shapes, on actors of its own; the state moves between both.
+
+        Raises:
+          ClusterError: there is no room for them beside the first ones.
+        """
+        asked = self._runtime, self._replan
+        return RayExecutable(self._fn, traced, compiled, progress, *asked)
+
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
-        program = _on_actors(compiled, self._aliases, self._runtime, name_of(fn), self._replan)
+        program = _on_actors(compiled, self._aliases, self._runtime, name_of(fn), self._again)
         self._pipeline: RayPipeline = program
         return program
 

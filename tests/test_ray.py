@@ -20,7 +20,7 @@ from ray_runtime.told import noted_messages
 
 import autopar
 from autopar.arrays.ray_array import RayArray
-from autopar.base.errors import DonatedBufferError, OptionError, TraceError
+from autopar.base.errors import AutoparWarning, DonatedBufferError, OptionError, TraceError
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.driver.step_queue import StepQueue
 
@@ -49,6 +49,23 @@ def programs() -> Iterator[Any]:
 @pytest.mark.parametrize("program", list(programs()))
 def test_a_step_on_two_actors_equals_the_plain_step(program: Program) -> None:
     check_program(program, FOUR, stages=2, schedule="1f1b", microbatches=4)
+
+
+def test_batches_of_two_sizes_take_turns() -> None:
+    parallel = autopar.parallelize(train_step, runtime=RAY, cluster=FOUR, stages=2, microbatches=2)
+    states = [init(jax.random.key(0)) for _ in range(2)]
+    with pytest.warns(AutoparWarning, match="follows its plan for 16 examples with 8"):
+        for rows in (16, 8, 16):
+            x = jax.random.normal(jax.random.key(rows), (rows, 8))
+            results = [
+                f(s, {"x": x, "y": x})
+                for f, s in zip((jax.jit(train_step), parallel), states, strict=True)
+            ]
+            states = [state for state, _ in results]
+    plain, found = (jax.device_get(s["params"]) for s in states)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, found)
+    for executable in parallel._executables.values():
+        executable.shutdown()
 
 
 # A small step for everything else.

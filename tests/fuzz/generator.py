@@ -21,7 +21,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 Shape = tuple[int, ...]
-VOCABULARY, CLASSES = 16, 8
+VOCABULARY, CLASSES = 50, 10
 
 HEADER = """
 def norm(x):
@@ -455,8 +455,8 @@ OPTIMIZERS = (
 def generate(seed: int) -> GeneratedProgram:
     """The program of a seed."""
     rng = random.Random(seed)
-    rows, time = rng.choice((16, 32)), rng.choice((4, 6, 8))
-    w = Writer(rng, size=rng.choice((8, 16)))
+    rows, time = rng.choice((16, 16, 24, 32)), rng.choice((4, 6, 8))
+    w = Writer(rng, size=rng.choice((8, 12, 16)))
     shape = (rows, time, w.size)
     w.values.append(Value("x", shape))
     for function in rng.choices([*OPERATIONS], [*OPERATIONS.values()], k=rng.randint(3, 9)):

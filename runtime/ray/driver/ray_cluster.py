@@ -25,7 +25,13 @@ class NoRoom(ClusterError):
 
 _users = 0
 """Pipelines that use the Ray which this module started, or connected this process to."""
+_is_own = False
+"""Whether this module started it, for this process alone."""
 _lock = threading.Lock()
+
+
+OWN_SECONDS = 10.0
+"""How long CPUs of a cluster of our own are waited for: what was dropped gives them back."""
 
 
 class Connection:
@@ -43,7 +49,7 @@ class Connection:
     def __init__(
         self, address: str | None, gpus: Sequence[int], deadline: float, reserve: bool = True
     ) -> None:
-        global _users
+        global _users, _is_own
         self._is_counted = False
         self._group: PlacementGroup | None = None
         with _lock:
@@ -51,9 +57,11 @@ class Connection:
                 _check_same(address)
                 self._is_counted = _users > 0
             else:
-                if address is None and not os.environ.get("RAY_ADDRESS"):
+                _is_own = address is None and not os.environ.get("RAY_ADDRESS")
+                if _is_own:
                     found = {} if any(gpus) else {"num_gpus": 0}  # Ray counts them itself
-                    start_local(max(os.cpu_count() or 1, len(gpus)), **found)
+                    # A second step, or batches of a second size, take turns with the first.
+                    start_local(max(os.cpu_count() or 1, 2 * len(gpus)), **found)
                 else:
                     _connect(address, deadline)
                 _users, self._is_counted = 0, True
@@ -87,6 +95,8 @@ class Connection:
         self._gpus = tuple(gpus)
         bundles = [{"CPU": 1.0, **({"GPU": float(n)} if n else {})} for n in gpus]
         self._group = placement_group(bundles, strategy="PACK")
+        if _is_own and self._is_counted:  # what takes its CPUs is of this process, and stays
+            deadline = min(deadline, OWN_SECONDS)
         end = time.monotonic() + deadline
         while not self._group.wait(timeout_seconds=max(min(1.0, deadline), 0.1)):
             if time.monotonic() >= end:
