@@ -297,20 +297,20 @@ def _state_of(context: Any, value: Any, number: int | None) -> ObjectState:
 
 
 def _is_object(value: Any) -> bool:
-    return _nnx() is not None and _kind_of(type(value)) in ("variable", "node")
+    return _nnx() is not None and _kind_of(value.__class__) in ("variable", "node")
 
 
 def _is_whole(value: Any) -> bool:
     """Whether a value is not looked into: an object, or a state, whose variables are values."""
-    return _nnx() is not None and _kind_of(type(value)) is not None
+    return _nnx() is not None and _kind_of(value.__class__) is not None
 
 
 def _is_variable(value: Any) -> bool:
-    return _kind_of(type(value)) == "variable"
+    return _kind_of(value.__class__) == "variable"
 
 
 def _is_reference(leaf: Any) -> bool:
-    return _is_variable(leaf) or (_may_refer(type(leaf)) and isinstance(leaf, jax.Ref))
+    return _is_variable(leaf) or (_may_refer(leaf.__class__) and isinstance(leaf, jax.Ref))
 
 
 @functools.cache
