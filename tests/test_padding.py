@@ -71,6 +71,12 @@ def padded_in_all(graph: Graph, devices: int) -> Graph:
     return made
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small programs are padded too."""
+    monkeypatch.setattr(uneven, "LEAST_BYTES", 0)
+
+
 @pytest.fixture(params=[0.0, np.nan], ids=["zeros", "nan"])
 def beyond(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding is zero, or what would be seen wherever it reached."""
@@ -85,8 +91,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes() -> None:
-    sizes = [50257, 12, 768, 5, 3, 1, 50304]
-    assert [padded_size(n, 8) for n in sizes] == [50264, 16, None, 6, 4, None, None]
+    sizes = [50257, 12, 768, 5, 1, 50304]
+    assert [padded_size(n, 8) for n in sizes] == [50264, 16, None, None, None, None]
 
 
 def test_a_vocabulary_and_heads_are_padded() -> None:
@@ -96,6 +102,12 @@ def test_a_vocabulary_and_heads_are_padded() -> None:
     assert sizes == [[(257, 264)], [(257, 264), (25, 32), (12, 16)]]
     shapes = {v.aval.shape for v, _ in found[-1][0].dims}
     assert {(VOCABULARY, WIDTH), (6, LENGTH, VOCABULARY)} <= shapes
+
+
+def test_small_programs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uneven, "LEAST_BYTES", 2**20)
+    graph = trace(gpt_step, gpt_arguments())
+    assert loops_to_pad(graph, populate(graph.jaxpr), 8) == ()
 
 
 @pytest.mark.usefixtures("beyond")

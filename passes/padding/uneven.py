@@ -33,6 +33,7 @@ from autopar.passes.sharding.batch_dims import batch_dims
 MOST_WASTE = (4, 3)  # the padded size is at most 4/3 of the size
 LITTLE_WASTE = (33, 32)
 LEAST_SHARE = 0.02  # of the program's operations are products over the loop
+LEAST_BYTES = 2**20  # of the largest value that it goes through; what is smaller costs latency
 Place = tuple[Var, int]
 PaddedDims = Mapping[Place, int]
 """The padded size of every dimension that is padded."""
@@ -111,7 +112,9 @@ def _uneven_loops(graph: Graph, rules: Rules, devices: int) -> tuple[UnevenLoop,
     least = LEAST_SHARE * total_flops(graph.jaxpr, rules)
     uneven = []
     for loop in found.values():
+        size = max((_bytes(var) for var, _ in loop.places), default=0)
         wanted = loop.has_state and not loop.has_batch and loop.flops >= least
+        wanted &= size >= LEAST_BYTES
         larger = padded_size(loop.size, devices) if wanted else None
         if larger is not None:
             dims = {(v, dim): v.aval.shape[dim] // loop.size * larger for v, dim in loop.places}
@@ -120,19 +123,14 @@ def _uneven_loops(graph: Graph, rules: Rules, devices: int) -> tuple[UnevenLoop,
 
 
 def padded_size(size: int, devices: int) -> int | None:
-    """The size to which a loop is padded; None: there is no use.
+    """The size to which a loop is padded for this many devices; None: there is no use.
 
-    >>> padded_size(50257, 8), padded_size(12, 8), padded_size(768, 8), padded_size(5, 8)
-    (50264, 16, None, 6)
+    >>> padded_size(50257, 8), padded_size(12, 8), padded_size(768, 8), padded_size(10, 8)
+    (50264, 16, None, None)
     """
     most, of = MOST_WASTE
-    for parts in sorted((n for n in range(2, devices + 1) if devices % n == 0), reverse=True):
-        if size % parts == 0:
-            return None
-        larger = -(-size // parts) * parts
-        if larger * of <= size * most:
-            return larger
-    return None
+    larger = -(-size // devices) * devices
+    return larger if size < larger and larger * of <= size * most else None
 
 
 def kept_factors(eqn: JaxprEqn, rule: FactorRule, padded: PaddedDims) -> frozenset[int]:
@@ -202,6 +200,10 @@ def _scan_ties(eqn: JaxprEqn) -> Iterator[tuple[list[Place], int]]:
         for dim, size in enumerate(first.aval.shape):
             places = [(atom, dim + (shift if atom in others else 0)) for atom in (first, *others)]
             yield [(atom, d) for atom, d in places if not isinstance(atom, Literal)], size
+
+
+def _bytes(var: Var) -> int:
+    return math.prod(var.aval.shape) * int(getattr(var.aval.dtype, "itemsize", 0))
 
 
 def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
