@@ -134,9 +134,14 @@ class Microbatched:
     phases: tuple[Phase, ...]
 
     @cached_property
+    def loops(self) -> tuple[LoopPhase, ...]:
+        """The loops over the microbatches, in order."""
+        return tuple(phase for phase in self.phases if isinstance(phase, LoopPhase))
+
+    @property
     def loop(self) -> LoopPhase | None:
         """The loop over the microbatches, if the program has one."""
-        return next((phase for phase in self.phases if isinstance(phase, LoopPhase)), None)
+        return self.loops[0] if self.loops else None
 
     @property
     def prologue(self) -> tuple[JaxprEqn, ...]:

@@ -155,7 +155,9 @@ def _linear(eqn: JaxprEqn, states: States, context: Context) -> Outcome | str:
     assert monoid is not None
     jointly: frozenset[int] | None = None
     if monoid == "sum":
-        jointly = next((set_ for set_ in linear_operands(eqn) if positions <= set_), None)
+        # A sum that a body rounds cannot be completed first: what is added to it is rounded.
+        sets = linear_operands(eqn, rounding=context.inside)
+        jointly = next((set_ for set_ in sets if positions <= set_), None)
     elif COMBINES.get(eqn.primitive.name) == monoid:
         jointly = frozenset(range(len(states)))
     elif lattice.moves_elements(eqn):

@@ -9,7 +9,7 @@ meshes run. Each pass is a function from values to values:
 For each layout (how many stages, on how many devices) and number of microbatches that is tried:
 
     stages     = slice_stages(step, rules, ...)    a step in phases for each stage; one: as it is
-    built      = build(graph, rules, mesh, ...)    nodes, strategies and costs on one logical mesh
+    built      = build(step, rules, mesh, ...)    nodes, strategies and costs on one logical mesh
     assignment = solve(to_problem(built))          the integer program
     program    = lower(graph, built, assignment)   instructions and collectives for every device
     pieces     = cut(stages, programs)             the functions that a schedule's tasks run

@@ -89,7 +89,7 @@ def prepare(
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     allowed = restriction(graph, options.method, dims, mesh, pins)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter)
-    return build(graph, rules, mesh, pricing, allowed), pricing, dims
+    return build(split.step, rules, mesh, pricing, allowed), pricing, dims
 
 
 Allowed = Sequence[Sequence[int]]

@@ -12,13 +12,14 @@ from autopar.passes.primitives.shardings import dtype_of, is_tiny_float
 OperandSets = tuple[frozenset[int], ...]
 
 
-def linear_operands(eqn: JaxprEqn) -> OperandSets:
+def linear_operands(eqn: JaxprEqn, rounding: bool = False) -> OperandSets:
     """Sets of operand positions in which an equation is jointly linear, the others held fixed.
 
     Linear means f(x + y) = f(x) + f(y) for the operands of one set taken together (so an operand
     that is left out of a sum must be zero there). Integer division and casts that lose digits
-    are not linear, nor is anything in floats of eight bits. An equation that is linear in nothing
-    has no sets.
+    are not linear, nor is anything in floats of eight bits; with `rounding`, casts to floats of at
+    least 16 bits are: each summand is then rounded as the sum would be. An equation that is linear
+    in nothing has no sets.
 
     >>> import jax
     >>> linear_operands(jax.make_jaxpr(lambda x, y: x * y)(1.0, 2.0).eqns[0])
@@ -40,7 +41,7 @@ def _linear_sets(eqn: JaxprEqn) -> OperandSets:
         rounds = name == "div" and jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.integer)
         return () if rounds or (name == "gather" and _fills(eqn)) else _one_set((0,))
     if name == "convert_element_type":
-        return _one_set((0,)) if _widens(eqn) else ()
+        return _one_set((0,)) if _widens(eqn) or (rounding and _rounds(eqn)) else ()
     if name == "select_n":
         return _one_set(range(1, len(eqn.invars)))
     if name == "dynamic_update_slice":
@@ -75,3 +76,10 @@ def _widens(eqn: JaxprEqn) -> bool:
     if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, kind):
         return jnp.promote_types(old, new) == new
     return False
+
+
+def _rounds(eqn: JaxprEqn) -> bool:
+    """Whether a cast rounds numbers of the old dtype to a float of at least 16 bits."""
+    old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+    return floats and min(old.itemsize, new.itemsize) >= 2

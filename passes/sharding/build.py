@@ -9,7 +9,8 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier
-from autopar.passes.graph.graph import Atom, Graph, user_source
+from autopar.passes.graph.graph import Atom, user_source
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
@@ -37,20 +38,22 @@ FREE_EXPANSION = 4
 
 
 def build(
-    graph: Graph,
+    step: Microbatched,
     rules: Rules,
     mesh: tuple[int, ...],
     pricing: Pricing,
     restriction: Restriction,
 ) -> StrategyGraph:
     """Nodes with their strategies and costs (seconds a step), and edges with resharding costs."""
-    return _Walk(rules, mesh, pricing, restriction).run(graph)
+    return _Walk(rules, mesh, pricing, restriction).run(step)
 
 
 class _Walk(StrategyGraphBuilder):
     """What one walk over a program accumulates; `run` is the only entry."""
 
-    def run(self, graph: Graph) -> StrategyGraph:
+    def run(self, step: Microbatched) -> StrategyGraph:
+        graph = step.graph
+        self._microbatches = {id(loop.scan) for loop in step.loops}
         self._state_nodes: set[int] = set()
         self._starts: set[Var] = set()  # what loops begin to add to
         jaxpr, built = graph.jaxpr, self.built
@@ -117,7 +120,7 @@ class _Walk(StrategyGraphBuilder):
     ) -> tuple[Entry, list[ScopeValue]]:
         if eqn.effects or eqn.primitive.name in CONTROL_FLOW:
             return self.opaque(scope, eqn, values)
-        shape = self.shape(eqn)
+        shape = self.shape(eqn, self._adds_rounded(scope, eqn))
         sizes = [math.prod(aval_shape(v)) for v in eqn.outvars]
         all_small = all(isinstance(v, Replicated) for v in values)
         is_start = any(var in self._starts for var in eqn.outvars)
@@ -150,6 +153,13 @@ class _Walk(StrategyGraphBuilder):
         node = self.boundary(label, user_source(eqn), layouts, scope.times)
         self.built.nodes[node].choices = found
         return self._grouped(scope, eqn, shape, values, node, found)
+
+    def _adds_rounded(self, scope: Scope, eqn: JaxprEqn) -> bool:
+        """Whether sums over the batch may be rounded before they are complete.
+
+        In a loop over microbatches they are: each microbatch rounds what it has.
+        """
+        return scope.microbatch and not any(map(self.restriction.batch_dims, eqn.outvars))
 
     def _is_recomputed(
         self, eqn: JaxprEqn, shape: st.Shape, values: list[ScopeValue], sizes: list[int]
@@ -257,7 +267,9 @@ class _Walk(StrategyGraphBuilder):
         self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
     ) -> tuple[Entry, list[ScopeValue]]:
         parts = ScanParts.of(eqn)
-        inner = Scope(parts.body, scope.times * eqn.params["length"])
+        times = scope.times * eqn.params["length"]
+        microbatch = scope.microbatch or id(eqn) in self._microbatches
+        inner = Scope(parts.body, times, microbatch)
         env: dict[Var, ScopeValue] = {}
         label = f"scan {eqn.source_info.name_stack}".strip()
         boundaries: list[int | None] = []
@@ -343,7 +355,7 @@ class _Walk(StrategyGraphBuilder):
         for branch in eqn.params["branches"]:
             body = branch.jaxpr
             env: dict[Var, ScopeValue] = dict(zip(body.invars, values[1:], strict=True))
-            within = Scope(body, scope.times)
+            within = Scope(body, scope.times, scope.microbatch)
             self.walk(within, env)
             inner.append(within)
             outs.append([self.read(env, atom) for atom in body.outvars])

@@ -96,7 +96,7 @@ class Restriction:
         that it is completed once a step.
         """
         layouts, (var,) = self.matching.layouts(eqn), eqn.outvars[:1]
-        if layouts is None or self._dims(var) or not _may_be_partial(var):
+        if layouts is None or self.batch_dims(var) or not _may_be_partial(var):
             return layouts
         mesh = self.matching.mesh
         return tuple(more for layout in layouts for more in with_sums(layout, mesh))
@@ -108,7 +108,7 @@ class Restriction:
         factors = {
             factor
             for atom, value in zip(eqn.invars, shape.rule.operands, strict=True)
-            for dim in self._dims(atom)
+            for dim in self.batch_dims(atom)
             if (factor := outer_factor(shape.rule, value, dim)) is not None
         }
         # Optimizers work on whole values in data parallelism; masks and random bits on any part.
@@ -125,13 +125,13 @@ class Restriction:
 
     def holds_batch(self, eqn: JaxprEqn) -> bool:
         """Whether a dimension of an operand or of a result is the batch."""
-        return any(self._dims(atom) for atom in (*eqn.invars, *eqn.outvars))
+        return any(self.batch_dims(atom) for atom in (*eqn.invars, *eqn.outvars))
 
     def may_scatter(self, eqn: JaxprEqn) -> bool:
         """Whether a partial result may be reduce-scattered where it is made."""
         if self.method in ("data", "zero1"):
             return False
-        return self.method not in BATCH_METHODS or not any(map(self._dims, eqn.outvars))
+        return self.method not in BATCH_METHODS or not any(map(self.batch_dims, eqn.outvars))
 
     def boundary_layouts(
         self, atom: Atom, mesh: tuple[int, ...], partial: bool
@@ -143,10 +143,10 @@ class Restriction:
         partial = partial and _may_be_partial(atom)
         layouts = all_layouts(shape, mesh, partial=partial)
         if self.method not in BATCH_METHODS:
-            if value_bytes(atom) * TINY_SHARE < self.state_bytes and not self._dims(atom):
+            if value_bytes(atom) * TINY_SHARE < self.state_bytes and not self.batch_dims(atom):
                 layouts = tuple(x for x in layouts if not any(x.dims))
             return layouts
-        dims = self._dims(atom)
+        dims = self.batch_dims(atom)
         if not dims and self.method != "data":
             return layouts
         layouts = tuple(
@@ -157,12 +157,13 @@ class Restriction:
 
     def accumulator_layouts(self, atom: Atom, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """Of a loop's accumulator: sums in data parallelism and ZeRO, reduced once a step."""
-        if self.method not in BATCH_METHODS or self._dims(atom):
+        if self.method not in BATCH_METHODS or self.batch_dims(atom):
             return layouts
         most = max(len(x.partial) for x in layouts)
         return tuple(x for x in layouts if len(x.partial) == most)
 
-    def _dims(self, atom: Atom) -> frozenset[int]:
+    def batch_dims(self, atom: Atom) -> frozenset[int]:
+        """The dimensions of a value that hold the batch."""
         return self.dims.get(atom, NONE) if isinstance(atom, Var) else NONE
 
 

@@ -47,10 +47,14 @@ class Entry:
 
 @dataclass
 class Scope:
-    """A jaxpr, how many times a step it runs, and one entry per equation."""
+    """A jaxpr, how many times a step it runs, and one entry per equation.
+
+    `microbatch` is true in the loop over the microbatches, and in the bodies there.
+    """
 
     jaxpr: Jaxpr
     times: int
+    microbatch: bool = False
     entries: list[Entry] = field(default_factory=list)
 
 

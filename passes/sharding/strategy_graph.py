@@ -120,9 +120,9 @@ class StrategyGraphBuilder:
     def _id(self, layouts: tuple[Layout, ...]) -> int:
         return self._ids.setdefault(layouts, len(self._ids))
 
-    def shape(self, eqn: JaxprEqn) -> st.Shape:
+    def shape(self, eqn: JaxprEqn, rounding: bool) -> st.Shape:
         rule = self.rules[eqn]
-        linear = tuple(sorted(linear_operands(eqn), key=sorted))
+        linear = tuple(sorted(linear_operands(eqn, rounding), key=sorted))
         key = (id(rule), linear)
         if key not in self._shapes:
             self._shapes[key] = st.shape_of(rule, linear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,6 +93,19 @@ def test_only_widening_casts_are_linear() -> None:
     assert sets(lambda x: lax.convert_element_type(x, np.float16), half) == []
     assert sets(lambda x: lax.convert_element_type(x, np.int32), single) == []
     assert sets(lambda x: lax.convert_element_type(x, np.float32), jnp.ones(4, int)) == []
+
+
+def test_casts_that_round_are_linear_up_to_rounding() -> None:
+    def rounding(old: Any, new: Any) -> bool:
+        convert = lambda x: lax.convert_element_type(x, new)  # noqa: E731
+        (eqn,) = trace(convert, jax.ShapeDtypeStruct((4,), old)).eqns
+        return linear_operands(eqn, rounding=True) == (frozenset({0}),)
+
+    assert rounding(np.float32, jnp.bfloat16)
+    assert rounding(np.float32, np.float16)
+    assert rounding(np.float16, jnp.bfloat16)
+    assert not rounding(np.float32, np.int32)
+    assert not rounding(np.int32, jnp.bfloat16)
 
 
 def test_a_gather_that_fills_with_a_number_is_not_linear() -> None:

@@ -113,6 +113,7 @@ PLANNED: dict[str, str] = {
     "loss_scale_where": "auto zero2 1f1b zb_h1",
     "loss_scale_cond": "auto zero2 1f1b zb_h1 gpipe",
     "bfloat16": "cpu auto zero2 1f1b zb_h1 nodes",
+    "bfloat16_scan": "auto zero2 zero3 1f1b zb_h1 remat",
     "ema": "auto zero2 1f1b zb_h1 keep_1f1b",
     "contrastive": "auto shard zero2 h100",
     "custom_vjp": "auto zero2 1f1b zb_h1 remat_zb",

@@ -68,6 +68,32 @@ def test_scan_over_layers(checkpoint: bool) -> None:
     assert largest < 8 * 6 * 3
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_gradients_that_a_scan_rounds(checkpoint: bool) -> None:
+    """In bfloat16, gradients of layers are rounded where they are made: each microbatch's is."""
+
+    def step(params: Any, x: Any) -> Any:
+        def layer(x: Any, inputs: Any) -> Any:
+            w, scale = inputs
+            h = (x.astype(jnp.float32) * scale.astype(jnp.float32)).astype(jnp.bfloat16)
+            h = jnp.matmul(h, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+            return x + jnp.tanh(h).astype(jnp.bfloat16), None
+
+        def loss_fn(params: Any) -> Any:
+            body = jax.checkpoint(layer) if checkpoint else layer
+            y, _ = lax.scan(body, x.astype(jnp.bfloat16), params)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        return gradients, loss
+
+    scales = normal(1, 3, 6).astype(jnp.bfloat16)
+    analysis = check_split(
+        step, ((normal(0, 3, 6, 6), scales), normal(2, 8, 6)), 4, tolerance=2**-7
+    )
+    assert analysis.costs.loop_share > 0.9
+
+
 def test_a_gradient_that_is_summed_over_two_scans() -> None:
     def step(w: Any, x: Any) -> Any:
         def loss_fn(w: Any) -> Any:

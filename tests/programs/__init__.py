@@ -81,6 +81,13 @@ def _all() -> list[Program]:
         Program(
             "bfloat16_sgd", "mixed_precision", settings=sgd, requires=_FLAX, tolerance=_BFLOAT16
         ),
+        Program(
+            "bfloat16_scan",
+            "mixed_precision",
+            "build_scanned",
+            requires=_FLAX,
+            tolerance=_BFLOAT16,
+        ),
         Program("ema", "ema"),
         Program("contrastive", "contrastive", splits=False),
         Program("custom_vjp", "custom_vjp"),

@@ -1,6 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """Computation in bfloat16 with parameters and optimizer state in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -47,12 +49,46 @@ def forward(params, tokens):
     return logits.astype(jnp.float32)
 
 
+def layer(x, params):
+    """One layer of a scan: products of bfloat16 that are added up in float32, then rounded."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    y = rms_norm(x, params["scale"][0].astype(jnp.float32))
+    q, k, v = product("btd,cdhe->cbthe", y, params["qkv"]).astype(jnp.bfloat16)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + product("bthe,hed->btd", y, params["out"]).astype(jnp.bfloat16)
+    y = rms_norm(x, params["scale"][1].astype(jnp.float32))
+    y = jax.nn.gelu(product("btd,df->btf", y, params["up"]).astype(jnp.bfloat16))
+    return x + product("btf,fd->btd", y, params["down"]).astype(jnp.bfloat16), None
+
+
+def forward_scanned(params, tokens):
+    """Logits of layers that are one scan, rematerialized, as MaxText and Levanter have them."""
+    x = params["embed"].astype(jnp.bfloat16)[tokens]
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    x = rms_norm(x, params["scale"][2])
+    return jnp.matmul(x, params["embed"].T.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
 def build(optimizer: str = "clipped_adamw") -> Case:
     """A small GPT whose matrix products are all bfloat16."""
-    transformation = BY_NAME[optimizer]()
+    return case(forward, init(jax.random.key(0)), BY_NAME[optimizer]())
+
+
+def build_scanned(optimizer: str = "clipped_adamw") -> Case:
+    """The same with several layers, and products that are added up in float32."""
+    layers = jax.vmap(init)(jax.random.split(jax.random.key(1), 3))
+    del layers["embed"]
+    params = init(jax.random.key(0))
+    params = {"embed": params["embed"], "scale": params["scale"], "layers": layers}
+    return case(forward_scanned, params, BY_NAME[optimizer]())
+
+
+def case(apply, params, transformation) -> Case:
+    """The train step of a model, with its batches."""
 
     def loss_fn(params, tokens):
-        logits = forward(params, tokens[:, :-1])
+        logits = apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def train_step(state, tokens):
@@ -61,6 +97,5 @@ def build(optimizer: str = "clipped_adamw") -> Case:
         updates, opt_state = transformation.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
-    params = init(jax.random.key(0))
     batches = [(data.tokens(i, length=data.LENGTH + 1),) for i in range(data.STEPS)]
     return Case(train_step, (params, jax.jit(transformation.init)(params)), batches)

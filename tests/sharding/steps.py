@@ -128,7 +128,7 @@ class Passes:
         self.pricing = Pricing(CLUSTER, mesh, self.restriction.reduce_scatter)
 
     def build(self) -> StrategyGraph:
-        return build(self.graph, self.rules, self.mesh, self.pricing, self.restriction)
+        return build(in_phases(self.graph), self.rules, self.mesh, self.pricing, self.restriction)
 
     def lower(self, built: StrategyGraph, assignment: Any) -> SpmdProgram:
         return lower(in_phases(self.graph), built, assignment, self.pricing, self.names, self.dims)

@@ -64,3 +64,34 @@ def test_parts_of_a_shared_weights_gradient_are_added_first(method: str, dtype: 
     (found,) = (c for c in plan.stages[0].collectives if c.purpose == "gradient")
     size = vocabulary * width * jnp.dtype(dtype).itemsize
     assert (found.kind, found.bytes, found.times) == (kind, size, 1)
+
+
+@pytest.mark.parametrize("method", ["data", "zero3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_scanned_layers_are_reduced_once(method: str, dtype: str) -> None:
+    """Not in every microbatch, nor in every layer, also where a layer rounds them."""
+
+    def step(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            h = jnp.matmul(x, w.astype(dtype), preferred_element_type=jnp.float32)
+            return x + jnp.tanh(h).astype(dtype), None
+
+        def loss_fn(params: Any) -> Any:
+            y, _ = jax.lax.scan(layer, x.astype(dtype), params)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * grads, loss
+
+    layers, width, microbatches = 3, 64, 4
+    plan = autopar.plan(
+        step,
+        jax.ShapeDtypeStruct((layers, width, width), jnp.float32),
+        jax.ShapeDtypeStruct((64, width), jnp.float32),
+        cluster=CLUSTER,
+        method=method,
+        stages=1,
+        microbatches=microbatches,
+    )
+    gradients = [c for c in plan.stages[0].collectives if c.purpose == "gradient"]
+    assert [(c.times, c.bytes) for c in gradients] == [(1, 4 * layers * width**2)]
