@@ -12,6 +12,7 @@ from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
+from autopar.passes.microbatch.batch_scales import without_batch_scales
 from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.equations import Context, is_control_flow
 from autopar.passes.microbatch.phases import Phases, find_phases
@@ -19,17 +20,20 @@ from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
 from autopar.passes.microbatch.whole_batch import Costs, Culprit, measure
 from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.populate import populate
 
 
 @dataclass(frozen=True)
 class Analysis:
     """How a program is split into microbatches, and the proof that this is exact.
 
+    `graph` is the program that is split: the step, or one that computes the same in another order.
     With M = `num_microbatches`, microbatch i has the rows b with b % M == i. `states` say for every
     value how it depends on the batch, `certificate` for every output how it is put together;
     `culprits` are what forbids the split, worst first: none if it is exact and cheap enough.
     """
 
+    graph: Graph
     num_microbatches: int
     batch_sizes: tuple[int, ...]
     states: Mapping[Var, BatchState]
@@ -90,7 +94,9 @@ def analyze(
     sizes = tuple(sorted(batch_sizes(graph), reverse=True))
     assert not any(size % num_microbatches for size in sizes), (sizes, num_microbatches)
 
-    def attempt(before_loop: bool) -> Analysis:
+    def attempt(
+        graph: Graph, rules: Mapping[JaxprEqn, FactorRule], before_loop: bool
+    ) -> tuple[Analysis, Forward]:
         context = Context(rules, num_microbatches, sizes)
         states = input_states(graph, num_microbatches, params=not before_loop)
         found = forward(graph.jaxpr, states, context)
@@ -99,7 +105,8 @@ def analyze(
         culprits = _immovable_effects(graph)
         if costs.flops_share > max_flops_share or costs.bytes_share > max_bytes_share:
             culprits += costs.causes
-        return Analysis(
+        analysis = Analysis(
+            graph=graph,
             num_microbatches=num_microbatches,
             batch_sizes=sizes,
             states=found.states,
@@ -110,13 +117,19 @@ def analyze(
             max_flops_share=max_flops_share,
             max_bytes_share=max_bytes_share,
         )
+        return analysis, found
 
-    # Mostly it is of no use to compute before the loop, on the whole batch, what depends on the
-    # parameters; where that alone saves the split, it may still be cheap enough.
-    usual = attempt(before_loop=False)
+    usual, found = attempt(graph, rules, before_loop=False)
     if not usual.culprits:
         return usual
-    other = attempt(before_loop=True)
+    # Mostly it is of no use to compute before the loop, on the whole batch, what depends on the
+    # parameters; where that alone saves the split, it may still be cheap enough.
+    other, _ = attempt(graph, rules, before_loop=True)
+    if not other.culprits:
+        return other
+    scaled_last = without_batch_scales(graph, found)
+    if scaled_last is not None:
+        other, _ = attempt(scaled_last, populate(scaled_last.jaxpr), before_loop=False)
     return usual if other.culprits else other
 
 
@@ -134,7 +147,7 @@ def split(graph: Graph, analysis: Analysis, instead: str = "microbatches=1") -> 
         return in_phases(graph)
     if analysis.culprits:
         raise refusal(analysis, instead)
-    return rewrite(graph, analysis.phases, analysis.num_microbatches)
+    return rewrite(analysis.graph, analysis.phases, analysis.num_microbatches)
 
 
 def refusal(analysis: Analysis, instead: str = "microbatches=1") -> InexactMicrobatchError:

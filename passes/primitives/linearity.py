@@ -28,10 +28,11 @@ def linear_operands(eqn: JaxprEqn, rounding: bool = False) -> OperandSets:
     if any(is_tiny_float(dtype_of(var)) for var in eqn.outvars):
         return ()
     tiny = {k for k, var in enumerate(eqn.invars) if is_tiny_float(dtype_of(var))}
-    return tuple(positions for positions in _linear_sets(eqn) if tiny.isdisjoint(positions))
+    found = _linear_sets(eqn, rounding)
+    return tuple(positions for positions in found if tiny.isdisjoint(positions))
 
 
-def _linear_sets(eqn: JaxprEqn) -> OperandSets:
+def _linear_sets(eqn: JaxprEqn, rounding: bool) -> OperandSets:
     name = eqn.primitive.name
     if name in LINEAR_ALL:
         return _one_set(range(len(eqn.invars)))
