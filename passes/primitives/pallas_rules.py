@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import eliminate_dead_code, jaxprs_in, made_from
+from autopar.passes.graph.graph import eliminate_dead_code, jaxprs_in, made_from, used_vars
 from autopar.passes.primitives.cuts import Cuts, LocalCall, NotLocalError, local_shape
 from autopar.passes.primitives.dependencies import dependencies
 from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
@@ -111,8 +111,7 @@ def _walks(
         return None
     values = [walks for walks, _ in walked if walks is not None]
     blocked = {axis for _, axes in walked for axis in axes}
-    has_scratch = bool(mapping.scratch_avals or unread)
-    blocked |= _known_axes(params["jaxpr"], mapping, has_scratch)
+    blocked |= _known_axes(params["jaxpr"], mapping, unread)
     for walks in values:  # an axis that another is outside of, or that walks two dimensions
         places = [
             (axis, i) for walk in walks if walk is not None for i, (axis, _) in enumerate(walk.axes)
@@ -217,20 +216,78 @@ def _evaluated(closed: Any, dim: int, axes: Sequence[int], grid: Sequence[int]) 
         return np.asarray(jax.jit(jax.vmap(at))(places)).astype(np.int64)
 
 
-def _known_axes(kernel: Jaxpr, mapping: Any, has_scratch: bool) -> set[int]:
-    """Axes whose place the kernel asks for, or that are inside of one that it asks for.
+def _known_axes(kernel: Jaxpr, mapping: Any, unread: frozenset[int]) -> set[int]:
+    """Axes whose place the kernel asks for, or along which scratch memory may carry something.
 
     What a kernel leaves in its scratch memory, a later place of the grid finds there. It cannot
     tell the first place of an axis that it does not ask for from the next ones, so it finds what
-    it needs at each of them, unless it asks for an axis outside of it.
+    it needs at each of them, unless it asks for an axis outside of it. Then it has to fill the
+    memory at each place of the axis anew.
     """
     free = [axis for axis in range(len(mapping.grid)) if axis not in mapping.vmapped_dims]
     asked = {free[axis] for axis in _asked(kernel)}
-    if has_scratch and asked:
-        # Only axes outside of all that are asked for.
-        real = {axis for axis in asked if mapping.grid[axis] > 1}
-        asked |= set(range(min(real), len(mapping.grid))) if real else set()
-    return asked
+    first_result = mapping.num_index_operands + mapping.num_inputs
+    scratch = kernel.invars[first_result + mapping.num_outputs :]
+    scratch = [*scratch, *(kernel.invars[first_result + number] for number in unread)]
+    outermost = min((axis for axis in asked if mapping.grid[axis] > 1), default=len(mapping.grid))
+    carrying = {
+        axis
+        for axis in range(outermost, len(mapping.grid))
+        if not all(_is_filled_anew(kernel, ref, axis, free) for ref in scratch)
+    }
+    return asked | carrying
+
+
+def _is_filled_anew(kernel: Jaxpr, ref: Any, axis: int, free: Sequence[int]) -> bool:
+    """Whether memory is written before it is read at each place of an axis.
+
+    The first to touch it either writes all of it, or does so where all axes inside of this one
+    begin, and asks for no other axis.
+    """
+    eqns = eliminate_dead_code(kernel).eqns
+    number = next((n for n, eqn in enumerate(eqns) if ref in eqn.invars), None)
+    if number is None:
+        return True
+    eqn = eqns[number]
+    if eqn.primitive.name != "cond":
+        return _overwrites(eqn, ref, kernel)
+    branch = _branch_at_the_beginning(eqns[:number], eqn.invars[0], axis, free)
+    if branch is None:
+        return False
+    body = eqn.params["branches"][branch].jaxpr
+    inner = body.invars[eqn.invars.index(ref) - 1]
+    first = next((e for e in body.eqns if inner in e.invars), None)
+    return first is not None and _overwrites(first, inner, body)
+
+
+def _overwrites(eqn: JaxprEqn, ref: Any, jaxpr: Jaxpr) -> bool:
+    """Whether an equation writes every element of a reference, and does not give the old ones."""
+    is_swap = eqn.primitive.name == "swap" and eqn.invars[0] is ref
+    if not is_swap or shape_of(eqn.invars[1]) != ref.aval.shape:
+        return False
+    return eqn.invars.count(ref) == 1 and eqn.outvars[0] not in used_vars(jaxpr)
+
+
+def _branch_at_the_beginning(
+    eqns: Sequence[JaxprEqn], index: Any, axis: int, free: Sequence[int]
+) -> int | None:
+    """The branch where all axes inside of one begin; None if it may depend on something else."""
+    if isinstance(index, Literal):
+        return int(index.val)
+    env: dict[Any, Any] = {}
+    for number in sorted(made_from(eqns, [index])):
+        eqn = eqns[number]
+        if eqn.primitive.name == "program_id":
+            if free[eqn.params["axis"]] <= axis:
+                return None
+            env[eqn.outvars[0]] = np.int32(0)
+            continue
+        if any(not isinstance(v, Literal) and v not in env for v in eqn.invars) or eqn.effects:
+            return None
+        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        with jax.ensure_compile_time_eval():
+            env.update(zip(eqn.outvars, jax_compat.bind(eqn, operands), strict=True))
+    return int(env[index]) if index in env else None
 
 
 def _asked(jaxpr: Jaxpr) -> set[int]:

@@ -129,6 +129,27 @@ def carried(x: jax.Array) -> jax.Array:
     )(x)
 
 
+def refilled(x: jax.Array) -> jax.Array:
+    """Scratch memory that is filled anew for each sum over the innermost axis."""
+
+    def kernel(x_ref: Any, out_ref: Any, sum_ref: Any) -> None:
+        @pl.when(pl.program_id(2) == 0)
+        def _() -> None:
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        sum_ref[...] += x_ref[...] * (1.0 + pl.program_id(0))
+        out_ref[...] = sum_ref[...]
+
+    return kernel_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape[:2], x.dtype),
+        grid=(x.shape[0], x.shape[1], x.shape[2]),
+        in_specs=[pl.BlockSpec((1, 1, None), lambda i, j, k: (i, j, k))],
+        out_specs=pl.BlockSpec((1, 1), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((1, 1), x.dtype)],
+    )(x)
+
+
 # Attention: queries [batch, heads, length, size], fewer heads of keys and values.
 
 

@@ -44,6 +44,7 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
             (f32(4, 8, 3), f32(3)),
             "([i,jm,n],[1,o])->([i,jk,l]) replicated={k,l,m,n,o}",
         ),
+        (kernels.refilled, (f32(2, 4, 3),), "([i,j,k])->([i,j]) replicated={i,k}"),
         (kernels.merged_rows, (f32(8, 3),), "([ij,l])->([ij,k]) replicated={j,k,l}"),
         (
             kernels.product,
@@ -108,7 +109,7 @@ def test_jaxs_own_kernels_are_cut_over_batch_and_heads() -> None:
     products = 2 * batch * heads * length * length * size
     for function, shape, dims in (
         (lambda q, k, v: flash_attention(q, k, v, causal=True), heads_first, (0, 1)),
-        (splash_attention, heads_first, (0,)),
+        (splash_attention, heads_first, (0, 1)),
         (lambda q, k, v: gpu_attention.mha(q, k, v, None, causal=True), heads_last, (0, 2)),
     ):
         found = kernel_rules(gradients(function), shape, shape, shape)
