@@ -8,6 +8,7 @@ the user prescribes for values stays as `constrain` equations (`constraints.py`)
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +19,10 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType
 
+from autopar.base.errors import TraceError
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.constraints import Constraint, constrain_p, constraints_of
-from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs
+from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, user_source
 from autopar.passes.graph.primitives import IDENTITIES, SHARDING_HINTS
 
 _SHARDING_PARAMS = {"sharding", "out_sharding"}
@@ -96,7 +98,7 @@ def _names_mesh(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool) -> Jaxpr:
+def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool, within: JaxprEqn | None = None) -> Jaxpr:
     env: dict[Var, Any] = {}
 
     def define(var: Var) -> Var:
@@ -121,12 +123,32 @@ def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool) -> Jaxpr:
                 if hint is not None and keep_constraints:
                     eqns.append(_constrain(operand, define(var), hint, eqn))
             continue
-        params = map_inner_jaxprs(eqn.params, lambda body: _without_mesh(body, keep_constraints))
+        if eqn.primitive.name == "shard_map":
+            raise _is_placed(eqn, within)
+        # What a cached call holds may have lost its line.
+        line = within if jax_compat.user_frame(eqn) is None else eqn
+        inner = functools.partial(_without_mesh, keep_constraints=keep_constraints, within=line)
+        params = map_inner_jaxprs(eqn.params, inner)
         params |= dict.fromkeys(_SHARDING_PARAMS & params.keys())
         results = [define(v) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
     outvars = [use(v) for v in jaxpr.outvars]
     return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+
+
+def _is_placed(eqn: JaxprEqn, within: JaxprEqn | None) -> TraceError:
+    if within is None or jax_compat.user_frame(eqn) is not None:
+        within = eqn  # it has a line of its own
+    mesh = eqn.params["mesh"]
+    sizes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return TraceError(
+        "The step holds a jax.shard_map (or jax.pmap).",
+        where=user_source(within),
+        why=f"it says what each device of a mesh of its own ({sizes}) computes, and here the plan "
+        "decides that.",
+        hint="call its function on whole arrays: jax.vmap(..., axis_name=...) has the same "
+        "collectives, and autopar.local names dimensions that are independent of one another.",
+    )
 
 
 def _constrain(operand: Any, result: Var, hint: Constraint, eqn: JaxprEqn) -> JaxprEqn:

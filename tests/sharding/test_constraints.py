@@ -221,3 +221,22 @@ def test_axes_are_matched_by_their_sizes(
     assert [x and str([*x[0].dims]) for x in layouts] == kept
     if None not in kept:
         assert most_kept(jaxpr.jaxpr, ((2, 3), mesh), ((2, 3),)) == (mesh,)
+
+
+def test_what_is_written_for_devices_is_refused() -> None:
+    def mapped(w: Any, x: Any) -> Any:
+        specs = (P(), P("data"))
+        return jax.shard_map(jnp.matmul, mesh=MESH, in_specs=specs[::-1], out_specs=specs[1])(x, w)
+
+    def by_device(w: Any, x: Any) -> Any:
+        return jax.pmap(jnp.matmul, in_axes=(0, None))(x.reshape(8, 2, 8), w)
+
+    for function in (mapped, by_device):
+
+        def step(w: Any, x: Any, function: Any = function) -> Any:
+            loss, gradient = jax.value_and_grad(lambda w: jnp.mean(function(w, x) ** 2))(w)
+            return w - gradient, loss
+
+        with pytest.raises(autopar.errors.TraceError, match=r"jax\.shard_map") as caught:
+            autopar.plan(step, PARAMS["in"], X)
+        assert "test_constraints.py:" in str(caught.value)
