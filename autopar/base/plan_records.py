@@ -82,7 +82,8 @@ class Collective(Record):
     runs so many `times` in a step, estimated `seconds` each, and moves "gradient", "parameter",
     "activation", ... (its `purpose`), of the tensor at `path` where that has one; `source` is
     `file.py:12` of the user's line, or "". In a pipeline, `task` is the kind of the piece that runs
-    it: "prologue", "F", "B", "W" or "epilogue".
+    it: "prologue", "F", "B", "W" or "epilogue". Numbers travel, and are added up, in `dtype`, ""
+    where a plan does not say.
     """
 
     kind: str
@@ -94,6 +95,7 @@ class Collective(Record):
     source: str = ""
     seconds: float = 0.0
     task: str = ""
+    dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

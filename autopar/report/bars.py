@@ -47,7 +47,7 @@ def draw_communication(
         count, size = f"{group.count} x", format_bytes(group.bytes)
         seconds = format_seconds(group.seconds)
         value = f"{seconds}, {count}, {size}" if by_seconds else f"{size}, {count}"
-        label = f"{group.purpose}\n{group.kind} {','.join(group.axes)}"
+        label = f"{group.purpose}\n{group.kind} {','.join(group.axes)} {group.dtype}".rstrip()
         length = group.seconds if by_seconds else float(group.bytes)
         bars.append((length, label, value, KINDS[group.kind]))
     _draw_largest(axes, title, bars, "none", rows)

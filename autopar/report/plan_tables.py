@@ -222,7 +222,9 @@ class _Tables:
             return Text("\nNo communication between devices.", "bold")
         right = ("a step", "bytes", "estimate")
         title = "Communication within stages" if self.staged else "Communication"
-        columns = ("purpose", "collective", "along", *right, *(("stage",) if self.staged else ()))
+        typed = any(group.dtype for group in groups)
+        left = ("purpose", "collective", "along", *(("dtype",) if typed else ()))
+        columns = (*left, *right, *(("stage",) if self.staged else ()))
         table = _table(f"{title} in a step", *columns, right=right)
         for group in groups:
             _add(
@@ -230,6 +232,7 @@ class _Tables:
                 group.purpose,
                 group.kind,
                 Text(" ").join(Text(axis, self.styles[axis]) for axis in group.axes),
+                *((group.dtype,) if typed else ()),
                 f"{group.count} x",
                 format_bytes(group.bytes),
                 format_seconds(group.seconds),

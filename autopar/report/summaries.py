@@ -43,7 +43,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Collectives of one purpose, kind and axes: their number in a step, bytes and seconds.
+    """Collectives of one purpose, kind, dtype and axes: their number in a step, bytes and seconds.
 
     These are equal on each of the `stages`, and are those of one stage.
     """
@@ -51,6 +51,7 @@ class CollectiveGroup:
     purpose: str
     kind: str
     axes: tuple[str, ...]
+    dtype: str
     count: int
     bytes: int
     seconds: float
@@ -146,16 +147,16 @@ def results_of(plan: PlanRecord) -> tuple[TensorPlan, ...]:
 
 
 def group_collectives(stages: Sequence[StagePlan]) -> tuple[CollectiveGroup, ...]:
-    """Collectives of each stage added up by purpose, kind and axes; stages alike share a row.
+    """Collectives of each stage added up by purpose, kind, axes, dtype; stages alike share a row.
 
     What takes most seconds on a stage, then bytes, comes first.
     """
-    Kind = tuple[str, str, tuple[str, ...]]
+    Kind = tuple[str, str, tuple[str, ...], str]
     homes: dict[tuple[Kind, int, int, float], list[int]] = {}
     for number, stage in enumerate(stages):
         sums: dict[Kind, tuple[int, int, float]] = {}
         for item in stage.collectives:
-            kind = (item.purpose, item.kind, item.axes)
+            kind = (item.purpose, item.kind, item.axes, item.dtype)
             count, size, seconds = sums.get(kind, (0, 0, 0.0))
             seconds += item.seconds * item.times
             sums[kind] = (count + item.times, size + item.bytes * item.times, seconds)

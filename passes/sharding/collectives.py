@@ -58,6 +58,7 @@ def _walk(
                         times=times,
                         purpose=instruction.purpose,
                         source="" if is_literal(instruction.source) else source_of.get(atom, ""),
+                        dtype=str(atom.aval.dtype),
                     )
         elif isinstance(instruction, Loop):
             trips = instruction.eqn.params["length"]

@@ -1,5 +1,6 @@
 """What microbatches add up is reduced once a step, and the integer program pays for it."""
 
+import re
 from typing import Any
 
 import jax
@@ -64,6 +65,8 @@ def test_parts_of_a_shared_weights_gradient_are_added_first(method: str, dtype: 
     (found,) = (c for c in plan.stages[0].collectives if c.purpose == "gradient")
     size = vocabulary * width * jnp.dtype(dtype).itemsize
     assert (found.kind, found.bytes, found.times) == (kind, size, 1)
+    assert found.dtype == jnp.dtype(dtype).name
+    assert re.search(rf"gradient +{kind} +x +{found.dtype}", str(plan))
 
 
 @pytest.mark.parametrize("method", ["data", "zero3"])
