@@ -231,7 +231,7 @@ def parallelize(
     Raises:
       OptionError: an option does not exist or has an impossible value.
 
-    >>> import jax.numpy as jnp, autopar
+    >>> import jax, jax.numpy as jnp, autopar
     >>> @autopar.parallelize(method="data")
     ... def step(w, x):
     ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
@@ -299,7 +299,7 @@ def plan(
 
     Arguments and errors are those of `compile`, but for those of devices.
 
-    >>> import numpy as np, autopar
+    >>> import jax, numpy as np, autopar
     >>> shape = jax.ShapeDtypeStruct((64, 32), np.float32)
     >>> plan = autopar.plan(lambda w, x: w + x.sum(0), jax.ShapeDtypeStruct((32,), np.float32),
     ...                     shape, cluster=autopar.Cluster.preset("dgx-h100"), method="data")
