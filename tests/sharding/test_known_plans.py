@@ -1,0 +1,85 @@
+"""Plans that engineers make by hand are what the search finds, at the sizes where they pay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.cluster import Cluster
+from sharding.steps import shaped
+
+H100 = Cluster.preset("dgx-h100")
+
+
+def planned(loss: Any, weights: Any, *batch: int) -> autopar.Plan:
+    """The plan of a step of gradient descent on eight devices."""
+
+    def step(weights: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda w: (loss(w, x).astype(jnp.float32) ** 2).mean())(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients)
+
+    x = shaped(*batch, dtype=jnp.bfloat16)
+    return autopar.plan(step, weights, x, cluster=H100, logical_mesh=(8,), microbatches=1, stages=1)
+
+
+def norm(x: Any, scale: Any) -> Any:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+    return (y * scale).astype(x.dtype)
+
+
+def block(weights: Any, x: Any) -> Any:
+    """Two layers' feed-forward parts, with their norms and residuals."""
+    for layer in weights:
+        up, down = (layer[name].astype(x.dtype) for name in ("up", "down"))
+        x = x + jax.nn.gelu(norm(x, layer["scale"]) @ up) @ down
+    return x
+
+
+def test_megatron_with_its_sequence_parallelism() -> None:
+    """Columns, then rows of the weights are cut; norms and residuals along the sequence."""
+    width = 8192
+    layer = {"scale": (width,), "up": (width, 4 * width), "down": (4 * width, width)}
+    weights = [{name: shaped(*shape) for name, shape in layer.items()} for _ in range(2)]
+    plan = planned(block, weights, 1, 2048, width)
+    specs = {t.path.split("'")[1]: t.spec for t in plan.inputs if "[" in t.path}
+    assert specs["up"] == ((), ("x",)) and specs["down"] == (("x",), ())
+    (stage,) = plan.stages
+    large = [c for c in stage.collectives if c.bytes >= 2 * 2048 * width]
+    assert {c.kind for c in large} == {"all-gather", "reduce-scatter"}
+    assert not any(c.bytes >= 4 * width * width for c in large)  # no weight is moved
+
+
+@pytest.mark.parametrize(("experts", "width", "hidden"), [(8, 4096, 14336), (64, 2048, 2048)])
+def test_expert_parallelism(experts: int, width: int, hidden: int) -> None:
+    """Experts and batch are cut by the same devices; tokens go to experts and back."""
+    tokens = 2048
+
+    def mixture(weights: Any, x: Any) -> Any:
+        gates = jax.nn.softmax(x.astype(jnp.float32) @ weights["router"])
+        chosen = jax.nn.one_hot(gates.argmax(-1), experts)
+        place = (jnp.cumsum(chosen, axis=1) * chosen - 1).astype(jnp.int32)
+        sent = jax.nn.one_hot(place, 2 * tokens // experts, dtype=x.dtype)
+        up, down = (weights[name].astype(x.dtype) for name in ("up", "down"))
+        taken = jnp.einsum("btec,bth->ebch", sent, x)
+        made = jnp.einsum(
+            "ebcf,efh->ebch", jax.nn.gelu(jnp.einsum("ebch,ehf->ebcf", taken, up)), down
+        )
+        return x + jnp.einsum("btec,ebch->bth", sent * gates[..., None].astype(x.dtype), made)
+
+    weights = {
+        "router": shaped(width, experts),
+        "up": shaped(experts, width, hidden),
+        "down": shaped(experts, hidden, width),
+    }
+    plan = planned(mixture, weights, 16, tokens, width)
+    specs = {t.path: t.spec for t in plan.inputs}
+    cut_first = (("x",), (), ())
+    assert list(specs.values()).count(cut_first) == 3  # both weights and the batch
+    large = Counter(c.kind for c in plan.stages[0].collectives if c.bytes > 2**20)
+    assert set(large) == {"all-to-all"}
