@@ -45,7 +45,8 @@ class Options:
         (whatever the integer program finds).
       microbatches: number of equal parts into which the batch is split in time, or "auto".
       batch_argnums: positions of the arguments that hold the batch along their leaves' leading
-        dimension, or "auto": those that are neither returned as new state nor keys nor scalars.
+        dimension, or "auto": those that are neither returned as new state nor keys nor scalars;
+        where these differ in size, what the program sums over.
       batch_axes: a pytree prefix of all positional arguments, as `jax.vmap`'s `in_axes`: an int
         names the batch dimension of the leaves below it, None says that they hold no batch.
       static_argnums: positions of arguments that are constants of the program.

@@ -1,7 +1,7 @@
 """What every argument leaf is used as: state, batch, or neither.
 
 The state is found (`returned`), not declared. Of the other arguments, those that agree on a leading
-dimension are the batch. What is ambiguous is refused.
+dimension are the batch; where they do not, the program tells (`batch_guess`), or it is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def assign(
     those of `result`. `lost` are inputs known to be state that does not come back.
 
     Raises:
-      BatchArgumentError: which leaves hold the batch is ambiguous, or they disagree on its size.
+      BatchArgumentError: which leaves hold the batch is ambiguous, or an axis is none of theirs.
       OptionError: a position that is no argument.
     """
     _check_positions(arguments, request)

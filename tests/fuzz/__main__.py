@@ -95,7 +95,7 @@ def run(seed: int, count: int, mode: str, seconds: float) -> Iterator[Verdict]:
             status = process.wait()
         if seed < end and (why or status):
             kind = "hang" if why else "crash"
-            options = str(options_of(seed, mode))
+            options = str(options_of(generate(seed), mode))
             summary = why or f"the process ended with {status}"
             yield Verdict(seed, mode, kind, summary, options=options)
             seed += 1
