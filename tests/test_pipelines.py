@@ -42,17 +42,17 @@ def test_pipelined_step_equals_plain_step(program: Program, stages: int, schedul
         case = program.build()
         arguments = case.arguments(compare.copy_tree(case.state), case.batch)
 
-        def compiled() -> autopar.Executable:
-            return autopar.compile(
-                case.step,
-                *arguments,
-                **case.keywords[0],
-                **{**case.options, "stages": stages, "schedule": schedule, "microbatches": 4},
-            )
+        def compiled(schedule: str = schedule, microbatches: int = 4) -> autopar.Executable:
+            asked = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+            options = {**case.options, **asked}
+            return autopar.compile(case.step, *arguments, **case.keywords[0], **options)
 
         if not program.splits:
             with pytest.raises(InexactMicrobatchError, match=re.escape(program.file.name)):
                 compiled()
+            plain = compare.record(case.plain, case)
+            whole = compiled("1f1b", microbatches=1)
+            compare.assert_steps_equal(plain, whole, case, program.tolerance)
             return
         if program.name in ONE_LAYER:
             with pytest.raises(OptionError, match="more than the program has layers"):
@@ -308,7 +308,6 @@ def test_every_piece_is_compiled_and_readable() -> None:
         ({"stages": 8, "num_chunks": 9}, OptionError, "more than the program has layers"),
         ({"stages": [4, 99]}, OptionError, "cannot be split into 3 equal meshes"),
         ({"stages": [99]}, OptionError, "layers"),
-        ({"stages": 2, "microbatches": 1}, OptionError, "at least two microbatches"),
         ({"stages": 2, "microbatches": 5}, autopar.AutoparError, "5"),
         (
             {"stages": 4, "num_chunks": 2, "microbatches": 2},
@@ -336,8 +335,48 @@ def test_a_batch_without_examples_to_split() -> None:
         return train_step(state, batch)
 
     odd = {name: value[:3] for name, value in BATCH.items()}
-    with pytest.raises(OptionError, match="cannot be split for a pipeline"):
-        autopar.compile(step, init(jax.random.key(0)), odd, stages=2)
+    state = init(jax.random.key(0))
+    expected = jax.jit(step)(state, odd)[1]["loss"]
+    piped = autopar.compile(step, state, odd, stages=2, donate_argnums=())
+    assert (len(piped.plan.stages), piped.plan.num_microbatches) == (2, 1)
+    np.testing.assert_allclose(piped(state, odd)[1]["loss"], expected, rtol=1e-5)
+
+
+def test_what_does_not_split_runs_in_stages(tmp_path: Any) -> None:
+    """Statistics of the batch: one microbatch, as asked and by itself; the plan is followed."""
+
+    def norm(x: Any) -> Any:
+        return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+
+    def step(state: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = y + jnp.tanh(norm(y @ w))
+            return jnp.mean(y**2), y.mean(0)
+
+        weights, means = state
+        (loss, mean), grads = jax.value_and_grad(loss_fn, has_aux=True)(weights)
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+        return (weights, 0.9 * means + 0.1 * mean), loss
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[4], (16, 8))
+    state = [jax.random.normal(key, (8, 8)) for key in keys[:4]], jnp.zeros(8)
+    compiled = functools.partial(autopar.compile, step, state, x, stages=2, donate_argnums=())
+    first = compiled()
+    first.plan.save(tmp_path / "plan.json")
+    again = compiled(plan=autopar.Plan.load(tmp_path / "plan.json"))
+    for piped in (first, again):
+        assert (len(piped.plan.stages), piped.plan.num_microbatches) == (2, 1)
+        plain, ours = state, state
+        for _ in range(2):
+            plain, expected = jax.jit(step)(plain, x)
+            ours, loss = piped(ours, x)
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), piped.gather(ours), plain
+        )
 
 
 def test_results_that_are_one_value() -> None:

@@ -237,8 +237,9 @@ def test_hints_do_not_lead_to_the_next_refusal() -> None:
         return w - 0.1 * jax.grad(loss)(w)
 
     with pytest.raises(AutoparError) as caught:
-        autopar.plan(standardized, W, batch, stages=2)
-    assert "stages=1 and microbatches=1" in str(caught.value)
+        autopar.plan(standardized, W, batch, stages=1, microbatches=2)
+    assert "use microbatches=1" in str(caught.value)
+    autopar.plan(standardized, W, batch, stages=1, microbatches=1)
     with pytest.raises(AutoparError) as caught:
         autopar.plan(lambda w, x: w + x.sum(0), W[0], batch["x"], stages=2)
     assert "use stages=1" in str(caught.value)

@@ -8,6 +8,7 @@ In the order in which a program passes through them:
 - `liveness`, `phases`: the backward sweep that finds what runs before, in and after the loop;
 - `whole_batch`: what has to run on the whole batch, and whether that is refused;
 - `run_steps`, `rewrite`: the program with the loop;
+- `one_microbatch`: the loop of a pipeline that is not split;
 - `analysis`: the two functions that do all this.
 """
 
@@ -19,9 +20,16 @@ from autopar.base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .analysis import Analysis, analyze, split
+    from .one_microbatch import in_one_microbatch
 else:
     __getattr__, __dir__ = _lazy.exports(
-        __name__, {"Analysis": ".analysis", "analyze": ".analysis", "split": ".analysis"}
+        __name__,
+        {
+            "Analysis": ".analysis",
+            "analyze": ".analysis",
+            "in_one_microbatch": ".one_microbatch",
+            "split": ".analysis",
+        },
     )
 
-__all__ = ["Analysis", "analyze", "split"]
+__all__ = ["Analysis", "analyze", "in_one_microbatch", "split"]

@@ -133,12 +133,11 @@ def analyze(
     return usual if other.culprits else other
 
 
-def split(graph: Graph, analysis: Analysis, instead: str = "microbatches=1") -> Microbatched:
+def split(graph: Graph, analysis: Analysis) -> Microbatched:
     """The graph with its batch split in time: prologue, one scan over the microbatches, epilogue.
 
     Its graph is again a plain flat one with the same inputs and outputs, and computes the same
     numbers up to the order in which sums are added up. With one microbatch it is `graph` itself.
-    `instead` is what can be asked for where there is no such split.
 
     Raises:
       InexactMicrobatchError: part of the step needs the whole batch, and that part is too large.
@@ -146,17 +145,17 @@ def split(graph: Graph, analysis: Analysis, instead: str = "microbatches=1") -> 
     if analysis.num_microbatches == 1:
         return in_phases(graph)
     if analysis.culprits:
-        raise refusal(analysis, instead)
+        raise refusal(analysis)
     return rewrite(analysis.graph, analysis.phases, analysis.num_microbatches)
 
 
-def refusal(analysis: Analysis, instead: str = "microbatches=1") -> InexactMicrobatchError:
-    """The error for an analysis that has culprits; `instead` is what can be asked for."""
+def refusal(analysis: Analysis) -> InexactMicrobatchError:
+    """The error for an analysis that has culprits."""
     culprit = analysis.culprits[0]
     costs = analysis.costs
     why = f"{culprit.reason[0].upper()}{culprit.reason[1:]}."
     if not culprit.flops_share and not culprit.bytes_share:
-        hint = f"use {instead}, or an unordered callback."
+        hint = "use microbatches=1, or an unordered callback."
     else:
         why += (
             f" Evaluating what depends on it on the whole batch takes {costs.flops_share:.1%} of"
@@ -164,7 +163,7 @@ def refusal(analysis: Analysis, instead: str = "microbatches=1") -> InexactMicro
             f" {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
         )
         hint = (
-            f"use {instead}; or make examples independent of each other here (for instance"
+            "use microbatches=1; or make examples independent of each other here (for instance"
             " normalise over features instead of the batch); or allow more batch-wide work by"
             " max_flops_share and max_bytes_share."
         )

@@ -99,7 +99,7 @@ def plan_layout(
     """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
 
     Args:
-      split: the program with its batch split; for several stages, in at least two microbatches.
+      split: the program with its batch split; for several stages, with a loop.
       layout: where the stages begin, and the devices of their meshes.
       options: method, schedule, memory limit and so on.
       cluster: all devices.

@@ -101,7 +101,8 @@ def compile_graph(
     check_pins(graph, options.pins)
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
-        split = search.following(plan).split(plan.num_microbatches)
+        is_pipeline = len(plan.stages) > 1
+        split = search.following(plan).split(plan.num_microbatches, is_pipeline)
         return Compiled(plan, follow_plan(plan, split, options), split.graph)
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
@@ -150,7 +151,9 @@ def compile_like(
     sizes = batch_sizes(graph)
     for count in counts_like(plan, rows, sizes, options):
         try:
-            found = plan_like(plan, search.split(count), options, cluster, report)
+            found = plan_like(
+                plan, search.split(count, len(plan.stages) > 1), options, cluster, report
+            )
         except AutoparError:
             continue
         if found.fits:
@@ -202,11 +205,14 @@ class _LayoutSearch:
         return found
 
     def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
-        """The step in this number of microbatches."""
+        """The step in this number of microbatches; for a pipeline, with a loop also for one."""
         graph, options = self.graph, self.options
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
-            return SplitStep(in_phases(graph), self.rules, whole, padding=self.padding)
+            if not is_pipeline:
+                return SplitStep(in_phases(graph), self.rules, whole, padding=self.padding)
+            step = microbatch.in_one_microbatch(graph, self.rules)
+            return SplitStep(step, populate(step.graph.jaxpr), whole, padding=self.padding)
         self.report(f"splitting the batch into {count} microbatches")
         analysis = microbatch.analyze(
             graph,
@@ -215,9 +221,7 @@ class _LayoutSearch:
             max_flops_share=options.max_flops_share,
             max_bytes_share=options.max_bytes_share,
         )
-        # A pipeline of one microbatch is refused in turn.
-        instead = "stages=1 and microbatches=1" if is_pipeline else "microbatches=1"
-        step = microbatch.split(graph, analysis, instead)
+        step = microbatch.split(graph, analysis)
         rules = populate(step.graph.jaxpr)
         return SplitStep(step, rules, analysis.certificate, count, self.padding)
 
@@ -237,6 +241,10 @@ class _LayoutSearch:
                         check_batch(self.graph, options.method, mesh, count)
                 split = self.split(count, layout.is_pipeline)
             except (InexactMicrobatchError, BatchArgumentError) as error:
+                whole = layout.is_pipeline and options.microbatches == "auto" and not optional
+                if not made and whole and isinstance(error, InexactMicrobatchError):
+                    split = self.split(1, is_pipeline=True)
+                    return plan_layout(split, layout, options, cluster, self.report), error.what
                 if not made and not optional:
                     raise
                 return made, f"{count} microbatches are not possible: {error.what}"

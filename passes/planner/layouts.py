@@ -141,33 +141,15 @@ def microbatch_counts(graph: Graph, options: Options, layout: StageLayout) -> It
     """What the user wants; else as few as may fit: more and more, as far as the batch divides.
 
     One mesh begins with one microbatch, a pipeline with four for each mesh.
-
-    Raises:
-      OptionError: a pipeline cannot have that number.
     """
     sizes = batch_sizes(graph)
     asked = options.microbatches
-    if asked != "auto" and layout.is_pipeline and int(asked) < 2:
-        raise OptionError(
-            "A pipeline needs at least two microbatches.",
-            where=f"microbatches={asked}, stages={options.stages!r}",
-            why="with one, only one stage would work at a time.",
-            hint="raise microbatches, or use stages=1.",
-        )
     if asked != "auto":
         yield int(asked)
         return
     count = 1
     if layout.is_pipeline:
         count = largest_count(sizes, 4 * len(layout.devices))
-        if count < 2:
-            raise OptionError(
-                "The batch cannot be split for a pipeline.",
-                where=f"stages={options.stages!r}",
-                why="a pipeline needs at least two microbatches, and the batch has "
-                f"{sorted(sizes)} rows.",
-                hint="use an even batch, or say microbatches.",
-            )
     yield count
     while sizes and count < min(sizes) and all(size % (2 * count) == 0 for size in sizes):
         count *= 2
