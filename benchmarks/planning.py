@@ -107,7 +107,8 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
     with timed("build"):
         dims = batch_dims(graph, rules)
         pricing = Pricing(cluster, mesh)
-        built = build(graph, rules, mesh, pricing, restriction(graph, "shard", dims))
+        allowed = restriction(graph, "shard", dims, mesh)
+        built = build(step_in_phases, rules, mesh, pricing, allowed)
     with timed("solve"):
         solution = solve(to_problem(built, cluster.device.memory_bytes))
     with timed("lower"):

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.errors import AutoparError, AutoparWarning
+from autopar.passes.graph.graph import batch_sizes
 from autopar.passes.planner import compiler
 
 WIDTH = 16
@@ -61,7 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     plain = compiler.compile_graph
 
     def count(graph: Any, *args: Any) -> Any:
-        planned.extend(compiler.batch_sizes(graph))
+        planned.extend(batch_sizes(graph))
         return plain(graph, *args)
 
     monkeypatch.setattr(compiler, "compile_graph", count)

@@ -38,7 +38,8 @@ def test_a_step_computes_what_it_does_alone(name: str, way: str) -> None:
         step, *arguments, batch_argnums=batch, donate_argnums=(), **WAYS[way]
     )
     got = compiled.gather(compiled(*arguments))
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    structures = {jax.tree.structure(tree) for tree in (got, expected)}
+    assert len(structures) == 1
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         one, other = (np.asarray(x).astype(np.float64) for x in (one, other))

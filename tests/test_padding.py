@@ -50,7 +50,7 @@ def gpt_step(state: Any, tokens: Any) -> Any:
 
 def gpt_arguments(heads: int = HEADS) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
-    shapes = dict.fromkeys("qkv", (WIDTH, heads, 2))
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (WIDTH, heads, 2))
     shapes |= {"embedding": (VOCABULARY, WIDTH), "o": (heads, 2, WIDTH)}
     weights = {n: random.normal(size=s).astype(np.float32) for n, s in sorted(shapes.items())}
     tokens = random.integers(0, VOCABULARY, (6, LENGTH + 1))

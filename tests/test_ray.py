@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +58,13 @@ def test_batches_of_two_sizes_take_turns() -> None:
         for rows in (16, 8, 16):
             x = jax.random.normal(jax.random.key(rows), (rows, 8))
             results = [
-                f(s, {"x": x, "y": x})
+                cast(Any, f)(s, {"x": x, "y": x})
                 for f, s in zip((jax.jit(train_step), parallel), states, strict=True)
             ]
             states = [state for state, _ in results]
     plain, found = (jax.device_get(s["params"]) for s in states)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, found)
-    for executable in parallel._executables.values():
+    for executable in cast(Any, parallel)._executables.values():
         executable.shutdown()
 
 

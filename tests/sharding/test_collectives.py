@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from programs import PROGRAMS
@@ -69,7 +70,7 @@ def pieces_of(text: str) -> dict[str, str]:
         ("token_weighted", {"method": "zero3", "schedule": "1f1b"}),
     ],
 )
-def test_stages_list_what_their_pieces_contain(name: str, options: dict[str, str]) -> None:
+def test_stages_list_what_their_pieces_contain(name: str, options: dict[str, Any]) -> None:
     case = PROGRAMS[name].build()
     arguments, count = case.arguments(case.state, case.batch), 4
     step = autopar.compile(
@@ -77,7 +78,7 @@ def test_stages_list_what_their_pieces_contain(name: str, options: dict[str, str
     )
     plan, modules = step.plan, pieces_of(step.as_text())
     listed: Counter[tuple[object, ...]] = Counter()
-    seconds: Counter[tuple[object, ...]] = Counter()
+    seconds: defaultdict[tuple[object, ...], float] = defaultdict(float)
     for number, stage in enumerate(plan.stages):
         for c in stage.collectives:
             listed[number, c.task, c.kind, c.axes] += c.bytes * c.times
@@ -86,7 +87,7 @@ def test_stages_list_what_their_pieces_contain(name: str, options: dict[str, str
         assert {*gradients} <= {1}
     assert plan.pipeline.model is not None
     compiled: Counter[tuple[object, ...]] = Counter()
-    priced: Counter[tuple[object, ...]] = Counter()
+    priced: defaultdict[tuple[object, ...], float] = defaultdict(float)
     for piece in plan.pipeline.model.pieces:
         stage, runs = plan.stages[piece.stage], count if piece.when in "FBW" else 1
         found = hlo.collectives(modules[piece.name], stage.logical_mesh, stage.axis_names)

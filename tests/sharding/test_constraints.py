@@ -209,7 +209,7 @@ def constraint(*spec: tuple[str, ...] | None, **mesh: int) -> Constraint:
 def test_axes_are_matched_by_their_sizes(
     mesh: tuple[int, ...], sizes: dict[str, int], specs: list[P], kept: list[str | None]
 ) -> None:
-    own = user_mesh(**{**sizes, "rest": 8 // int(np.prod([*sizes.values()]))})
+    own = user_mesh(AxisType.Auto, **sizes, rest=8 // int(np.prod([*sizes.values()])))
 
     def step(x: Any) -> Any:
         return [on_mesh(x + i, spec, own) for i, spec in enumerate(specs)]
