@@ -54,7 +54,7 @@ def options_of(program: GeneratedProgram, mode: str) -> dict[str, Any]:
 def compare(program: GeneratedProgram, mode: str) -> Verdict:
     """Run a program both ways, and compare every leaf of the new state and the loss."""
     options = options_of(program, mode)
-    told = {"seed": program.seed, "mode": mode, "options": str(options)}
+    told: dict[str, Any] = {"seed": program.seed, "mode": mode, "options": str(options)}
     step, optimizer = program.build()
     state, batch, key = program.arguments(optimizer)
     plain = jax.jit(step)
