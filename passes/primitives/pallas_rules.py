@@ -118,15 +118,20 @@ def _walks(
         ]
         seen = [axis for axis, _ in places]
         blocked |= {axis for axis, i in places if i or seen.count(axis) > 1}
-    results = values[mapping.num_inputs :]
-    for number, walks in enumerate(results):
-        if number in unread:
-            continue
-        # Every place of the axis has to write blocks of its own.
+    operands, results = values[: mapping.num_inputs], values[mapping.num_inputs :]
+    written = [walks for number, walks in enumerate(results) if number not in unread]
+    kernel_operands = params["jaxpr"].invars[num_scalars : num_scalars + mapping.num_inputs]
+    changed = _written(params["jaxpr"])
+    written += [w for var, w in zip(kernel_operands, operands, strict=True) if var in changed]
+    for walks in written:  # every place of the axis has to write blocks of its own
         blocked |= set(range(len(grid))) - {a for w in _all_walks([walks]) for a, _ in w.axes}
         blocked |= {a for w in _all_walks([walks]) for a, same in w.axes if same > 1}
+    for number, result in params["input_output_aliases"]:  # one array, so it is cut alike
+        pair = operands[number - num_scalars], results[result]
+        if number < num_scalars or pair[0] != pair[1]:
+            blocked |= {axis for walk in _all_walks(pair) for axis, _ in walk.axes}
     scalars: list[Walks] = [(None,) * len(shape_of(var)) for var in eqn.invars[:num_scalars]]
-    return [*scalars, *values[: mapping.num_inputs]], results, blocked
+    return [*scalars, *operands], results, blocked
 
 
 def _block_walks(block: Any, grid: Sequence[int]) -> tuple[Walks | None, set[int]]:
@@ -219,23 +224,26 @@ def _evaluated(closed: Any, dim: int, axes: Sequence[int], grid: Sequence[int]) 
 def _known_axes(kernel: Jaxpr, mapping: Any, unread: frozenset[int]) -> set[int]:
     """Axes whose place the kernel asks for, or along which scratch memory may carry something.
 
-    What a kernel leaves in its scratch memory, a later place of the grid finds there. It cannot
-    tell the first place of an axis that it does not ask for from the next ones, so it finds what
-    it needs at each of them, unless it asks for an axis outside of it. Then it has to fill the
-    memory at each place of the axis anew.
+    What a kernel leaves in its scratch memory, a later place of the grid finds there, and what it
+    reads may tell it which place is the first. So it has to fill the memory at each place of an
+    axis anew, but for an axis that `jax.vmap` brought: its places are calls of their own.
     """
     free = [axis for axis in range(len(mapping.grid)) if axis not in mapping.vmapped_dims]
-    asked = {free[axis] for axis in _asked(kernel)}
     first_result = mapping.num_index_operands + mapping.num_inputs
     scratch = kernel.invars[first_result + mapping.num_outputs :]
     scratch = [*scratch, *(kernel.invars[first_result + number] for number in unread)]
-    outermost = min((axis for axis in asked if mapping.grid[axis] > 1), default=len(mapping.grid))
     carrying = {
         axis
-        for axis in range(outermost, len(mapping.grid))
+        for axis in free
         if not all(_is_filled_anew(kernel, ref, axis, free) for ref in scratch)
     }
-    return asked | carrying
+    return {free[axis] for axis in _asked(kernel)} | carrying
+
+
+def _written(kernel: Jaxpr) -> set[Any]:
+    """The references that a kernel writes to."""
+    writes = (effect for effect in kernel.effects if type(effect).__name__ != "ReadEffect")
+    return {getattr(effect, "input", None) for effect in writes}
 
 
 def _is_filled_anew(kernel: Jaxpr, ref: Any, axis: int, free: Sequence[int]) -> bool:
@@ -261,11 +269,16 @@ def _is_filled_anew(kernel: Jaxpr, ref: Any, axis: int, free: Sequence[int]) -> 
 
 
 def _overwrites(eqn: JaxprEqn, ref: Any, jaxpr: Jaxpr) -> bool:
-    """Whether an equation writes every element of a reference, and does not give the old ones."""
-    is_swap = eqn.primitive.name == "swap" and eqn.invars[0] is ref
-    if not is_swap or shape_of(eqn.invars[1]) != ref.aval.shape:
+    """Whether an equation writes every element of a reference, and does not give the old ones.
+
+    It does where it writes as many as there are, at places that differ: with no arrays of indices.
+    """
+    if eqn.primitive.name != "swap" or eqn.invars[0] is not ref or eqn.invars.count(ref) > 1:
         return False
-    return eqn.invars.count(ref) == 1 and eqn.outvars[0] not in used_vars(jaxpr)
+    _, value, *indices = eqn.invars
+    is_alike = value.aval.size == ref.aval.size and value.aval.dtype == ref.aval.dtype
+    is_whole = is_alike and not any(map(shape_of, indices))
+    return is_whole and eqn.outvars[0] not in used_vars(jaxpr)
 
 
 def _branch_at_the_beginning(

@@ -129,6 +129,66 @@ def carried(x: jax.Array) -> jax.Array:
     )(x)
 
 
+def restarted(x: jax.Array) -> jax.Array:
+    """Sums over rows that begin anew where an operand says so."""
+
+    def kernel(x_ref: Any, begins_ref: Any, out_ref: Any, sum_ref: Any) -> None:
+        @pl.when(begins_ref[0, 0] > 0)
+        def _() -> None:
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        sum_ref[...] += x_ref[...]
+        out_ref[...] = sum_ref[...]
+
+    spec = pl.BlockSpec((1, 4), lambda i: (i, 0))
+    return kernel_call(
+        kernel,
+        out_shape=like(x),
+        grid=(4,),
+        in_specs=[spec, pl.BlockSpec((1, 1), lambda i: (i, 0))],
+        out_specs=spec,
+        scratch_shapes=[pltpu.VMEM((1, 4), x.dtype)],
+    )(x, jnp.asarray([[1], [0], [0], [1]]))
+
+
+def overwriting(x: jax.Array) -> jax.Array:
+    """Sums over rows that are kept in an operand."""
+
+    def kernel(x_ref: Any, sum_ref: Any, out_ref: Any) -> None:
+        sum_ref[...] += x_ref[...]
+        out_ref[...] = sum_ref[...]
+
+    spec = pl.BlockSpec((1, 4), lambda i: (i, 0))
+    return kernel_call(
+        kernel,
+        out_shape=like(x),
+        grid=(4,),
+        in_specs=[spec, pl.BlockSpec((1, 4), lambda i: (0, 0))],
+        out_specs=spec,
+    )(x, jnp.zeros((1, 4), x.dtype))
+
+
+def in_place(blocked: bool) -> Callable[[jax.Array], jax.Array]:
+    """Rows written over their operand, of which every place reads its own block, or all."""
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] += jnp.sin(x_ref[:1])
+
+    spec, whole = pl.BlockSpec((1, 4), lambda i: (i, 0)), pl.BlockSpec((4, 4), lambda i: (0, 0))
+
+    def call(x: jax.Array) -> jax.Array:
+        return kernel_call(
+            kernel,
+            out_shape=like(x),
+            grid=(4,),
+            in_specs=[spec if blocked else whole],
+            out_specs=spec,
+            input_output_aliases={0: 0},
+        )(x)
+
+    return call
+
+
 def refilled(x: jax.Array) -> jax.Array:
     """Scratch memory that is filled anew for each sum over the innermost axis."""
 

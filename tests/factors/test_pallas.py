@@ -44,6 +44,7 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
             (f32(4, 8, 3), f32(3)),
             "([i,jm,n],[1,o])->([i,jk,l]) replicated={k,l,m,n,o}",
         ),
+        (kernels.in_place(blocked=True), (f32(4, 4),), "([i,k])->([i,j]) replicated={j,k}"),
         (kernels.refilled, (f32(2, 4, 3),), "([i,j,k])->([i,j]) replicated={i,k}"),
         (kernels.merged_rows, (f32(8, 3),), "([ij,l])->([ij,k]) replicated={j,k,l}"),
         (
@@ -81,8 +82,22 @@ def test_slices_of_what_block_specs_prove(
         kernels.elementwise(lambda i: (i, 0), body=lambda x: x + pl.program_id(0)),
         kernels.elementwise(lambda i: (i // 2, 0), grid=(8,)),
         kernels.elementwise(lambda i: (i, 0), grid=(3,)),
+        kernels.restarted,
+        kernels.overwriting,
+        kernels.in_place(blocked=False),
     ],
-    ids=["reversed", "swapped", "crossed", "one block", "program_id", "twice", "some rows"],
+    ids=[
+        "reversed",
+        "swapped",
+        "crossed",
+        "one block",
+        "program_id",
+        "twice",
+        "some rows",
+        "scratch that an operand restarts",
+        "an operand written over",
+        "an operand's array that is the result's",
+    ],
 )
 def test_what_is_not_proven_is_kept_whole(function: Any) -> None:
     with pytest.warns(UnknownPrimitiveWarning, match=r"pallas_kernels.py:\d+ .*autopar.local"):
