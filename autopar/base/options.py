@@ -17,6 +17,9 @@ from autopar.base.ray_options import Ray
 BATCH_METHODS = ("data", "zero1", "zero2", "zero3", "hsdp")
 """The values of `method` that cut the batch along all axes of the mesh, and nothing else."""
 
+WHOLE_PARAMETERS = ("data", "zero1", "zero2")
+"""Those of them that store parameters whole on every device."""
+
 METHODS = ("auto", *BATCH_METHODS, "shard")
 """The values of `method`; each but "auto" restricts the plans that are considered."""
 

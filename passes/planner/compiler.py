@@ -36,9 +36,10 @@ from autopar.base.errors import (
     MemoryLimitError,
     PlanMismatchError,
 )
-from autopar.base.options import BATCH_METHODS, Options
+from autopar.base.options import BATCH_METHODS, WHOLE_PARAMETERS, Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
+from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.padding.pad import padded_graph
@@ -97,7 +98,7 @@ def compile_graph(
     """
     program_hash = fingerprint(graph.jaxpr)
     report(f"finding the sharding rules of {len(graph.jaxpr.eqns)} equations")
-    search = _LayoutSearch(graph, populate(graph.jaxpr), options, cluster, report)
+    search = _LayoutSearch.of(graph, options, cluster, report)
     check_pins(graph, options.pins)
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
@@ -143,7 +144,7 @@ def compile_like(
       rows: the size of its batch.
       report: takes a line of progress.
     """
-    search = _LayoutSearch(graph, populate(graph.jaxpr), options, cluster, report)
+    search = _LayoutSearch.of(graph, options, cluster, report)
     try:
         search = search.following(plan)
     except PlanMismatchError:
@@ -173,6 +174,13 @@ class _LayoutSearch:
     cluster: Cluster
     report: Report
     padding: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> _LayoutSearch:
+        """The search for a traced step; where parameters may be stored cut, they are cast so."""
+        if options.method not in WHOLE_PARAMETERS:
+            graph = with_casts_ahead(graph)
+        return cls(graph, populate(graph.jaxpr), options, cluster, report)
 
     def padded(self) -> Iterator[_LayoutSearch]:
         """Searches for the same step with loops padded that the devices do not divide."""
