@@ -379,7 +379,5 @@ def _build(
 
             return RayExecutable(fn, traced, compiled, progress, runtime, again)
         from autopar.executable import Executable
-        from autopar.runtime.same_plan import compare_processes
 
-        compare_processes(name_of(fn), compiled.plan)
         return Executable(fn, traced, compiled, progress)

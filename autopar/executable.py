@@ -53,6 +53,7 @@ from autopar.plans.plan import Plan
 from autopar.requests import name_of
 from autopar.runtime import distributed
 from autopar.runtime.local import LocalProgram, PipelineStep
+from autopar.runtime.same_plan import compare_processes
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
@@ -117,7 +118,8 @@ class Executable:
         return Executable(self._fn, traced, compiled, progress)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
-        """The program, on the devices that run it."""
+        """The program, on the devices that run it, once all their processes have the same."""
+        compare_processes(name_of(fn), compiled.plan)
         return LocalProgram(compiled.runnable)
 
     def _constant(self, value: Any, sharding: Any) -> Any:

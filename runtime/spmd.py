@@ -208,12 +208,17 @@ def _like(value: Any, reference: Any) -> Any:
     return lax.convert_element_type(value, reference.dtype)
 
 
+_BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or}
+
+
 def all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:
     """The devices' values combined by a monoid, within `jax.shard_map`."""
     if monoid == "sum":
         return lax.psum(value, names)
     if monoid == "prod":
         return jnp.prod(lax.all_gather(value, names), axis=0, dtype=value.dtype)
+    if monoid in _BITWISE and value.dtype != jnp.bool_:  # of numbers, these are no extremes
+        return _BITWISE[monoid].reduce(lax.all_gather(value, names), axis=0)
     greatest = monoid in ("max", "or")
     extreme = lax.pmax if greatest else lax.pmin
     if value.dtype == jnp.bool_:

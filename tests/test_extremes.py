@@ -49,3 +49,23 @@ def test_extremes_over_devices(name: str, monoid: str) -> None:
         expected = (jnp.max if monoid == "max" else jnp.min)(wide, axis=0)
     assert got.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(got).astype("float64"), expected)
+
+
+@pytest.mark.parametrize("monoid", ["and", "or"])
+@pytest.mark.parametrize("name", ["int32", "uint8", "bool"])
+def test_bits_over_devices(name: str, monoid: str) -> None:
+    """Of numbers, bit by bit: neither of two numbers need be the result."""
+    x = np.random.default_rng(1).integers(0, 200, (8, 5)).astype(name)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    got = jax.jit(
+        jax.shard_map(
+            lambda x: all_reduce(x[0], ("x", "y"), monoid),
+            mesh=mesh,
+            in_specs=P(("x", "y")),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )(x)
+    expected = (np.bitwise_and if monoid == "and" else np.bitwise_or).reduce(x, axis=0)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(got, expected)

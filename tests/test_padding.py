@@ -170,6 +170,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "loop": lambda w, x: lax.scan(lambda c, r: (c + w @ r, c.sum()), jnp.zeros(5), x.T),
     "loop until": lambda w, x: lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c + 5, w @ x),
     "branches": lambda w, x: lax.cond(x.sum() > 0, lambda a: a + 1, lambda a: a, w @ x),
+    "jacobian": lambda w, x: jax.jacrev(lambda w: jax.nn.softmax(w @ x[0]))(w),
     "dropout": lambda w, x: jax.random.bernoulli(jax.random.key(0), 0.5, (5, 3)) * (w @ x),
 }  # fmt: skip
 

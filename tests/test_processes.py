@@ -48,6 +48,12 @@ def refused(step, **options):
 
 refused(other)
 refused(step, method=("data", "zero3")[own])
+followed = autopar.parallelize(step, method="zero3")
+state, _ = followed(w, x)
+try:  # batches of other sizes, which follow the known plan
+    followed(state, x[: 4 + 2 * own])
+except autopar.errors.PlanMismatchError as error:
+    print("followed:", *str(error).split(), flush=True)
 if own == 0:  # the other one does not
     same_plan.DEADLINE_SECONDS = 0.5
     refused(step)
@@ -74,5 +80,6 @@ def test_two_processes() -> None:
         assert abs(float(numbers[0]) - float(numbers[1])) < 1e-5
         pair = f"Processes {own} and {1 - own} are not about to run the same:"
         assert any(f"{pair} another program." in line for line in lines)
+        assert any(f"followed: {pair} another program." in line for line in lines)
         assert any(f"{pair} another option method." in line for line in lines)
     assert any("Process 1 has not come to where process 0 is." in line for line in said[0])

@@ -343,6 +343,13 @@ def _changed_params(eqn: JaxprEqn, taken: Sequence[Sizes], made: Sequence[Sizes]
         return {"limit_indices": tuple(limits)}
     if name == "dynamic_slice":
         return {"slice_sizes": shape}
+    if name == "split":  # into one part, where that dimension is padded
+        axis = params["axis"]
+        return {
+            "sizes": tuple(
+                _padded_shape(v, m)[axis] for v, m in zip(eqn.outvars, made, strict=True)
+            )
+        }
     if name == "gather":
         whole, sizes = eqn.invars[0].aval.shape, params["slice_sizes"]
         windows = (
