@@ -21,6 +21,8 @@ from jax.sharding import AxisType, NamedSharding
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import CONSTRAIN, SHARDING_HINTS
 
+SHARDING_PARAMS = frozenset({"sharding", "out_sharding"})
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -59,6 +61,18 @@ def constraints_of(eqn: JaxprEqn) -> tuple[Constraint | None, ...]:
         left_open = params.get("unconstrained_dims") or ()
         found = (_constraint(params["sharding"], eqn.outvars[0].aval.shape, left_open),)
     return found
+
+
+def of_result(eqn: JaxprEqn) -> Constraint | None:
+    """What an operation on a mesh of Explicit axes prescribes for its one result (`out_sharding`).
+
+    What broadcasts say follows from other values' types, and what they make is made in any layout.
+    """
+    if eqn.primitive.name == "broadcast_in_dim":
+        return None
+    asked = [eqn.params[name] for name in SHARDING_PARAMS & eqn.params.keys()]
+    named = [sharding for sharding in asked if isinstance(sharding, NamedSharding)]
+    return _of_type(named[0], eqn.outvars[0].aval.shape) if named else None
 
 
 def _targets(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:

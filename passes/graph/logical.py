@@ -21,11 +21,15 @@ from jax.sharding import AbstractMesh, AxisType
 
 from autopar.base.errors import TraceError
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.constraints import Constraint, constrain_p, constraints_of
+from autopar.passes.graph.constraints import (
+    SHARDING_PARAMS,
+    Constraint,
+    constrain_p,
+    constraints_of,
+    of_result,
+)
 from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, user_source
 from autopar.passes.graph.primitives import IDENTITIES, SHARDING_HINTS
-
-_SHARDING_PARAMS = {"sharding", "out_sharding"}
 
 
 def logical_shapes() -> AbstractContextManager[Any]:
@@ -33,9 +37,9 @@ def logical_shapes() -> AbstractContextManager[Any]:
 
     The mesh itself stays, so that `with_sharding_constraint(x, P("data"))` finds its axes.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not _prescribes_types():
         return nullcontext()
+    mesh = jax.sharding.get_abstract_mesh()
     auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
     return jax.sharding.use_abstract_mesh(auto)
 
@@ -129,11 +133,27 @@ def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool, within: JaxprEqn | None 
         line = within if jax_compat.user_frame(eqn) is None else eqn
         inner = functools.partial(_without_mesh, keep_constraints=keep_constraints, within=line)
         params = map_inner_jaxprs(eqn.params, inner)
-        params |= dict.fromkeys(_SHARDING_PARAMS & params.keys())
+        params |= dict.fromkeys(SHARDING_PARAMS & params.keys())
         results = [define(v) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
+        changes: dict[str, Any] = {"params": params, "ctx": _context_without_mesh(eqn.ctx)}
+        eqns.append(eqn.replace(invars=operands, outvars=results, **changes))
+        asked = of_result(eqn) if keep_constraints else None
+        if asked is not None:
+            eqns.append(_constrain(results[0], define(eqn.outvars[0]), asked, eqn))
     outvars = [use(v) for v in jaxpr.outvars]
     return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+
+
+def _context_without_mesh(context: Any) -> Any:
+    """The settings under which an equation was traced, but for the mesh that it was traced under.
+
+    Whoever evaluates the equation does so under them.
+    """
+    if context.cur_abstract_mesh.empty:
+        return context
+    with context.manager, jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        eqn = jex_core.new_jaxpr_eqn([], [], constrain_p, {}, jex_core.no_effects)
+        return eqn.ctx
 
 
 def _is_placed(eqn: JaxprEqn, within: JaxprEqn | None) -> TraceError:

@@ -81,6 +81,64 @@ def test_a_constraint_is_a_pin(form: str) -> None:
     assert {"[x|y]", "[x|-]"} == set(choices(compiled.plan))
 
 
+DATA, BOTH = P("data"), P("data", "model")
+PRESCRIBED: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "products": (
+        lambda p, x, ids: jnp.einsum(
+            "bh,ho->bo",
+            jnp.tanh(jnp.dot(x, p["in"], out_sharding=BOTH)),
+            p["out"],
+            out_sharding=DATA,
+        ),
+        {"[x|y]", "[x|-]"},
+    ),
+    "rows": (
+        lambda p, x, ids: jnp.tanh((x + p["out"].at[ids].get(out_sharding=DATA)) @ p["in"]),
+        {"[x|-]"},
+    ),
+    "shape": (
+        lambda p, x, ids: jax.lax.reshape(x @ p["in"], (16, 4, 8), out_sharding=DATA),
+        {"[x|-|-]"},
+    ),
+    "noise": (
+        lambda p, x, ids: jnp.tanh(
+            x @ p["in"] + jax.random.normal(jax.random.key(0), (16, 32), out_sharding=DATA)
+        ),
+        {"[x|-]"},
+    ),
+    "explicit_axes": (
+        lambda p, x, ids: jax.sharding.explicit_axes(lambda x: x + 1, in_sharding=(DATA,))(
+            x @ p["in"]
+        ),
+        {"[x|-]"},
+    ),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("form", PRESCRIBED)
+def test_what_operations_prescribe_is_a_pin(form: str, microbatches: int) -> None:
+    """On a mesh of Explicit axes, under which equations are traced, but not evaluated."""
+    function, chosen = PRESCRIBED[form]
+    x, ids = X, np.arange(16) % 32
+
+    def step(params: Any, x: Any, ids: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean(function(params, x, ids) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    with jax.set_mesh(user_mesh(AxisType.Explicit, data=4, model=2)):
+        wanted = jax.device_get(jax.jit(step)(PARAMS, x, ids))
+        compiled = autopar.compile(
+            step, PARAMS, x, ids, microbatches=microbatches, batch_argnums=(1, 2)
+        )
+        assert same(compiled(PARAMS, x, ids), wanted)
+    assert compiled.plan.stages[0].logical_mesh == (4, 2)
+    assert chosen == set(choices(compiled.plan))
+
+
 def test_stages_keep_what_their_meshes_can_keep() -> None:
     mesh = user_mesh(pipe=2, data=2, model=2)
     step = step_with(lambda x, spec: jax.lax.with_sharding_constraint(x, spec))
@@ -223,20 +281,24 @@ def test_axes_are_matched_by_their_sizes(
         assert most_kept(jaxpr.jaxpr, ((2, 3), mesh), ((2, 3),)) == (mesh,)
 
 
-def test_what_is_written_for_devices_is_refused() -> None:
+@pytest.mark.parametrize("context", [None, AxisType.Auto])
+def test_what_is_written_for_devices_is_refused(context: AxisType | None) -> None:
+    mesh = MESH if context is None else user_mesh(context, data=4, model=2)
+
     def mapped(w: Any, x: Any) -> Any:
         specs = (P(), P("data"))
-        return jax.shard_map(jnp.matmul, mesh=MESH, in_specs=specs[::-1], out_specs=specs[1])(x, w)
+        return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=specs[::-1], out_specs=specs[1])(x, w)
 
     def by_device(w: Any, x: Any) -> Any:
         return jax.pmap(jnp.matmul, in_axes=(0, None))(x.reshape(8, 2, 8), w)
 
-    for function in (mapped, by_device):
+    for function in (mapped,) if context else (mapped, by_device):
 
         def step(w: Any, x: Any, function: Any = function) -> Any:
             loss, gradient = jax.value_and_grad(lambda w: jnp.mean(function(w, x) ** 2))(w)
             return w - gradient, loss
 
-        with pytest.raises(autopar.errors.TraceError, match=r"jax\.shard_map") as caught:
+        raises = pytest.raises(autopar.errors.TraceError, match=r"jax\.shard_map")
+        with raises as caught, jax.set_mesh(mesh) if context else contextlib.nullcontext():
             autopar.plan(step, PARAMS["in"], X)
         assert "test_constraints.py:" in str(caught.value)
