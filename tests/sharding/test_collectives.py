@@ -66,6 +66,7 @@ def pieces_of(text: str) -> dict[str, str]:
     [
         ("linen_gpt", {"method": "zero2", "schedule": "1f1b"}),
         ("linen_gpt", {"schedule": "zb_h1"}),
+        ("scan_layers", {"remat": "full", "schedule": "1f1b"}),
         ("scan_layers", {"schedule": "1f1b"}),
         ("token_weighted", {"method": "zero3", "schedule": "1f1b"}),
     ],
