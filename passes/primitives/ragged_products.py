@@ -92,6 +92,9 @@ def ragged_on_slices(call: LocalCall) -> list[Any]:
         (result,) = _bind(call, left, right, sizes)
         return [take(result, (groups, *(None,) * (result.ndim - 1)))]
     # The rows of the groups that are here come first, then those of others, which count as none.
+    # Sizes may ask for more rows than there are, which are none either.
+    ends = jnp.minimum(jnp.cumsum(sizes), left.shape[dims.rows]).astype(sizes.dtype)
+    sizes = _from_ends(ends)
     rest = groups.rest(count)
     first = groups.index * rest
     before = jnp.sum(jnp.where(jnp.arange(count) < first, sizes, 0))
@@ -124,4 +127,9 @@ def _sizes_in(sizes: Any, num_rows: int, cut: DimCut | None) -> Any:
     ends = jnp.cumsum(sizes)
     here = positions(num_rows, cut, sizes.dtype)  # ascending
     until = jnp.searchsorted(here, ends).astype(sizes.dtype)
-    return jnp.diff(until, prepend=jnp.zeros((1,), sizes.dtype))
+    return _from_ends(until)
+
+
+def _from_ends(ends: Any) -> Any:
+    """The sizes of groups that end at some rows."""
+    return jnp.diff(ends, prepend=jnp.zeros((1,), ends.dtype))

@@ -181,6 +181,7 @@ def contractions() -> dict[str, Case]:
             (bf16(4, 8), bf16(8, 4)),
         ),
         "ragged": (lax.ragged_dot, (f32(12, 4), f32(4, 4, 2), RAGGED)),
+        "ragged, more than there is": (lax.ragged_dot, (f32(12, 4), f32(4, 4, 2), RAGGED * 2)),
         "ragged gradients": (
             jax.grad(lambda x, w, g: jnp.sum(jnp.sin(lax.ragged_dot(x, w, g))), argnums=(0, 1)),
             (f32(12, 4), f32(4, 4, 2), RAGGED),
