@@ -40,8 +40,9 @@ def local(
     result may be a pytree, whose leaves have the same dimensions; or write one term for each leaf.
 
     Args:
-      function: of arrays; what it closes over is whole on every device. It is traced again for each
-        shape of slices. `local(rule, cut=...)` is a decorator.
+      function: of arrays; constants that it closes over are whole on every device, values of the
+        step it takes as arguments. It is traced again for each shape of slices.
+        `local(rule, cut=...)` is a decorator.
       rule: the dimensions, as in `"b t h d, b s h d, b s h d -> b t h d"`.
       cut: loops along which it computes independently: a slice of the arguments gives the slice of
         the results. Every result has them.
@@ -88,7 +89,8 @@ def _decorate(loops: LoopNotation, function: Callable[..., Any]) -> Callable[...
         held = tuple(sorted(options.items(), key=lambda item: item[0]))
         flat = _Flat(function, held, tree)
         structs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-        shape = jax.eval_shape(flat.whole, *structs)
+        closed, shape = jax.make_jaxpr(flat.whole, return_shape=True)(*structs)
+        _check_closed_over(closed.consts, function)
         results, out_tree = jax.tree.flatten(shape)
         operand_terms = _terms(loops.operands, args, leaves, "argument", function)
         result_terms = _terms(
@@ -105,6 +107,19 @@ def _decorate(loops: LoopNotation, function: Callable[..., Any]) -> Callable[...
 
     functools.update_wrapper(call, function, updated=())
     return call
+
+
+def _check_closed_over(constants: Sequence[Any], function: Callable[..., Any]) -> None:
+    traced = next((x for x in constants if isinstance(x, jax.core.Tracer)), None)
+    if traced is not None:
+        raise OptionError(
+            "A function of autopar.local takes values of the step as arguments.",
+            where=_name_of(function),
+            why=f"it closes over one, {traced.aval.str_short()}, and is called again on slices when"
+            " the step has been traced.",
+            hint="make it an argument, with a term of its own in the rule; `_` is a dimension that"
+            " stays whole.",
+        )
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ X = normal(16, 4, 8, seed=3)
         {"method": "data"},
         {"method": "shard", "logical_mesh": (2, 4), "pins": {"*qkv": (None, None, "y")}},
         {"microbatches": 2},
-        {"microbatches": 2, "stages": 2},
+        {"microbatches": 2, "stages": 2, "method": "data"},
     ],
     ids=str,
 )
@@ -210,6 +210,16 @@ def test_rules_that_do_not_fit_their_arrays() -> None:
         autopar.local(jnp.matmul, "b k, b n -> b n", cut="b")(normal(4, 2), normal(2, 3))
     with pytest.raises(OptionError, match="arrays by position"):
         scaled(normal(2, 2, 3), scale=normal(3))
+
+
+def test_values_of_the_step_are_arguments() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(autopar.local(lambda x: x @ w, "b k -> b n", cut="b")(x))
+
+    for function in (jax.jit(loss), jax.grad(loss)):
+        with pytest.raises(OptionError, match=r"closes over one, float32\[2,3\]"):
+            function(normal(2, 3), normal(4, 2))
+    autopar.local(lambda x: x @ np.ones((2, 3)), "b k -> b n", cut="b")(normal(4, 2))
 
 
 def test_the_page_about_kernels_is_true() -> None:
