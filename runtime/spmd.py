@@ -87,9 +87,7 @@ class _Device:
         for instruction in block.instructions:
             if isinstance(instruction, Relayout):
                 value = self.read(env, instruction.source)
-                for step in instruction.steps:
-                    value = self.step(step, value)
-                env[instruction.target] = value
+                env[instruction.target] = self.relayout(instruction, value)
             elif isinstance(instruction, Compute):
                 self.compute(env, instruction)
             elif isinstance(instruction, Loop):
@@ -170,6 +168,18 @@ class _Device:
             branches = [functools.partial(run, block) for block in instruction.blocks]
             results = lax.switch(index, branches, *operands)
         env.update(zip(instruction.results, results, strict=True))
+
+    def relayout(self, instruction: Relayout, value: Any) -> Any:
+        """A value in another layout; sums over devices in the dtype that the plan says."""
+        if not instruction.sum_dtype:
+            for step in instruction.steps:
+                value = self.step(step, value)
+            return value
+        value = jnp.asarray(value)
+        own = value.dtype
+        for step, dtype, _ in instruction.moves():
+            value = self.step(step, value.astype(dtype))
+        return value.astype(own)
 
     def step(self, step: ReshardStep, value: Any) -> Any:
         if is_key(value.dtype):  # collectives carry the numbers that a typed key wraps

@@ -56,6 +56,7 @@ def test_defaults_are_what_the_manual_says() -> None:
         ("stages", np.int64(2), 2),
         ("remat", "none", "none"),
         ("constraints", "ignore", "ignore"),
+        ("reduce_dtype", "float32", "float32"),
         ("num_chunks", 1, 1),
     ],
 )
@@ -74,6 +75,7 @@ def test_values_are_brought_to_one_form(name: str, given: Any, kept: Any) -> Non
         ("microbatches", True),
         ("microbatches", "many"),
         ("constraints", "pins"),
+        ("reduce_dtype", "float16"),
         ("batch_argnums", "first"),
         ("batch_argnums", 1.5),
         ("static_argnums", "auto"),

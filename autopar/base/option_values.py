@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar.base.errors import OptionError
+from autopar.base.errors import OptionError, did_you_mean
 from autopar.base.units import parse_bytes
 
 
@@ -25,6 +25,15 @@ def auto_or(value: Any, parse: Any, name: str) -> Any:
         why = f'it must be "auto" or {what}.'
         raise impossible(name, value, why, number_hint(name, value))
     return parse(value, name)
+
+
+def one_of(value: Any, choices: Sequence[str], name: str) -> str:
+    """One of several texts."""
+    if isinstance(value, str) and value in choices:
+        return value
+    *others, last = (f'"{choice}"' for choice in choices)
+    why = f"it must be {', '.join(others)} or {last}."
+    raise impossible(name, value, why, did_you_mean(value, choices))
 
 
 def number_hint(name: str, value: str) -> str | None:

@@ -29,6 +29,10 @@ Pin = tuple[str, tuple[tuple[str, ...], ...]]
 CONSTRAINTS = ("pin", "ignore")
 """The values of `constraints`."""
 
+AS_COMPUTED = "as computed"
+REDUCE_DTYPES = (AS_COMPUTED, "float32", "bfloat16")
+"""The values of `reduce_dtype`."""
+
 SCHEDULES = (
     "auto", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inference"
 )  # fmt: skip
@@ -62,6 +66,10 @@ class Options:
         "pin": the plan lays these values out so, on logical meshes that have axes of the sizes of
         those that they name (whatever their names); one warning names those for which no mesh has
         them. "ignore": nothing.
+      reduce_dtype: in which dtype devices add gradients (sums that only new state is made from, no
+        activation). "as computed": in their own. "float32": narrower ones are widened, added, and
+        rounded once; twice the bytes of bfloat16, and nearer to one device. "bfloat16": wider ones
+        are rounded, then added; half the bytes of float32, and not exact.
       logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one.
       memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
         device's memory.
@@ -118,6 +126,7 @@ class Options:
     num_chunks: int | str | None = "auto"
     remat: str | None = "auto"
     constraints: str = "pin"
+    reduce_dtype: str = AS_COMPUTED
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: Any) -> None:
@@ -143,7 +152,8 @@ class Options:
         num_chunks = "auto" if self.num_chunks is None else self.num_chunks
         set_field("num_chunks", auto_or(num_chunks, count, "num_chunks"))
         set_field("remat", _remat(self.remat))
-        _check_constraints(self.constraints)
+        values.one_of(self.constraints, CONSTRAINTS, "constraints")
+        values.one_of(self.reduce_dtype, REDUCE_DTYPES, "reduce_dtype")
         if self.stages == "auto" or self.stages == 1:
             _check_one_stage(self)
         _check_not_static(self, "batch_argnums")
@@ -278,12 +288,6 @@ def _remat(value: Any) -> str:
         return "auto" if value is None else value
     hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
     raise impossible("remat", value, 'it must be "auto", "none" or "full".', hint)
-
-
-def _check_constraints(value: Any) -> None:
-    if not isinstance(value, str) or value not in CONSTRAINTS:
-        hint = did_you_mean(value, CONSTRAINTS)
-        raise impossible("constraints", value, 'it must be "pin" or "ignore".', hint)
 
 
 def _check_not_static(options: Options, name: str) -> None:

@@ -238,6 +238,9 @@ class _Tables:
                 format_seconds(group.seconds),
                 *((summaries.format_stages(group.stages),) if self.staged else ()),
             )
+        if self.plan.options.get("reduce_dtype") == "bfloat16":
+            note = "gradients are rounded to bfloat16 before they are added, as asked: not exact"
+            return _captioned(table, note)
         return table
 
     def certificate(self) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.peak_memory import local_bytes, peak
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
@@ -37,12 +35,10 @@ class PieceCosts:
 
     def _instruction(self, instruction: Instruction) -> float:
         if isinstance(instruction, Relayout):
-            atom = instruction.source.atom
-            whole = math.prod(aval_shape(atom))
             total = 0.0
-            for step in instruction.steps:
+            for step, _, size in instruction.moves():
                 alpha, beta = self.pricing.step(step)
-                total += alpha + beta * itemsize(atom.aval) * step.elements(whole)
+                total += alpha + beta * size
             return total
         if isinstance(instruction, Compute):
             # An effect alone; a barrier; or a while loop: how often it runs is not known.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import COLLECTIVES
-from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Relayout
 
 
@@ -99,14 +97,12 @@ def _moving(block: Block, pricing: Pricing) -> _Moving:
 
 
 def _resharding(instruction: Relayout, pricing: Pricing) -> _Moving:
-    atom = instruction.source.atom
-    whole = math.prod(aval_shape(atom))
     latency = moved = 0.0
-    for step in instruction.steps:
+    for step, _, size in instruction.moves():
         if step.kind not in COLLECTIVES:  # a device's own work
             continue
         alpha, beta = pricing.step(step)
         latency += alpha
-        moved += beta * itemsize(atom.aval) * step.elements(whole)
+        moved += beta * size
     of_activation = instruction.purpose == "activation"
     return _Moving(latency, moved if of_activation else 0.0, 0.0 if of_activation else moved)

@@ -87,7 +87,7 @@ def prepare(
     graph, rules = split.graph, split.rules
     dims = batch_dims(graph, rules)
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
-    allowed = restriction(graph, options.method, dims, mesh, pins)
+    allowed = restriction(graph, options.method, dims, mesh, pins, options.reduce_dtype)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter)
     return build(split.step, rules, mesh, pricing, allowed), pricing, dims
 

@@ -201,7 +201,9 @@ class _Walk(StrategyGraphBuilder):
         for s, option in enumerate(options):
             if option.completed:
                 self.built.nodes[node].seconds[s] += scope.times * sum(
-                    self.pricing.reshard(a, b, aval_shape(var), itemsize(var.aval))
+                    self.pricing.reshard(
+                        a, b, aval_shape(var), itemsize(var.aval), self.built.sum_ratio(var)
+                    )
                     for a, b, var in zip(option.left, option.results, eqn.outvars, strict=True)
                 )
         return self._grouped(scope, eqn, shape, values, node, options)

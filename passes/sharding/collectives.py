@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from autopar.base.plan_records import Collective
-from autopar.passes.graph.graph import Atom, user_source
-from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep
-from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.graph.graph import user_source
+from autopar.passes.sharding.reshard import COLLECTIVES
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -48,17 +46,17 @@ def _walk(
 ) -> Iterator[Collective]:
     for instruction in block.instructions:
         if isinstance(instruction, Relayout):
-            for step in instruction.steps:
+            for step, dtype, size in instruction.moves():
                 if step.kind in COLLECTIVES:
                     atom = instruction.source.atom
                     yield Collective(
                         kind=step.kind,
                         axes=tuple(program.axis_names[a] for a in step.axes),
-                        bytes=step_bytes(step, atom),
+                        bytes=size,
                         times=times,
                         purpose=instruction.purpose,
                         source="" if is_literal(instruction.source) else source_of.get(atom, ""),
-                        dtype=str(atom.aval.dtype),
+                        dtype=str(dtype),
                     )
         elif isinstance(instruction, Loop):
             trips = instruction.eqn.params["length"]
@@ -66,11 +64,6 @@ def _walk(
         elif isinstance(instruction, Branch):
             for inner in instruction.blocks:
                 yield from _walk(inner, times, program, source_of)
-
-
-def step_bytes(step: ReshardStep, atom: Atom) -> int:
-    """Bytes of one device's buffer, before or after the step, whichever is larger."""
-    return itemsize(atom.aval) * step.elements(math.prod(aval_shape(atom)))
 
 
 def _sources(block: Block) -> Iterator[tuple[object, str]]:

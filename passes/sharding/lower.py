@@ -19,7 +19,7 @@ from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.reshard import reshard_steps
+from autopar.passes.sharding.reshard import adding, reshard_steps
 from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -131,16 +131,18 @@ class _Lowering:
             return wanted
         shape, size = aval_shape(atom), itemsize(atom.aval)
         pricing = self.context.pricing
-        source = min(known, key=lambda have: pricing.reshard(have, layout, shape, size))
+        built = self.context.built
+        ratio = built.sum_ratio(atom)
+        source = min(known, key=lambda have: pricing.reshard(have, layout, shape, size, ratio))
         if atom in self.recomputed and pricing.reshard(source, layout, shape, size) > 0:
             source = self._produce(atom, layout)  # computed again: its price was that of none
             if source == layout:
                 return wanted
-        mesh = self.context.built.mesh
-        steps = reshard_steps(source, layout, mesh, pricing.reduce_scatter)
-        self.instructions.append(
-            Relayout(ShardedValue(atom, source), wanted, steps, self._purpose(atom, source), "")
-        )
+        steps = reshard_steps(source, layout, built.mesh, pricing.reduce_scatter)
+        purpose = self._purpose(atom, source)
+        sum_dtype = built.sum_dtypes.get(atom, "") if adding(steps) else ""
+        version = ShardedValue(atom, source)
+        self.instructions.append(Relayout(version, wanted, steps, purpose, "", sum_dtype))
         self.define(wanted)
         return wanted
 

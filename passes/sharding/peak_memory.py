@@ -18,13 +18,15 @@ from jax.extend.core import Var
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ENDS_FUSION, UNFUSED
 from autopar.passes.sharding.layout import local_shape
-from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.reshard import adding
+from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
     Compute,
     Instruction,
     Loop,
+    Relayout,
     ShardedValue,
     SpmdProgram,
     is_literal,
@@ -114,7 +116,9 @@ def _label(key: str | ShardedValue, names: dict[Var, str]) -> str:
 def _inner_peak(
     instruction: Instruction, mesh: tuple[int, ...], names: dict[Var, str]
 ) -> MemoryPeak:
-    """What a loop's or branch's body needs beside its operands and results."""
+    """What a loop's or branch's body, or a sum in another dtype, needs beside what it makes."""
+    if isinstance(instruction, Relayout):
+        return _sum_peak(instruction, mesh)
     bodies = instruction.blocks if isinstance(instruction, Branch) else ()
     if isinstance(instruction, Loop):
         bodies = (instruction.body,)
@@ -126,6 +130,21 @@ def _inner_peak(
         if beside > worst.bytes:
             worst = MemoryPeak(beside, found.alive)
     return worst
+
+
+def _sum_peak(relayout: Relayout, mesh: tuple[int, ...]) -> MemoryPeak:
+    """What is added in another dtype is there before and after the sum in that dtype as well."""
+    moves = list(relayout.moves()) if relayout.sum_dtype else []
+    inside = [moves[place] for place in adding(relayout.steps)] if moves else []
+    if not inside:
+        return MemoryPeak(0, ())
+    whole = math.prod(aval_shape(relayout.source.atom))
+    (first, dtype, _), (last, *_) = inside[0], inside[-1]
+    before, after = (
+        dtype_bytes(dtype) * (whole // parts) for parts in (first.parts_in, last.parts_out)
+    )
+    beside = max(before + after - local_bytes(relayout.target, mesh), after)
+    return MemoryPeak(beside, ((f"sums of a gradient in {relayout.sum_dtype}", beside),))
 
 
 def _is_fused(instruction: Instruction, readers: Sequence[Instruction]) -> bool:

@@ -13,7 +13,7 @@ from autopar.passes.graph.primitives import CONSTRAIN, KERNELS, PRODUCTS, UNFUSE
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, reshard_steps
+from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, adding, reshard_steps
 from autopar.passes.sharding.scopes import value_bytes
 
 
@@ -23,25 +23,38 @@ class Pricing:
     def __init__(self, cluster: Cluster, mesh: tuple[int, ...], reduce_scatter: bool = True):
         self.cluster, self.mesh, self.reduce_scatter = cluster, mesh, reduce_scatter
         self._alpha_beta: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
-        self._linear: dict[tuple[Layout, Layout], tuple[float, float]] = {}
+        self._linear: dict[tuple[Layout, Layout, float], tuple[float, float]] = {}
         self._compute: dict[Any, float] = {}
 
-    def reshard(self, source: Layout, target: Layout, shape: tuple[int, ...], size: int) -> float:
+    def reshard(
+        self,
+        source: Layout,
+        target: Layout,
+        shape: tuple[int, ...],
+        size: int,
+        sum_ratio: float = 1.0,
+    ) -> float:
         """Seconds of turning one layout of a value into another, once."""
-        fixed, per_byte = self.linear(source, target)
+        fixed, per_byte = self.linear(source, target, sum_ratio)
         return fixed + per_byte * math.prod(shape) * size
 
-    def linear(self, source: Layout, target: Layout) -> tuple[float, float]:
-        """Seconds of a resharding as (a, b): a + b x the whole value's bytes, for any shape."""
-        key = (source, target)
+    def linear(self, source: Layout, target: Layout, sum_ratio: float = 1.0) -> tuple[float, float]:
+        """Seconds of a resharding as (a, b): a + b x the whole value's bytes, for any shape.
+
+        Where devices add, an element has `sum_ratio` times the bytes that it has in the value.
+        """
+        key = (source, target, sum_ratio)
         known = self._linear.get(key)
         if known is None:
             fixed = per_byte = 0.0
             if source != target:
-                for step in reshard_steps(source, target, self.mesh, self.reduce_scatter):
+                steps = reshard_steps(source, target, self.mesh, self.reduce_scatter)
+                inside = adding(steps)
+                for place, step in enumerate(steps):
                     alpha, beta = self.step(step)
+                    ratio = sum_ratio if place in inside else 1.0
                     fixed += alpha
-                    per_byte += beta / min(step.parts_in, step.parts_out)
+                    per_byte += ratio * beta / min(step.parts_in, step.parts_out)
             known = self._linear[key] = (fixed, per_byte)
         return known
 

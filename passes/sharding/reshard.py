@@ -8,6 +8,7 @@ plan and executed by the runtime.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -38,6 +39,16 @@ class ReshardStep:
     def elements(self, whole: int) -> int:
         """Elements of one device's buffer, before or after the step, whichever is larger."""
         return whole // min(self.parts_in, self.parts_out)
+
+
+def adding(steps: Sequence[ReshardStep]) -> range:
+    """The places of the steps from the first one that adds over devices to the last one."""
+    adds = [
+        place
+        for place, step in enumerate(steps)
+        if step.kind in ("all-reduce", "reduce-scatter") and step.monoid == "sum"
+    ]
+    return range(adds[0], adds[-1] + 1) if adds else range(0)
 
 
 @lru_cache(maxsize=500_000)

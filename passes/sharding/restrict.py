@@ -18,18 +18,19 @@ microbatches, each synchronises gradients once a step.)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError
-from autopar.base.options import BATCH_METHODS
+from autopar.base.options import AS_COMPUTED, BATCH_METHODS
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.constraint_axes import AxisMatching, match_axes
+from autopar.passes.sharding.gradient_sums import sum_dtypes
 from autopar.passes.sharding.layout import (
     Layout,
     all_layouts,
@@ -58,6 +59,7 @@ class Restriction:
     state_bytes: int
     from_state: frozenset[Var]
     matching: AxisMatching
+    sum_dtypes: Mapping[Var, str] = field(default_factory=dict)
 
     @property
     def reduce_scatter(self) -> bool:
@@ -177,6 +179,7 @@ def restriction(
     dims: BatchDims,
     mesh: tuple[int, ...],
     pins: Pins = NO_PINS,
+    reduce_dtype: str = AS_COMPUTED,
 ) -> Restriction:
     """The restriction of a method on one program and a logical mesh."""
     state_bytes = sum(
@@ -186,7 +189,8 @@ def restriction(
     )
     used = parameters(graph, dims)
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
-    return Restriction(graph, method, dims, pins, used, state_bytes, from_state, matching)
+    sums = sum_dtypes(graph, dims, reduce_dtype)
+    return Restriction(graph, method, dims, pins, used, state_bytes, from_state, matching, sums)
 
 
 def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:

@@ -67,6 +67,7 @@ class Assigned:
     shape: tuple[int, ...]
     itemsize: int
     live: LiveRange
+    sum_ratio: float = 1.0  # bytes of an element as devices add it, over those that it has
 
 
 @dataclass
@@ -122,5 +123,9 @@ def value_bytes(var: Atom) -> int:
 
 def itemsize(aval: Any) -> int:
     """Bytes of one element; a PRNG key counts as what it wraps."""
-    dtype = aval.dtype
+    return dtype_bytes(aval.dtype)
+
+
+def dtype_bytes(dtype: Any) -> int:
+    """Bytes of one element of a dtype."""
     return int(getattr(dtype, "itemsize", 8) or 8)

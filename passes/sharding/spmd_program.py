@@ -7,17 +7,20 @@ runtime read the same list, so what is priced and printed is what runs.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import DropVar, JaxprEqn, Literal
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.sharding.layout import Layout, describe
-from autopar.passes.sharding.reshard import ReshardStep
+from autopar.passes.sharding.reshard import ReshardStep, adding
+from autopar.passes.sharding.scopes import aval_shape, dtype_bytes
 
 
 class ShardedValue(NamedTuple):
@@ -50,13 +53,26 @@ class Compute:
 
 @dataclass(frozen=True)
 class Relayout:
-    """A variable in another layout, by these steps. `purpose` is for people."""
+    """A variable in another layout, by these steps. `purpose` is for people.
+
+    Devices add in the dtype `sum_dtype`; "": in the variable's own.
+    """
 
     source: ShardedValue
     target: ShardedValue
     steps: tuple[ReshardStep, ...]
     purpose: str
     where: str
+    sum_dtype: str = ""
+
+    def moves(self) -> Iterator[tuple[ReshardStep, Any, int]]:
+        """Each step, its numbers' dtype, and the bytes of a device's larger buffer of it."""
+        atom = self.source.atom
+        whole = math.prod(aval_shape(atom))
+        inside = adding(self.steps) if self.sum_dtype else ()
+        for place, step in enumerate(self.steps):
+            dtype = jnp.dtype(self.sum_dtype) if place in inside else atom.aval.dtype
+            yield step, dtype, dtype_bytes(dtype) * step.elements(whole)
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,8 @@ def _lines(
         if isinstance(i, Relayout):
             steps = ", ".join(f"{s.kind}({','.join(axes[a] for a in s.axes)})" for s in i.steps)
             made, read = show((i.target,)), show((i.source,))
-            yield f"{indent}{made} = {steps or 'as is'} {read}  # {i.purpose}"
+            within = f" in {i.sum_dtype}" if i.sum_dtype else ""
+            yield f"{indent}{made} = {steps or 'as is'}{within} {read}  # {i.purpose}"
         elif isinstance(i, Compute):
             once = " on one device" if i.once else ""
             yield f"{indent}{show(i.results)} = {i.eqn.primitive.name} {show(i.operands)}{once}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -24,6 +25,7 @@ from autopar.passes.sharding.scopes import (
     Scope,
     ScopeValue,
     aval_shape,
+    dtype_bytes,
     itemsize,
 )
 
@@ -42,6 +44,12 @@ class StrategyGraph:
     outputs: dict[int, int] = field(default_factory=dict)  # the nodes of pinned outputs
     values: list[Assigned] = field(default_factory=list)  # every value that a node decides
     time: int = 0  # equations walked
+    sum_dtypes: Mapping[Var, str] = field(default_factory=dict)  # where not their own
+
+    def sum_ratio(self, var: Var) -> float:
+        """Bytes of an element of a value as devices add it, over those that it has."""
+        dtype = self.sum_dtypes.get(var)
+        return dtype_bytes(jnp.dtype(dtype)) / itemsize(var.aval) if dtype else 1.0
 
 
 class StrategyGraphBuilder:
@@ -52,12 +60,12 @@ class StrategyGraphBuilder:
     ):
         self.rules, self.mesh = rules, mesh
         self.pricing, self.restriction = pricing, restriction
-        self.built = StrategyGraph(mesh)
+        self.built = StrategyGraph(mesh, sum_dtypes=restriction.sum_dtypes)
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
         self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
         self._follow: dict[tuple[int, int, Layout], st.Strategy] = {}
         self._options: dict[object, tuple[st.Strategy, ...]] = {}
-        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        self._tables: dict[tuple[int, int, float], np.ndarray] = {}
         self._ids: dict[tuple[Layout, ...], int] = {}
 
     def assigned(
@@ -65,7 +73,8 @@ class StrategyGraphBuilder:
     ) -> Assigned:
         """A value that `node` decides, alive from now on."""
         live = LiveRange(self.built.time, self.built.time, fused)
-        value = Assigned(node, layouts, aval_shape(var), itemsize(var.aval), live)
+        ratio = self.built.sum_ratio(var)
+        value = Assigned(node, layouts, aval_shape(var), itemsize(var.aval), live, ratio)
         self.built.values.append(value)
         return value
 
@@ -108,12 +117,13 @@ class StrategyGraphBuilder:
             self.built.edges[a, b] = matrix if known is None else known + matrix
 
     def _table(self, value: Assigned, wanted: tuple[Layout, ...]) -> np.ndarray:
-        key = (self._id(value.layouts), self._id(wanted))
+        ratio = value.sum_ratio
+        key = (self._id(value.layouts), self._id(wanted), ratio)
         tables = self._tables.get(key)
         if tables is None:
             rows, row_of = _unique(value.layouts)
             columns, column_of = _unique(wanted)
-            linear = np.array([[self.pricing.linear(a, b) for b in columns] for a in rows])
+            linear = np.array([[self.pricing.linear(a, b, ratio) for b in columns] for a in rows])
             tables = self._tables[key] = linear[np.ix_(row_of, column_of)]
         return tables[..., 0] + tables[..., 1] * (math.prod(value.shape) * value.itemsize)
 
