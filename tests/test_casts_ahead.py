@@ -17,7 +17,6 @@ from autopar.passes.trace.trace import trace
 
 LAYERS, WIDTH, HIDDEN, BATCH = 4, 64, 128, 32
 STACKED = 2 * LAYERS * WIDTH * HIDDEN * 2  # bytes of "up" and "down" in bfloat16
-CLUSTER = autopar.Cluster.preset("dgx-h100")
 
 
 def block(x: Any, params: Any) -> Any:
@@ -131,7 +130,11 @@ def test_a_weight_that_all_layers_share_is_cast_once_also_through_two_loops() ->
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_zero3_gathers_what_was_cast(remat: bool, microbatches: int) -> None:
     step, args = step_of(remat), arguments()
-    options = {"method": "zero3", "batch_argnums": (1, 2), "microbatches": microbatches}
+    options: dict[str, Any] = {
+        "method": "zero3",
+        "batch_argnums": (1, 2),
+        "microbatches": microbatches,
+    }
     compiled = autopar.compile(step, *args, **options)
     gathers = [c for c in compiled.plan.stages[0].collectives if c.kind == "all-gather"]
     gathered = [c for c in gathers if c.bytes * c.times >= STACKED // 2]
@@ -144,7 +147,12 @@ def test_zero3_gathers_what_was_cast(remat: bool, microbatches: int) -> None:
 
 def test_stages_cast_their_own_layers() -> None:
     step, args = step_of(remat=True), arguments()
-    options = {"stages": 2, "microbatches": 4, "method": "zero3", "batch_argnums": (1, 2)}
+    options: dict[str, Any] = {
+        "stages": 2,
+        "microbatches": 4,
+        "method": "zero3",
+        "batch_argnums": (1, 2),
+    }
     compiled = autopar.compile(step, *args, **options)
     for stage in compiled.plan.stages:
         gathered = [c for c in stage.collectives if c.kind == "all-gather" and c.bytes > 2**13]
