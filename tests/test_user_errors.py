@@ -225,6 +225,21 @@ def test_an_object_that_is_no_argument() -> None:
     with pytest.raises(TraceError, match="changes an object that is not among its arguments"):
         autopar.plan(step, {"x": BATCH["x"]})
 
+    def by_gradient(batch: Any) -> Any:
+        return nnx.value_and_grad(lambda model: model(batch["x"]).mean())(model)[0]
+
+    with pytest.raises(TraceError, match="changes an object that is not among its arguments"):
+        autopar.plan(by_gradient, {"x": BATCH["x"]})
+
+
+def test_an_error_of_the_users_own_stays_that() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        raise ValueError("the size argument of my_pool is odd")
+
+    with pytest.raises(ValueError, match="my_pool") as own:
+        autopar.plan(step, W, BATCH)
+    assert not isinstance(own.value, AutoparError)
+
 
 def test_hints_do_not_lead_to_the_next_refusal() -> None:
     batch = {"x": BATCH["x"]}

@@ -76,7 +76,9 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
             "choose when the step runs: jnp.where(condition, a, b), jax.lax.cond, "
             "jax.lax.while_loop.",
         )
-    if isinstance(error, errors.NonConcreteBooleanIndexError) or "size argument of" in text:
+    if isinstance(error, errors.NonConcreteBooleanIndexError) or (
+        isinstance(error, errors.ConcretizationTypeError) and "size argument of" in text
+    ):
         return (
             "{name} makes an array whose size depends on the step's values, as x[mask] does.",
             f"{_WHEN} that could give a size",
@@ -114,13 +116,21 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
         )
     if isinstance(error, errors.UnexpectedTracerError):
         return _KEPT
-    if type(error) is getattr(sys.modules.get("flax.errors"), "TraceContextError", None):
+    if _is_of_another_trace(error, text):
         return (
             "{name} changes an object that is not among its arguments.",
             "what a step changes comes in as an argument, so that the change can be put back",
             "pass the module, optimizer or metric as an argument of the step.",
         )
     return None
+
+
+def _is_of_another_trace(error: Exception, text: str) -> bool:
+    """Whether Flax says that a step writes to an object from outside of it, in either way."""
+    kind = getattr(sys.modules.get("flax.errors"), "TraceContextError", None)
+    return type(error) is kind or (
+        type(error) is ValueError and "Cannot extract graph node from different trace" in text
+    )
 
 
 _IS_SHAPE = "Shapes must be 1D sequences of concrete values"
