@@ -294,7 +294,7 @@ def test_unknown_method() -> None:
             OptionError,
             call,
             what="There is no method 'zero4'",
-            why="auto, data, zero1, zero2, zero3, hsdp, shard",
+            why="auto, data, zero1, zero2, zero3, hsdp, megatron, megatron_sp, expert, shard",
             hint="did you mean",
         )
 

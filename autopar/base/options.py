@@ -20,7 +20,10 @@ BATCH_METHODS = ("data", "zero1", "zero2", "zero3", "hsdp")
 WHOLE_PARAMETERS = ("data", "zero1", "zero2")
 """Those of them that store parameters whole on every device."""
 
-METHODS = ("auto", *BATCH_METHODS, "shard")
+LOOP_METHODS = ("megatron", "megatron_sp", "expert")
+"""The values of `method` that cut loops of the weights along the last axis of the mesh."""
+
+METHODS = ("auto", *BATCH_METHODS, *LOOP_METHODS, "shard")
 """The values of `method`; each but "auto" restricts the plans that are considered."""
 
 Pin = tuple[str, tuple[tuple[str, ...], ...]]
@@ -48,8 +51,10 @@ class Options:
     Args:
       method: "auto" or a restriction of the search space: "data" (replicated state), "zero1"
         (optimizer state sharded), "zero2" (gradients too), "zero3" (parameters too), "hsdp" (zero3
-        inside each node, nodes as replicas; over a logical mesh (nodes, devices per node)), "shard"
-        (whatever the integer program finds).
+        inside each node, nodes as replicas; over a logical mesh (nodes, devices per node)),
+        "megatron" (heads, the width of MLPs and the vocabulary, along the last axis of the mesh),
+        "megatron_sp" (and the residual stream along the sequence), "expert" (experts along the
+        last axis, the batch along all), "shard" (whatever the integer program finds).
       microbatches: number of equal parts into which the batch is split in time, or "auto".
       batch_argnums: positions of the arguments that hold the batch along their leaves' leading
         dimension, or "auto": those that are neither returned as new state nor keys nor scalars;

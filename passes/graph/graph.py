@@ -30,7 +30,8 @@ class Input:
 
     `batch_axis` is the dimension along which a batch leaf holds examples (None: it has none),
     `alias` the index of the output that the next call takes in this leaf's place, `donated`
-    whether its buffer may be reused.
+    whether its buffer may be reused; `loops` are the kinds of its dimensions' loops, where a
+    method asks for them.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Input:
     batch_axis: int | None = None
     alias: int | None = None
     donated: bool = False
+    loops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

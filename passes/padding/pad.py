@@ -25,10 +25,11 @@ from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, flatten
 from autopar.passes.graph.primitives import CONTROL_FLOW, DRAWS, KEEPS_ZERO, SCATTERS
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.padding.uneven import PaddedDims, kept_factors, outermost
+from autopar.passes.padding.uneven import PaddedDims, kept_factors
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.shardings import gather_picks, scatter_picks
+from autopar.passes.sharding.tied_dims import outermost
 
 Sizes = Mapping[int, int]
 """Padded dimensions of a value, with their sizes."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
-from autopar.arrays.typed_keys import is_key
-from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs
+from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.primitives import (
     CUMULATIVE,
     ELEMENTWISE,
@@ -25,16 +24,22 @@ from autopar.passes.graph.primitives import (
     SCATTERS,
     SORTS,
 )
-from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.primitives.flops import flops, total_flops
 from autopar.passes.sharding.batch_dims import batch_dims
+from autopar.passes.sharding.tied_dims import (
+    Place,
+    TiedDims,
+    places_of,
+    tied_factors,
+    ties,
+    with_trips,
+)
 
 MOST_WASTE = (4, 3)  # the padded size is at most 4/3 of the size
 LITTLE_WASTE = (33, 32)
 LEAST_SHARE = 0.02  # of the program's operations are products over the loop
 LEAST_BYTES = 2**20  # of the largest value that it goes through; what is smaller costs latency
-Place = tuple[Var, int]
 PaddedDims = Mapping[Place, int]
 """The padded size of every dimension that is padded."""
 
@@ -87,10 +92,10 @@ def _uneven_loops(graph: Graph, rules: Rules, devices: int) -> tuple[UnevenLoop,
     them with what holds no batch, a weight: the loop over a sequence is none.
     """
     batch = batch_dims(graph, rules)
-    loops = _Union()
-    for jaxpr in _jaxprs(graph.jaxpr):
+    loops = TiedDims()
+    for jaxpr, _ in with_trips(graph.jaxpr):
         for eqn in jaxpr.eqns:
-            for places, _ in _ties(eqn, rules):
+            for places, _ in ties(eqn, rules, _PADDED):
                 loops.join(places)
     found: dict[Place, _Loop] = defaultdict(_Loop)
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
@@ -98,9 +103,9 @@ def _uneven_loops(graph: Graph, rules: Rules, devices: int) -> tuple[UnevenLoop,
             loop = found[loops.root((var, dim))]
             loop.has_batch |= dim == label.batch_axis
             loop.has_state |= label.role == "state"
-    for jaxpr, times in _with_trips(graph.jaxpr, 1):
+    for jaxpr, times in with_trips(graph.jaxpr):
         for eqn in jaxpr.eqns:
-            for places, size in _ties(eqn, rules):
+            for places, size in ties(eqn, rules, _PADDED):
                 loop = found[loops.root(places[0])]
                 loop.size = math.gcd(loop.size, size)
                 if eqn.primitive.name in PRODUCTS and any(
@@ -135,104 +140,15 @@ def padded_size(size: int, devices: int) -> int | None:
 
 def kept_factors(eqn: JaxprEqn, rule: FactorRule, padded: PaddedDims) -> frozenset[int]:
     """The factors of an equation over which it is evaluated at their padded size."""
-    found = set()
-    for factor in _tied_factors(eqn, rule):
-        place = next(_places(eqn, rule, factor), None)
+    found: set[int] = set()
+    if eqn.primitive.name not in _PADDED:
+        return frozenset()
+    for factor in tied_factors(eqn, rule):
+        place = next(places_of(eqn, rule, factor), None)
         if place in padded:
             found.add(factor)
     return frozenset(found)
 
 
-def outermost(rule: FactorRule, dim: tuple[int, ...]) -> int | None:
-    """The outermost factor of a dimension that is a real loop."""
-    return next((f for f in dim if rule.factors[f].size > 1), None)
-
-
-def _ties(eqn: JaxprEqn, rules: Rules) -> Iterator[tuple[list[Place], int]]:
-    """Dimensions of an equation's values that are one loop, and its size there."""
-    name = eqn.primitive.name
-    if name == "scan":
-        yield from _scan_ties(eqn)
-    elif name in _PADDED:
-        rule = rules[eqn]
-        for factor in _tied_factors(eqn, rule):
-            if places := list(_places(eqn, rule, factor)):
-                yield places, rule.factors[factor].size
-
-
-def _tied_factors(eqn: JaxprEqn, rule: FactorRule) -> Iterator[int]:
-    """Factors that are outermost wherever they occur, and pick no places."""
-    atoms = (*eqn.invars, *eqn.outvars)
-    if eqn.primitive.name not in _PADDED or any(is_key(atom.aval.dtype) for atom in atoms):
-        return
-    picks = eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS
-    inner: set[int] = set()
-    for value in (*rule.operands, *rule.results):
-        for dim in value:
-            inner.update(f for f in dim if f != outermost(rule, dim))
-    if picks:
-        inner.update(f for dim in rule.operands[1] for f in dim)
-    for factor, about in enumerate(rule.factors):
-        if about.size > 1 and about.kind != "replicated" and factor not in inner:
-            yield factor
-
-
-def _places(eqn: JaxprEqn, rule: FactorRule, factor: int) -> Iterator[Place]:
-    atoms = (*eqn.invars, *eqn.outvars)
-    for atom, value in zip(atoms, (*rule.operands, *rule.results), strict=True):
-        if not isinstance(atom, Literal):
-            yield from ((atom, d) for d, factors in enumerate(value) if factor in factors)
-
-
-def _scan_ties(eqn: JaxprEqn) -> Iterator[tuple[list[Place], int]]:
-    """What enters and leaves a loop has the same dimensions inside; stacks have one more."""
-    scan = ScanParts.of(eqn)
-    outside = scan.operands(eqn.invars)
-    inside = scan.operands(scan.body.invars)
-    carried, rows = scan.results(scan.body.outvars)
-    carries, stacks = scan.results(eqn.outvars)
-    groups: list[tuple[tuple[Atom, ...], int]] = []
-    groups += [(pair, 0) for pair in zip(outside[0], inside[0], strict=True)]
-    groups += [(g, 0) for g in zip(inside[1], outside[1], carried, carries, strict=True)]
-    groups += [(pair, 1) for pair in zip(inside[2], outside[2], strict=True)]
-    groups += [(pair, 1) for pair in zip(rows, stacks, strict=True)]
-    for (first, *others), shift in groups:
-        for dim, size in enumerate(first.aval.shape):
-            places = [(atom, dim + (shift if atom in others else 0)) for atom in (first, *others)]
-            yield [(atom, d) for atom, d in places if not isinstance(atom, Literal)], size
-
-
 def _bytes(var: Var) -> int:
     return math.prod(var.aval.shape) * int(getattr(var.aval.dtype, "itemsize", 0))
-
-
-def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    return (inner for inner, _ in _with_trips(jaxpr, 1))
-
-
-def _with_trips(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Jaxpr, int]]:
-    """A program, and the bodies of its scans, with how often a step runs them."""
-    yield jaxpr, times
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            for body in inner_jaxprs(eqn):
-                yield from _with_trips(body, times * eqn.params["length"])
-
-
-class _Union:
-    """Sets of places that are joined (union-find)."""
-
-    def __init__(self) -> None:
-        self.parents: dict[Place, Place] = {}
-
-    def root(self, place: Place) -> Place:
-        self.parents.setdefault(place, place)
-        while (parent := self.parents[place]) != place:
-            self.parents[place] = self.parents[parent]
-            place = parent
-        return place
-
-    def join(self, places: list[Place]) -> None:
-        roots = [self.root(place) for place in places]
-        for root in roots[1:]:
-            self.parents[self.root(root)] = self.root(roots[0])

@@ -35,6 +35,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
+from autopar.passes.sharding.loop_kinds import LoopKinds, loop_kinds
 from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
@@ -199,18 +200,24 @@ def stage_options(stage: StageGraph, options: Options) -> Options:
 
 def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
     """The stages' graphs, with the batch dimension of what they receive."""
-    known = batch_dims(stages.whole.graph, stages.rules)
-    return tuple(_labelled(stage, known) for stage in stages.graphs)
+    whole = stages.whole.graph
+    known, kinds = batch_dims(whole, stages.rules), LoopKinds()
+    if any(label.loops for label in whole.inputs):
+        kinds = loop_kinds(whole, stages.rules)
+    return tuple(_labelled(stage, known, kinds) for stage in stages.graphs)
 
 
-def _labelled(stage: StageGraph, known: BatchDims) -> StageGraph:
+def _labelled(stage: StageGraph, known: BatchDims, kinds: LoopKinds) -> StageGraph:
     if stage.loop is None:
         return stage
     entering = zip(stage.loop.body.invars, stage.loop.scan.invars, strict=True)
     inner = {outer: v for v, outer in entering if not isinstance(outer, Literal)}
 
     def labelled(var: Var, label: Input, leaf: int | None) -> Input:
-        dims = known.get(inner[var], frozenset()) if leaf is None and var in inner else ()
+        if leaf is not None or var not in inner:
+            return label
+        dims, loops = known.get(inner[var], frozenset()), kinds.of(inner[var])
+        label = dataclasses.replace(label, loops=("", *loops) if any(loops) else ())
         return dataclasses.replace(label, batch_axis=min(dims) + 1) if dims else label
 
     inputs = tuple(map(labelled, stage.graph.jaxpr.invars, stage.graph.inputs, stage.inputs))

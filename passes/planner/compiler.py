@@ -36,7 +36,7 @@ from autopar.base.errors import (
     MemoryLimitError,
     PlanMismatchError,
 )
-from autopar.base.options import BATCH_METHODS, WHOLE_PARAMETERS, Options
+from autopar.base.options import BATCH_METHODS, LOOP_METHODS, WHOLE_PARAMETERS, Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
 from autopar.passes.graph.casts_ahead import with_casts_ahead
@@ -54,12 +54,14 @@ from autopar.passes.planner.layouts import (
     largest_count,
     logical_meshes,
     microbatch_counts,
+    submesh,
 )
 from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.constraint_axes import warn_of_lost
+from autopar.passes.sharding.loop_methods import with_loops
 from autopar.passes.sharding.pins import check_pins
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
@@ -164,6 +166,16 @@ def compile_like(
     return None
 
 
+def _labelled(graph: Graph, rules: Rules, options: Options, cluster: Cluster) -> Graph:
+    """The graph, with the kinds of its loops where the method asks for them."""
+    if options.method not in LOOP_METHODS:
+        return graph
+    layout = asked_layout(options, cluster)
+    part = submesh(cluster, layout.devices[0])
+    (mesh, *_) = logical_meshes(options, part, graph, of_stage=layout.is_pipeline)
+    return with_loops(graph, rules, options.method, mesh[-1])
+
+
 @dataclass(frozen=True)
 class _LayoutSearch:
     """What is tried for one graph."""
@@ -180,7 +192,8 @@ class _LayoutSearch:
         """The search for a traced step; where parameters may be stored cut, they are cast so."""
         if options.method not in WHOLE_PARAMETERS:
             graph = with_casts_ahead(graph)
-        return cls(graph, populate(graph.jaxpr), options, cluster, report)
+        rules = populate(graph.jaxpr)
+        return cls(_labelled(graph, rules, options, cluster), rules, options, cluster, report)
 
     def padded(self) -> Iterator[_LayoutSearch]:
         """Searches for the same step with loops padded that the devices do not divide."""
@@ -298,7 +311,7 @@ def _out_of_memory(
     what = f"No plan keeps within {limit:,} bytes per device"
     if whole:
         hints = ["a smaller batch", "more devices"]
-        if options.method in BATCH_METHODS:
+        if options.method in (*BATCH_METHODS, *LOOP_METHODS):
             hints.insert(0, "method='auto'")
         if options.microbatches != "auto":
             hints.insert(0, "microbatches='auto'")

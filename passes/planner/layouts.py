@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.errors import OptionError
-from autopar.base.options import BATCH_METHODS, Options
+from autopar.base.options import BATCH_METHODS, LOOP_METHODS, Options
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.sharding.constraint_axes import most_kept
 
@@ -109,7 +109,9 @@ def logical_meshes(
     asked = options.logical_mesh
     if options.method == "hsdp" and asked is None:
         return ((part.num_nodes, part.devices_per_node),)
-    if options.method in BATCH_METHODS and asked is None:
+    if options.method in LOOP_METHODS and asked is None and part.num_nodes > 1:
+        return ((part.num_nodes, part.devices_per_node),)
+    if options.method in (*BATCH_METHODS, *LOOP_METHODS) and asked is None:
         return ((part.num_devices,),)
     if asked is None:
         pinned = {axis for _, spec in options.pins for axes in spec for axis in axes}

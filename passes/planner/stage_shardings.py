@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
-from autopar.base.options import Options
+from autopar.base.options import LOOP_METHODS, Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import Microbatched
@@ -19,6 +19,7 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
+from autopar.passes.sharding.loop_kinds import loop_kinds
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.pins import resolve_pins
@@ -87,7 +88,8 @@ def prepare(
     graph, rules = split.graph, split.rules
     dims = batch_dims(graph, rules)
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
-    allowed = restriction(graph, options.method, dims, mesh, pins, options.reduce_dtype)
+    kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
+    allowed = restriction(graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter)
     return build(split.step, rules, mesh, pricing, allowed), pricing, dims
 

@@ -1,8 +1,8 @@
 """What each method lets the integer program choose from.
 
-`shard` and `auto` leave everything open. The others cut the batch along all axes of the mesh, one
-axis if nothing else is asked for, and are the textbook methods, stated as restrictions of the same
-search space:
+`shard` and `auto` leave everything open. The others are the textbook methods, stated as
+restrictions of the same search space. Those of data parallelism cut the batch along all axes of the
+mesh, one axis if nothing else is asked for:
 
 - `data`: the state is replicated; only the batch is cut, gradients are all-reduced.
 - `zero1`: the optimizer's state is cut; gradients are all-reduced and then sliced.
@@ -10,6 +10,8 @@ search space:
 - `zero3`: the parameters are stored cut as well, and gathered where they are used.
 - `hsdp`: zero3 along the last axis, the devices of a node; the nodes, along the first axis, are
   replicas. Gradients are reduce-scattered in the node, and their slices all-reduced across.
+
+`megatron`, `megatron_sp` and `expert` say which loops the last axis cuts: see `loop_methods.py`.
 
 (ZeRO: Rajbhandari et al., SC 2020; hybrid sharding: Zhao et al., "PyTorch FSDP", VLDB 2023. With
 microbatches, each synchronises gradients once a step.)
@@ -26,7 +28,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError
-from autopar.base.options import AS_COMPUTED, BATCH_METHODS
+from autopar.base.options import AS_COMPUTED, BATCH_METHODS, LOOP_METHODS
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.constraint_axes import AxisMatching, match_axes
@@ -40,6 +42,8 @@ from autopar.passes.sharding.layout import (
     replicated,
     with_sums,
 )
+from autopar.passes.sharding.loop_kinds import LoopKinds
+from autopar.passes.sharding.loop_methods import Allowed, LoopMethod
 from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
@@ -60,6 +64,7 @@ class Restriction:
     from_state: frozenset[Var]
     matching: AxisMatching
     sum_dtypes: Mapping[Var, str] = field(default_factory=dict)
+    loops: LoopMethod | None = None
 
     @property
     def reduce_scatter(self) -> bool:
@@ -74,6 +79,9 @@ class Restriction:
             return (self.pins.inputs[index],)
         if math.prod(shape) <= 1 or is_key(var.aval.dtype):
             return (whole,)
+        if self.loops is not None and label.role in ("batch", "state"):
+            tiny = label.role == "state" and value_bytes(var) * TINY_SHARE < self.state_bytes
+            return self.loops.layouts(var, all_layouts(shape, mesh), True, tiny)
         if label.role == "batch":
             if self.method in BATCH_METHODS:
                 cut = _cut_along(shape, label.batch_axis, _cutting(mesh))
@@ -103,8 +111,23 @@ class Restriction:
         mesh = self.matching.mesh
         return tuple(more for layout in layouts for more in with_sums(layout, mesh))
 
-    def allowed_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
-        """Factors that an equation may cut; None: all of them."""
+    def allowed_factors(self, eqn: JaxprEqn, shape: Shape) -> tuple[Allowed | None, frozenset[int]]:
+        """Factors that an equation may cut along each axis (None: all of them).
+
+        And the axes along which it must cut what it can: those of the batch where it has one, in
+        data parallelism and ZeRO.
+        """
+        axes = range(len(self.matching.mesh))
+        if self.loops is not None:
+            return self.loops.equation(eqn, shape, self._reads_state(eqn))
+        factors = self._batch_factors(eqn, shape)
+        must = self.method in BATCH_METHODS and self.holds_batch(eqn)
+        return (
+            None if factors is None else (factors,) * len(axes),
+            frozenset(axes) if must else frozenset(),
+        )
+
+    def _batch_factors(self, eqn: JaxprEqn, shape: Shape) -> frozenset[int] | None:
         if self.method not in BATCH_METHODS:
             return None
         factors = {
@@ -114,25 +137,30 @@ class Restriction:
             if (factor := outer_factor(shape.rule, value, dim)) is not None
         }
         # Optimizers work on whole values in data parallelism; masks and random bits on any part.
-        if not factors and (
-            self.method != "data"
-            or not any(not isinstance(v, Literal) and v in self.from_state for v in eqn.invars)
-        ):
+        if not factors and (self.method != "data" or not self._reads_state(eqn)):
             return None
         return frozenset(factors)
 
-    def must_divide(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation on the batch must cut it where it can: data parallelism and ZeRO."""
-        return self.method in BATCH_METHODS and self.holds_batch(eqn)
+    def _reads_state(self, eqn: JaxprEqn) -> bool:
+        return any(not isinstance(v, Literal) and v in self.from_state for v in eqn.invars)
 
     def holds_batch(self, eqn: JaxprEqn) -> bool:
         """Whether a dimension of an operand or of a result is the batch."""
         return any(self.batch_dims(atom) for atom in (*eqn.invars, *eqn.outvars))
 
+    def adds_parts(self, eqn: JaxprEqn) -> bool:
+        """Whether a sum of partial values may stay one, and be completed for all its readers.
+
+        Of gradients, and where a loop that is no batch was summed over: Megatron's.
+        """
+        return self.loops is not None or not self.holds_batch(eqn)
+
     def may_scatter(self, eqn: JaxprEqn) -> bool:
         """Whether a partial result may be reduce-scattered where it is made."""
         if self.method in ("data", "zero1"):
             return False
+        if self.method == "megatron":  # the residual stream is whole
+            return not any(map(self.batch_dims, eqn.outvars))
         return self.method not in BATCH_METHODS or not any(map(self.batch_dims, eqn.outvars))
 
     def boundary_layouts(
@@ -144,6 +172,10 @@ class Restriction:
             return (replicated(len(shape)),)
         partial = partial and _may_be_partial(atom)
         layouts = all_layouts(shape, mesh, partial=partial)
+        if self.loops is not None:
+            tiny = value_bytes(atom) * TINY_SHARE < self.state_bytes and not self.batch_dims(atom)
+            made = isinstance(atom, Var) and atom in self.from_state
+            return self.loops.layouts(atom, layouts, made, tiny)
         if self.method not in BATCH_METHODS:
             if value_bytes(atom) * TINY_SHARE < self.state_bytes and not self.batch_dims(atom):
                 layouts = tuple(x for x in layouts if not any(x.dims))
@@ -180,8 +212,12 @@ def restriction(
     mesh: tuple[int, ...],
     pins: Pins = NO_PINS,
     reduce_dtype: str = AS_COMPUTED,
+    kinds: LoopKinds | None = None,
 ) -> Restriction:
-    """The restriction of a method on one program and a logical mesh."""
+    """The restriction of a method on one program and a logical mesh.
+
+    `kinds`: of the program's loops, for the methods that ask for them.
+    """
     state_bytes = sum(
         value_bytes(var)
         for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
@@ -190,7 +226,10 @@ def restriction(
     used = parameters(graph, dims)
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
     sums = sum_dtypes(graph, dims, reduce_dtype)
-    return Restriction(graph, method, dims, pins, used, state_bytes, from_state, matching, sums)
+    loops = None if kinds is None else LoopMethod(method, kinds, mesh)
+    return Restriction(
+        graph, method, dims, pins, used, state_bytes, from_state, matching, sums, loops
+    )
 
 
 def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:
@@ -199,9 +238,10 @@ def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) ->
     Raises:
       BatchArgumentError: names the batch leaf, its size, and what would do.
     """
-    if method not in BATCH_METHODS:
+    if method not in (*BATCH_METHODS, *LOOP_METHODS):
         return
-    devices = math.prod(mesh)
+    # Along the last axis Megatron's methods cut no batch.
+    devices = math.prod(mesh[:-1] if method.startswith("megatron") else mesh)
     for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True):
         if label.batch_axis is None:
             continue

@@ -14,7 +14,7 @@ from autopar.passes.graph.primitives import ADDS
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding import strategies as st
-from autopar.passes.sharding.layout import Layout
+from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scopes import (
@@ -153,16 +153,19 @@ class StrategyGraphBuilder:
 
     def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> tuple[st.Strategy, ...]:
         """Strategies of an equation that opens a group, without duplicates."""
-        allowed = self.restriction.allowed_factors(eqn, shape)
+        allowed, must = self.restriction.allowed_factors(eqn, shape)
         scatter = self.restriction.may_scatter(eqn)
         # A gradient's parts are added first, and their sum is completed once for all its readers.
-        adds = eqn.primitive.name in ADDS and not self.restriction.holds_batch(eqn)
-        key = (id(shape), heavy, allowed, scatter, adds, self.restriction.must_divide(eqn))
+        adds = eqn.primitive.name in ADDS and self.restriction.adds_parts(eqn)
+        key = (id(shape), heavy, allowed, scatter, adds, must)
         if key in self._options:
             return self._options[key]
         found: dict[object, st.Strategy] = {}
         for choice in st.choices(shape, self.mesh, linear=not heavy):
-            if allowed is not None and any(c >= 0 and c not in allowed for c in choice):
+            if allowed is not None and any(
+                c >= 0 and may is not None and c not in may
+                for c, may in zip(choice, allowed, strict=True)
+            ):
                 continue
             strategy = self.strategy(shape, choice)
             found.setdefault((strategy.operands, strategy.results), strategy)
@@ -172,9 +175,9 @@ class StrategyGraphBuilder:
                 for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
                     found.setdefault((reduced.operands, reduced.results), reduced)
         options = tuple(found.values())
-        if self.restriction.must_divide(eqn):
-            most = max(option.division for option in options)
-            options = tuple(option for option in options if option.division == most)
+        if must:
+            cut = [self._parts_along(must, option, adds) for option in options]
+            options = tuple(o for o, parts in zip(options, cut, strict=True) if parts == max(cut))
         if heavy and len(options) > MANY_OPTIONS:
             # On meshes of several axes, a heavy equation that divides its work less than it could
             # is kept only as the replicated strategy.
@@ -182,6 +185,11 @@ class StrategyGraphBuilder:
             options = tuple(o for o in options if o.division in (1, most))
         self._options[key] = options
         return options
+
+    def _parts_along(self, axes: frozenset[int], option: st.Strategy, adds: bool) -> int:
+        """Into how many parts these axes cut an equation; a sum of parts counts as cut."""
+        used = option.results[0].used if adds else frozenset()
+        return num_parts((a for a in axes if option.choice[a] >= 0 or a in used), self.mesh)
 
 
 def _unique(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:

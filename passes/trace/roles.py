@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
-from autopar.base.options import BATCH_METHODS
+from autopar.base.options import BATCH_METHODS, LOOP_METHODS
 from autopar.passes.graph.graph import Atom, Input, Output, variables
 from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
@@ -369,7 +369,7 @@ def check_division(
     ]
     several = isinstance(microbatches, int) and microbatches > 1
     if not sizes:
-        if several or method in BATCH_METHODS:
+        if several or method in (*BATCH_METHODS, *LOOP_METHODS):
             asked = f"microbatches={microbatches}" if several else f"method={method!r}"
             roles = ", ".join(dict.fromkeys(f"{x.path} ({x.role})" for x in inputs[:6]))
             raise BatchArgumentError(

@@ -1,0 +1,223 @@
+"""Megatron's methods and expert parallelism, asked for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.cluster import Cluster
+from autopar.base.errors import OptionError
+from sharding.steps import arrays, momentum_shapes, momentum_step, shaped
+
+H100 = Cluster.preset("dgx-h100")
+Weights = Any
+
+
+def norm(x: Any, scale: Any) -> Any:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+    return (y * scale).astype(x.dtype)
+
+
+def block(p: Weights, x: Any, heads: int) -> Any:
+    rows, length, width = x.shape
+    y = norm(x, p["norm_1"])
+    q, k, v = (
+        (y @ p[name].astype(x.dtype)).reshape(rows, length, heads, width // heads) for name in "qkv"
+    )
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) / math.sqrt(width // heads)
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e30)
+    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(x.dtype), v)
+    x = x + mixed.reshape(rows, length, width) @ p["o"].astype(x.dtype)
+    hidden = jax.nn.gelu(norm(x, p["norm_2"]) @ p["up"].astype(x.dtype))
+    return x + hidden @ p["down"].astype(x.dtype)
+
+
+def block_shapes(width: int) -> Weights:
+    square = {name: shaped(width, width) for name in "qkvo"}
+    norms = {"norm_1": shaped(width), "norm_2": shaped(width)}
+    return {**square, **norms, "up": shaped(width, 4 * width), "down": shaped(4 * width, width)}
+
+
+def descent(loss_fn: Callable[[Weights, Any], Any]) -> Callable[[Weights, Any], Any]:
+    def step(weights: Weights, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_fn)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    return step
+
+
+def large(step: Any, weights: Weights, x: Any, method: str) -> tuple[Counter[str], dict[str, Any]]:
+    """The collectives of activations on eight devices, and how the weights lie."""
+    plan = autopar.plan(step, weights, x, cluster=H100, method=method, microbatches=1, stages=1)
+    (stage,) = plan.stages
+    moved = Counter(c.kind for c in stage.collectives if c.bytes >= 2**20)
+    return moved, {t.path.split("'")[1]: t.spec for t in plan.inputs if "[" in t.path}
+
+
+WIDTH = 8192
+COLUMNS, ROWS = ((), ("x",)), (("x",), ())
+
+
+@pytest.fixture(scope="module")
+def wide() -> tuple[Any, Weights, Any]:
+    """One block behind a product, so that the block's input has a gradient too."""
+
+    def loss(weights: Weights, x: Any) -> Any:
+        x = block(weights, x * weights["first"].astype(x.dtype), 64)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    weights = {**block_shapes(WIDTH), "first": shaped(WIDTH)}
+    return descent(loss), weights, shaped(2, 2048, WIDTH, dtype=jnp.bfloat16)
+
+
+def test_megatron_completes_four_sums_a_layer(wide: tuple[Any, Weights, Any]) -> None:
+    """Two forward and two backward."""
+    moved, specs = large(*wide, method="megatron")
+    assert moved == {"all-reduce": 4}
+    assert {name: specs[name] for name in ("q", "k", "v", "up")} == dict.fromkeys(
+        ("q", "k", "v", "up"), COLUMNS
+    )
+    assert specs["o"] == specs["down"] == ROWS
+    assert specs["norm_1"] == ((),)
+
+
+def test_sequence_parallelism_scatters_and_gathers_in_their_place(
+    wide: tuple[Any, Weights, Any],
+) -> None:
+    moved, specs = large(*wide, method="megatron_sp")
+    assert moved == {"all-gather": 4, "reduce-scatter": 4}
+    assert specs["q"] == specs["up"] == COLUMNS and specs["o"] == specs["down"] == ROWS
+
+
+def mixture(experts: int) -> Callable[[Weights, Any], Any]:
+    def loss(weights: Weights, x: Any) -> Any:
+        length = x.shape[1]
+        x = x * weights["scale"].astype(x.dtype)
+        gates = jax.nn.softmax(x.astype(jnp.float32) @ weights["router"])
+        chosen = jax.nn.one_hot(gates.argmax(-1), experts)
+        place = (jnp.cumsum(chosen, axis=1) * chosen - 1).astype(jnp.int32)
+        sent = jax.nn.one_hot(place, 2 * length // experts, dtype=x.dtype)
+        up, down = (weights[name].astype(x.dtype) for name in ("up", "down"))
+        taken = jnp.einsum("btec,bth->ebch", sent, x)
+        hidden = jax.nn.gelu(jnp.einsum("ebch,ehf->ebcf", taken, up))
+        made = jnp.einsum("ebcf,efh->ebch", hidden, down)
+        x = x + jnp.einsum("btec,ebch->bth", sent * gates[..., None].astype(x.dtype), made)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    return loss
+
+
+def grouped(experts: int) -> Callable[[Weights, Any], Any]:
+    def loss(weights: Weights, x: Any) -> Any:
+        rows = (x * weights["scale"]).reshape(-1, x.shape[-1])
+        gates = jax.nn.softmax(rows @ weights["router"])
+        expert = gates.argmax(-1)
+        order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=experts).astype(jnp.int32)
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(rows[order], weights["up"], sizes))
+        made = jax.lax.ragged_dot(hidden, weights["down"], sizes)
+        return ((rows + made[jnp.argsort(order)] * gates.max(-1, keepdims=True)) ** 2).mean()
+
+    return loss
+
+
+def mixture_shapes(experts: int, width: int, hidden: int) -> Weights:
+    matrices = {"up": shaped(experts, width, hidden), "down": shaped(experts, hidden, width)}
+    return {"router": shaped(width, experts), "scale": shaped(width), **matrices}
+
+
+def test_experts_are_sent_their_tokens() -> None:
+    x = shaped(16, 2048, 4096, dtype=jnp.bfloat16)
+    weights = mixture_shapes(8, 4096, 14336)
+    moved, specs = large(descent(mixture(8)), weights, x, "expert")
+    assert moved == {"all-to-all": 4}
+    assert specs["up"] == specs["down"] == (("x",), (), ())
+    assert specs["router"] == ((), ())
+
+
+def gpt_loss(weights: Weights, tokens: Any) -> Any:
+    x = weights["embedding"][tokens] + weights["positions"]
+    for layer in weights["layers"]:
+        x = block(layer, x, 8)
+    log = jax.nn.log_softmax(norm(x, weights["norm"]) @ weights["head"])
+    return -jnp.take_along_axis(log, jnp.roll(tokens, -1, 1)[..., None], -1).mean()
+
+
+GPT = {
+    "embedding": shaped(64, 32),
+    "positions": shaped(16, 32),
+    "layers": [block_shapes(32)] * 2,
+    "norm": shaped(32),
+    "head": shaped(32, 64),
+}
+TOKENS = np.random.default_rng(1).integers(0, 64, (16, 16)).astype(np.int32)
+FLOATS = arrays(shaped(16, 16, 32))
+PROGRAMS: dict[str, tuple[Any, Weights, Any]] = {
+    "megatron": (gpt_loss, GPT, TOKENS),
+    "megatron_sp": (gpt_loss, GPT, TOKENS),
+    "expert": (mixture(8), mixture_shapes(8, 32, 64), FLOATS),
+    "expert, ragged": (grouped(8), mixture_shapes(8, 32, 64), FLOATS),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("megatron", {"microbatches": 4}),
+        ("megatron", {"microbatches": 4, "stages": 2, "logical_mesh": (2, 2)}),
+        ("megatron_sp", {"microbatches": 4, "logical_mesh": (2, 4)}),
+        ("megatron_sp", {"microbatches": 4, "stages": 2}),
+        ("expert", {"microbatches": 2}),
+        ("expert", {"microbatches": 1, "logical_mesh": (2, 4)}),
+        ("expert, ragged", {"microbatches": 1}),
+    ],
+)
+def test_numbers_are_those_of_one_device(program: str, options: dict[str, Any]) -> None:
+    loss, shapes, batch = PROGRAMS[program]
+    weights = jax.tree.map(lambda w: 0.2 * w, arrays(shapes))
+    step = descent(loss)
+    method = program.split(",")[0]
+    compiled = autopar.compile(step, weights, batch, method=method, donate_argnums=(), **options)
+    found = compiled.gather(compiled(weights, batch))
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(weights, batch)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    if method == "megatron_sp":
+        kinds = {c.kind for stage in compiled.plan.stages for c in stage.collectives}
+        assert {"reduce-scatter", "all-gather"} <= kinds
+
+
+def test_loops_that_are_not_there() -> None:
+    def linear(weights: Weights, x: Any) -> Any:
+        return (x @ weights["in"]).mean()
+
+    shapes = {"in": shaped(8, 1)}
+    for method, missing in (
+        ("megatron", "no loop inside of a layer"),
+        ("megatron_sp", "no loop inside of a layer"),
+        ("expert", "no experts"),
+    ):
+        with pytest.raises(OptionError, match=missing) as caught:
+            autopar.plan(descent(linear), shapes, shaped(16, 8), cluster=H100, method=method)
+        assert "method='auto'" in str(caught.value)
+    with pytest.raises(OptionError, match="no sequence") as caught:
+        autopar.plan(momentum_step, *momentum_shapes(), cluster=H100, method="megatron_sp")
+    assert "method='megatron'" in str(caught.value)
+    plan = autopar.plan(momentum_step, *momentum_shapes(), cluster=H100, method="megatron")
+    assert {t.path: t.spec for t in plan.inputs if t.role == "state"}.popitem()[1] == ROWS
+
+
+def test_loops_that_do_not_divide() -> None:
+    shapes = mixture_shapes(4, 32, 64), shaped(16, 16, 32)
+    with pytest.raises(OptionError, match="into 8 parts") as caught:
+        autopar.plan(descent(mixture(4)), *shapes, cluster=H100, method="expert")
+    assert "a loop of 4" in str(caught.value) and "logical_mesh" in str(caught.value)
