@@ -70,7 +70,7 @@ class LoopKinds:
 
 def loop_kinds(graph: Graph, rules: Rules) -> LoopKinds:
     """The kinds of all loops of a program; what its inputs are labelled with goes first."""
-    walk = _Walk(graph, rules)
+    walk = _KindsWalk(graph, rules)
     walk.run(graph.jaxpr, {})
     return walk.kinds()
 
@@ -84,7 +84,7 @@ def label_loops(graph: Graph, kinds: LoopKinds) -> Graph:
     return replace(graph, inputs=tuple(replace(x, loops=kinds.of(var)) for var, x in labels))
 
 
-class _Walk:
+class _KindsWalk:
     """What a walk over the products and sums of a program tells of its loops."""
 
     def __init__(self, graph: Graph, rules: Rules):
