@@ -123,8 +123,15 @@ def test_the_cause_of_another_plan_is_named() -> None:
             flagged(jnp.ones(8), jnp.ones((16, 8)), train_)
 
 
-def test_a_batch_that_can_neither_follow_nor_be_planned_says_what_to_do() -> None:
+def test_one_example_goes_through_the_stages_in_one_microbatch() -> None:
     parallel = autopar.parallelize(step, stages=2, microbatches=4)
+    with pytest.warns(AutoparWarning, match="follows its plan for 16 examples with 1"):
+        assert_trains(parallel, [16, 1])
+
+
+def test_a_batch_that_can_neither_follow_nor_be_planned_says_what_to_do() -> None:
+    chunks: dict[str, Any] = {"schedule": "interleaved_1f1b", "num_chunks": 2}
+    parallel = autopar.parallelize(step, stages=2, microbatches=4, **chunks)
     train(parallel, [16])
     with (
         pytest.warns(AutoparWarning, match="planned again"),
