@@ -66,7 +66,7 @@ def parallelize(case: Case, **options: Any) -> Callable[..., Any]:
 def test_parallel_step_equals_plain_step(program: Program, method: str, microbatches: int) -> None:
     case, plain = plain_run(program.name)
     with program.context():
-        if microbatches > 1 and not program.splits:
+        if microbatches > 1 and not program.loops:
             with pytest.raises(InexactMicrobatchError, match=re.escape(program.file.name)):
                 step = parallelize(case, method=method, microbatches=microbatches)
                 compare.record(step, case, steps=1)
@@ -79,7 +79,7 @@ def test_every_method_meets_many_programs() -> None:
     chosen = [p.values for p in combinations() if not p.marks]
     assert {(p.name, m) for p, _, m in chosen} == set(itertools.product(PROGRAMS, MICROBATCHES))
     for method, microbatches in itertools.product(METHODS, MICROBATCHES):
-        programs = [p for p, *rest in chosen if rest == [method, microbatches] and p.splits]
+        programs = [p for p, *rest in chosen if rest == [method, microbatches] and p.loops]
         assert len(programs) >= 6
 
 

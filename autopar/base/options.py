@@ -79,7 +79,8 @@ class Options:
       memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
         device's memory.
       max_flops_share: the largest share of FLOPs that exact microbatching may move out of the loop.
-      max_bytes_share: the same for bytes of live values.
+        Between the loops of a step that needs several it is at least a half.
+      max_bytes_share: the same for bytes of live values; there it is at least a half, too.
       solver_time_limit: seconds after which the solver stops with the best plan so far, or None.
         A plan found within a limit may differ from run to run.
       seed: of every random choice in planning.

@@ -161,7 +161,8 @@ class PipelinePlan(Record):
 class OutputCertificate(Record):
     """How one output of a microbatched step is put together.
 
-    `how` is "invariant", "sum", "collected", "epilogue", ...
+    `how` is "invariant", "sum", "collected", "epilogue", ...; in a step with several loops "sum in
+    loop 1 of 2", "between loops 1 and 2", "epilogue of 2 loops".
     """
 
     path: str
@@ -230,6 +231,8 @@ class PlanRecord(Record):
       candidates: what was considered.
       pipeline: how the stages work together; a plan for one mesh is a pipeline of one stage.
       padding: sizes of dimensions that are padded inside the step, with their sizes there.
+      later_loops: a step that needs the whole batch in its middle has several loops over the
+        microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
     """
 
     autopar_version: str
@@ -249,6 +252,7 @@ class PlanRecord(Record):
     candidates: tuple[Candidate, ...] = ()
     pipeline: PipelinePlan = PipelinePlan("one stage", 1, 1, (), False, 0.0, ())
     padding: tuple[tuple[int, int], ...] = ()
+    later_loops: str = ""
     format_version: int = FORMAT_VERSION
 
     @property

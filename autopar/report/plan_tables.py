@@ -98,6 +98,9 @@ class _Tables:
             _add(grid, "pipeline", summaries.describe_pipeline(plan.pipeline, len(plan.stages)))
         reason = (f"  {plan.reason_for_microbatches}", "dim")
         _add(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
+        if plan.later_loops:
+            does = {"keep": "keep", "recompute": "compute again"}[plan.later_loops]
+            _add(grid, "loops", f"several; later ones {does} what they need of earlier ones")
         if plan.padding:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
             _add(grid, "padded", Text(text))

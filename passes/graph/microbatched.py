@@ -127,7 +127,7 @@ class Microbatched:
     """A program whose loops over microbatches are known.
 
     `phases` hold the graph's equations in order. A program that is not split is one `WholePhase`.
-    Today at most one is a loop.
+    Stages are cut from programs of one loop.
     """
 
     graph: Graph
@@ -140,18 +140,18 @@ class Microbatched:
 
     @property
     def loop(self) -> LoopPhase | None:
-        """The loop over the microbatches, if the program has one."""
+        """The (first) loop over the microbatches, if the program has one."""
         return self.loops[0] if self.loops else None
 
     @property
     def prologue(self) -> tuple[JaxprEqn, ...]:
-        """What runs before the loop; without one, all."""
+        """What runs before the (first) loop; without one, all."""
         first = self.phases[0]
         return first.eqns if isinstance(first, WholePhase) else ()
 
     @property
     def epilogue(self) -> tuple[JaxprEqn, ...]:
-        """What runs after the loop."""
+        """What runs after the (last) loop."""
         last = self.phases[-1]
         return last.eqns if self.loop is not None and isinstance(last, WholePhase) else ()
 

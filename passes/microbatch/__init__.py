@@ -8,6 +8,7 @@ In the order in which a program passes through them:
 - `liveness`, `phases`: the backward sweep that finds what runs before, in and after the loop;
 - `whole_batch`: what has to run on the whole batch, and whether that is refused;
 - `run_steps`, `new_program`, `rewrite`: the program with the loop;
+- `several_loops`: steps that are cut where their first loop ends, and put together again;
 - `batch_scales`: factors of the whole batch, multiplied after the loop;
 - `one_microbatch`: the loop of a pipeline that is not split;
 - `analysis`: the two functions that do all this.

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
 from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
+from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_scales import without_batch_scales
 from autopar.passes.microbatch.batch_states import BatchState
 from autopar.passes.microbatch.equations import Context, is_control_flow
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
+from autopar.passes.microbatch.several_loops import (
+    CutStep,
+    cut_step,
+    gives_with_effect,
+    num_late,
+    one_after_the_other,
+    rows_for_the_middle,
+    rows_to_keep,
+)
 from autopar.passes.microbatch.whole_batch import Costs, Culprit, measure
-from autopar.passes.primitives.factor_rule import FactorRule
+from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
+
+MAX_LOOPS = 4
+"""Soft actor-critic has three passes. Every loop computes again what it needs of those before."""
+
+MIDDLE_SHARE = 0.5
+"""Of FLOPs and of bytes, what may run on the whole batch between two loops, in the part it begins.
+
+No loop can take less of it: a contrastive loss is about all pairs of a batch. It takes no time that
+the step would not take anyway; where it has most of the bytes, microbatches would save little.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,8 +63,15 @@ class Analysis:
     culprits: tuple[Culprit, ...]
     max_flops_share: float
     max_bytes_share: float
+    parts: tuple[Analysis, ...] = ()
+    cuts: tuple[CutStep, ...] = ()
+    max_loops: int = 1
 
     def __str__(self) -> str:
+        if self.parts:
+            return "\n".join(
+                f"loop {n} of {len(self.parts)}: {x}" for n, x in enumerate(self.parts, 1)
+            )
         parts, phases, costs = self.num_microbatches, self.phases, self.costs
         total = costs.prologue_flops + costs.loop_flops + costs.epilogue_flops or 1.0
         rows = " and ".join(str(size // parts) for size in self.batch_sizes)
@@ -73,11 +100,13 @@ class Analysis:
 
 def analyze(
     graph: Graph,
-    rules: Mapping[JaxprEqn, FactorRule],
+    rules: Rules,
     num_microbatches: int,
     *,
     max_flops_share: float = 0.01,
     max_bytes_share: float = 0.05,
+    max_loops: int = MAX_LOOPS,
+    keeps: bool = False,
 ) -> Analysis:
     """Find out how every value depends on the batch, and so what runs before, in and after a loop.
 
@@ -87,57 +116,155 @@ def analyze(
       num_microbatches: M, a divisor of the batch size.
       max_flops_share: the largest share of FLOPs that may be evaluated on the whole batch.
       max_bytes_share: the same for the bytes of values that grow with the batch.
+      max_loops: how many loops a step may become that one does not do for.
+      keeps: whether later loops read what earlier ones computed of a row; they compute it again
+        otherwise.
 
     Returns:
       The analysis. It raises nothing: `culprits` says what forbids the split.
     """
     sizes = tuple(sorted(batch_sizes(graph), reverse=True))
     assert not any(size % num_microbatches for size in sizes), (sizes, num_microbatches)
-
-    def attempt(
-        graph: Graph, rules: Mapping[JaxprEqn, FactorRule], before_loop: bool
-    ) -> tuple[Analysis, Forward]:
-        context = Context(rules, num_microbatches, sizes)
-        states = input_states(graph, num_microbatches, params=not before_loop)
-        found = forward(graph.jaxpr, states, context)
-        phases = find_phases(found, context)
-        costs = measure(graph, found, phases, rules)
-        culprits = _immovable_effects(graph)
-        if costs.flops_share > max_flops_share or costs.bytes_share > max_bytes_share:
-            culprits += costs.causes
-        analysis = Analysis(
-            graph=graph,
-            num_microbatches=num_microbatches,
-            batch_sizes=sizes,
-            states=found.states,
-            phases=phases,
-            costs=costs,
-            certificate=_certificate(graph, found, phases),
-            culprits=culprits if num_microbatches > 1 else (),
-            max_flops_share=max_flops_share,
-            max_bytes_share=max_bytes_share,
-        )
-        return analysis, found
-
-    usual, found = attempt(graph, rules, before_loop=False)
+    limits = _Limits(num_microbatches, sizes, max_flops_share, max_bytes_share, keeps)
+    usual, found = _attempt(graph, rules, limits, input_states(graph, num_microbatches))
     if not usual.culprits:
         return usual
     # Mostly it is of no use to compute before the loop, on the whole batch, what depends on the
     # parameters; where that alone saves the split, it may still be cheap enough.
-    other, _ = attempt(graph, rules, before_loop=True)
+    other, _ = _attempt(graph, rules, limits, input_states(graph, num_microbatches, params=()))
     if not other.culprits:
         return other
     scaled_last = without_batch_scales(graph, found)
     if scaled_last is not None:
-        other, _ = attempt(scaled_last, populate(scaled_last.jaxpr), before_loop=False)
-    return usual if other.culprits else other
+        states = input_states(scaled_last, num_microbatches)
+        other, _ = _attempt(scaled_last, populate(scaled_last.jaxpr), limits, states)
+        if not other.culprits:
+            return other
+    several = None
+    if max_loops > 1 and not _immovable_effects(graph):
+        states = input_states(graph, num_microbatches, params=("state", "constant"))
+        given = dict(zip(graph.jaxpr.invars, states, strict=True))
+        several = _in_several_loops(graph, rules, limits, given, (), max_loops)
+    return several or replace(usual, max_loops=max_loops)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What all parts of an analysis refer to."""
+
+    num_microbatches: int
+    sizes: tuple[int, ...]
+    max_flops_share: float
+    max_bytes_share: float
+    keeps: bool
+
+    @property
+    def between_loops(self) -> _Limits:
+        """With what may run on the whole batch between two loops."""
+        flops = max(self.max_flops_share, MIDDLE_SHARE)
+        size = max(self.max_bytes_share, MIDDLE_SHARE)
+        return replace(self, max_flops_share=flops, max_bytes_share=size)
+
+
+def _attempt(
+    graph: Graph,
+    rules: Rules,
+    limits: _Limits,
+    states: Sequence[BatchState],
+    held: Sequence[Var] = (),
+) -> tuple[Analysis, Forward]:
+    """The analysis with one loop, from these states of the inputs; `held` are whole batches."""
+    context = Context(rules, limits.num_microbatches, limits.sizes)
+    found = forward(graph.jaxpr, states, context)
+    phases = find_phases(found, context)
+    costs = measure(graph, found, phases, rules, held)
+    culprits = _immovable_effects(graph)
+    too_many = costs.flops_share > limits.max_flops_share
+    if too_many or costs.bytes_share > limits.max_bytes_share:
+        culprits += costs.causes
+    analysis = Analysis(
+        graph=graph,
+        num_microbatches=limits.num_microbatches,
+        batch_sizes=limits.sizes,
+        states=found.states,
+        phases=phases,
+        costs=costs,
+        certificate=_certificate(graph, found, phases),
+        culprits=culprits if limits.num_microbatches > 1 else (),
+        max_flops_share=limits.max_flops_share,
+        max_bytes_share=limits.max_bytes_share,
+    )
+    return analysis, found
+
+
+def _in_several_loops(
+    graph: Graph,
+    rules: Rules,
+    limits: _Limits,
+    given: Mapping[Var, BatchState],
+    held: Sequence[Var],
+    loops_left: int,
+) -> Analysis | None:
+    """The analysis of a step that is cut where its first loop ends; None if that does not help.
+
+    Args:
+      graph: the step, or the rest of one.
+      rules: those of its equations.
+      limits: of what may run on the whole batch.
+      given: the states of its inputs.
+      held: those of its inputs that are rows of which an earlier loop has given all.
+      loops_left: how many loops there may be.
+    """
+    states = [given[var] for var in graph.jaxpr.invars]
+    usual, found = _attempt(graph, rules, limits, states, held)
+    if not usual.culprits:
+        return usual
+    if loops_left < 2 or any(map(gives_with_effect, graph.jaxpr.eqns)):
+        return None
+    # What the loop has summed up is there when it ends.
+    kept = {var: lattice.whole(batch=True) for var, _ in usual.phases.accumulated}
+    if limits.keeps:
+        rows = rows_to_keep(found, (var for var, _ in usual.phases.collected))
+        kept |= {var: found.states[var] for var in rows}
+    middle: dict[Var, BatchState] = {}
+    while True:
+        cut = cut_step(graph, rules, tuple(kept | middle))
+        known = {**given, **dict(zip(cut.held, (kept | middle).values(), strict=True))}
+        context = Context(cut.rules, limits.num_microbatches, limits.sizes)
+        states_of_rest = [known[var] for var in cut.rest.jaxpr.invars]
+        rest_found = forward(cut.rest.jaxpr, states_of_rest, context)
+        rows = [var for var in rows_for_the_middle(found, rest_found, cut) if var not in middle]
+        if not rows:
+            break
+        middle |= {var: replace(found.states[var], params=False) for var in rows}
+    if not cut.kept or num_late(rest_found) >= num_late(found):
+        return None
+    first, _ = _attempt(cut.first, rules, limits, states, held)
+    if first.culprits:
+        return None
+    whole_rows = [var for var, outer in zip(cut.held, cut.kept, strict=True) if outer in middle]
+    rest = _in_several_loops(
+        cut.rest, cut.rules, limits.between_loops, known, whole_rows, loops_left - 1
+    )
+    if rest is None:
+        return None
+    parts, cuts = (first, *(rest.parts or (rest,))), (cut, *rest.cuts)
+    return replace(
+        first,
+        graph=graph,
+        costs=_added(tuple(part.costs for part in parts)),
+        certificate=_certificate_of_parts(graph, parts, cuts),
+        parts=parts,
+        cuts=cuts,
+    )
 
 
 def split(graph: Graph, analysis: Analysis) -> Microbatched:
     """The graph with its batch split in time: prologue, one scan over the microbatches, epilogue.
 
-    Its graph is again a plain flat one with the same inputs and outputs, and computes the same
-    numbers up to the order in which sums are added up. With one microbatch it is `graph` itself.
+    Where one loop does not do, several, with what needs the whole batch between them. Its graph is
+    again a plain flat one with the same inputs and outputs, and computes the same numbers up to the
+    order in which sums are added up. With one microbatch it is `graph` itself.
 
     Raises:
       InexactMicrobatchError: part of the step needs the whole batch, and that part is too large.
@@ -146,7 +273,11 @@ def split(graph: Graph, analysis: Analysis) -> Microbatched:
         return in_phases(graph)
     if analysis.culprits:
         raise refusal(analysis)
-    return rewrite(analysis.graph, analysis.phases, analysis.num_microbatches)
+    count = analysis.num_microbatches
+    if not analysis.parts:
+        return rewrite(analysis.graph, analysis.phases, count)
+    parts = [rewrite(part.graph, part.phases, count) for part in analysis.parts]
+    return one_after_the_other(analysis.graph, parts, analysis.cuts)
 
 
 def refusal(analysis: Analysis) -> InexactMicrobatchError:
@@ -162,10 +293,14 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
             f" the step's FLOPs and {costs.bytes_share:.1%} of its batch-sized bytes; allowed are"
             f" {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
         )
+        one_mesh = "; or one mesh (stages=1), where a step may have several loops"
+        if analysis.max_loops > 1:
+            one_mesh = ""
+            why += f" {analysis.max_loops} loops, with that work between them, do not do either."
         hint = (
-            "use microbatches=1; or make examples independent of each other here (for instance"
-            " normalise over features instead of the batch); or allow more batch-wide work by"
-            " max_flops_share and max_bytes_share."
+            f"use microbatches=1{one_mesh}; or make examples independent of each other here (for"
+            " instance normalise over features instead of the batch); or allow more batch-wide work"
+            " by max_flops_share and max_bytes_share."
         )
     return InexactMicrobatchError(
         f"the step cannot be split into {analysis.num_microbatches} microbatches without changing"
@@ -174,6 +309,39 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
         why=why,
         hint=hint,
     )
+
+
+def _added(costs: Sequence[Costs]) -> Costs:
+    """What all parts of a step cost; what is batch-wide is that of the worst."""
+    worst = max(costs, key=lambda cost: max(cost.flops_share, cost.bytes_share))
+    return replace(
+        worst,
+        prologue_flops=costs[0].prologue_flops,
+        loop_flops=sum(cost.loop_flops for cost in costs),
+        epilogue_flops=sum(cost.epilogue_flops for cost in costs)
+        + sum(cost.prologue_flops for cost in costs[1:]),
+    )
+
+
+def _certificate_of_parts(
+    graph: Graph, parts: Sequence[Analysis], cuts: Sequence[CutStep]
+) -> tuple[OutputCertificate, ...]:
+    """How outputs are put together in a step of several loops: each is made in one of them."""
+    items = []
+    for index, label in enumerate(graph.outputs):
+        number, atom = len(parts) - 1, parts[-1].graph.jaxpr.outvars[index]
+        while number and atom in (held := cuts[number - 1].held):
+            index, number = held.index(atom), number - 1
+            atom = parts[number].graph.jaxpr.outvars[index]
+        how = parts[number].certificate[index].how
+        if how == "epilogue":
+            how = f"epilogue of {len(parts)} loops"
+        elif how == "prologue":
+            how = f"between loops {number} and {number + 1}" if number else how
+        elif how != "invariant":
+            how = f"{how} in loop {number + 1} of {len(parts)}"
+        items.append(OutputCertificate(label.path, how))
+    return tuple(items)
 
 
 def _immovable_effects(graph: Graph) -> tuple[Culprit, ...]:

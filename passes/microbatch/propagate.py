@@ -8,7 +8,7 @@ What fails there makes the results that depend on it late.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,10 +55,12 @@ def forward(jaxpr: Jaxpr, in_states: States, context: Context) -> Forward:
     return Forward(jaxpr, states, tuple(decisions))
 
 
-def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> list[BatchState]:
+def input_states(
+    graph: Graph, num_microbatches: int, params: Collection[str] = ("state",)
+) -> list[BatchState]:
     """What the input leaves are: batch leaves are split, everything else is whole.
 
-    With `params`, what depends on parameters (arrays of floats in the state) is never computed
+    What depends on parameters (arrays of floats among the leaves of these roles) is never computed
     before the loop on the whole batch; what depends on the batch alone may be.
     """
     states = []
@@ -70,7 +72,7 @@ def input_states(graph: Graph, num_microbatches: int, params: bool = True) -> li
             states.append(lattice.split(place, params=False))
         else:
             is_tensor = bool(aval.shape) and getattr(aval.dtype, "kind", "") not in "iub?"
-            is_parameter = params and label.role == "state" and is_tensor
+            is_parameter = label.role in params and is_tensor
             states.append(lattice.whole(batch=is_batch, params=is_parameter))
     return states
 

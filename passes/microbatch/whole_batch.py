@@ -92,12 +92,15 @@ def _step_bytes(step: PhaseStep, forward: Forward) -> float:
     return _wide_bytes(step.eqn, (var for var, _ in step.makes), forward)
 
 
-def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Costs:
-    """What the phases cost, and what of it is batch-wide."""
+def measure(
+    graph: Graph, forward: Forward, phases: Phases, rules: Rules, held: Iterable[Var] = ()
+) -> Costs:
+    """What the phases cost, and what of it is batch-wide; so are the `held` inputs."""
     jaxpr = graph.jaxpr
     flops_of = {id(eqn): equation_flops(eqn, rules) for eqn in jaxpr.eqns}
     all_flops = sum(flops_of.values()) or 1.0
     all_bytes = sum(_wide_bytes(eqn, eqn.outvars, forward) for eqn in jaxpr.eqns) or 1.0
+    held_bytes = sum(map(_bytes, held))
     charged: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     origins = _origins(jaxpr, forward)
     index_of = {id(eqn): index for index, eqn in enumerate(jaxpr.eqns)}
@@ -134,7 +137,7 @@ def measure(graph: Graph, forward: Forward, phases: Phases, rules: Rules) -> Cos
         loop_flops=sum(step_flops(step, rules) for step in phases.loop),
         epilogue_flops=sum(step_flops(step, rules) for step in phases.epilogue),
         flops_share=sum(found[0] for found in charged.values()) / all_flops,
-        bytes_share=sum(found[1] for found in charged.values()) / all_bytes,
+        bytes_share=(sum(found[1] for found in charged.values()) + held_bytes) / all_bytes,
         causes=tuple(causes),
     )
 

@@ -105,7 +105,8 @@ def compile_graph(
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
         is_pipeline = len(plan.stages) > 1
-        split = search.following(plan).split(plan.num_microbatches, is_pipeline)
+        keeps = plan.later_loops == "keep"
+        split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps)
         return Compiled(plan, follow_plan(plan, split, options), split.graph)
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
@@ -154,9 +155,8 @@ def compile_like(
     sizes = batch_sizes(graph)
     for count in counts_like(plan, rows, sizes, options):
         try:
-            found = plan_like(
-                plan, search.split(count, len(plan.stages) > 1), options, cluster, report
-            )
+            split = search.split(count, len(plan.stages) > 1, plan.later_loops == "keep")
+            found = plan_like(plan, split, options, cluster, report)
         except AutoparError:
             continue
         if found.fits:
@@ -225,8 +225,11 @@ class _LayoutSearch:
             )
         return found
 
-    def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
-        """The step in this number of microbatches; for a pipeline, with a loop also for one."""
+    def split(self, count: int, is_pipeline: bool = False, keeps: bool = False) -> SplitStep:
+        """The step in this number of microbatches; for a pipeline, with one loop, also for one.
+
+        Of several loops, later ones read what is kept, or else compute it again.
+        """
         graph, options = self.graph, self.options
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
@@ -241,10 +244,14 @@ class _LayoutSearch:
             count,
             max_flops_share=options.max_flops_share,
             max_bytes_share=options.max_bytes_share,
+            keeps=keeps,
+            **({"max_loops": 1} if is_pipeline else {}),
         )
         step = microbatch.split(graph, analysis)
-        rules = populate(step.graph.jaxpr)
-        return SplitStep(step, rules, analysis.certificate, count, self.padding)
+        rules, later = populate(step.graph.jaxpr), ""
+        if len(step.loops) > 1:
+            later = "keep" if keeps else "recompute"
+        return SplitStep(step, rules, analysis.certificate, count, self.padding, later)
 
     def candidates(
         self, layout: StageLayout, *, optional: bool = False
@@ -270,6 +277,9 @@ class _LayoutSearch:
                     raise
                 return made, f"{count} microbatches are not possible: {error.what}"
             made += plan_layout(split, layout, options, cluster, self.report)
+            if split.later_loops:
+                kept = self.split(count, keeps=True)
+                made += plan_layout(kept, layout, options, cluster, self.report)
             if any(candidate.fits for candidate in made):
                 break
         return made, ""
@@ -285,7 +295,7 @@ class _LayoutSearch:
         if count < 2 or options.logical_mesh is not None or not sizes:
             return []
         try:
-            split = self.split(count)
+            split = self.split(count, is_pipeline=True)
         except (InexactMicrobatchError, BatchArgumentError):
             return []
         layout = choose_stages(split, options, self.cluster, self.report)

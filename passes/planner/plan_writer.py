@@ -93,6 +93,7 @@ def write_plan(
         outputs=outputs,
         certificate=chosen.split.certificate,
         padding=chosen.split.padding,
+        later_loops=chosen.split.later_loops,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=max(chosen.step_seconds - communication, 0.0),
@@ -163,6 +164,10 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
     if candidate.is_pipeline:
         notes.append(f"{candidate.schedule.num_stages} stages, {candidate.schedule.name}")
     notes += [f"{size} padded to {padded}" for size, padded in candidate.split.padding]
+    if candidate.split.later_loops:
+        count = len(candidate.split.step.loops)
+        does = {"keep": "kept", "recompute": "computed again"}[candidate.split.later_loops]
+        notes.append(f"{count} loops, rows {does}")
     if any(candidate.remat):
         notes.append(f"remat on {sum(candidate.remat)}")
     if not candidate.fits:

@@ -37,7 +37,9 @@ MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exce
 class SplitStep:
     """A step with its batch split in time, its rules, and how each output is put together.
 
-    `padding` has the sizes of loops that are padded in it, with their sizes there.
+    `padding` has the sizes of loops that are padded in it, with their sizes there; of a step with
+    several loops over the microbatches, `later_loops` says what the later ones do with what earlier
+    ones computed of a row: "keep" or "recompute".
     """
 
     step: Microbatched
@@ -45,6 +47,7 @@ class SplitStep:
     certificate: tuple[OutputCertificate, ...] = ()
     num_microbatches: int = 1
     padding: tuple[tuple[int, int], ...] = ()
+    later_loops: str = ""
 
     @property
     def graph(self) -> Graph:

@@ -54,7 +54,7 @@ def run(graph: Graph, args: Sequence[Any]) -> list[np.ndarray]:
 
 
 def check_phases(step: Microbatched) -> None:
-    """Assert that the phases are the program's equations in order, and that its loop is its scan.
+    """Assert that the phases are the program's equations in order, and that loops are their scans.
 
     What once a step and what once a microbatch runs takes turns, and a body's variables are either
     the same in every microbatch, carried, or a slice.
@@ -69,9 +69,14 @@ def check_phases(step: Microbatched) -> None:
         assert step.prologue == tuple(eqns)
         assert step.epilogue == ()
         return
-    middle = eqns.index(step.loop.scan)
-    assert (step.prologue, step.epilogue) == (tuple(eqns[:middle]), tuple(eqns[middle + 1 :]))
-    loop, scan = step.loop, step.loop.scan
+    middle, last = eqns.index(step.loop.scan), eqns.index(step.loops[-1].scan)
+    assert (step.prologue, step.epilogue) == (tuple(eqns[:middle]), tuple(eqns[last + 1 :]))
+    for loop in step.loops:
+        _check_loop(loop)
+
+
+def _check_loop(loop: LoopPhase) -> None:
+    scan = loop.scan
     assert loop.num_microbatches == scan.params["length"]
     num_consts, num_carry = jax_compat.scan_counts(scan.params)
     carries = {item.carry: item.start for item in loop.accumulators}
@@ -120,7 +125,8 @@ def check_split(
     new = split(graph, analysis)
     graphs.check(new.graph)
     assert new.loop or microbatches == 1 or not analysis.phases.loop, new.graph
-    assert new.loop is None or new.loop.num_microbatches == microbatches
+    assert all(loop.num_microbatches == microbatches for loop in new.loops)
+    assert len(new.loops) == len(analysis.parts) or not analysis.parts
     check_phases(new)
     expected, found = run(graph, args), run(new.graph, args)
     for label, one, other in zip(graph.outputs, expected, found, strict=True):

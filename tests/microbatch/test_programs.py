@@ -16,8 +16,8 @@ from autopar.passes.microbatch import analyze, split
 from autopar.passes.primitives.populate import populate
 from autopar.passes.trace.trace import Traced, trace
 
-SPLITTING = [program for program in PROGRAMS.values() if program.splits]
-REFUSED = [program for program in PROGRAMS.values() if not program.splits]
+SPLITTING = [program for program in PROGRAMS.values() if program.loops]
+REFUSED = [program for program in PROGRAMS.values() if not program.loops]
 
 
 def combinations() -> Iterator[Any]:
@@ -52,6 +52,7 @@ def test_equals_the_plain_step(program: Program, count: int) -> None:
         analysis = analyze(step.graph, populate(step.graph.jaxpr), count)
         new = split(step.graph, analysis)
         check_phases(new)
+        assert len(new.loops) == program.loops
         graph = new.graph
         graphs.check(graph)
         evaluate = jax.jit(jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(graph.jaxpr, ())))

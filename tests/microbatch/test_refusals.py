@@ -70,14 +70,29 @@ def neighbours(w: Any, x: Any) -> Any:
     return jax.value_and_grad(loss_fn)(w)
 
 
+def mixes_often(w: Any, x: Any) -> Any:
+    def loss_fn(w: Any) -> Any:
+        y = jnp.repeat(x @ w, 16, axis=1)
+        y = jnp.cumsum(y, axis=0)  # here
+        for _ in range(6):
+            y = jnp.tanh(jnp.sort(y, axis=0))
+        return jnp.mean(y**2)
+
+    return jax.value_and_grad(loss_fn)(w)
+
+
+IN_ONE_LOOP = (batch_norm, contrastive, hardest_examples, softmax_over_the_batch, capacity)
+
+
 @pytest.mark.parametrize(
-    "step",
-    [batch_norm, contrastive, hardest_examples, softmax_over_the_batch, capacity, neighbours],
-    ids=lambda step: step.__name__,
+    ("step", "max_loops"),
+    [*((step, 1) for step in IN_ONE_LOOP), (neighbours, 1), (mixes_often, 4)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_is_refused_at_the_right_line(step: Callable[..., Any]) -> None:
+def test_is_refused_at_the_right_line(step: Callable[..., Any], max_loops: int) -> None:
+    """In one loop, from which stages could be cut, or where several loops do not help."""
     args = (normal(0, 8, 4), normal(1, 16, 8))
-    graph, analysis = analyzed(step, args, 4)
+    graph, analysis = analyzed(step, args, 4, max_loops=max_loops)
     with pytest.raises(InexactMicrobatchError) as error:
         split(graph, analysis)
     lines, start = inspect.getsourcelines(step)
@@ -85,12 +100,14 @@ def test_is_refused_at_the_right_line(step: Callable[..., Any]) -> None:
     assert f"{__file__}:{line} " in str(error.value.where)
     assert error.value.hint is not None
     assert "microbatches=1" in error.value.hint
+    assert ("stages=1" in error.value.hint) == (max_loops == 1)
+    assert ("4 loops" in str(error.value.why)) == (max_loops == 4)
     assert analysis.culprits == analysis.costs.causes
 
 
 @pytest.mark.parametrize(
     "step",
-    [batch_norm, contrastive, hardest_examples, softmax_over_the_batch, capacity, neighbours],
+    [*IN_ONE_LOOP, neighbours, mixes_often],
     ids=lambda step: step.__name__,
 )
 def test_is_exact_where_its_price_is_accepted(step: Callable[..., Any]) -> None:

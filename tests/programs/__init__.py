@@ -32,7 +32,7 @@ def _all() -> list[Program]:
         Program("mlp_multi_steps", "mlp", "build_multi_steps"),
         Program("cnn", "cnn", requires=_FLAX),
         Program("cnn_sgd", "cnn", settings=sgd, requires=_FLAX),
-        Program("cnn_batch_norm", "cnn", "build_batch_norm", splits=False, requires=_FLAX),
+        Program("cnn_batch_norm", "cnn", "build_batch_norm", loops=2, requires=_FLAX),
         Program("linen_gpt", "linen_gpt", requires=_FLAX),
         Program("linen_gpt_sgd", "linen_gpt", settings=sgd, requires=_FLAX),
         Program("linen_gpt_float64", "linen_gpt", settings=double, x64=True, requires=_FLAX),
@@ -42,7 +42,7 @@ def _all() -> list[Program]:
         Program(
             "equinox_documented", "equinox_transformer", "build_documented", requires=("equinox",)
         ),
-        Program("haiku_resnet", "haiku_resnet", splits=False, requires=("haiku",)),
+        Program("haiku_resnet", "haiku_resnet", loops=0, requires=("haiku",)),
         Program(
             "haiku_resnet_eval",
             "haiku_resnet",
@@ -63,12 +63,12 @@ def _all() -> list[Program]:
         Program("lstm_linen", "lstm", "build_linen", requires=_FLAX),
         Program("moe_one_hot", "moe"),
         Program("moe_sort", "moe", settings={"dispatch": "sort"}),
-        Program("moe_one_hot_batch", "moe", settings={"whole_batch": True}, splits=False),
+        Program("moe_one_hot_batch", "moe", settings={"whole_batch": True}, loops=3),
         Program(
             "moe_sort_batch",
             "moe",
             settings={"dispatch": "sort", "whole_batch": True},
-            splits=False,
+            loops=0,
         ),
         Program("unet", "unet", requires=_FLAX),
         Program("graph_network", "graph_network"),
@@ -89,7 +89,7 @@ def _all() -> list[Program]:
             tolerance=_BFLOAT16,
         ),
         Program("ema", "ema"),
-        Program("contrastive", "contrastive", splits=False),
+        Program("contrastive", "contrastive", loops=2),
         Program("custom_vjp", "custom_vjp"),
         Program("per_example_metrics", "per_example", "build_metrics"),
         Program("per_example_gradients", "per_example", "build_private"),

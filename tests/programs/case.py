@@ -96,7 +96,7 @@ class Program:
         module: the file below `tests/programs` that defines it.
         function: the function of that file that builds its `Case`.
         settings: keyword arguments of that function.
-        splits: whether an exact split into four microbatches exists.
+        loops: how many loops over four microbatches an exact split takes; 0 if there is none.
         tolerance: how its runs are compared.
         requires: packages besides JAX, NumPy and Optax that it imports.
         x64: whether it is built and run with 64-bit types enabled (see `context`).
@@ -107,11 +107,16 @@ class Program:
     module: str
     function: str = "build"
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
-    splits: bool = True
+    loops: int = 1
     tolerance: Tolerance = Tolerance()
     requires: tuple[str, ...] = ()
     x64: bool = False
     prints: bool = False
+
+    @property
+    def splits(self) -> bool:
+        """Whether one loop does, from which stages can be cut."""
+        return self.loops == 1
 
     def __str__(self) -> str:
         return self.name

@@ -1,0 +1,186 @@
+"""Steps that need the whole batch in their middle: loop, whole-batch middle, loop."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core as jex_core
+from microbatch.helpers import analyzed, check_split
+
+import autopar
+from autopar.base.errors import InexactMicrobatchError, PlanMismatchError
+from autopar.passes.microbatch import split
+
+Params = dict[str, Any]
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[0])
+
+
+def encode(weights: list[Any], x: Any) -> Any:
+    for w in weights[:-1]:
+        x = jax.nn.gelu(x @ w)
+    z = x @ weights[-1]
+    return z / jnp.sqrt(jnp.sum(z * z, axis=-1, keepdims=True) + 1e-3)
+
+
+def clip_loss(params: Params, batch: Params) -> Any:
+    images, texts = (encode(params[name], batch[name]) for name in ("image", "text"))
+    logits = jnp.exp(params["scale"]) * images @ texts.T
+    right = jnp.exp(params["scale"]) * jnp.sum(images * texts, axis=1)
+    by_image, by_text = (jax.nn.logsumexp(logits, axis=axis) for axis in (1, 0))
+    return jnp.mean(by_image + by_text - 2 * right)
+
+
+def step_of(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def step(params: Params, batch: Params) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+def prints(params: Params, batch: Params) -> Any:
+    new, loss = step_of(clip_loss)(params, batch)
+    jax.debug.print("loss {}", loss)
+    return new, loss
+
+
+def with_embeddings(params: Params, batch: Params) -> Any:
+    return *step_of(clip_loss)(params, batch), encode(params["image"], batch["image"])
+
+
+def two_views(params: Params, batch: Params) -> Any:
+    """SimCLR: two views of each example in one batch."""
+    z = encode(params["image"], jnp.concatenate([batch["image"], batch["image"] + 0.1]))
+    scores = z @ z.T / 0.5 - 1e9 * jnp.eye(z.shape[0])
+    right = jnp.roll(jnp.arange(z.shape[0]), z.shape[0] // 2)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scores), right[:, None], axis=1))
+
+
+def redundancy(params: Params, batch: Params) -> Any:
+    """Barlow twins: the correlation of features over the batch."""
+    one, two = (encode(params[name], batch[name]) for name in ("image", "text"))
+    one, two = one - one.mean(0), two - two.mean(0)
+    return jnp.sum((one.T @ two / one.shape[0] - jnp.eye(one.shape[1])) ** 2)
+
+
+def plain_loss(params: Params, batch: Params) -> Any:
+    return jnp.mean((encode(params["image"], batch["image"]) - batch["text"][:, :4]) ** 2)
+
+
+def sharpness_aware(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def step(params: Params, batch: Params) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)) + 1e-6)
+        ascended = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
+        grads = jax.grad(loss_fn)(ascended, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+def case(
+    rows: int = 16, width: int = 12, dtype: Any = np.float64, depth: int = 1
+) -> tuple[Params, Params]:
+    sizes = ((8, width), *((width, width),) * depth, (width, 4))
+    params: Params = {
+        name: [normal(10 * k + i, *size).astype(dtype) for i, size in enumerate(sizes)]
+        for k, name in enumerate(("image", "text"))
+    }
+    params["scale"] = np.asarray(1.0, dtype)
+    batch = {name: 4 * normal(30 + k, rows, 8).astype(dtype) for k, name in enumerate(params)}
+    return params, {name: batch[name] for name in ("image", "text")}
+
+
+STEPS = {
+    "clip": (step_of(clip_loss), 2),
+    "prints": (prints, 2),
+    "embeddings": (with_embeddings, 2),
+    "two_views": (step_of(two_views), 2),
+    "redundancy": (step_of(redundancy), 4),
+    "sharpness_aware": (sharpness_aware(plain_loss), 2),
+    "sharpness_aware_clip": (sharpness_aware(clip_loss), 4),
+}
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+@pytest.mark.parametrize("name", list(STEPS))
+def test_equals_the_plain_step(name: str, keeps: bool) -> None:
+    step, loops = STEPS[name]
+    with jax.enable_x64(True):
+        analysis = check_split(step, case(), 4, keeps=keeps)
+    assert len(analysis.parts) == loops, analysis
+
+
+def test_what_one_loop_does_for_has_one() -> None:
+    _, analysis = analyzed(step_of(plain_loss), case(dtype=np.float32), 4)
+    assert not analysis.parts
+
+
+def test_certificate_names_the_loop() -> None:
+    _, analysis = analyzed(with_embeddings, case(dtype=np.float32), 4)
+    how = {item.path: item.how for item in analysis.certificate}
+    assert how["out[1]"] == "sum in loop 2 of 2"
+    assert how["out[0]['scale']"] == "epilogue of 2 loops"
+    assert how["out[2]"] == "collected in loop 2 of 2"
+    assert "loop 2 of 2" in str(analysis)
+
+
+def test_memory_falls_with_the_number_of_microbatches() -> None:
+    """What XLA allocates for values of the step, beyond its inputs and outputs."""
+    args = case(rows=256, width=256, dtype=np.float32, depth=4)
+
+    def temporary_bytes(count: int) -> int:
+        graph, analysis = analyzed(step_of(clip_loss), args, count)
+        function = jex_core.jaxpr_as_fun(
+            jex_core.ClosedJaxpr(split(graph, analysis).graph.jaxpr, ())
+        )
+        compiled = jax.jit(function).lower(*jax.tree.leaves(args), *graph.constants).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    sizes = list(map(temporary_bytes, (1, 4, 16)))
+    assert sizes[1] < 0.6 * sizes[0]
+    assert sizes[2] < 0.6 * sizes[1]
+
+
+def test_memory_decides_whether_rows_are_kept() -> None:
+    args = case(rows=256, width=256, dtype=np.float32, depth=3)
+    step = step_of(clip_loss)
+    free = autopar.plan(step, *args, method="data", microbatches=16)
+    peaks = {c.note: c.peak_bytes_per_device for c in free.candidates}
+    again, kept = peaks["2 loops, rows computed again"], peaks["2 loops, rows kept"]
+    assert again < kept
+    limit = (again + kept) // 2
+    plans = [free, autopar.plan(step, *args, method="data", microbatches=16, memory_limit=limit)]
+    assert [plan.later_loops for plan in plans] == ["keep", "recompute"]
+    assert "several; later ones compute again" in str(plans[1])
+
+
+@pytest.mark.parametrize("method", ["zero2", "auto"])
+def test_plan_is_followed(method: str) -> None:
+    """A saved plan says which of the programs it is for."""
+    args = case(rows=64, width=32, dtype=np.float32)
+    step = step_of(clip_loss)
+    options: dict[str, Any] = {"method": method, "microbatches": 4, "donate_argnums": ()}
+    first = autopar.compile(step, *args, **options)
+    other = "recompute" if first.plan.later_loops == "keep" else "keep"
+    again = autopar.compile(step, *args, plan=first.plan, **options)
+    plain = jax.jit(step)(*args)
+    for executable in (first, again):
+        for one, two in zip(*map(jax.tree.leaves, (plain, executable(*args))), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+    with pytest.raises(PlanMismatchError):
+        changed = dataclasses.replace(first.plan, later_loops=other)
+        autopar.compile(step, *args, plan=changed, **options)
+
+
+def test_stages_refuse_it_and_name_one_mesh() -> None:
+    args = case(rows=64, dtype=np.float32)
+    with pytest.raises(InexactMicrobatchError, match="stages=1"):
+        autopar.compile(step_of(clip_loss), *args, stages=2, microbatches=4)
