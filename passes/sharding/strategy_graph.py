@@ -161,6 +161,7 @@ class StrategyGraphBuilder:
         if key in self._options:
             return self._options[key]
         found: dict[object, st.Strategy] = {}
+        in_part: set[object] = set()  # sums scattered along some of their axes only
         for choice in st.choices(shape, self.mesh, linear=not heavy):
             if allowed is not None and any(
                 c >= 0 and may is not None and c not in may
@@ -173,12 +174,17 @@ class StrategyGraphBuilder:
             if reduces or (adds and strategy.results[0].partial):
                 shape_out = aval_shape(eqn.outvars[0])
                 for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
-                    found.setdefault((reduced.operands, reduced.results), reduced)
+                    if (form := (reduced.operands, reduced.results)) not in found:
+                        found[form] = reduced
+                        left = strategy.results[0].used - reduced.results[0].used
+                        if left and reduced.results[0].dims != strategy.results[0].dims:
+                            in_part.add(form)
         options = tuple(found.values())
         if must:
             cut = [self._parts_along(must, option, adds) for option in options]
             options = tuple(o for o, parts in zip(options, cut, strict=True) if parts == max(cut))
-        if heavy and len(options) > MANY_OPTIONS:
+        count = sum((option.operands, option.results) not in in_part for option in options)
+        if heavy and count > MANY_OPTIONS:
             # On meshes of several axes, a heavy equation that divides its work less than it could
             # is kept only as the replicated strategy.
             most = max(option.division for option in options)
