@@ -12,7 +12,7 @@ from real_steps import REAL_STEPS, RealStep
 import autopar
 
 METHODS = ("data", "zero2", "zero3", "shard", "auto")
-SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+SCHEDULES = ("1f1b", "gpipe", "zb_h1")
 
 
 def turns(values: tuple[str, ...]) -> Iterator[Any]:
@@ -48,20 +48,22 @@ def check(step: RealStep, refused: str | None, **options: Any) -> None:
         parallel()
 
 
-@pytest.mark.parametrize(("program", "method"), turns(METHODS))
+@pytest.mark.parametrize(("program", "method"), list(turns(METHODS)))
 def test_on_one_mesh(program: RealStep, method: str) -> None:
     check(program, None, method=method)
 
 
-@pytest.mark.parametrize(("program", "method"), turns(METHODS))
+@pytest.mark.parametrize(("program", "method"), list(turns(METHODS)))
 def test_in_microbatches(program: RealStep, method: str) -> None:
     check(program, program.whole, method=method, microbatches=4)
 
 
-@pytest.mark.parametrize(("program", "schedule"), turns(SCHEDULES))
+@pytest.mark.parametrize(("program", "schedule"), list(turns(SCHEDULES)))
 def test_in_stages(program: RealStep, schedule: str) -> None:
-    count = 1 if program.whole else 2
+    count = 1 if program.whole or program.rows_meet else 2
     check(program, program.one_mesh, stages=2, microbatches=count, schedule=schedule)
+    if program.rows_meet:
+        check(program, "into 2 microbatches", stages=2, microbatches=2, schedule=schedule)
 
 
 def test_few_are_refused() -> None:

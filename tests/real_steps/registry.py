@@ -25,6 +25,8 @@ class RealStep:
         settings: keyword arguments of that function.
         whole: why it cannot be split into microbatches, as a fragment of the error, or None.
         one_mesh: why it cannot be cut into stages, as a fragment of the error, or None.
+        rows_meet: whether its rows meet in the middle of the step, so that its stages take one
+            microbatch, and more are refused.
         tolerance: how its runs are compared.
     """
 
@@ -34,6 +36,7 @@ class RealStep:
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
     whole: str | None = None
     one_mesh: str | None = None
+    rows_meet: bool = False
     tolerance: Tolerance = _BY_DTYPE
 
     def __str__(self) -> str:
@@ -51,9 +54,8 @@ def _decoder(name: str, tolerance: Tolerance = _BY_DTYPE, **settings: Any) -> Re
 
 
 def _whole_batch(name: str, tolerance: Tolerance = _BY_DTYPE) -> RealStep:
-    """A step of several loops over its microbatches, which stages cannot be cut from."""
-    build = f"build_{name}"
-    return RealStep(name, "losses", build, one_mesh="into 2 microbatches", tolerance=tolerance)
+    """A step of several loops over its microbatches."""
+    return RealStep(name, "losses", f"build_{name}", rows_meet=True, tolerance=tolerance)
 
 
 def _all() -> list[RealStep]:
@@ -74,8 +76,15 @@ def _all() -> list[RealStep]:
         RealStep("flash_attention", "language", "build_attention", {"kind": "flash"}),
         RealStep("jax_attention", "language", "build_attention", {"kind": "jax"}),
         RealStep("inner_jit", "language", "build_inner_jit"),
-        RealStep("accumulation_by_hand", "language", "build_by_hand_accumulation"),
-        RealStep("experts_grouped", "language", "build_experts", {"kind": "grouped"}),
+        RealStep(
+            "accumulation_by_hand",
+            "language",
+            "build_by_hand_accumulation",
+            one_mesh="accumulates",
+        ),
+        RealStep(
+            "experts_grouped", "language", "build_experts", {"kind": "grouped"}, whole="`sort`"
+        ),
         RealStep("experts_balanced", "language", "build_experts", {"kind": "balanced"}),
         RealStep("state_space", "sequences", "build_state_space"),
         RealStep("linear_attention", "sequences", "build_linear_attention"),
@@ -85,7 +94,7 @@ def _all() -> list[RealStep]:
         RealStep("ode", "sequences", "build_ode"),
         RealStep("solve", "sequences", "build_solve"),
         RealStep("products", "sequences", "build_products"),
-        RealStep("graphs", "sequences", "build_graphs"),
+        RealStep("graphs", "sequences", "build_graphs", whole="`gather`"),
         RealStep("root_mean", "losses", "build_root_mean"),
         RealStep("dice", "losses", "build_dice"),
         _whole_batch("distillation"),
@@ -103,7 +112,7 @@ def _all() -> list[RealStep]:
             "training",
             "build_in_place",
             {"norm": True},
-            one_mesh="into 2 microbatches",
+            rows_meet=True,
             tolerance=_BIAS_BEFORE_NORM,
         ),
         RealStep("adapters", "training", "build_adapters", tolerance=Tolerance(relative=1e-1)),

@@ -193,7 +193,7 @@ def build_products() -> Case:
 
 def build_graphs() -> Case:
     """Message passing over one batch of edges: nodes and edges have leading sizes of their own."""
-    nodes, edges = 48, 160
+    nodes, edges = 64, 192
 
     def loss_fn(params, graph):
         h = graph["nodes"] @ params["in"]
