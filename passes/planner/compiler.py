@@ -3,7 +3,9 @@
 `compile_graph` takes a traced graph (`autopar.passes.trace`) and returns the plan and what the
 meshes run. Each pass is a function from values to values:
 
+    graph      = with_casts_ahead(graph)           parameters are narrowed before they are gathered
     rules      = populate(jaxpr)                   what each equation's dimensions have in common
+    graph      = padded_graph(graph, rules, dims)  tried beside it: loops that devices do not divide
     step       = microbatch.split(graph, analysis) prologue, loop over microbatches, epilogue
 
 For each layout (how many stages, on how many devices) and number of microbatches that is tried:

@@ -107,16 +107,22 @@ def elementwise(
     return call
 
 
+def running_sum(begins: Any, value: Any, out_ref: Any, sum_ref: Any) -> None:
+    """The body of a kernel that adds values in its scratch memory, until a sum begins anew."""
+
+    @pl.when(begins)
+    def _() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    sum_ref[...] += value
+    out_ref[...] = sum_ref[...]
+
+
 def carried(x: jax.Array) -> jax.Array:
     """Scratch memory that is filled in the first round and read in the second."""
 
     def kernel(x_ref: Any, out_ref: Any, sum_ref: Any) -> None:
-        @pl.when(pl.program_id(0) == 0)
-        def _() -> None:
-            sum_ref[...] = jnp.zeros_like(sum_ref)
-
-        sum_ref[...] += x_ref[...]
-        out_ref[...] = sum_ref[...]
+        running_sum(pl.program_id(0) == 0, x_ref[...], out_ref, sum_ref)
 
     spec = pl.BlockSpec((None, 1, 4), lambda i, j: (i, j, 0))
     return kernel_call(
@@ -133,12 +139,7 @@ def restarted(x: jax.Array) -> jax.Array:
     """Sums over rows that begin anew where an operand says so."""
 
     def kernel(x_ref: Any, begins_ref: Any, out_ref: Any, sum_ref: Any) -> None:
-        @pl.when(begins_ref[0, 0] > 0)
-        def _() -> None:
-            sum_ref[...] = jnp.zeros_like(sum_ref)
-
-        sum_ref[...] += x_ref[...]
-        out_ref[...] = sum_ref[...]
+        running_sum(begins_ref[0, 0] > 0, x_ref[...], out_ref, sum_ref)
 
     spec = pl.BlockSpec((1, 4), lambda i: (i, 0))
     return kernel_call(

@@ -1,0 +1,225 @@
+"""Which arguments hold the batch, in which dimension: as the user says, or as the program tells."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from traced_steps import PARAMS, X, Y, check, loss_fn, roles, sgd, train
+
+from autopar.base.errors import BatchArgumentError, OptionError
+from autopar.passes.graph import graph
+from autopar.passes.trace.trace import trace
+
+# The batch, as the user names it
+
+
+def masked(params: Any, batch: Any) -> Any:
+    return train(params, batch["mask"] @ batch["x"], batch["y"])
+
+
+MASKED = {
+    "x": jax.ShapeDtypeStruct((16, 8, 8), jnp.float32),
+    "y": jax.ShapeDtypeStruct((16, 8, 4), jnp.float32),
+    "mask": jax.ShapeDtypeStruct((8, 8), jnp.float32),
+}
+
+
+def test_rows_against_rows_are_ambiguous() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jax.nn.logsumexp((batch["query"] @ w) @ batch["key"].T)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w, key = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), jnp.float32)
+    with pytest.raises(BatchArgumentError) as caught:
+        trace(step, (w, {"query": X, "key": key}))
+    text = str(caught.value)
+    assert caught.value.where == "batch['key']"
+    for part in ("batch_argnums", "batch['query']: 16", "batch['key']: 12"):
+        assert part in text
+    assert "for 16 examples: batch_axes=(None, {'key': None, 'query': 0})" in text
+
+
+def test_batch_axes_name_what_holds_no_batch() -> None:
+    axes = {"x": 0, "y": 0, "mask": None}
+    for prefix in ((None, axes), [None, axes]):
+        labels = check(traced := trace(masked, (PARAMS, MASKED), batch_axes=prefix))
+        assert labels["batch['mask']"].role == "other"
+        assert labels["batch['x']"] == graph.Input("batch['x']", "batch", 0)
+        assert labels["params['w']"].donated
+        assert traced.batch_size == 16
+
+
+def test_batch_axes_may_be_negative_and_apply_to_a_subtree() -> None:
+    def step(params: Any, batch: Any, *, extra: Any) -> Any:
+        return train(params, batch[0].T + extra[:, :1], batch[1].T)
+
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    y = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    labels = check(trace(step, (PARAMS, (x, y)), {"extra": X}, batch_axes=(None, -1)))
+    assert [labels[f"batch[{i}]"].batch_axis for i in (0, 1)] == [1, 1]
+    assert labels["extra"].batch_axis == 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "text"),
+    [
+        ((None,), OptionError, "has 1 entries"),
+        ((None, {"x": 0}), OptionError, "does not fit argument batch"),
+        ((None, "x"), OptionError, "'x' for batch"),
+        ((None, 3), BatchArgumentError, "dimension 3"),
+        ({"batch": 0}, OptionError, "must be an integer, or a tuple"),
+    ],
+)
+def test_batch_axes_that_do_not_fit(axes: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        trace(masked, (PARAMS, MASKED), batch_axes=axes)
+
+
+def test_batch_argnums() -> None:
+    def step(table: Any, params: Any, x: Any, y: Any) -> Any:
+        return train(params, x + table.sum(), y)
+
+    table = jax.ShapeDtypeStruct((5, 8), jnp.float32)
+    with pytest.raises(BatchArgumentError, match="ambiguous"):
+        trace(step, (table, PARAMS, X, Y))
+    for argnums in ((2, 3), (-2, -1)):
+        found = roles(trace(step, (table, PARAMS, X, Y), batch_argnums=argnums))
+        assert found["x"] == found["y"] == "batch"
+        assert found["table"] == "state"
+    by_name = trace(step, (table, PARAMS), {"x": X, "y": Y}, batch_argnums=(2, 3))
+    assert roles(by_name)["x"] == "batch"
+    with pytest.raises(OptionError, match="names argument 7"):
+        trace(step, (table, PARAMS, X, Y), batch_argnums=(7,))
+    with pytest.raises(BatchArgumentError, match="Argument rate holds no batch"):
+        trace(lambda params, rate: sgd(params, params), (PARAMS, 0.1), batch_argnums=(1,))
+
+
+def test_a_batch_without_rows() -> None:
+    x, y = (jax.ShapeDtypeStruct((0, *shape.shape[1:]), shape.dtype) for shape in (X, Y))
+    assert trace(train, (PARAMS, x, y)).batch_size == 0
+    with pytest.raises(BatchArgumentError, match="without rows cannot be divided into 2") as error:
+        trace(train, (PARAMS, x, y), microbatches=2)
+    assert error.value.where == "x"
+
+
+def test_no_batch_argument() -> None:
+    def step(params: Any) -> Any:
+        return sgd(params, params)
+
+    assert trace(step, (PARAMS,)).batch_size is None
+    assert trace(step, (PARAMS,), microbatches=1).batch_size is None
+    for request in ({"microbatches": 4}, {"method": "data"}, {"method": "zero3"}):
+        with pytest.raises(BatchArgumentError, match="needs a batch, and no argument holds one"):
+            trace(step, (PARAMS,), **request)
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(BatchArgumentError, match="16 examples cannot be divided into 3") as caught:
+        trace(train, (PARAMS, X, Y), microbatches=3)
+    assert caught.value.where == "x"
+    assert "1, 2, 4, 8, 16" in str(caught.value.hint)
+
+
+# The batch, where the leading sizes do not tell
+
+IDS = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, batch: sgd(params, jax.grad(loss)(params, batch))
+
+
+def unlabelled(params: Any, batch: Any) -> Any:
+    more = jnp.mean(jnp.tanh(batch["u"] @ params["w"]) ** 2)
+    return loss_fn(params, batch["x"], batch["y"]) + more
+
+
+def graph_net(params: Any, batch: Any) -> Any:
+    sent = batch["nodes"][batch["senders"]]
+    received = jax.ops.segment_sum(sent, batch["receivers"], num_segments=16)
+    return loss_fn(params, batch["nodes"] + received, batch["labels"])
+
+
+def time_first(params: Any, batch: Any) -> Any:
+    values = (batch["obs"] @ params["w"]).mean(-1)
+
+    def back(later: Any, reward: Any) -> Any:
+        later = reward + 0.9 * later
+        return later, later
+
+    _, returns = jax.lax.scan(back, batch["last"], batch["reward"], reverse=True)
+    return jnp.mean((values - returns) ** 2)
+
+
+def weighted(params: Any, batch: Any) -> Any:
+    losses = cross_entropy(batch["x"] @ params["w"], batch["ids"]) * batch["class"][batch["ids"]]
+    return jnp.mean(losses) + jnp.sum(batch["task"] * jnp.stack([losses.max(), losses.min()]))
+
+
+def evaluated(params: Any, batch: Any) -> Any:
+    return loss_fn(params, batch["x"], batch["y"])
+
+
+def positions(params: Any, batch: Any) -> Any:
+    attention = jnp.where(batch["mask"], batch["x"] @ batch["x"].mT, 0.0)
+    return loss_fn(params, attention @ batch["x"] + batch["table"], batch["y"])
+
+
+def floats(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "axes"),
+    [
+        (trained(unlabelled), {"x": X, "y": Y, "u": floats(48, 8)}, {"x": 0, "y": 0, "u": 0}),
+        (
+            trained(graph_net),
+            {
+                "nodes": X,
+                "labels": Y,
+                "senders": jax.ShapeDtypeStruct((40,), jnp.int32),
+                "receivers": jax.ShapeDtypeStruct((40,), jnp.int32),
+            },
+            {"nodes": 0, "labels": 0, "senders": 0, "receivers": 0},
+        ),
+        (
+            trained(time_first),
+            {"obs": floats(5, 16, 8), "reward": floats(5, 16), "last": floats(16)},
+            {"obs": 1, "reward": 1, "last": 0},
+        ),
+        (
+            trained(weighted),
+            {"x": X, "ids": IDS, "class": floats(4), "task": floats(2)},
+            {"x": 0, "ids": 0},
+        ),
+        (evaluated, {"x": X, "y": Y}, {"x": 0, "y": 0}),
+        (evaluated, {"x": floats(8, 8), "y": floats(8, 4)}, {"x": 0, "y": 0}),
+        (
+            trained(positions),
+            {
+                "x": floats(16, 6, 8),
+                "y": floats(16, 6, 4),
+                "mask": jax.ShapeDtypeStruct((6, 6), jnp.bool_),
+                "table": floats(6, 8),
+            },
+            {"x": 0, "y": 0},
+        ),
+    ],
+    ids=["unlabelled", "graph", "time-first", "weights", "eval", "eval-square", "masks"],
+)
+def test_the_program_tells_its_batch(
+    step: Callable[..., Any], batch: dict[str, Any], axes: dict[str, int]
+) -> None:
+    labels = check(trace(step, (PARAMS, batch)))
+    found = {p: x.batch_axis for p, x in labels.items() if x.batch_axis is not None}
+    assert found == {f"batch[{name!r}]": axis for name, axis in axes.items()}
