@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.base.cluster import Cluster
+from sharding.layers import mixture, mixture_shapes, norm
 from sharding.steps import shaped
 
 H100 = Cluster.preset("dgx-h100")
@@ -25,12 +26,6 @@ def planned(loss: Any, weights: Any, *batch: int) -> autopar.Plan:
 
     x = shaped(*batch, dtype=jnp.bfloat16)
     return autopar.plan(step, weights, x, cluster=H100, logical_mesh=(8,), microbatches=1, stages=1)
-
-
-def norm(x: Any, scale: Any) -> Any:
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
-    return (y * scale).astype(x.dtype)
 
 
 def block(weights: Any, x: Any) -> Any:
@@ -58,25 +53,7 @@ def test_megatron_with_its_sequence_parallelism() -> None:
 @pytest.mark.parametrize(("experts", "width", "hidden"), [(8, 4096, 14336), (64, 2048, 2048)])
 def test_expert_parallelism(experts: int, width: int, hidden: int) -> None:
     """Experts and batch are cut by the same devices; tokens go to experts and back."""
-    tokens = 2048
-
-    def mixture(weights: Any, x: Any) -> Any:
-        gates = jax.nn.softmax(x.astype(jnp.float32) @ weights["router"])
-        chosen = jax.nn.one_hot(gates.argmax(-1), experts)
-        place = (jnp.cumsum(chosen, axis=1) * chosen - 1).astype(jnp.int32)
-        sent = jax.nn.one_hot(place, 2 * tokens // experts, dtype=x.dtype)
-        up, down = (weights[name].astype(x.dtype) for name in ("up", "down"))
-        taken = jnp.einsum("btec,bth->ebch", sent, x)
-        made = jnp.einsum(
-            "ebcf,efh->ebch", jax.nn.gelu(jnp.einsum("ebch,ehf->ebcf", taken, up)), down
-        )
-        return x + jnp.einsum("btec,ebch->bth", sent * gates[..., None].astype(x.dtype), made)
-
-    weights = {
-        "router": shaped(width, experts),
-        "up": shaped(experts, width, hidden),
-        "down": shaped(experts, hidden, width),
-    }
+    tokens, weights = 2048, mixture_shapes(experts, width, hidden)
     plan = planned(mixture, weights, 16, tokens, width)
     specs = {t.path: t.spec for t in plan.inputs}
     cut_first = (("x",), (), ())
