@@ -365,3 +365,18 @@ def not_a_number() -> Made:
     labels = np.array([0, 1, 2, 3] * 4, np.int32)
     labels[5] = labels[1] = 3
     return train_step, (np.abs(floats(8, 8)), x, labels)
+
+
+# What is chosen by the platform that a step runs on.
+
+
+@step
+def platforms() -> Made:
+    """A diagonal has another form inside of TPU kernels."""
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        pairs = jnp.diagonal((x @ w)[:, :, None] * x[:, None, :], axis1=1, axis2=2)
+        h = lax.platform_dependent(pairs, cpu=jnp.sin, default=jnp.cos)
+        return jnp.mean((h - y) ** 2) + jnp.sum(jnp.diagonal(w) ** 2)
+
+    return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))

@@ -109,6 +109,17 @@ def test_bodies_of_control_flow_are_flat_too() -> None:
     np.testing.assert_allclose(evaluate(graph, X)[0], step(X), rtol=1e-6)
 
 
+def test_a_branch_that_nothing_else_can_take_is_inlined() -> None:
+    def step(x: Any) -> Any:
+        both = jax.lax.platform_dependent(x[0], cpu=jnp.sin, default=jnp.cos)
+        return jnp.diagonal(x) * jax.lax.cond(True, jnp.exp, jnp.log, jnp.abs(x[0, :3])), both
+
+    found = names(graph_of(step, X))
+    assert found.count("platform_index") == found.count("cond") == 1
+    assert "exp" in found and "log" not in found
+    np.testing.assert_allclose(evaluate(graph_of(step, X), X)[0], step(X)[0], rtol=1e-6)
+
+
 def test_a_linear_solve_is_what_it_computes() -> None:
     def inverse_norm(x: Any) -> Any:
         matrix = x @ x.T + jnp.eye(3)

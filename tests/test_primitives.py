@@ -39,7 +39,7 @@ UNKNOWN = {
         """,
     "they exist while JAX traces, differentiates or lowers; a step's jaxpr has none": """
         broadcast_to dim_as_value dimension_size empty eval_jaxpr from_edtype iota_2x32_shape
-        linear_call platform_index remat_opt shape_assertion stage to_edtype unreachable
+        linear_call remat_opt shape_assertion stage to_edtype unreachable
         """,
     "layouts and memory spaces belong to a user's own devices": """
         layout_constraint with_memory_space_constraint

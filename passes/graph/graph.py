@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 from autopar.passes.graph import jax_compat, primitives
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
 from autopar.passes.graph.held_constants import HeldConstants, closed_bodies, passed_down
+from autopar.passes.graph.platforms import known_branch, only_platform
 
 Role = Literal["state", "batch", "constant", "other"]
 Atom = Any  # Var | Literal
@@ -133,8 +134,9 @@ def _inline_into(
         operands = [read_atom(env, v) for v in eqn.invars]
         info = eqn.source_info if outer is None else jax_compat.with_outer_source(eqn, outer)
         name = eqn.primitive.name
-        if name in primitives.IDENTITIES:
-            env[eqn.outvars[0]] = operands[0]
+        only = operands[0] if name in primitives.IDENTITIES else only_platform(eqn)
+        if only is not None:
+            env[eqn.outvars[0]] = only
             continue
         called, operands = _called(eqn, operands)
         if called is not None:
@@ -165,8 +167,10 @@ def _inline_into(
 def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, list[Atom]]:
     """What a call calls, and with which of its operands."""
     name, params = eqn.primitive.name, eqn.params
-    called: ClosedJaxpr | Jaxpr | None = None
-    if name == "call_hi_primitive":
+    called: ClosedJaxpr | Jaxpr | None = known_branch(eqn, operands)
+    if called is not None:
+        operands = operands[1:]
+    elif name == "call_hi_primitive":
         called = jax_compat.expanded(eqn)
     elif name == "custom_linear_solve":  # its other functions are there for derivatives
         lengths, called = params["const_lengths"], params["jaxprs"].solve

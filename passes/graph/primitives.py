@@ -97,7 +97,7 @@ tridiagonal_solve                                                               
 # random bits, effects
 random_bits random_fold_in random_gamma random_split  : draws
 random_seed rng_bit_generator rng_uniform             :
-debug_callback debug_print empty2                     :
+debug_callback debug_print empty2 platform_index      :
 # kernels: their bodies compute on blocks and references of their own
 dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper  : kernel
 custom_partitioning local_call pallas_call                                        : kernel

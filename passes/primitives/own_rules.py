@@ -111,7 +111,7 @@ for _name in ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "lgamma", "nexta
 for _name in ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "polygamma"):
     OWN[_name] = elementwise
 OWN["threefry2x32"] = OWN["polynomial"] = elementwise
-OWN["empty2"] = elementwise  # a scalar: nothing to cut
+OWN["empty2"] = OWN["platform_index"] = elementwise  # scalars: nothing to cut
 
 
 @_own("optimization_barrier")
