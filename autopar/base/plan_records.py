@@ -171,7 +171,11 @@ class OutputCertificate(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Estimates(Record):
-    """What the cost model expects of a step; `flops` are those of all devices together."""
+    """What the cost model expects of a step; `flops` are those of all devices together.
+
+    Of the step, the mesh that has most to do computes and communicates for so long, one after the
+    other, and waits for others for the rest.
+    """
 
     step_seconds: float
     compute_seconds: float
@@ -179,6 +183,12 @@ class Estimates(Record):
     peak_bytes_per_device: int
     state_bytes_per_device: int
     flops: float
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long the mesh that has most to do waits for others in a step."""
+        busy = self.compute_seconds + self.communication_seconds
+        return max(self.step_seconds - busy, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,13 +117,17 @@ class _Tables:
     def step(self) -> Text:
         estimates = self.plan.estimates
         compute, communication = estimates.compute_seconds, estimates.communication_seconds
-        bar = _bar((compute, "green"), (communication, "red"), total=compute + communication)
+        waiting = estimates.waiting_seconds
+        if waiting < 0.001 * estimates.step_seconds:
+            waiting = 0.0
+        bar = _bar((compute, "green"), (communication, "red"), total=estimates.step_seconds)
         return Text.assemble(
             (format_seconds(estimates.step_seconds), "bold"),
             (" estimated  ", "dim"),
             bar,
             (f"  compute {format_seconds(compute)}", "green"),
             (f"  communication {format_seconds(communication)}", "red"),
+            (f"  waiting {format_seconds(waiting)}" if waiting else "", "dim"),
             (f"  {format_flops(estimates.flops)}", "dim"),
         )
 

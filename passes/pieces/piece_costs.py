@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.peak_memory import local_bytes, peak
 from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
+    Branch,
     Compute,
     Instruction,
     Loop,
@@ -32,6 +35,20 @@ class PieceCosts:
     def seconds(self, block: Block) -> float:
         """Compute and collectives of one run of a block on every device, one after the other."""
         return sum(self._instruction(instruction) for instruction in block.instructions)
+
+    def scalar_sums(self, block: Block) -> float:
+        """Seconds of the collectives that complete scalars in one run of a block."""
+        total = 0.0
+        for instruction in block.instructions:
+            if isinstance(instruction, Relayout):
+                is_scalar = math.prod(aval_shape(instruction.source.atom)) <= 1
+                total += self._instruction(instruction) if is_scalar else 0.0
+            elif isinstance(instruction, Loop):
+                length: int = instruction.eqn.params["length"]
+                total += length * self.scalar_sums(instruction.body)
+            elif isinstance(instruction, Branch):
+                total += max(map(self.scalar_sums, instruction.blocks))
+        return total
 
     def _instruction(self, instruction: Instruction) -> float:
         if isinstance(instruction, Relayout):

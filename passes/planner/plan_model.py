@@ -50,7 +50,7 @@ def step_model(
         costs = planned[piece.stage].costs(cluster)
         total = planned[piece.stage].seconds(piece, costs)
         moving = _moving(piece.block, costs.pricing)
-        if sum(moving) > total:  # the integer program does not price sums of scalars
+        if sum(moving) > total:  # parts of a piece are no more than all of it
             moving = _Moving(*(part * total / sum(moving) for part in moving))
         plain = piece.plain()
         found.append(

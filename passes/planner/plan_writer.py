@@ -71,7 +71,8 @@ def write_plan(
         for label, value in zip(graph.outputs, pieces.outputs, strict=True)
     )
     stages = _stages(chosen, cluster)
-    communication = max(sum(c.seconds * c.times for c in stage.collectives) for stage in stages)
+    pipeline = _pipeline(chosen, cluster)
+    compute, communication = _busiest(chosen, pipeline)
     cost = sum(p.solution.cost for p in planned)
     bound = sum(p.solution.lower_bound for p in planned)
 
@@ -96,7 +97,7 @@ def write_plan(
         later_loops=chosen.split.later_loops,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
-            compute_seconds=max(chosen.step_seconds - communication, 0.0),
+            compute_seconds=compute,
             communication_seconds=communication,
             peak_bytes_per_device=max(chosen.peak_bytes),
             state_bytes_per_device=max(map(state_bytes, range(schedule.num_meshes))),
@@ -111,8 +112,22 @@ def write_plan(
             strategies=sum(n.num_strategies for p in planned for n in p.built.nodes),
         ),
         candidates=tuple(_candidate(c, c is chosen, options) for c in candidates),
-        pipeline=_pipeline(chosen, cluster),
+        pipeline=pipeline,
     )
+
+
+def _busiest(chosen: PlannedStep, pipeline: PipelinePlan) -> tuple[float, float]:
+    """What the mesh that has most to do computes and moves in a step, in seconds.
+
+    Both are parts of the simulated step, whose rest that mesh waits.
+    """
+    busy, homes = chosen.timeline.busy, chosen.schedule.mesh_of_stage
+    mesh = busy.index(max(busy))
+    runs = Counter(x.piece for x in chosen.program.meshes[mesh] if isinstance(x, Run))
+    pieces = pipeline.model.pieces if pipeline.model else ()
+    here = (piece for piece in pieces if homes[piece.stage] == mesh)
+    compute = sum(runs[piece.name] * piece.compute_seconds for piece in here)
+    return min(compute, busy[mesh]), max(busy[mesh] - compute, 0.0)
 
 
 def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:

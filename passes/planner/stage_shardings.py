@@ -73,9 +73,12 @@ class PlannedStage:
         return self.solution.cost / PICOSECONDS
 
     def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
-        """What a run of one of its pieces takes; of all of it, what it was chosen by."""
+        """What a run of one of its pieces takes; of all of it, what it was chosen by.
+
+        And sums of scalars, which no node decides: those that stay partial meet in one collective.
+        """
         if piece.instructions is self.program.block.instructions:
-            return self.step_seconds
+            return self.step_seconds + costs.scalar_sums(piece.block)
         return costs.seconds(piece.block)
 
     def costs(self, cluster: Cluster) -> PieceCosts:
