@@ -16,16 +16,20 @@ try:
     import plain_model
     import planner_cases
     from contest import evaluate, is_allowed, peak_usage
+    from models import deepseek, moe, registry
 finally:
     sys.path.remove(FOLDER)
 
 __all__ = [
     "contest",
+    "deepseek",
     "evaluate",
     "is_allowed",
     "lattices",
+    "moe",
     "peak_usage",
     "pipedream",
     "plain_model",
     "planner_cases",
+    "registry",
 ]

@@ -1,0 +1,52 @@
+"""The models of the planning table: they are as large as published, and route as they say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from benchmark_modules import deepseek, moe, registry
+
+UNITS = {"M": 10**6, "B": 10**9}
+QUICK = ("gpt-2.6B", "gpt-39B", "moe-70B", "wide-resnet-1B", "llama-7B", "llama-scanned-70B")
+OTHERWISE = {"llama-7B": 6.738e9, "llama-70B": 68.98e9, "deepseek-16B": 16.38e9}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (*QUICK, "deepseek-16B") else pytest.mark.full)
+        for name in registry.NAMES
+    ],
+)
+def test_models_have_the_published_number_of_parameters(name: str) -> None:
+    size = name.split("-")[-1]
+    published = float(size[:-1]) * UNITS[size[-1]]
+    published = OTHERWISE.get(name.replace("-scanned", ""), published)
+    # Published sizes are names, rounded to one or two digits; those with more digits are exact.
+    tolerance = 1e-3 if published in OTHERWISE.values() else 0.04
+    assert abs(registry.num_parameters(name) / published - 1) < tolerance
+
+
+def test_steps_return_their_state_and_a_loss() -> None:
+    """Shallow ones: the state comes back in its shapes, and the loss is a number."""
+    for name in ("moe-380M", "deepseek-16B", "wide-resnet-250M"):
+        layers = 14 if "resnet" in name else 2
+        built = registry.build(name, jnp.float16, batch=8, layers=layers)
+        state, metrics = jax.eval_shape(built.step, built.state, built.batch)
+        assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, built.state)
+        assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+
+
+def test_top_two_experts_share_a_token_and_no_place_is_taken_twice() -> None:
+    logits = jax.random.normal(jax.random.key(0), (2, 16, 4))
+    combined, balance = moe.top2_gates(logits, capacity=16)
+    np.testing.assert_allclose(combined.sum((2, 3)), 1, rtol=1e-5)
+    assert ((combined > 0).sum((2, 3)) == 2).all() and ((combined > 0).sum(1) <= 1).all()
+    assert balance > 0
+    dropped, _ = moe.top2_gates(logits, capacity=2)
+    assert ((dropped > 0).sum((1, 3)) <= 2).all() and dropped.sum() < combined.sum()
+
+
+def test_choices_beyond_an_experts_capacity_have_no_place() -> None:
+    places = deepseek.places_of(jnp.array([1, 0, 1, 1, 0]), experts=2, capacity=2)
+    assert places.tolist() == [2, 0, 3, 4, 1]
