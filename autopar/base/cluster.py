@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import operator
@@ -17,14 +16,16 @@ import os
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autopar.base import hardware
+from autopar.base.axis_links import AxisLink, factorizations, groups_along, link_of_groups
 from autopar.base.device import FLOATS, Device, Link
+from autopar.base.direct_links import forwarded_bandwidth
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.records import Record, dump_json, dump_toml
 from autopar.base.user_code import shortens
@@ -45,39 +46,6 @@ def axis_names(shape: Sequence[int]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class AxisLink(Record):
-    """How the devices along some axes of a logical mesh are joined.
-
-    Every group of devices along the axes is `across` nodes with `within` devices in each; `kind`
-    is "intra" (one node), "inter" (one device per node), "mixed", or "uneven" where nodes hold
-    different numbers of the group's devices, which then counts as `across` single devices.
-
-    `bandwidth` and `latency` are those of the slower class of links that the group uses.
-    """
-
-    kind: str
-    within: int
-    across: int
-    intra: Link
-    inter: Link
-
-    @property
-    def size(self) -> int:
-        """Number of devices in a group."""
-        return self.within * self.across
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that each device can send over the slowest links of the group."""
-        return self.intra.bandwidth if self.kind == "intra" else self.inter.bandwidth
-
-    @property
-    def latency(self) -> float:
-        """Seconds that a message takes over the slowest links of the group."""
-        return self.intra.latency if self.kind == "intra" else self.inter.latency
-
-
-@dataclasses.dataclass(frozen=True)
 class Cluster(Record):
     """Nodes of equal devices, the links that join them, and what they are known to do.
 
@@ -88,6 +56,13 @@ class Cluster(Record):
       intra_node, inter_node: links between devices of one node and of different nodes.
       collective_seconds: what starting one collective costs.
       source: where the numbers are from.
+      devices_per_card: devices of a node that share one network card (a rail). The bandwidth of
+        `inter_node` is a device's share of it; one device that sends alone has all of it.
+      nodes_per_switch: nodes that reach each other at full speed; 0: all.
+      oversubscription: by what the bandwidth between nodes of different switches is divided.
+      pair_bandwidth: where a node's devices are not joined by a switch, the bytes per second of the
+        direct links from each device to each other, row by row. What a group of them reaches
+        follows from its weakest cut, and `intra_node` has the bandwidth of all together.
 
     >>> cluster = Cluster.preset("dgx-h100", nodes=2)
     >>> cluster.num_devices, cluster.axis_link((2, 8), 1).kind, cluster.axis_link((2, 8), 0).kind
@@ -102,6 +77,10 @@ class Cluster(Record):
     inter_node: Link
     collective_seconds: float
     source: str
+    devices_per_card: int = 1
+    nodes_per_switch: int = 0
+    oversubscription: float = 1.0
+    pair_bandwidth: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +129,8 @@ class Cluster(Record):
             intra_node=Link(system["intra_bandwidth"], system["intra_latency"]),
             inter_node=Link(system["inter_bandwidth"], system["inter_latency"]),
             collective_seconds=system["collective_seconds"],
+            devices_per_card=system.get("devices_per_card", 1),
+            pair_bandwidth=_pairs(system, devices_per_node),
             source=f"autopar's preset {system_name}",
         )
 
@@ -234,7 +215,7 @@ class Cluster(Record):
             return ((1,),)
         shapes: dict[Any, tuple[int, ...]] = {}
         for num_axes in range(1, max_axes + 1):
-            for shape in sorted(_factorizations(self.num_devices, num_axes), reverse=True):
+            for shape in sorted(factorizations(self.num_devices, num_axes), reverse=True):
                 links = [self.axis_link(shape, axis) for axis in range(num_axes)]
                 if all(link.kind != "uneven" for link in links):
                     key = tuple(sorted((link.within, link.across) for link in links))
@@ -254,6 +235,41 @@ class Cluster(Record):
         axes = (axis,) if isinstance(axis, int) else tuple(axis)
         return _axis_link(self, tuple(shape), axes)
 
+    @property
+    def card_bandwidth(self) -> float:
+        """Bytes per second of one network card, which `devices_per_card` devices share."""
+        return self.inter_node.bandwidth * self.devices_per_card
+
+    def with_links(self, scale: float) -> Cluster:
+        """The same devices, their links so many times as quick."""
+
+        def scaled(link: Link) -> Link:
+            return dataclasses.replace(link, bandwidth=link.bandwidth * scale)
+
+        return dataclasses.replace(
+            self,
+            intra_node=scaled(self.intra_node),
+            inter_node=scaled(self.inter_node),
+            pair_bandwidth=tuple(tuple(x * scale for x in row) for row in self.pair_bandwidth),
+        )
+
+    def between_nodes(self, first: Any, last: Any) -> Link:
+        """The link between nodes that are numbered from `first` to `last`, or several such."""
+        if not self.nodes_per_switch:
+            return self.inter_node
+        per = self.nodes_per_switch
+        if (np.asarray(first) // per == np.asarray(last) // per).all():
+            return self.inter_node
+        slower = self.inter_node.bandwidth / self.oversubscription
+        return dataclasses.replace(self.inter_node, bandwidth=slower)
+
+    def bandwidth_between(self, first: Collection[int], second: Collection[int]) -> float:
+        """Bytes per second from some devices of a node to others, by their places in it."""
+        if not self.pair_bandwidth:
+            return min(len(first), len(second)) * self.intra_node.bandwidth
+        direct = sum(self.pair_bandwidth[a][b] for a in first for b in second)
+        return direct or forwarded_bandwidth(self.pair_bandwidth)
+
 
 @functools.lru_cache(maxsize=4096)
 def _axis_link(cluster: Cluster, shape: tuple[int, ...], axes: tuple[int, ...]) -> AxisLink:
@@ -263,28 +279,10 @@ def _axis_link(cluster: Cluster, shape: tuple[int, ...], axes: tuple[int, ...]) 
             f"The logical mesh {shape} needs {size} devices.",
             why=f"the cluster has {cluster.num_devices} ({cluster}).",
         )
-    group_size = math.prod(shape[axis] for axis in axes)
-    nodes = np.arange(size).reshape(shape) // cluster.devices_per_node
-    others = [axis for axis in range(len(shape)) if axis not in axes]
-    groups = np.sort(nodes.transpose(*others, *axes).reshape(-1, group_size), axis=1)
-    links = {"intra": cluster.intra_node, "inter": cluster.inter_node}
-    distinct = 1 + np.count_nonzero(np.diff(groups, axis=1), axis=1)
-    across = int(distinct.max())
-    within, rest = divmod(group_size, across)
-    blocks = groups[:, : across * within].reshape(-1, across, within)
-    if rest or (distinct != across).any() or (blocks[..., 0] != blocks[..., -1]).any():
-        return AxisLink(kind="uneven", within=1, across=group_size, **links)
-    kind = "intra" if across == 1 else "inter" if within == 1 else "mixed"
-    return AxisLink(kind=kind, within=within, across=across, **links)
-
-
-def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """Ways to write a number as an ordered product of factors of at least two."""
-    divisors = [d for d in range(2, number + 1) if number % d == 0]
-    for head in itertools.product(divisors, repeat=num_factors - 1):
-        last, rest = divmod(number, math.prod(head))
-        if rest == 0 and last >= 2:
-            yield (*head, last)
+    groups = groups_along(shape, axes)
+    nodes, places = np.divmod(groups, cluster.devices_per_node)
+    inter = cluster.between_nodes(nodes[:, 0], nodes[:, -1])
+    return link_of_groups(nodes, places, cluster.intra_node, inter, cluster.pair_bandwidth)
 
 
 def _check_numbers(cluster: Cluster) -> None:
@@ -293,7 +291,7 @@ def _check_numbers(cluster: Cluster) -> None:
     def numbers(*names: str) -> list[tuple[str, float]]:
         return [(name, operator.attrgetter(name)(cluster)) for name in names]
 
-    counts = numbers("num_nodes", "devices_per_node", "device.memory_bytes")
+    counts = numbers("num_nodes", "devices_per_node", "devices_per_card", "device.memory_bytes")
     rates = numbers("device.memory_bandwidth", "intra_node.bandwidth", "inter_node.bandwidth")
     rates += [(f"device.peak_flops.{name}", rate) for name, rate in device.peak_flops.items()]
     latencies = ("intra_node.latency", "inter_node.latency", "collective_seconds")
@@ -305,9 +303,24 @@ def _check_numbers(cluster: Cluster) -> None:
         problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
     if not set(FLOATS) & set(device.peak_flops):
         problems.append(f"device.peak_flops has none of {', '.join(FLOATS)}")
+    if cluster.oversubscription < 1 or cluster.nodes_per_switch < 0:
+        problems.append("oversubscription is less than 1, or nodes_per_switch less than 0")
+    size, rows = cluster.devices_per_node, cluster.pair_bandwidth
+    if rows and (len(rows) < size or any(len(row) != len(rows) for row in rows)):
+        problems.append(f"pair_bandwidth has not {size} rows of as many numbers")
+    if any(not 0 <= x < math.inf for row in rows for x in row):
+        problems.append("pair_bandwidth has a number that is negative")
     if problems:
         what = f"The cluster {cluster.name!r} is not possible."
         raise OptionError(what, why="; ".join(problems) + ".")
+
+
+def _pairs(system: dict[str, Any], size: int) -> tuple[tuple[float, ...], ...]:
+    """Bandwidths of a node's direct links, where the table says how many there are."""
+    links = system.get("pair_links", ())
+    if size > len(links):
+        return ()
+    return tuple(tuple(n * system["link_bandwidth"] for n in row) for row in links)
 
 
 def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:

@@ -52,7 +52,7 @@ def collective_seconds(
     >>> from autopar.base.cluster import Cluster
     >>> seconds = collective_seconds("all-gather", 2**30, Cluster.preset("h100"), (4, 2), (0,))
     >>> print(f"{seconds * 1e3:.2f} ms")
-    1.79 ms
+    2.18 ms
     """
     alpha, beta = alpha_beta(kind, cluster, tuple(mesh_shape), tuple(axes))
     return alpha + beta * num_bytes

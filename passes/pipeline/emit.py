@@ -80,7 +80,7 @@ def emit(
     empty: tuple[tuple[Instruction, ...], ...] = ((),) * schedule.num_meshes
     program = PipelineProgram(schedule, tuple(values), tuple(pieces), empty, (), *numbers)
     validate(program, transfers)
-    origins = _origins(transfers)
+    origins = origins_of(transfers)
     runs = _runs(program, origins)
     before, after = _communication(program, origins, runs)
     lists: list[tuple[Instruction, ...]] = []
@@ -99,7 +99,7 @@ def emit(
     return program
 
 
-def _origins(transfers: Sequence[ValueTransfer]) -> dict[int, int]:
+def origins_of(transfers: Sequence[ValueTransfer]) -> dict[int, int]:
     """For every value that is received, the one from which its transfer starts."""
     source = {transfer.target: transfer.source for transfer in transfers}
     origins = {}

@@ -6,7 +6,6 @@ no device is needed, and nothing is planned again: the stages and their strategi
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
 from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import Piece, PieceKind, Send, Value, ValueTransfer
+from autopar.passes.pipeline.instructions import Piece, PieceKind, Value, ValueTransfer
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.pipeline.transfer_times import transfer_times
 from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.named import SCHEDULES
@@ -64,7 +64,7 @@ class _Scales:
     """By what the plan's numbers are multiplied.
 
     `compute` includes that a device has fewer rows, `rows` is that alone; `bandwidth` and `latency`
-    are of seconds within a stage; `link` joins the meshes; `copies` of each stage's devices work in
+    are of seconds within a stage; meshes lie on `cluster`; `copies` of each stage's devices work in
     parallel, and `sync` gives the seconds in which they add up so many bytes of gradients.
     """
 
@@ -72,7 +72,7 @@ class _Scales:
     compute: float
     bandwidth: float
     latency: float
-    link: Link
+    cluster: Cluster
     copies: int
     sync: Callable[[int, int], float]
 
@@ -173,7 +173,6 @@ def _scales(
     copies = 1 if cluster is None else new.num_devices // used
     faster = compute_scale * _device_speed(old, new)
     old_link, new_link = _inside(old, max(before)), _inside(new, max(before))
-    between = new.inter_node if new.num_nodes > 1 else new.intra_node
     started = old.collective_seconds + old_link.latency
 
     def sync(nbytes: int, devices: int) -> float:
@@ -187,7 +186,7 @@ def _scales(
         compute=rows / copies / faster,
         bandwidth=old_link.bandwidth / new_link.bandwidth / link_scale,
         latency=(new.collective_seconds + new_link.latency) / started if started else 1.0,
-        link=dataclasses.replace(between, bandwidth=between.bandwidth * link_scale),
+        cluster=new.with_links(link_scale),
         copies=copies,
         sync=sync,
     )
@@ -220,11 +219,12 @@ def _simulated(
         Piece(p.name, p.stage, cast("PieceKind", p.when), p.reads, p.writes, p.donates)
         for p in model.pieces
     ]
+    transfers = [ValueTransfer(source, target) for source, target in model.transfers]
     program = emit(
         schedule,
         values,
         pieces,
-        [ValueTransfer(source, target) for source, target in model.transfers],
+        transfers,
         inputs=model.inputs,
         outputs=model.outputs,
         donated=model.donated,
@@ -236,17 +236,13 @@ def _simulated(
         for piece in model.pieces
     }
 
-    def transfer_seconds(send: Send) -> float:
-        size = sum(values[buffer.value].bytes_per_device for buffer in send.buffers)
-        return scales.link.latency + size / scales.link.bandwidth
-
     devices = [0] * pipeline.num_meshes
     for stage in plan.stages:
         devices[stage.mesh] = stage.num_devices * scales.copies
     return simulate(
         program,
         lambda run: seconds[run.piece],
-        transfer_seconds,
+        transfer_times(program, transfers, devices, scales.cluster),
         devices_per_mesh=devices,
         temporary_bytes={
             p.name: scaled(p.temporary_bytes, p.when in LOOP_KINDS or not plan.is_pipeline)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
+from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.pieces.cutting import residual_bytes
 from autopar.passes.planner.candidates import label_batch, plan_stage
 from autopar.passes.planner.layouts import StageLayout, submesh
@@ -68,12 +69,11 @@ def choose_stages(
     costs = _costs(units, sizes, options, cluster, report)
     ends = [*starts[1:], len(whole.layers)]
     crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
-    link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
 
     def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
         total = _LayerCost(*map(sum, zip(*costs[size][start:stop], strict=True)))
         moved = crossing[stop - 1] if stop < len(starts) else 0
-        transfers = 2 * (link.latency + moved / size / link.bandwidth) if moved else 0.0
+        transfers = 2 * seconds_to_next(cluster, size, moved) if moved else 0.0
         needs = total.bytes_fixed, total.bytes_per_microbatch
         kept = StageOption(total.seconds + transfers, *needs, once_seconds=total.once_seconds)
         # Computed again: the input stays, and the rest is there for one microbatch at a time.

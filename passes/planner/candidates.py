@@ -21,9 +21,10 @@ from autopar.passes.pieces.cutting import cut, uncut
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces, Runnable
 from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import PipelineProgram, Send
+from autopar.passes.pipeline.instructions import PipelineProgram
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.pipeline.transfer_times import transfer_times
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.stage_shardings import (
     PlannedStage,
@@ -287,18 +288,13 @@ def _simulated(
     costs = [p.costs(cluster) for p in planned]
     seconds = {p.name: planned[p.stage].seconds(p, costs[p.stage]) for p in pieces.pieces}
 
-    def transfer_seconds(send: Send) -> float:
-        link = cluster.inter_node if cluster.num_nodes > 1 else cluster.intra_node
-        size = sum(program.value_of[b.value].bytes_per_device for b in send.buffers)
-        return link.latency + size / link.bandwidth
-
     sizes = [0] * program.schedule.num_meshes
     for stage, mesh in enumerate(program.schedule.mesh_of_stage):
         sizes[mesh] = math.prod(pieces.programs[stage].mesh)
     return simulate(
         program,
         lambda run: seconds[run.piece],
-        transfer_seconds,
+        transfer_times(program, pieces.transfers, sizes, cluster),
         devices_per_mesh=sizes,
         temporary_bytes=inner_bytes(pieces, [p.peak.bytes for p in planned]),
     )

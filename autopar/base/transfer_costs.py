@@ -1,0 +1,116 @@
+"""What sending from one mesh to another takes: over which links it goes, and who else uses them.
+
+Meshes lie one after another on a cluster's devices. Within a node a transfer goes over the links
+between its devices; between nodes it goes through network cards, each of which serves
+`Cluster.devices_per_card` devices. A mesh can use every card that one of its devices has, and the
+whole of it, as far as no other transfer does.
+
+Contention is counted, not simulated: in a pipeline's steady state neighbours are in opposite phases
+(one runs F while the other runs B), so what leaves a node forwards and what leaves it backwards
+start together. Pairs of meshes that send through one card in the same direction once per microbatch
+share it equally. Cards send and receive at full speed at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from autopar.base.cluster import Cluster
+from autopar.base.device import Link
+
+Pair = tuple[int, int]
+"""Numbers of a mesh that sends and of one that receives."""
+
+
+class MeshLinks:
+    """The links between meshes of `sizes` devices that lie one after another on a cluster.
+
+    Args:
+      cluster: all devices.
+      sizes: devices of each mesh.
+      busy: the pairs of meshes that send once per microbatch, and so at the same time as others.
+
+    >>> cluster = Cluster.preset("p3.16xlarge", nodes=2)  # one card of 25 Gb/s for eight GPUs
+    >>> links = MeshLinks(cluster, [4, 4, 4, 4], [(0, 1), (1, 2), (2, 3), (2, 1)])
+    >>> for pair in ((0, 1), (1, 2), (2, 1)):
+    ...     print(f"{links.link(*pair).bandwidth / 1e9:.2f} GB/s")
+    120.00 GB/s
+    3.12 GB/s
+    3.12 GB/s
+    """
+
+    def __init__(self, cluster: Cluster, sizes: Sequence[int], busy: Collection[Pair] = ()):
+        self.cluster = cluster
+        ends = list(itertools.accumulate(sizes))
+        self._devices = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self._known: dict[Pair, Link] = {}
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
+        for source, target in sorted(set(busy)):
+            outside = self._outside(source, target)
+            if outside:
+                self._sent.update(self._cards(source, outside))
+                self._received.update(self._cards(target, self._nodes(target)))
+
+    def seconds(self, source: int, target: int, num_bytes: float) -> float:
+        """Until so many bytes, each counted once, have arrived."""
+        link = self.link(source, target)
+        return link.latency + num_bytes / link.bandwidth
+
+    def link(self, source: int, target: int) -> Link:
+        """What one transfer has for itself; its bandwidth is that of all devices together."""
+        pair = source, target
+        if pair not in self._known:
+            self._known[pair] = self._link(source, target)
+        return self._known[pair]
+
+    def _link(self, source: int, target: int) -> Link:
+        cluster = self.cluster
+        sending, receiving = self._devices[source], self._devices[target]
+        if not self._outside(source, target):
+            within = cluster.devices_per_node
+            places = [device % within for device in sending], [d % within for d in receiving]
+            return Link(cluster.bandwidth_between(*places), cluster.intra_node.latency)
+        nodes = self._nodes(source) | self._nodes(target)
+        slower = cluster.between_nodes(min(nodes), max(nodes)).bandwidth
+        sent = self._share(source, self._sent)
+        received = self._share(target, self._received)
+        own = slower / cluster.inter_node.bandwidth * min(sent, received)
+        return Link(own, cluster.inter_node.latency)
+
+    def _share(self, mesh: int, users: Counter[tuple[int, int]]) -> float:
+        """Bytes per second of a mesh's cards for one of those who use them."""
+        card = self.cluster.card_bandwidth
+        return sum(card / max(users[at], 1) for at in self._cards(mesh, self._nodes(mesh)))
+
+    def _nodes(self, mesh: int) -> set[int]:
+        return {device // self.cluster.devices_per_node for device in self._devices[mesh]}
+
+    def _outside(self, source: int, target: int) -> set[int]:
+        """The nodes of the sender, if anything has to leave them."""
+        nodes = self._nodes(source)
+        return set() if nodes == self._nodes(target) and len(nodes) == 1 else nodes
+
+    def _cards(self, mesh: int, nodes: Collection[int]) -> set[tuple[int, int]]:
+        """(node, card) of the devices of a mesh that are in these nodes."""
+        within = self.cluster.devices_per_node
+        places = (divmod(device, within) for device in self._devices[mesh])
+        return {(n, i // self.cluster.devices_per_card) for n, i in places if n in nodes}
+
+
+def seconds_to_next(cluster: Cluster, size: int, num_bytes: float) -> float:
+    """Seconds of a transfer between neighbours in a row of meshes of `size` devices, on average.
+
+    Of the meshes of one node only the last has a neighbour elsewhere.
+    """
+    within = max(cluster.devices_per_node // size, 1)
+    count = min(2 * within, cluster.num_devices // size)
+    if count < 2:  # what follows is smaller: it lies in the same node, or in another one
+        rest = cluster.num_devices - size
+        return MeshLinks(cluster, [size, rest]).seconds(0, 1, num_bytes) if rest else 0.0
+    forwards = [(i, i + 1) for i in range(count - 1)]
+    links = MeshLinks(cluster, [size] * count, [*forwards, *((j, i) for i, j in forwards)])
+    pairs = forwards[:within]
+    return sum(links.seconds(*pair, num_bytes) for pair in pairs) / len(pairs)

@@ -1,0 +1,66 @@
+"""Transfers between meshes: which links they go over, and what they share."""
+
+import dataclasses
+import doctest
+
+import pytest
+
+from autopar.base import transfer_costs
+from autopar.base.cluster import Cluster
+from autopar.base.transfer_costs import MeshLinks, seconds_to_next
+
+NODES = Cluster.preset("p3.16xlarge", nodes=4)  # one card for eight devices
+RAILS = Cluster.preset("dgx-h100", nodes=4)  # one for each
+CARD = NODES.card_bandwidth
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(transfer_costs).failed == 0
+
+
+def test_in_a_node_its_own_links_are_used() -> None:
+    links = MeshLinks(NODES, [4, 4, 4, 4])
+    assert links.link(0, 1).bandwidth == 6 * 20e9
+    assert links.link(0, 1).latency == NODES.intra_node.latency
+    assert links.link(1, 2).latency == NODES.inter_node.latency
+    switched = MeshLinks(RAILS, [4, 4, 8])
+    assert switched.link(0, 1).bandwidth == 4 * RAILS.intra_node.bandwidth
+
+
+def test_one_device_alone_has_the_whole_card() -> None:
+    assert pytest.approx(25e9 / 8) == CARD
+    assert MeshLinks(NODES, [1, 7, 1]).link(0, 2).bandwidth == CARD
+    # With a card for each device it has that one.
+    assert MeshLinks(RAILS, [1, 7, 1]).link(0, 2).bandwidth == RAILS.inter_node.bandwidth
+    assert MeshLinks(RAILS, [8, 8]).link(0, 1).bandwidth == 8 * RAILS.inter_node.bandwidth
+    # The slower end decides.
+    assert MeshLinks(RAILS, [8, 2]).link(0, 1).bandwidth == 2 * RAILS.inter_node.bandwidth
+    assert MeshLinks(NODES, [16, 8]).link(0, 1).bandwidth == CARD
+
+
+def test_what_leaves_a_node_together_shares_its_card() -> None:
+    # Of a node in the middle, one half sends forwards and the other one backwards.
+    links = MeshLinks(NODES, [4] * 6, [(i, i + 1) for i in range(5)] + [(1, 0), (2, 1), (4, 3)])
+    assert links.link(1, 2).bandwidth == CARD / 2  # the other node receives from two
+    assert MeshLinks(NODES, [4] * 6, [(1, 2)]).link(1, 2).bandwidth == CARD
+    assert links.link(3, 4).bandwidth == CARD / 2
+    assert links.link(2, 1).bandwidth == CARD / 2
+    # Cards of their own are not shared.
+    rails = MeshLinks(RAILS, [4] * 6, [(i, i + 1) for i in range(5)] + [(1, 0), (2, 1), (4, 3)])
+    assert rails.link(3, 4).bandwidth == 4 * RAILS.inter_node.bandwidth
+
+
+def test_more_bytes_and_slower_switches_take_longer() -> None:
+    links = MeshLinks(RAILS, [8, 8])
+    assert links.seconds(0, 1, 0) == RAILS.inter_node.latency
+    assert links.seconds(0, 1, 2e9) > links.seconds(0, 1, 1e9)
+    slow = dataclasses.replace(RAILS, nodes_per_switch=1, oversubscription=2.0)
+    assert MeshLinks(slow, [8, 8]).link(0, 1).bandwidth == links.link(0, 1).bandwidth / 2
+
+
+def test_neighbours_are_mostly_in_the_same_node() -> None:
+    quarter, half, whole = (seconds_to_next(NODES, size, 1e9) for size in (2, 4, 8))
+    assert quarter < half < whole
+    assert whole == pytest.approx(1e9 / CARD, rel=1e-3)
+    # All of the devices have no neighbour.
+    assert seconds_to_next(NODES, 32, 1e9) == 0
