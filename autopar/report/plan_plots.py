@@ -95,7 +95,7 @@ def _draw_step(figure: Figure, timeline: Timeline | str, top: float) -> None:
     if isinstance(timeline, str):
         axes = place(figure, _EDGE, top, WIDTH - 2 * _EDGE, 0.1)
         axes.axis("off")
-        axes.text(0, 0, f"No simulated step: {timeline}", fontsize=10, color=QUIET)
+        axes.text(0, 0, f"A step, simulated: {timeline}", fontsize=10, color=QUIET)
         return
     across, height = WIDTH - LEFT - RIGHT, gantt.rows_height(timeline)
     title = f"A step as it is simulated: {gantt.step_caption(timeline)}"

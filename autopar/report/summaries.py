@@ -289,6 +289,9 @@ def input_categories(plan: PlanRecord) -> dict[str, str]:
 _MAX_PARTS = 5
 """Of the state; where it has more, they are layers and not kinds of state."""
 
+_DRAWN_TASKS = 1024
+"""Stages times microbatches; the passes of more are thinner than a line."""
+
 
 def format_stages(stages: Iterable[int]) -> str:
     """Numbers of stages as people write them.
@@ -371,8 +374,12 @@ def task_seconds(pipeline: PipelinePlan) -> dict[str, dict[int, float]]:
 
 
 def simulated(plan: PlanRecord) -> Timeline | str:
-    """The timeline of a pipelined plan's step, or why the plan does not give it."""
+    """The timeline of a pipelined plan's step; text if there is none or it is too long to draw."""
+    tasks = len(plan.stages) * plan.num_microbatches
     try:
-        return what_if(plan).timeline
+        simulation = what_if(plan)
+        if tasks > _DRAWN_TASKS:
+            return f"{str(simulation).splitlines()[0]} ({tasks:,} passes are too many to draw)"
+        return simulation.timeline
     except AutoparError as error:
         return str(error).splitlines()[0]

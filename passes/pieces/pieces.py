@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.passes.pipeline.instructions import (
@@ -17,6 +18,8 @@ from autopar.passes.pipeline.instructions import (
     Value,
     ValueTransfer,
 )
+from autopar.passes.pipeline.parts import PipelineParts
+from autopar.passes.schedules.schedule import Schedule
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import Block, Instruction, ShardedValue, SpmdProgram
 from autopar.passes.slicing.stage_graphs import Rows
@@ -95,9 +98,15 @@ class Runnable:
     """
 
     pieces: Pieces
-    program: PipelineProgram
+    parts: PipelineParts
+    schedule: Schedule
     leaves: Rows
     results: Rows
+
+    @cached_property
+    def program(self) -> PipelineProgram:
+        """The instructions of every mesh, written when somebody wants to load or run them."""
+        return self.parts.program(self.schedule)
 
 
 @dataclass

@@ -9,6 +9,8 @@ In the order in which they are met:
 - `verify`: the checker of programs (`autopar.passes.pipeline.verify.verify`);
 - `buffer_memory`: live bytes at every instruction;
 - `simulate`: the virtual clock (`autopar.passes.pipeline.simulate.simulate`);
+- `parts`: what a program is made of but the order, and values that are used alike as one;
+- `forecast`: what a step takes and holds, for many microbatches without their instructions;
 - `what_if`: another schedule, other links or more devices for a plan that was saved;
 - `timeline`: when everything happened, simulated or measured, and its pictures.
 """

@@ -26,7 +26,7 @@ def live_bytes(
     """For every mesh and every instruction, the bytes per device that are alive.
 
     While a piece runs, all that it reads and writes is alive, except that what it writes takes the
-    memory of what it donates as far as that goes.
+    memory of what it donates as far as that goes. A sum begins as the first part: one array.
 
     Args:
       program: the instructions.
@@ -40,8 +40,12 @@ def live_bytes(
         for instruction in instructions:
             before = total
             written = _sizes(program, instruction.writes)
-            if isinstance(instruction, Accumulate) and instruction.target in alive:
-                written = {}  # it adds in place
+            if isinstance(instruction, Accumulate):
+                # It adds in place, or its target is the part itself.
+                written = {}
+                if instruction.target not in alive:
+                    alive[instruction.target] = alive[instruction.addend]
+                    alive[instruction.addend] = 0
             total -= sum(alive.pop(buffer, 0) for buffer in instruction.gone)
             total += sum(written.values())
             inside = temporary.get(instruction.piece, 0) if isinstance(instruction, Run) else 0

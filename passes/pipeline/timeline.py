@@ -24,6 +24,47 @@ from autopar.passes.pipeline.instructions import (
 _MICROSECONDS = 1e6
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """A step in seconds and bytes, without the times of its instructions.
+
+    Args:
+      name: the schedule's.
+      step_seconds: from the first start to the last end on any mesh.
+      busy: for every mesh, the seconds in which it executes something.
+      span: for every mesh, the seconds from the start of its first run or transfer to its last end.
+      peak_bytes: for every mesh, the most bytes per device that are alive at once.
+      devices_per_mesh: weights of the meshes in `bubble_fraction`.
+    """
+
+    name: str
+    step_seconds: float
+    busy: tuple[float, ...]
+    span: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    devices_per_mesh: tuple[int, ...]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in the step in which they execute nothing."""
+        devices, busy = self.devices_per_mesh, self.busy
+        total = sum(devices) * self.step_seconds
+        if total == 0:
+            return 0.0
+        return 1 - sum(n * seconds for n, seconds in zip(devices, busy, strict=True)) / total
+
+    def __str__(self) -> str:
+        step = format_seconds(self.step_seconds)
+        title = f"{self.name}: {step} a step, {self.bubble_fraction:.1%} bubble"
+        rows = [("mesh", "busy", "span", "idle", "peak memory")]
+        for mesh, (busy, span) in enumerate(zip(self.busy, self.span, strict=True)):
+            idle = 1 - busy / self.step_seconds if self.step_seconds else 0.0
+            peak = format_bytes(self.peak_bytes[mesh])
+            times = format_seconds(busy), format_seconds(span)
+            rows.append((str(mesh), *times, f"{idle:.1%}", peak))
+        return "\n".join([title, *_aligned(rows)])
+
+
 @dataclass(frozen=True, order=True)
 class Event:
     """One instruction of one mesh from `start` to `end`, in seconds, without the wait before it."""
@@ -85,13 +126,16 @@ class Timeline:
         return tuple(max(mesh, default=0.0) - min(mesh, default=0.0) for mesh in times)
 
     @property
+    def forecast(self) -> Forecast:
+        """The whole step of it, without the events."""
+        devices = self.devices_per_mesh or (1,) * len(self.busy)
+        name, step = self.program.schedule.name, self.step_seconds
+        return Forecast(name, step, self.busy, self.span, self.peak_bytes, devices)
+
+    @property
     def bubble_fraction(self) -> float:
         """The share of all devices' time in the step in which they execute nothing."""
-        devices = self.devices_per_mesh or (1,) * len(self.busy)
-        total = sum(devices) * self.step_seconds
-        if total == 0:
-            return 0.0
-        return 1 - sum(n * seconds for n, seconds in zip(devices, self.busy, strict=True)) / total
+        return self.forecast.bubble_fraction
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -156,15 +200,7 @@ class Timeline:
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def __str__(self) -> str:
-        name, step = self.program.schedule.name, format_seconds(self.step_seconds)
-        title = f"{name}: {step} a step, {self.bubble_fraction:.1%} bubble"
-        rows = [("mesh", "busy", "span", "idle", "peak memory")]
-        for mesh, (busy, span) in enumerate(zip(self.busy, self.span, strict=True)):
-            idle = 1 - busy / self.step_seconds if self.step_seconds else 0.0
-            peak = format_bytes(self.peak_bytes[mesh])
-            times = format_seconds(busy), format_seconds(span)
-            rows.append((str(mesh), *times, f"{idle:.1%}", peak))
-        return "\n".join([title, *_aligned(rows)])
+        return str(self.forecast)
 
 
 def difference(expected: Timeline, measured: Timeline) -> str:

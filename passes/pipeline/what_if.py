@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, cast
 
 from autopar.base.cluster import Cluster, Link
@@ -16,10 +17,10 @@ from autopar.base.costs import alpha_beta
 from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
-from autopar.passes.pipeline.emit import emit
+from autopar.passes.pipeline.forecast import StepCosts, forecast
 from autopar.passes.pipeline.instructions import Piece, PieceKind, Value, ValueTransfer
-from autopar.passes.pipeline.simulate import simulate
-from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.pipeline.parts import PipelineParts
+from autopar.passes.pipeline.timeline import Forecast, Timeline
 from autopar.passes.pipeline.transfer_times import transfer_times
 from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.schedules.make import make_schedule
@@ -31,32 +32,44 @@ from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 class Simulation:
     """A simulated step; its timeline says when every instruction would run."""
 
-    timeline: Timeline
+    parts: PipelineParts
+    schedule: Schedule
+    costs: StepCosts
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        """The whole step, which takes hardly longer for more microbatches."""
+        return forecast(self.parts, self.schedule, self.costs)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All instructions, which are written for it."""
+        return self.costs.timeline(self.parts, self.schedule)
 
     @property
     def step_seconds(self) -> float:
         """From the first start to the last end."""
-        return self.timeline.step_seconds
+        return self.forecast.step_seconds
 
     @property
     def bubble_fraction(self) -> float:
         """The share of all devices' time in which they execute nothing."""
-        return self.timeline.bubble_fraction
+        return self.forecast.bubble_fraction
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         """For every mesh, the most bytes per device that are alive at once."""
-        return self.timeline.peak_bytes
+        return self.forecast.peak_bytes
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The timeline for chrome://tracing or Perfetto, ready for `json.dump`."""
         return self.timeline.to_chrome_trace()
 
     def __str__(self) -> str:
-        return str(self.timeline)
+        return str(self.forecast)
 
     def __repr__(self) -> str:
-        return f"<Simulation {str(self.timeline).splitlines()[0]}>"
+        return f"<Simulation {str(self.forecast).splitlines()[0]}>"
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ def what_if(
         what = f"{count} microbatches on {scales.copies} times the devices"
         _divided(model, count * scales.copies, what)
     order = _order(pipeline, schedule, count) if plan.is_pipeline else ONE_STAGE
-    return Simulation(_simulated(plan, pipeline, model, order, scales))
+    return _simulation(plan, pipeline, model, order, scales)
 
 
 def _divided(model: StepModel, parts: int, what: str) -> None:
@@ -205,26 +218,24 @@ def _inside(cluster: Cluster, size: int) -> Link:
     return cluster.intra_node if size <= cluster.devices_per_node else cluster.inter_node
 
 
-def _simulated(
+def _simulation(
     plan: PlanRecord, pipeline: PipelinePlan, model: StepModel, schedule: Schedule, scales: _Scales
-) -> Timeline:
+) -> Simulation:
     def scaled(size: int, of_rows: bool) -> int:
         return math.ceil(size * scales.rows) if of_rows else size
 
-    values = [
+    values = tuple(
         Value(i, v.stage, scaled(v.bytes_per_device, v.per_microbatch), v.per_microbatch, v.label)
         for i, v in enumerate(model.values)
-    ]
-    pieces = [
+    )
+    pieces = tuple(
         Piece(p.name, p.stage, cast("PieceKind", p.when), p.reads, p.writes, p.donates)
         for p in model.pieces
-    ]
-    transfers = [ValueTransfer(source, target) for source, target in model.transfers]
-    program = emit(
-        schedule,
+    )
+    parts = PipelineParts(
         values,
         pieces,
-        transfers,
+        tuple(ValueTransfer(source, target) for source, target in model.transfers),
         inputs=model.inputs,
         outputs=model.outputs,
         donated=model.donated,
@@ -236,19 +247,15 @@ def _simulated(
         for piece in model.pieces
     }
 
-    devices = [0] * pipeline.num_meshes
+    sizes = [0] * pipeline.num_meshes
     for stage in plan.stages:
-        devices[stage.mesh] = stage.num_devices * scales.copies
-    return simulate(
-        program,
-        lambda run: seconds[run.piece],
-        transfer_times(program, transfers, devices, scales.cluster),
-        devices_per_mesh=devices,
-        temporary_bytes={
-            p.name: scaled(p.temporary_bytes, p.when in LOOP_KINDS or not plan.is_pipeline)
-            for p in model.pieces
-        },
-    )
+        sizes[stage.mesh] = stage.num_devices * scales.copies
+    inside = {
+        p.name: scaled(p.temporary_bytes, p.when in LOOP_KINDS or not plan.is_pipeline)
+        for p in model.pieces
+    }
+    times = partial(transfer_times, sizes=sizes, cluster=scales.cluster)
+    return Simulation(parts, schedule, StepCosts(seconds, times, tuple(sizes), inside))
 
 
 def _piece_seconds(piece: ModelPiece, scales: _Scales) -> float:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from jax.extend.core import Literal, Var
@@ -20,10 +20,9 @@ from autopar.passes.graph.graph import Input
 from autopar.passes.pieces.cutting import cut, uncut
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces, Runnable
-from autopar.passes.pipeline.emit import emit
-from autopar.passes.pipeline.instructions import PipelineProgram
-from autopar.passes.pipeline.simulate import simulate
-from autopar.passes.pipeline.timeline import Timeline
+from autopar.passes.pipeline.forecast import StepCosts, forecast
+from autopar.passes.pipeline.parts import PipelineParts
+from autopar.passes.pipeline.timeline import Forecast
 from autopar.passes.pipeline.transfer_times import transfer_times
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.stage_shardings import (
@@ -59,15 +58,11 @@ class PlannedStep:
     stages: Stages
     planned: tuple[PlannedStage, ...]
     pieces: Pieces
-    program: PipelineProgram
-    timeline: Timeline
+    parts: PipelineParts
+    schedule: Schedule
+    forecast: Forecast
     limit: int
     remat: tuple[bool, ...]
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the tasks."""
-        return self.program.schedule
 
     @property
     def is_pipeline(self) -> bool:
@@ -77,12 +72,12 @@ class PlannedStep:
     @property
     def step_seconds(self) -> float:
         """Of the simulated step."""
-        return self.timeline.step_seconds
+        return self.forecast.step_seconds
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """Bytes per device at each mesh's worst moment of the simulated step."""
-        return self.timeline.peak_bytes if self.is_pipeline else (self.planned[0].peak.bytes,)
+        return self.forecast.peak_bytes if self.is_pipeline else (self.planned[0].peak.bytes,)
 
     @property
     def fits(self) -> bool:
@@ -92,7 +87,8 @@ class PlannedStep:
     @property
     def runnable(self) -> Runnable:
         """What the meshes run."""
-        return Runnable(self.pieces, self.program, self.stages.leaves, self.stages.results)
+        stages = self.stages
+        return Runnable(self.pieces, self.parts, self.schedule, stages.leaves, stages.results)
 
 
 def plan_layout(
@@ -122,9 +118,8 @@ def plan_layout(
         made.append(first)
         for name in splitting[1:]:
             other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
-            program = order(other, first.pieces, first.split)
-            timeline = _simulated(first.pieces, program, first.planned, cluster)
-            made.append(dataclasses.replace(first, program=program, timeline=timeline))
+            expected = _expected(first.pieces, first.parts, other, first.planned, cluster)
+            made.append(dataclasses.replace(first, schedule=other, forecast=expected))
     if options.remat == "auto" and not any(candidate.fits for candidate in made):
         report("computing forward passes again where a stage does not fit")
         made += [_rematerialized(candidate, cluster) for candidate in made]
@@ -237,9 +232,9 @@ def assemble(
 ) -> PlannedStep:
     """Cut the planned stages into pieces, order these, and simulate a step."""
     pieces = take_apart(stages, [p.program for p in planned], remat)
-    program = order(schedule, pieces, split)
-    timeline = _simulated(pieces, program, planned, cluster)
-    return PlannedStep(split, stages, planned, pieces, program, timeline, limit, remat)
+    parts = parts_of(pieces, split)
+    expected = _expected(pieces, parts, schedule, planned, cluster)
+    return PlannedStep(split, stages, planned, pieces, parts, schedule, expected, limit, remat)
 
 
 def take_apart(stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool]) -> Pieces:
@@ -249,8 +244,8 @@ def take_apart(stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[
     return cut(stages, programs, remat)
 
 
-def order(schedule: Schedule, pieces: Pieces, split: SplitStep) -> PipelineProgram:
-    """The instructions that run pieces in the order of a schedule."""
+def parts_of(pieces: Pieces, split: SplitStep) -> PipelineParts:
+    """What instructions in the order of any schedule are made of."""
     outputs = set(pieces.outputs)
     donated = [
         number
@@ -259,14 +254,13 @@ def order(schedule: Schedule, pieces: Pieces, split: SplitStep) -> PipelineProgr
         for number in group
         if number not in outputs  # an input that is an output as it is stays
     ]
-    return emit(
-        schedule,
-        pieces.values,
-        [piece.plain() for piece in pieces.pieces],
-        pieces.transfers,
-        inputs=[number for group in pieces.inputs for number in group],
-        outputs=pieces.outputs,
-        donated=donated,
+    return PipelineParts(
+        tuple(pieces.values),
+        tuple(piece.plain() for piece in pieces.pieces),
+        tuple(pieces.transfers),
+        inputs=tuple(number for group in pieces.inputs for number in group),
+        outputs=tuple(pieces.outputs),
+        donated=tuple(donated),
     )
 
 
@@ -281,20 +275,20 @@ def _rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
         candidate = assemble(c.split, c.stages, c.planned, c.schedule, cluster, c.limit, remat)
 
 
-def _simulated(
-    pieces: Pieces, program: PipelineProgram, planned: Sequence[PlannedStage], cluster: Cluster
-) -> Timeline:
-    """The timeline that the cost model expects."""
+def _expected(
+    pieces: Pieces,
+    parts: PipelineParts,
+    schedule: Schedule,
+    planned: Sequence[PlannedStage],
+    cluster: Cluster,
+) -> Forecast:
+    """What the cost model expects of a step."""
     costs = [p.costs(cluster) for p in planned]
     seconds = {p.name: planned[p.stage].seconds(p, costs[p.stage]) for p in pieces.pieces}
 
-    sizes = [0] * program.schedule.num_meshes
-    for stage, mesh in enumerate(program.schedule.mesh_of_stage):
+    sizes = [0] * schedule.num_meshes
+    for stage, mesh in enumerate(schedule.mesh_of_stage):
         sizes[mesh] = math.prod(pieces.programs[stage].mesh)
-    return simulate(
-        program,
-        lambda run: seconds[run.piece],
-        transfer_times(program, pieces.transfers, sizes, cluster),
-        devices_per_mesh=sizes,
-        temporary_bytes=inner_bytes(pieces, [p.peak.bytes for p in planned]),
-    )
+    inside = inner_bytes(pieces, [p.peak.bytes for p in planned])
+    times = partial(transfer_times, sizes=sizes, cluster=cluster)
+    return forecast(parts, schedule, StepCosts(seconds, times, tuple(sizes), inside))

@@ -16,7 +16,7 @@ from autopar.passes.planner.candidates import (
     Report,
     assemble,
     label_batch,
-    order,
+    parts_of,
     sliced,
     stage_options,
     take_apart,
@@ -54,7 +54,8 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
         assignment = assignment_of(written, built)
         programs.append(lower(one.step, built, assignment, pricing, axis_names(mesh), dims))
     pieces = take_apart(stages, programs, _remat(plan))
-    return Runnable(pieces, order(schedule, pieces, split), stages.leaves, stages.results)
+    parts = parts_of(pieces, split)
+    return Runnable(pieces, parts, schedule, stages.leaves, stages.results)
 
 
 def plan_like(

@@ -10,7 +10,7 @@ from autopar.base.step_model import ModelPiece, ModelValue, StepModel
 from autopar.passes.graph.graph import batch_sizes
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces
-from autopar.passes.pipeline.instructions import PipelineProgram
+from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import COLLECTIVES
@@ -31,7 +31,7 @@ class _Moving(NamedTuple):
 def step_model(
     split: SplitStep,
     pieces: Pieces,
-    program: PipelineProgram,
+    parts: PipelineParts,
     planned: Sequence[PlannedStage],
     cluster: Cluster,
 ) -> StepModel:
@@ -40,7 +40,7 @@ def step_model(
     Args:
       split: the microbatched program.
       pieces: its stages taken apart.
-      program: the pieces in order.
+      parts: what they read and write.
       planned: the intra-operator plan of each stage.
       cluster: all devices.
     """
@@ -75,9 +75,9 @@ def step_model(
         ),
         pieces=tuple(found),
         transfers=tuple((transfer.source, transfer.target) for transfer in pieces.transfers),
-        inputs=program.inputs,
-        outputs=program.outputs,
-        donated=program.donated,
+        inputs=parts.inputs,
+        outputs=parts.outputs,
+        donated=parts.donated,
         batch_rows=tuple(sorted(batch_sizes(split.graph))),
     )
 

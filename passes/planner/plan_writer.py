@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -30,7 +28,7 @@ from autopar.base.version import __version__
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces
-from autopar.passes.pipeline.instructions import Run
+from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.planner.candidates import (
     PlannedStep,
 )
@@ -121,12 +119,11 @@ def _busiest(chosen: PlannedStep, pipeline: PipelinePlan) -> tuple[float, float]
 
     Both are parts of the simulated step, whose rest that mesh waits.
     """
-    busy, homes = chosen.timeline.busy, chosen.schedule.mesh_of_stage
+    busy, homes = chosen.forecast.busy, chosen.schedule.mesh_of_stage
     mesh = busy.index(max(busy))
-    runs = Counter(x.piece for x in chosen.program.meshes[mesh] if isinstance(x, Run))
     pieces = pipeline.model.pieces if pipeline.model else ()
     here = (piece for piece in pieces if homes[piece.stage] == mesh)
-    compute = sum(runs[piece.name] * piece.compute_seconds for piece in here)
+    compute = sum(_times(chosen, piece.when) * piece.compute_seconds for piece in here)
     return min(compute, busy[mesh]), max(busy[mesh] - compute, 0.0)
 
 
@@ -157,7 +154,7 @@ def _pipeline(chosen: PlannedStep, cluster: Cluster) -> PipelinePlan:
         num_chunks=schedule.num_stages // schedule.num_meshes,
         boundaries=chosen.stages.boundaries,
         splits_backward=schedule.splits_backward,
-        bubble_fraction=chosen.timeline.bubble_fraction,
+        bubble_fraction=chosen.forecast.bubble_fraction,
         transfers=tuple(
             StageTransfer(
                 source=link.source,
@@ -170,7 +167,7 @@ def _pipeline(chosen: PlannedStep, cluster: Cluster) -> PipelinePlan:
             )
             for link in chosen.stages.links
         ),
-        model=step_model(chosen.split, chosen.pieces, chosen.program, chosen.planned, cluster),
+        model=step_model(chosen.split, chosen.pieces, chosen.parts, chosen.planned, cluster),
     )
 
 
@@ -254,10 +251,8 @@ def choice_text(layouts: Sequence[Layout], s: int, names: Sequence[str]) -> str:
 def _collectives(chosen: PlannedStep, stage: int, cluster: Cluster) -> tuple[Collective, ...]:
     """What the pieces of a stage run in a step, with the seconds that it is expected to take."""
     program = chosen.pieces.programs[stage]
-    instructions = itertools.chain(*chosen.program.meshes)
-    count = Counter(x.piece for x in instructions if isinstance(x, Run))
     runs = [
-        (piece.block, count[piece.name], piece.kind if chosen.is_pipeline else "")
+        (piece.block, _times(chosen, piece.kind), piece.kind if chosen.is_pipeline else "")
         for piece in chosen.pieces.pieces
         if piece.stage == stage
     ]
@@ -268,6 +263,11 @@ def _collectives(chosen: PlannedStep, stage: int, cluster: Cluster) -> tuple[Col
 
     listed = collectives_of(program, runs)
     return tuple(dataclasses.replace(item, seconds=seconds(item)) for item in listed)
+
+
+def _times(chosen: PlannedStep, kind: str) -> int:
+    """How often a step runs a piece of some kind."""
+    return chosen.schedule.num_microbatches if kind in LOOP_KINDS else 1
 
 
 def total_flops(jaxpr: Jaxpr, rules: Rules, times: int = 1) -> int:

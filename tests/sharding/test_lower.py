@@ -19,7 +19,7 @@ from autopar.passes.graph.graph import Graph, check
 from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.pieces.cutting import uncut
 from autopar.passes.pieces.pieces import Runnable
-from autopar.passes.planner.candidates import order
+from autopar.passes.planner.candidates import parts_of
 from autopar.passes.planner.stage_shardings import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.schedule import ONE_STAGE
@@ -101,8 +101,8 @@ def test_random_assignments_compute_the_step(name: str, count: int, seed: int) -
     assignment = [int(random.integers(node.num_strategies)) for node in built.nodes]
     stages = one_stage(split_step.step, split_step.rules)
     pieces = uncut(stages.graphs[0], passes.lower(built, assignment))
-    listed = order(ONE_STAGE, pieces, split_step)
-    local = LocalProgram(Runnable(pieces, listed, stages.leaves, stages.results))
+    parts = parts_of(pieces, split_step)
+    local = LocalProgram(Runnable(pieces, parts, ONE_STAGE, stages.leaves, stages.results))
     (piece,) = pieces.pieces
     made = local.function_of(piece)
     step, shapes = STEPS[name]
