@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from autopar.base.errors import PlanMismatchError
 from autopar.base.records import Record, differences, dump_json
+from autopar.base.runner_up import RunnerUp
 from autopar.base.step_model import StepModel
 from autopar.base.units import format_mesh, without_rows
 from autopar.base.user_code import shortens
@@ -62,8 +63,8 @@ class NodeStrategy(Record):
     """The strategy chosen for one node of the intra-operator problem.
 
     The name of the `node` is unique within the stage; `source` is `file.py:12` of the user's line
-    that made it (the file's base name), or ""; the pass can rebuild the strategy from the name
-    `choice`; `flops` are those of a whole step, over all devices.
+    that made it, or that first reads it (the file's base name), or ""; the pass can rebuild the
+    strategy from the name `choice`; `flops` are those of a whole step, over all devices.
     """
 
     node: str
@@ -106,7 +107,9 @@ class StagePlan(Record):
     is their product), and `mesh` is the number of that mesh. There is a strategy for each node, in
     the order of the nodes; `collectives` are those of a step; `layers` are the stage's first and
     the one after its last; the peak is at the worst moment of the step; `remat` is "full" if the
-    backward pass computes the stage's forward pass again, else "none".
+    backward pass computes the stage's forward pass again, else "none". What nodes could have chosen
+    instead are its `runners_up`; where memory binds, a GiB more on each device would save
+    `seconds_per_gib` of its work in a step, at the margin.
     """
 
     logical_mesh: tuple[int, ...]
@@ -118,6 +121,8 @@ class StagePlan(Record):
     layers: tuple[int, int] = (0, 0)
     peak_bytes_per_device: int = 0
     remat: str = "none"
+    runners_up: tuple[RunnerUp, ...] = ()
+    seconds_per_gib: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

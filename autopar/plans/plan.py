@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import differences, dump_json
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.what_if import Simulation, what_if
+
+if TYPE_CHECKING:
+    from autopar.report.explanation import Explanation
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -69,12 +72,34 @@ class Plan(PlanRecord):
             compute_scale=compute_scale,
         )
 
+    def explain(self, name: str) -> Explanation:
+        """Why a leaf, a layer or a line of the step is laid out as it is.
+
+        Nothing is planned again, and a loaded plan answers as the one that was saved.
+
+        Args:
+          name: a leaf's path or a part of it (`"Dense_0/kernel"`, also as tables fold it:
+            `"block_{0..3}/w"`), a layer's name (`"block_3"`), an operation (`"dot_general"`), or a
+            line (`"train.py:12"`).
+
+        Returns:
+          An `Explanation` that prints; its `decisions` have the chosen sharding, the runner-up and
+          what it would add to a step, what forced the choice, and the user's line.
+
+        Raises:
+          OptionError: the plan has nothing of that name; says which names are near.
+        """
+        from autopar.report.reasons import explain
+
+        return explain(self, name)
+
     @property
     def decisions_hash(self) -> str:
         """Content hash of what the devices run: not of estimates, or what the cluster is like."""
         fields = ("program_hash", "num_microbatches", "stages", "inputs", "outputs", "pipeline")
         plain = {name: value for name, value in self.to_dict().items() if name in fields}
         for stage in plain["stages"]:
+            del stage["runners_up"], stage["seconds_per_gib"]
             for item in stage["collectives"]:
                 del item["seconds"]
         del plain["pipeline"]["model"], plain["pipeline"]["bubble_fraction"]

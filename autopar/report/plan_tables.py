@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -19,13 +14,13 @@ from autopar.base.plan_records import PlanRecord, TensorPlan
 from autopar.base.units import format_bytes, format_flops, format_seconds
 from autopar.report import summaries
 from autopar.report.path_folding import relative_path
+from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
 from autopar.report.task_spans import TASKS
 from autopar.report.timeline_rows import TimelineRows
 
 # One colour for each mesh axis, in every table.
 _AXIS_STYLES = ("bold cyan", "bold magenta", "bold yellow")
 _BAR_WIDTH = 20
-_TEXT_WIDTH = 120
 _MAX_NAMES = 3
 
 
@@ -39,15 +34,7 @@ def plan_text(plan: PlanRecord) -> str:
 
     In characters that standard output can show, where that is not UTF-8.
     """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    text = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace")
-    plain = Console(
-        width=_TEXT_WIDTH, file=text, color_system=None, force_terminal=False, force_jupyter=False
-    )
-    plain.print(plan_tables(plan))
-    text.seek(0)
-    shown = text.read()
-    return "\n".join(line.rstrip() for line in shown.rstrip().splitlines())
+    return as_text(plan_tables(plan))
 
 
 def plan_tables(plan: PlanRecord) -> RenderableType:
@@ -88,26 +75,26 @@ class _Tables:
         plan, grid = self.plan, Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column()
-        _add(grid, "method", Text(plan.method, style="bold"))
+        add_row(grid, "method", Text(plan.method, style="bold"))
         shapes = dict.fromkeys((stage.axis_names, stage.logical_mesh) for stage in plan.stages)
         meshes = [self.mesh(*shape) for shape in shapes]
         meshes[-1].append(f"  {summaries.describe_cluster(plan.cluster)}")
         for i, mesh in enumerate(meshes):
-            _add(grid, "mesh" if i == 0 else "", mesh)
+            add_row(grid, "mesh" if i == 0 else "", mesh)
         if plan.is_pipeline:
-            _add(grid, "pipeline", summaries.describe_pipeline(plan.pipeline, len(plan.stages)))
+            add_row(grid, "pipeline", summaries.describe_pipeline(plan.pipeline, len(plan.stages)))
         reason = (f"  {plan.reason_for_microbatches}", "dim")
-        _add(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
+        add_row(grid, "microbatches", Text.assemble((str(plan.num_microbatches), "bold"), reason))
         if plan.later_loops:
             does = {"keep": "keep", "recompute": "compute again"}[plan.later_loops]
-            _add(grid, "loops", f"several; later ones {does} what they need of earlier ones")
+            add_row(grid, "loops", f"several; later ones {does} what they need of earlier ones")
         if plan.padding:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
-            _add(grid, "padded", Text(text))
-        _add(grid, "step", self.step())
-        _add(grid, "memory", self.memory())
+            add_row(grid, "padded", Text(text))
+        add_row(grid, "step", self.step())
+        add_row(grid, "memory", self.memory())
         if plan.solver is not None:
-            _add(grid, "solver", summaries.describe_solver(plan.solver))
+            add_row(grid, "solver", summaries.describe_solver(plan.solver))
         return Panel.fit(grid, title="autopar plan", title_align="left", border_style="blue")
 
     def mesh(self, names: Sequence[str], sizes: Sequence[int]) -> Text:
@@ -150,7 +137,9 @@ class _Tables:
         kinds = [kind for kind in TASKS if kind in seconds and kind in "FBW"]
         headings = [TASKS[kind].short_name for kind in kinds]
         right = ("stage", *headings, "peak")
-        table = _table("Stages", "stage", "layers", "state", "mesh", *headings, "peak", right=right)
+        table = new_table(
+            "Stages", "stage", "layers", "state", "mesh", *headings, "peak", right=right
+        )
         table.collapse_padding = True
         for column in table.columns:
             column.no_wrap = column.header != "state"
@@ -160,7 +149,7 @@ class _Tables:
             if more := len(contents[number]) - len(names):
                 names.append(f"{more} more")
             mesh = self.mesh(stage.axis_names, stage.logical_mesh)
-            _add(
+            add_row(
                 table,
                 str(number),
                 summaries.format_layers(stage.layers),
@@ -170,7 +159,7 @@ class _Tables:
                 format_bytes(stage.peak_bytes_per_device),
             )
         tasks = f"{', '.join(headings)}: of one microbatch; " if kinds else ""
-        return _captioned(table, f"{tasks}peak: of a device's memory")
+        return captioned(table, f"{tasks}peak: of a device's memory")
 
     def transfers(self) -> RenderableType:
         """A row for each kind of value that crosses between stages."""
@@ -178,12 +167,12 @@ class _Tables:
         if not groups:
             return Text("\nNothing is sent between stages.", "bold")
         columns, right = ("from and to", "what", "value"), ("a step", "bytes")
-        table = _table("Sent between stages", *columns, *right, right=right)
+        table = new_table("Sent between stages", *columns, *right, right=right)
         for i, group in enumerate(groups):
             if i and groups[i - 1].per_microbatch != group.per_microbatch:
                 table.add_section()
             size = format_bytes(group.bytes)
-            _add(table, group.routes, group.what, group.value, f"{group.count} x", size)
+            add_row(table, group.routes, group.what, group.value, f"{group.count} x", size)
         return table
 
     def tensors(self, title: str, tensors: Sequence[TensorPlan]) -> Table:
@@ -191,18 +180,18 @@ class _Tables:
         categories = summaries.input_categories(self.plan)
         columns, right = ("path", "type", "shape, cut along"), ("tensors", "all", "per device")
         stage = ("stage",) if self.staged else ()
-        table = _table(title, *columns, *right, *stage, right=right)
+        table = new_table(title, *columns, *right, *stage, right=right)
         members: dict[str, list[TensorPlan]] = {}
         for tensor in tensors:
             members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
         for category, kind in members.items():
             donated = " (donated)" if all(tensor.donated for tensor in kind) else ""
             table.add_section()
-            _add(table, category + donated, "", "", *self.totals(kind), style="bold")
+            add_row(table, category + donated, "", "", *self.totals(kind), style="bold")
             for group in summaries.fold_tensors(kind, self.meshes):
-                _add(
+                add_row(
                     table,
-                    _Path(relative_path(group.path, category)),
+                    PathText(relative_path(group.path, category)),
                     _short_dtype(group.tensor.dtype),
                     _shape(group.tensor, self.styles),
                     str(group.count),
@@ -212,10 +201,10 @@ class _Tables:
                 )
         if len(members) > 1:
             table.add_section()
-            _add(table, "together", "", "", *self.totals(tensors), style="bold")
+            add_row(table, "together", "", "", *self.totals(tensors), style="bold")
         if any(tensor.donated for tensor in tensors):
             note = "donated: the step reuses the buffer, the caller's array is gone"
-            return _captioned(table, note)
+            return captioned(table, note)
         return table
 
     def totals(self, tensors: Sequence[TensorPlan]) -> tuple[str, str, str]:
@@ -232,9 +221,9 @@ class _Tables:
         typed = any(group.dtype for group in groups)
         left = ("purpose", "collective", "along", *(("dtype",) if typed else ()))
         columns = (*left, *right, *(("stage",) if self.staged else ()))
-        table = _table(f"{title} in a step", *columns, right=right)
+        table = new_table(f"{title} in a step", *columns, right=right)
         for group in groups:
-            _add(
+            add_row(
                 table,
                 group.purpose,
                 group.kind,
@@ -247,22 +236,22 @@ class _Tables:
             )
         if self.plan.options.get("reduce_dtype") == "bfloat16":
             note = "gradients are rounded to bfloat16 before they are added, as asked: not exact"
-            return _captioned(table, note)
+            return captioned(table, note)
         return table
 
     def certificate(self) -> Table:
         title = "How outputs come out of the microbatches"
-        table = _table(title, "how", "outputs", "which", right=("outputs",))
+        table = new_table(title, "how", "outputs", "which", right=("outputs",))
         for how, count, names in summaries.group_certificate(self.plan):
-            _add(table, how, str(count), "\n".join(names))
+            add_row(table, how, str(count), "\n".join(names))
         return table
 
     def candidates(self) -> Table:
         right = ("microbatches", "step", "peak memory")
-        table = _table("Considered", "", "method", "mesh", *right, "note", right=right)
+        table = new_table("Considered", "", "method", "mesh", *right, "note", right=right)
         for item in self.plan.candidates:
             step, peak = item.step_seconds, item.peak_bytes_per_device
-            _add(
+            add_row(
                 table,
                 "▶" if item.chosen else "",
                 item.method,
@@ -276,27 +265,6 @@ class _Tables:
         return table
 
 
-def _table(title: str, *columns: str, right: Sequence[str]) -> Table:
-    """An empty table as all of a plan's tables look; `right` names columns of numbers."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1)
-    )
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def _add(table: Table, *cells: RenderableType, style: str = "") -> None:
-    """Adds a row whose texts are shown as they are: brackets in them are no markup."""
-    shown = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-    table.add_row(*shown, style=style)
-
-
-def _captioned(table: Table, caption: str) -> Table:
-    table.caption, table.caption_justify = f"{caption}\n", "left"
-    return table
-
-
 def _bar(*parts: tuple[float, str], total: float) -> Text:
     """Parts of a total side by side, each in its colour and its own line; the rest stays thin."""
     text = Text()
@@ -304,29 +272,6 @@ def _bar(*parts: tuple[float, str], total: float) -> Text:
         share = size / total if total else 0.0
         text.append(line * min(round(share * _BAR_WIDTH), _BAR_WIDTH - len(text)), style)
     return text.append("─" * (_BAR_WIDTH - len(text)), "bright_black")
-
-
-@dataclass(frozen=True)
-class _Path:
-    """A path, indented; a narrow column breaks it after `/` and `,` rather than inside a name."""
-
-    path: str
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        widest = max(len(piece) for piece in self._pieces())
-        return Measurement(min(widest + 4, options.max_width), len(self.path) + 2)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = "  "
-        for piece in self._pieces():
-            if len(line) + len(piece) > options.max_width and line.strip():
-                yield Text(line, overflow="fold")
-                line = "    "
-            line += piece
-        yield Text(line, overflow="fold")
-
-    def _pieces(self) -> list[str]:
-        return re.findall(r"[^/,]*[/,]|[^/,]+$", self.path) or [self.path]
 
 
 def _short_dtype(dtype: str) -> str:

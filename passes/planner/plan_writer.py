@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.extend.core import Jaxpr
@@ -23,8 +23,9 @@ from autopar.base.plan_records import (
     StageTransfer,
     TensorPlan,
 )
-from autopar.base.units import format_bytes
+from autopar.base.units import format_bytes, without_rows
 from autopar.base.version import __version__
+from autopar.passes.graph.first_readers import first_readers
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces
@@ -34,6 +35,7 @@ from autopar.passes.planner.candidates import (
 )
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.plan_model import step_model
+from autopar.passes.planner.runners_up import runners_up, seconds_per_gib
 from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
@@ -129,20 +131,25 @@ def _busiest(chosen: PlannedStep, pipeline: PipelinePlan) -> tuple[float, float]
 
 def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:
     ends = (0, *chosen.stages.boundaries, len(chosen.stages.layers))
-    homes = chosen.schedule.mesh_of_stage
+    homes, graph = chosen.schedule.mesh_of_stage, chosen.split.graph
+    lines = map(short_source, first_readers(graph.jaxpr))
+    sources = dict(zip((label.path for label in graph.inputs), lines, strict=True))
+    found = [runners_up(p, chosen.limit) for p in chosen.planned]
     return tuple(
         StagePlan(
             logical_mesh=p.mesh,
             axis_names=p.program.axis_names,
             num_devices=math.prod(p.mesh),
-            strategies=strategies_of(p),
+            strategies=strategies_of(p, sources),
             collectives=_collectives(chosen, number, submesh(cluster, math.prod(p.mesh))),
             mesh=homes[number],
             layers=(ends[number], ends[number + 1]),
             peak_bytes_per_device=chosen.peak_bytes[homes[number]],
             remat="full" if chosen.remat[number] else "none",
+            runners_up=others,
+            seconds_per_gib=seconds_per_gib(p, others),
         )
-        for number, p in enumerate(chosen.planned)
+        for number, (p, others) in enumerate(zip(chosen.planned, found, strict=True))
     )
 
 
@@ -228,12 +235,16 @@ def _tensor_plan(
     )
 
 
-def strategies_of(planned: PlannedStage) -> tuple[NodeStrategy, ...]:
-    """What was chosen for every node, as a plan stores it."""
+def strategies_of(planned: PlannedStage, sources: Mapping[str, str]) -> tuple[NodeStrategy, ...]:
+    """What was chosen for every node, as a plan stores it; `sources` are lines that read inputs."""
     names, built = planned.program.axis_names, planned.built
     chosen = planned.solution.assignment[: len(built.nodes)]
     return tuple(
-        NodeStrategy(name, short_source(node.source), choice_text(node.layouts, s, names))
+        NodeStrategy(
+            name,
+            short_source(node.source) or sources.get(without_rows(node.label), ""),
+            choice_text(node.layouts, s, names),
+        )
         for name, node, s in zip(node_names(built), built.nodes, chosen, strict=True)
     )
 

@@ -295,6 +295,8 @@ class _Solve:
             if bound > current.largest_cost():
                 raise Contradiction
             self.raise_bound(current, bound)
+            # In the problem's units: by so much the cost falls if the limit rises by one.
+            self.stats["price_of_memory"] = float(dual.prices.sum()) * 2.0**current.shift
             if self.closed or self.budget.exhausted:
                 break
             prices = dict(zip(current.times, dual.prices.tolist(), strict=True))
