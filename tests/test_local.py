@@ -225,3 +225,39 @@ def test_the_page_about_kernels_is_true() -> None:
         exec(compile(block, "kernels.md", "exec"), names)
     q, k, v = jnp.einsum("btm,nmhd->nbthd", batch, normal(3, 8, 4, 2, seed=1))
     np.testing.assert_allclose(names["value"], jnp.mean(kernel(q, k, v) ** 2), rtol=1e-5)
+
+
+@autopar.local("b t d, d e -> b t e", cut="b t")
+def squared(x: Any, w: Any) -> Any:
+    return jnp.square(x @ w)  # `@` drops dimensions of size 1, also of what is saved
+
+
+def product_step(function: Any) -> Any:
+    def step(w: Any, x: Any) -> Any:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(function(x, w)))(w)
+        return w - 0.1 * grad, value
+
+    return step
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 16}, {"stages": 2, "microbatches": 4}])
+def test_slices_of_one_row(options: dict[str, Any]) -> None:
+    def two(x: Any, w: Any) -> Any:
+        return squared(jnp.sin(squared(x, w)), w)
+
+    step, w, x = product_step(two), normal(8, 8, seed=1), normal(16, 4, 8)
+    expected = jax.jit(step)(w, x)
+    found = autopar.compile(step, w, x, donate_argnums=(), **options)(w, x)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_that_cannot_be_cut_as_its_rule_says() -> None:
+    def fixed(x: Any, w: Any) -> Any:
+        return (x.reshape(64, 8) @ w).reshape(16, 4, 8)
+
+    step = product_step(autopar.local(fixed, "b t d, d e -> b t e", cut="b"))
+    with pytest.raises(OptionError, match=r"autopar.local was given for fixed") as caught:
+        autopar.compile(step, normal(8, 8), normal(16, 4, 8), microbatches=4)
+    assert "b of 4 instead of 16, it raises TypeError" in re.sub(r"\s+", " ", str(caught.value))
+    assert "test_local.py" in str(caught.value)

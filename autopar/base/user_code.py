@@ -66,9 +66,17 @@ def calling_place() -> tuple[str, int, str] | None:
 
 def warn(what: str, where: str | None, why: str, hint: str) -> None:
     """Warn in the form of an error, at the line of the user's that runs now."""
-    file, line, _ = calling_place() or ("autopar", 1, "")
-    text = str(AutoparError(what, where=where, why=why, hint=hint))
-    warnings.warn_explicit(text, AutoparWarning, file, line)
+    warn_at_call(str(AutoparError(what, where=where, why=why, hint=hint)), AutoparWarning)
+
+
+def warn_at_call(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's that runs now, by default once there, as `warnings.warn`."""
+    frame = next((frame for frame in callers() if is_users(frame.f_code.co_filename)), None)
+    if frame is None:
+        warnings.warn_explicit(text, category, "autopar", 1)
+        return
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, registry=known)
 
 
 def from_the_user_on(trace: TracebackType | None) -> TracebackType | None:

@@ -12,10 +12,11 @@ from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
+from autopar.passes.graph.primitives import FOREIGN, KERNELS
 from autopar.passes.microbatch import batch_states as lattice
 from autopar.passes.microbatch.batch_scales import without_batch_scales
 from autopar.passes.microbatch.batch_states import BatchState
-from autopar.passes.microbatch.equations import Context, is_control_flow
+from autopar.passes.microbatch.equations import MIXES, Context, is_control_flow
 from autopar.passes.microbatch.phases import Phases, find_phases
 from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.rewrite import rewrite
@@ -284,7 +285,11 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
     """The error for an analysis that has culprits."""
     culprit = analysis.culprits[0]
     costs = analysis.costs
-    why = f"{culprit.reason[0].upper()}{culprit.reason[1:]}."
+    is_kernel = culprit.primitive in KERNELS or culprit.primitive in FOREIGN
+    reason = culprit.reason
+    if is_kernel and reason == MIXES:
+        reason = "nothing says that rows of the batch do not meet in it"
+    why = f"{reason[0].upper()}{reason[1:]}."
     if not culprit.flops_share and not culprit.bytes_share:
         hint = "use microbatches=1, or an unordered callback."
     else:
@@ -293,14 +298,17 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
             f" the step's FLOPs and {costs.bytes_share:.1%} of its batch-sized bytes; allowed are"
             f" {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
         )
+        kernel = ""
+        if is_kernel:
+            kernel = "; or say by autopar.local along which dimensions it computes independently"
         one_mesh = "; or one mesh (stages=1), where a step may have several loops"
         if analysis.max_loops > 1:
             one_mesh = ""
             why += f" {analysis.max_loops} loops, with that work between them, do not do either."
         hint = (
-            f"use microbatches=1{one_mesh}; or make examples independent of each other here (for"
-            " instance normalise over features instead of the batch); or allow more batch-wide work"
-            " by max_flops_share and max_bytes_share."
+            f"use microbatches=1{one_mesh}{kernel}; or make examples independent of each other here"
+            " (for instance normalise over features instead of the batch); or allow more batch-wide"
+            " work by max_flops_share and max_bytes_share."
         )
     return InexactMicrobatchError(
         f"the step cannot be split into {analysis.num_microbatches} microbatches without changing"

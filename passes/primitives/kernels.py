@@ -41,6 +41,6 @@ def kernel_rule(eqn: JaxprEqn, unread: frozenset[int]) -> FactorRule | None:
     """
     find = KERNEL_RULES.get(eqn.primitive.name)
     rule = find and find(eqn, unread)
-    if rule is None or all(factor.kind == "replicated" for factor in rule.factors):
-        return None
-    return rule
+    if rule is None or eqn.primitive.name == "local_call":
+        return rule  # the user's rule is one, also where nothing is left to be cut
+    return None if all(factor.kind == "replicated" for factor in rule.factors) else rule

@@ -14,7 +14,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+from autopar.base.errors import OptionError
 from autopar.base.loop_notation import LoopNotation, Term
+from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.primitives import FactorKind
 from autopar.passes.primitives.cuts import Cuts, DimCut, LocalCall, NotLocalError, local_shape
 from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
@@ -75,6 +77,9 @@ class _Mapped:
 
     function: Callable[[Sizes, Sequence[Any]], list[Any]]
     in_axes: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return str(self.function)
 
     def __call__(self, sizes: Sizes, operands: Sequence[Any]) -> list[Any]:
         mapped = jax.vmap(lambda *xs: self.function(sizes, xs), self.in_axes)
@@ -139,11 +144,30 @@ def local_on_slices(call: LocalCall) -> list[Any]:
             if cut is not None and not dim:
                 raise NotLocalError("a dimension that the rule does not name is cut")
     local = tuple((name, size // parts.get(name, 1)) for name, size in body.sizes)
-    results = call_local(replace(body, sizes=local), call.operands)
+    try:
+        results = call_local(replace(body, sizes=local), call.operands)
+    except Exception as error:  # the function is the user's
+        raise _does_not_cut(call, local, f"it raises {type(error).__name__}: {error}") from error
     for result, var, cuts in zip(results, call.eqn.outvars, call.result_cuts, strict=True):
-        if result.shape != local_shape(shape_of(var), cuts):
-            raise NotLocalError(f"{body.function} gives {result.shape} on slices")
+        expected = local_shape(shape_of(var), cuts)
+        if result.shape != expected:
+            reason = f"it gives an array of shape {result.shape}, and the rule says {expected}."
+            raise _does_not_cut(call, local, reason)
     return results
+
+
+def _does_not_cut(call: LocalCall, local: Sequence[tuple[str, int]], why: str) -> OptionError:
+    body: LocalBody = call.eqn.params["body"]
+    sizes = dict(body.sizes)
+    cut = ", ".join(f"{name} of {size} instead of {sizes[name]}" for name, size in local
+                    if size != sizes[name])  # fmt: skip
+    return OptionError(
+        f"The rule that autopar.local was given for {body.function} is not so: {body.loops}.",
+        where=user_source(call.eqn),
+        why=f"on a slice with {cut}, {why}",
+        hint="let it take its sizes from its arguments, or name in cut= only what it can be cut"
+        " along; autopar.check_rule tries a rule.",
+    )
 
 
 def _cut_loop(dim: Sequence[str], sizes: Sizes, cut: DimCut) -> str | None:

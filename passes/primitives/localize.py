@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from autopar.base.errors import AutoparError
 from autopar.passes.primitives.cuts import Cuts, LocalCall, NotLocalError, bind_with, local_shape
 from autopar.passes.primitives.kernels import KERNEL_REWRITES
 from autopar.passes.primitives.local_rewrites import REWRITES
@@ -56,6 +57,8 @@ def bind_local(
     try:
         call = LocalCall(eqn, operands, operand_cuts, result_cuts)
         results = call.bind() if rewrite is None else rewrite(call)
+    except AutoparError:  # what is wrong there is the user's to know
+        raise
     except (TypeError, ValueError) as error:
         raise NotLocalError(f"{eqn.primitive} does not fit these slices: {error}") from error
     for result, shape in zip(results, shapes, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.base.errors import UnknownPrimitiveWarning
+from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.graph import used_vars, user_source
 from autopar.passes.graph.primitives import (
     CONTROL_FLOW,
@@ -24,7 +24,13 @@ from autopar.passes.graph.scans import bodies_with_constants
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, Rules, ValueFactors
 from autopar.passes.primitives.kernels import KERNEL_RULES, kernel_rule
 from autopar.passes.primitives.own_rules import OWN, elementwise, reduction, replicated
-from autopar.passes.primitives.shardings import dtype_of, is_known, is_tiny_float, whole_dims
+from autopar.passes.primitives.shardings import (
+    dtype_of,
+    is_known,
+    is_tiny_float,
+    shape_of,
+    whole_dims,
+)
 from autopar.passes.primitives.shardy import lower_rules
 
 
@@ -74,8 +80,8 @@ def populate(jaxprs: Jaxpr | Iterable[Jaxpr]) -> Rules:
     _CACHE.update(zip(missing, _new_rules(list(missing.items())), strict=True))
     warned: set[tuple[str, str]] = set()
     for eqn, key in pairs:
-        if _CACHE[key] is not None:
-            continue
+        if _CACHE[key] is not None or not any(map(shape_of, (*eqn.invars, *eqn.outvars))):
+            continue  # of scalars, nothing could be cut
         name = eqn.primitive.name
         is_kernel = name in KERNELS or name in FOREIGN
         place = name, user_source(eqn) if is_kernel else ""
@@ -214,9 +220,8 @@ def _warn(eqn: JaxprEqn, is_kernel: bool) -> None:
             " Where it computes along a dimension independently (over a batch, over heads), say so "
             'by autopar.local(function, "b t h d, b s h d, b s h d -> b t h d", cut="b h").'
         )
-    warnings.warn(
+    warn_at_call(
         f"autopar has no rule for the operation {eqn.primitive} at {user_source(eqn)}: every "
         f"device and every microbatch computes it whole.{hint}",
         UnknownPrimitiveWarning,
-        stacklevel=3,
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from autopar.base.cluster import axis_names
 from autopar.base.errors import ConstraintWarning
 from autopar.base.units import format_mesh
+from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.constraints import Constraint, constrain_p, constrained
 from autopar.passes.graph.graph import user_source
 from autopar.passes.sharding.layout import Layout, all_layouts, divides
@@ -117,13 +117,12 @@ def warn_of_lost(programs: Iterable[tuple[Jaxpr, tuple[int, ...]]]) -> None:
                 whys.setdefault(user_source(eqn), why)
     lost = [f"- {line}: {why}" for line, why in whys.items()]
     if lost:
-        warnings.warn(
+        warn_at_call(
             "The plan does not keep these sharding constraints of the step:\n"
             + "\n".join(lost)
             + "\nThe numbers are the same. logical_mesh=... sets the plan's mesh; "
             "constraints='ignore' leaves them out without this warning.",
             ConstraintWarning,
-            stacklevel=2,
         )
 
 

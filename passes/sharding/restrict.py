@@ -252,7 +252,8 @@ def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) ->
                 f"A batch of {size} examples{each} cannot be divided among {devices} devices.",
                 where=label.path,
                 why=f"method={method!r} gives every device an equal share of every microbatch.",
-                hint=f"use a multiple of {count * devices} examples, or method='shard'.",
+                hint=f"use a multiple of {count * devices} examples, or method='shard'; where the"
+                " batch is another argument, name it with batch_argnums.",
             )
 
 

@@ -6,7 +6,6 @@ dimension are the batch; where they do not, the program tells (`batch_guess`), o
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from jax.extend.core import Jaxpr, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
 from autopar.base.options import BATCH_METHODS, LOOP_METHODS
+from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.graph import Atom, Input, Output, variables
 from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
@@ -102,12 +102,11 @@ def _warn_not_donated(argument: Argument, paths: Sequence[str], is_returned: boo
         if is_returned
         else "the argument does not come back in the result with the same structure"
     )
-    warnings.warn(
+    warn_at_call(
         f"{', '.join(paths[:3])}{more} cannot be donated: {why}. The old buffers are kept alive "
         f"beside the new ones. Return {argument.name} with the shapes and dtypes it came with, or "
         "leave it out of donate_argnums.",
         DonationWarning,
-        stacklevel=2,
     )
 
 

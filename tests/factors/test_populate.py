@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -267,6 +268,18 @@ def test_an_unknown_primitive_is_replicated_with_one_warning() -> None:
         rules = populate(jaxpr)
     assert len(caught) == 1
     assert {str(found) for found in rules.values()} == {"([k,l])->([i,j]) replicated={i,j,k,l}"}
+
+
+def test_what_has_only_scalars_is_cut_nowhere_and_warns_of_nothing() -> None:
+    jaxpr = trace(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x), 1.0)
+    assert {str(found) for found in populate(jaxpr).values()} == {"([])->([])"}
+
+
+def test_an_unknown_primitive_is_told_at_the_users_line() -> None:
+    jaxpr = trace(lambda x: jax.pure_callback(np.sin, x, x), jnp.ones((4, 8)))
+    with pytest.warns(UnknownPrimitiveWarning) as caught:
+        populate(jaxpr)
+    assert [Path(w.filename).name for w in caught] == ["test_populate.py"]
 
 
 def test_empty_and_scalar_values() -> None:
