@@ -18,6 +18,7 @@ from autopar.passes.graph.graph import flatten
 from autopar.passes.graph.logical import no_mesh, on_logical_shapes
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.graph_objects import objects_of, states_of
+from autopar.passes.trace.shard_maps import without_shard_maps
 from autopar.passes.trace.signature import Convention, Sealed, signature_of, traced_leaves, unsealed
 from autopar.passes.trace.trace import Traced
 
@@ -77,7 +78,7 @@ def initialize(
         lambda: jax.make_jaxpr(on_arrays)(*args, **kwargs), keep_constraints=False
     )
     shapes, first = iter(closed.out_avals), made[-1]
-    program = jaxpr_as_fun(flatten(closed))
+    program = jaxpr_as_fun(without_shard_maps(flatten(closed)))
 
     def evaluate(*args: Any, **kwargs: Any) -> list[Any]:
         results: list[Any] = program(*jax.tree.leaves((args, kwargs)))

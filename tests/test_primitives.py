@@ -13,7 +13,7 @@ from autopar.passes.graph import primitives
 
 # Primitives without a row, by the reason.
 UNKNOWN = {
-    "collectives exist inside of `jax.shard_map`, which autopar writes and does not read": """
+    "collectives exist inside of `jax.shard_map`, of which `device_blocks.py` knows some": """
         all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
         all_gather_start all_to_all all_to_all_done all_to_all_start axis_index pbroadcast
         pbroadcast_done pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start preduced

@@ -65,6 +65,16 @@ def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
     return first
 
 
+def is_pmap(eqn: JaxprEqn) -> bool:
+    """Whether `jax.pmap` made an equation, which is a `shard_map` since JAX 0.9.
+
+    Nothing but where it was made tells.
+    """
+    traceback = eqn.source_info.traceback
+    names = () if traceback is None else (frame.file_name for frame in traceback.frames)
+    return any(name.endswith(("jax/_src/pmap.py", "jax\\_src\\pmap.py")) for name in names)
+
+
 def new_var(aval: Any) -> Var:
     """A fresh variable (the constructor's optional arguments differ between releases)."""
     return Var(aval)
@@ -118,6 +128,14 @@ def is_tracing() -> bool:
     The public way builds an object to compare; this is asked on every call of a compiled step.
     """
     return not core.trace_state_clean()
+
+
+def has_axis(name: str) -> bool:
+    """Whether `jax.vmap` is mapping over an axis of this name.
+
+    The public way to ask is to catch an error.
+    """
+    return bool(core.get_axis_env().axis_exists(name))
 
 
 def current_trace() -> weakref.ref[Any]:

@@ -19,7 +19,6 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType
 
-from autopar.base.errors import TraceError
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.constraints import (
     SHARDING_PARAMS,
@@ -28,7 +27,7 @@ from autopar.passes.graph.constraints import (
     constraints_of,
     of_result,
 )
-from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, user_source
+from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs
 from autopar.passes.graph.primitives import IDENTITIES, SHARDING_HINTS
 
 
@@ -102,7 +101,7 @@ def _names_mesh(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool, within: JaxprEqn | None = None) -> Jaxpr:
+def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool) -> Jaxpr:
     env: dict[Var, Any] = {}
 
     def define(var: Var) -> Var:
@@ -112,7 +111,7 @@ def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool, within: JaxprEqn | None 
 
     def use(atom: Any) -> Any:
         if isinstance(atom, jex_core.Literal):
-            return jex_core.Literal(atom.val, _logical(atom.aval))
+            return jex_core.Literal(_logical_value(atom.val), _logical(atom.aval))
         return env[atom]
 
     constvars = [define(v) for v in jaxpr.constvars]
@@ -121,21 +120,21 @@ def _without_mesh(jaxpr: Jaxpr, keep_constraints: bool, within: JaxprEqn | None 
     for eqn in jaxpr.eqns:
         operands = [use(v) for v in eqn.invars]
         hints = constraints_of(eqn)
-        if eqn.primitive.name in IDENTITIES or any(hints):
+        if eqn.primitive.name in _SAME_NUMBERS or any(hints):
             for var, operand, hint in zip(eqn.outvars, operands, hints, strict=True):
                 env[var] = operand
                 if hint is not None and keep_constraints:
                     eqns.append(_constrain(operand, define(var), hint, eqn))
             continue
-        if eqn.primitive.name == "shard_map":
-            raise _is_placed(eqn, within)
-        # What a cached call holds may have lost its line.
-        line = within if jax_compat.user_frame(eqn) is None else eqn
-        inner = functools.partial(_without_mesh, keep_constraints=keep_constraints, within=line)
-        params = map_inner_jaxprs(eqn.params, inner)
+        primitive, params = _plain(eqn)
+        # A body in a shard_map speaks of parts of values.
+        keep = keep_constraints and eqn.primitive.name != "shard_map"
+        inner = functools.partial(_without_mesh, keep_constraints=keep)
+        params = map_inner_jaxprs(params, inner)
         params |= dict.fromkeys(SHARDING_PARAMS & params.keys())
         results = [define(v) for v in eqn.outvars]
-        changes: dict[str, Any] = {"params": params, "ctx": _context_without_mesh(eqn.ctx)}
+        changes: dict[str, Any] = {"params": params, "primitive": primitive}
+        changes["ctx"] = _context_without_mesh(eqn.ctx)
         eqns.append(eqn.replace(invars=operands, outvars=results, **changes))
         asked = of_result(eqn) if keep_constraints else None
         if asked is not None:
@@ -156,19 +155,16 @@ def _context_without_mesh(context: Any) -> Any:
         return eqn.ctx
 
 
-def _is_placed(eqn: JaxprEqn, within: JaxprEqn | None) -> TraceError:
-    if within is None or jax_compat.user_frame(eqn) is not None:
-        within = eqn  # it has a line of its own
-    mesh = eqn.params["mesh"]
-    sizes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    return TraceError(
-        "The step holds a jax.shard_map (or jax.pmap).",
-        where=user_source(within),
-        why=f"it says what each device of a mesh of its own ({sizes}) computes, and here the plan "
-        "decides that.",
-        hint="call its function on whole arrays: jax.vmap(..., axis_name=...) has the same "
-        "collectives, and autopar.local names dimensions that are independent of one another.",
-    )
+# Inside of a shard_map, types say along which mesh axes values vary. That goes too.
+_PLAIN = {"psum_invariant": jax.lax.psum_p, "all_gather_invariant": jax.lax.all_gather_p}
+_SAME_NUMBERS = IDENTITIES | {"pvary", "pcast"}
+
+
+def _plain(eqn: JaxprEqn) -> tuple[Any, dict[str, Any]]:
+    """The primitive of an equation and its params, where types do not say what varies."""
+    if eqn.primitive.name not in _PLAIN:
+        return eqn.primitive, eqn.params
+    return _PLAIN[eqn.primitive.name], {**eqn.params, "axis_index_groups": None}
 
 
 def _constrain(operand: Any, result: Var, hint: Constraint, eqn: JaxprEqn) -> JaxprEqn:
@@ -186,3 +182,9 @@ def _logical(aval: Any) -> Any:
     if not _has_mesh(aval):
         return aval
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _logical_value(value: Any) -> Any:
+    """A literal's number, whose own type may hold a mesh too."""
+    parts = jax_compat.typed_array_parts(value)
+    return value if parts is None else jax_compat.typed_array(parts[0], _logical(parts[1]))

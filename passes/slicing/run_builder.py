@@ -16,6 +16,7 @@ from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.microbatch.run_steps import combine, local_struct
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.loop_sizes import changed_params
 from autopar.passes.primitives.shardings import shape_of
 from autopar.passes.slicing.layer_scans import Origins
 from autopar.passes.slicing.run_rules import (
@@ -24,7 +25,6 @@ from autopar.passes.slicing.run_rules import (
     Sizes,
     Value,
     atoms_of,
-    changed_params,
     how_to_cut,
     scaled,
     with_size,
@@ -171,7 +171,7 @@ class RunBuilder:
         cut = how_to_cut(eqn, self.rules.get(eqn), operands)
         if cut is None:
             return None
-        found = [changed_params(eqn, cut, size) for size in cut.sizes]
+        found = [changed_params(eqn, [(cut, size)]) for size in cut.sizes]
         changes = [change for change in found if change is not None]
         if len(changes) < len(found):
             return None

@@ -25,6 +25,7 @@ from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.object_states import ObjectKey
+from autopar.passes.trace.shard_maps import without_shard_maps
 from autopar.passes.trace.side_effects import tell_unreturned, unreturned, watched
 from autopar.passes.trace.signature import (
     Convention,
@@ -155,7 +156,8 @@ def trace(
     avals = iter(closed.out_avals)
     shaped = tuple(next(avals) if is_traced else None for is_traced in traced)
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
-    graph = with_batches(graphs.from_closed_jaxpr(closed, unlabelled, ()))
+    whole = without_shard_maps(graphs.flatten(closed))
+    graph = with_batches(graphs.from_closed_jaxpr(whole, unlabelled, ()))
     if donate_argnums == "auto":
         donate_argnums = jax_compat.jit_arguments(fn).donate_argnums or "auto"
     donated = _positions(donate_argnums, convention, len(args))

@@ -279,26 +279,3 @@ def test_axes_are_matched_by_their_sizes(
     assert [x and str([*x[0].dims]) for x in layouts] == kept
     if None not in kept:
         assert most_kept(jaxpr.jaxpr, ((2, 3), mesh), ((2, 3),)) == (mesh,)
-
-
-@pytest.mark.parametrize("context", [None, AxisType.Auto])
-def test_what_is_written_for_devices_is_refused(context: AxisType | None) -> None:
-    mesh = MESH if context is None else user_mesh(context, data=4, model=2)
-
-    def mapped(w: Any, x: Any) -> Any:
-        specs = (P(), P("data"))
-        return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=specs[::-1], out_specs=specs[1])(x, w)
-
-    def by_device(w: Any, x: Any) -> Any:
-        return jax.pmap(jnp.matmul, in_axes=(0, None))(x.reshape(8, 2, 8), w)
-
-    for function in (mapped,) if context else (mapped, by_device):
-
-        def step(w: Any, x: Any, function: Any = function) -> Any:
-            loss, gradient = jax.value_and_grad(lambda w: jnp.mean(function(w, x) ** 2))(w)
-            return w - gradient, loss
-
-        raises = pytest.raises(autopar.errors.TraceError, match=r"jax\.shard_map")
-        with raises as caught, jax.set_mesh(mesh) if context else contextlib.nullcontext():
-            autopar.plan(step, PARAMS["in"], X)
-        assert "test_constraints.py:" in str(caught.value)
