@@ -93,7 +93,7 @@ def _called(eqn: JaxprEqn, given: Sequence[Blocks]) -> tuple[JaxprEqn, list[Bloc
     mapped: tuple[str, ...] = ()
     while True:
         values = whole if mapped else given
-        program = _Segment(body, sizes, mapped, [x.cuts for x in values], outs)
+        program = _OnWholeArrays(body, sizes, mapped, [x.cuts for x in values], outs)
         try:
             traced = jax.make_jaxpr(program)(*[_struct(x.array) for x in values])
             break
@@ -127,7 +127,7 @@ def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=weak)
 
 
-class _Segment:
+class _OnWholeArrays:
     """A body on whole arrays, but mapped over some mesh axes; to be traced once.
 
     It returns the results on whole arrays and, where nothing is mapped, as they lie in the body
