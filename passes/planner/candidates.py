@@ -24,6 +24,11 @@ from autopar.passes.pipeline.forecast import StepCosts, forecast
 from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.pipeline.timeline import Forecast
 from autopar.passes.pipeline.transfer_times import transfer_times
+from autopar.passes.planner.alike_stages import (
+    first_alike,
+    taken_over,
+    with_shared_programs,
+)
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.stage_shardings import (
     PlannedStage,
@@ -162,8 +167,15 @@ def _plan_stages(
         name = "inference"
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
     parts = [submesh(cluster, size) for size in layout.devices]
-    planned = []
+    sizes = [layout.devices[number % meshes] for number in range(len(stages.graphs))]
+    alike = first_alike(label_batch(stages), sizes, options)
+    stages = with_shared_programs(stages, alike)
+    planned: list[PlannedStage] = []
     for number, stage in enumerate(label_batch(stages)):
+        like = alike[number]
+        if like.number < number:
+            planned.append(taken_over(planned[like.number], stage, like.names))
+            continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         planned.append(plan_stage(stage, options, parts[number % len(parts)]))
     remat = layout.remat or (options.remat == "full",) * len(planned)
