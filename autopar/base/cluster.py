@@ -63,6 +63,7 @@ class Cluster(Record):
       pair_bandwidth: where a node's devices are not joined by a switch, the bytes per second of the
         direct links from each device to each other, row by row. What a group of them reaches
         follows from its weakest cut, and `intra_node` has the bandwidth of all together.
+      price_per_device_hour: what an hour of one device costs, in any currency; 0: not known.
 
     >>> cluster = Cluster.preset("dgx-h100", nodes=2)
     >>> cluster.num_devices, cluster.axis_link((2, 8), 1).kind, cluster.axis_link((2, 8), 0).kind
@@ -81,6 +82,7 @@ class Cluster(Record):
     nodes_per_switch: int = 0
     oversubscription: float = 1.0
     pair_bandwidth: tuple[tuple[float, ...], ...] = ()
+    price_per_device_hour: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -295,7 +297,7 @@ def _check_numbers(cluster: Cluster) -> None:
     rates = numbers("device.memory_bandwidth", "intra_node.bandwidth", "inter_node.bandwidth")
     rates += [(f"device.peak_flops.{name}", rate) for name, rate in device.peak_flops.items()]
     latencies = ("intra_node.latency", "inter_node.latency", "collective_seconds")
-    seconds = numbers("device.kernel_seconds", *latencies)
+    seconds = numbers("device.kernel_seconds", *latencies, "price_per_device_hour")
     problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]
     problems += [f"{name} is {x}, not positive" for name, x in rates if not 0 < x < math.inf]
     problems += [f"{name} is {x}, negative" for name, x in seconds if not 0 <= x < math.inf]

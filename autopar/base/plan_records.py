@@ -178,6 +178,9 @@ class OutputCertificate(Record):
 class Estimates(Record):
     """What the cost model expects of a step; `flops` are those of all devices together.
 
+    `model_flops` are those of matrix products, convolutions and kernels in the step as it was
+    written, by the dtype of their operands, without what `jax.checkpoint` computes again.
+
     Of the step, the mesh that has most to do computes and communicates for so long, one after the
     other, and waits for others for the rest.
     """
@@ -188,6 +191,7 @@ class Estimates(Record):
     peak_bytes_per_device: int
     state_bytes_per_device: int
     flops: float
+    model_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def waiting_seconds(self) -> float:

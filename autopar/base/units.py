@@ -73,6 +73,15 @@ def format_flops(flops: float) -> str:
     return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
+def format_count(number: float) -> str:
+    """A number of things with a decimal prefix.
+
+    >>> [format_count(n) for n in (12, 3_400, 2.1e6)]
+    ['12', '3.4 k', '2.1 M']
+    """
+    return _scaled(number, 1000, ("", "k", "M", "G", "T")).rstrip()
+
+
 def format_mesh(sizes: Sequence[int], names: Sequence[str]) -> str:
     """A logical mesh as `x=4, y=2`."""
     return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))

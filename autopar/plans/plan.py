@@ -19,6 +19,7 @@ from autopar.passes.pipeline.what_if import Simulation, what_if
 
 if TYPE_CHECKING:
     from autopar.report.explanation import Explanation
+    from autopar.report.throughput import Throughput
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -92,6 +93,17 @@ class Plan(PlanRecord):
         from autopar.report.reasons import explain
 
         return explain(self, name)
+
+    @property
+    def throughput(self) -> Throughput:
+        """Tokens and examples a second, model FLOP/s utilization, and the cost of a million.
+
+        The cost needs `price_per_device_hour` of the cluster, or as an argument of
+        `throughput.cost_per_million`.
+        """
+        from autopar.report.throughput import throughput
+
+        return throughput(self)
 
     @property
     def decisions_hash(self) -> str:

@@ -16,6 +16,7 @@ from autopar.report import summaries
 from autopar.report.path_folding import relative_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
 from autopar.report.task_spans import TASKS
+from autopar.report.throughput import throughput
 from autopar.report.timeline_rows import TimelineRows
 
 # One colour for each mesh axis, in every table.
@@ -92,6 +93,8 @@ class _Tables:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
             add_row(grid, "padded", Text(text))
         add_row(grid, "step", self.step())
+        if done := str(throughput(plan)):
+            add_row(grid, "throughput", done)
         add_row(grid, "memory", self.memory())
         if plan.solver is not None:
             add_row(grid, "solver", summaries.describe_solver(plan.solver))

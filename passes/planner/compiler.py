@@ -58,6 +58,7 @@ from autopar.passes.planner.layouts import (
     microbatch_counts,
     submesh,
 )
+from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
@@ -110,6 +111,7 @@ def compile_graph(
         keeps = plan.later_loops == "keep"
         split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps)
         return Compiled(plan, follow_plan(plan, split, options), split.graph)
+    needed = model_flops(search.graph.jaxpr, search.rules)
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
     for padded in search.padded():
@@ -124,7 +126,7 @@ def compile_graph(
         raise _out_of_memory(candidates, options, cluster, reason)
     meshes = [planned.mesh for planned in chosen.planned]
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
-    made = write_plan(chosen, candidates, program_hash, options, cluster)
+    made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
     return Compiled(made, chosen.runnable, chosen.split.graph)
 
 
@@ -163,7 +165,8 @@ def compile_like(
             continue
         if found.fits:
             followed = f"follows the plan for {rows} examples"
-            made = write_plan(found, [found], fingerprint(graph.jaxpr), options, cluster, followed)
+            digest, needed = fingerprint(graph.jaxpr), model_flops(search.graph.jaxpr, search.rules)
+            made = write_plan(found, [found], digest, options, cluster, needed, followed)
             return Compiled(made, found.runnable, found.split.graph)
     return None
 

@@ -54,11 +54,13 @@ def write_plan(
     program_hash: str,
     options: Options,
     cluster: Cluster,
+    model_flops: Mapping[str, float],
     followed: str = "",
 ) -> Plan:
     """Write down what was chosen, what it is expected to cost, and what else was considered.
 
-    `followed` names the plan whose decisions were taken over, if there is one.
+    `model_flops` are those of the step as it was traced, by dtype; `followed` names the plan whose
+    decisions were taken over, if there is one.
     """
     schedule, planned = chosen.schedule, chosen.planned
     graph, pieces = chosen.split.graph, chosen.pieces
@@ -102,6 +104,7 @@ def write_plan(
             peak_bytes_per_device=max(chosen.peak_bytes),
             state_bytes_per_device=max(map(state_bytes, range(schedule.num_meshes))),
             flops=float(total_flops(chosen.split.graph.jaxpr, chosen.split.rules)),
+            model_flops={dtype: float(count) for dtype, count in model_flops.items()},
         ),
         solver=SolverSummary(
             cost=cost,
