@@ -318,12 +318,15 @@ def test_diff_names_what_differs() -> None:
     moved = dataclasses.replace(plan.inputs[0], spec=((), ("x", "y")), bytes_per_device=64)
     other = dataclasses.replace(plan, method="data", inputs=(moved, *plan.inputs[2:]))
     lines = plan.diff(other)
-    assert 'method: "shard" -> "data"' in lines
-    assert "inputs[state['l0']['w']].bytes_per_device: 128 -> 64" in lines
-    assert """inputs[state['l0']['w']].spec: [[], ["x"]] -> [[], ["x", "y"]]""" in lines
-    assert [line for line in lines if "l1" in line and line.endswith("-> (absent)")]
-    assert len(lines) == 4
+    assert "state/l0/w: P(None, 'x') -> P(None, ('x', 'y')), 128 B -> 64 B a device" in lines
+    assert [line for line in lines if "l1" in line and line.endswith("only in the first")]
     assert str(lines) == repr(lines) == "\n".join(lines)
+    details = lines.details
+    assert 'method: "shard" -> "data"' in details
+    assert "inputs[state['l0']['w']].bytes_per_device: 128 -> 64" in details
+    assert """inputs[state['l0']['w']].spec: [[], ["x"]] -> [[], ["x", "y"]]""" in details
+    assert [line for line in details if "l1" in line and line.endswith("-> (absent)")]
+    assert len(details) == 4
     assert str(plan.diff(plan)) == "no differences"
 
 

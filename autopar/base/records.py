@@ -70,6 +70,18 @@ def dump_toml(plain: Mapping[str, Any]) -> str:
     return "\n".join(_toml_lines(plain, "")) + "\n"
 
 
+class Differences(tuple[str, ...]):
+    """What differs between two plans, a line for each cause; shown one below the other.
+
+    `details` has a line for each field that differs, as `field: this value -> the other`.
+    """
+
+    details: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(self) or "no differences"
+
+
 def differences(left: Any, right: Any, where: str = "") -> list[str]:
     """What differs between JSON values, one line each; lists of records are matched by names."""
     if isinstance(left, dict) and isinstance(right, dict):

@@ -13,8 +13,9 @@ from autopar.base.plan_records import (
     TensorPlan,
     check,
 )
+from autopar.base.records import Differences
 
-from .plan import Differences, Plan
+from .plan import Plan
 
 __all__ = [
     "Candidate", "Collective", "Differences", "Estimates", "NodeStrategy", "OutputCertificate",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.plan_records import PlanRecord
-from autopar.base.records import differences, dump_json
+from autopar.base.records import Differences, dump_json
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.what_if import Simulation, what_if
 
@@ -118,12 +118,15 @@ class Plan(PlanRecord):
         return hashlib.sha256(dump_json(plain).encode()).hexdigest()
 
     def diff(self, other: Plan) -> Differences:
-        """What differs, one line each, as `field: this plan's value -> the other's`.
+        """What differs, by cause: at most some twenty lines, also for deep models.
 
-        Tensors, nodes and the like are matched by their names. The lines are a tuple, which is
-        shown line by line.
+        What was asked, the cluster, step and memory, meshes and stages come first, then the leaves
+        that lie otherwise, those alike in one line. The lines are a tuple, which is shown line by
+        line; its `details` have a line for every field, `field: this plan's value -> the other's`.
         """
-        return Differences(differences(self.to_dict(), other.to_dict()))
+        from autopar.report.plan_diff import plan_differences
+
+        return plan_differences(self, other)
 
     def __str__(self) -> str:
         from autopar.report.plan_tables import plan_text  # it loads Rich
@@ -136,12 +139,3 @@ class Plan(PlanRecord):
         step = format_seconds(self.estimates.step_seconds)
         size = format_bytes(self.estimates.peak_bytes_per_device)
         return f"<Plan {self.method} on {meshes}, {parts}, {step} a step, {size} a device>"
-
-
-class Differences(tuple[str, ...]):
-    """What differs between two plans, a line each; shown one below the other."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "\n".join(self) or "no differences"
