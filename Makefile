@@ -21,9 +21,9 @@ CHOOSE := autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
 
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
-SLOW := auto_stages backward_scans checkpoints collectives docs endings examples fuzz localize lower pace \
-  packaging pipelines profile program programs properties random ray ray_faults ray_recovery \
-  ray_groups ray_replan report runs shared_cases slicing solve split_arrays
+SLOW := auto_stages backward_scans checkpoints collectives docs endings examples fuzz localize lower odd_steps \
+  pace packaging pipelines profile program programs properties random ray ray_faults ray_recovery \
+  ray_groups ray_replan real_steps report runs shared_cases slicing solve split_arrays
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help

@@ -149,6 +149,13 @@ def graph_net(params: Any, batch: Any) -> Any:
     return loss_fn(params, batch["nodes"] + received, batch["labels"])
 
 
+def pooled(params: Any, batch: Any) -> Any:
+    sent = (batch["nodes"] @ params["w"])[batch["senders"]]
+    received = jax.ops.segment_sum(sent, batch["receivers"], num_segments=16)
+    totals = jax.ops.segment_sum(received, batch["graph"], num_segments=3)
+    return jnp.mean((totals - batch["target"]) ** 2)
+
+
 def time_first(params: Any, batch: Any) -> Any:
     values = (batch["obs"] @ params["w"]).mean(-1)
 
@@ -193,6 +200,17 @@ def floats(*shape: int) -> Any:
             {"nodes": 0, "labels": 0, "senders": 0, "receivers": 0},
         ),
         (
+            lambda params, batch: (trained(pooled)(params, batch), pooled(params, batch)),
+            {
+                "nodes": X,
+                "graph": IDS,
+                "senders": jax.ShapeDtypeStruct((40,), jnp.int32),
+                "receivers": jax.ShapeDtypeStruct((40,), jnp.int32),
+                "target": floats(3, 4),
+            },
+            {"nodes": 0, "graph": 0, "senders": 0, "receivers": 0},
+        ),
+        (
             trained(time_first),
             {"obs": floats(5, 16, 8), "reward": floats(5, 16), "last": floats(16)},
             {"obs": 1, "reward": 1, "last": 0},
@@ -215,7 +233,7 @@ def floats(*shape: int) -> Any:
             {"x": 0, "y": 0},
         ),
     ],
-    ids=["unlabelled", "graph", "time-first", "weights", "eval", "eval-square", "masks"],
+    ids=["unlabelled", "graph", "graphs", "time-first", "weights", "eval", "eval-square", "masks"],
 )
 def test_the_program_tells_its_batch(
     step: Callable[..., Any], batch: dict[str, Any], axes: dict[str, int]

@@ -209,9 +209,10 @@ def guess_axes(jaxpr: Jaxpr, leaves: Sequence[Leaf], state: Iterable[int]) -> di
                 return None  # rows of one against rows of the other, and nothing tells them apart
             del groups[loop]
         elif len(own) < 2 and not any(shared & features_of(x) for x in own):
-            if len(own[0].shape) > 1:
+            beside = any(x.argument == own[0].argument for x in groups[main])
+            if len(own[0].shape) > 1 and not (beside and elements[loop] < elements[main]):
                 return None
-            del groups[loop]
+            del groups[loop]  # weights, or targets of graphs beside their nodes
     return {x.index: axes[x.index] for own in groups.values() for x in own}
 
 

@@ -129,6 +129,11 @@ def _all() -> list[RealStep]:
         RealStep("meta", "training", "build_meta"),
         RealStep("mixup", "training", "build_mixup"),
         RealStep("logical_axes", "training", "build_logical_axes"),
+        RealStep("queue", "states", "build_queue"),
+        RealStep("adversaries", "states", "build_adversaries"),
+        RealStep("small_moments", "states", "build_small_moments"),
+        RealStep("delayed_scales", "states", "build_delayed_scales"),
+        RealStep("reversible", "states", "build_reversible"),
     ]
 
 
