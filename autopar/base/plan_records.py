@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from autopar.base.errors import PlanMismatchError
 from autopar.base.records import Record, differences, dump_json
@@ -252,6 +252,7 @@ class PlanRecord(Record):
       padding: sizes of dimensions that are padded inside the step, with their sizes there.
       later_loops: a step that needs the whole batch in its middle has several loops over the
         microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
+      written: digests of the parts that may be edited in a file, as they were written.
     """
 
     autopar_version: str
@@ -272,6 +273,7 @@ class PlanRecord(Record):
     pipeline: PipelinePlan = PipelinePlan("one stage", 1, 1, (), False, 0.0, ())
     padding: tuple[tuple[int, int], ...] = ()
     later_loops: str = ""
+    written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -327,7 +329,7 @@ class PlanRecord(Record):
                 hint="plan again, or use that version of autopar.",
             )
         try:
-            plan = cls.from_dict(plain)
+            plan = _with_sizes(cls.from_dict(plain))
             check(plan)
         except (TypeError, AssertionError) as error:
             raise _not_a_plan(where, f"{error}.") from None
@@ -416,6 +418,26 @@ def _check_tensor(tensor: TensorPlan, stage: StagePlan) -> None:
     cut = math.prod(sizes[axis] for axis in used)
     size = tensor.bytes
     assert tensor.bytes_per_device * cut == size, f"{tensor.path}: {size} over {cut}"
+
+
+_P = TypeVar("_P", bound=PlanRecord)
+
+
+def _with_sizes(plan: _P) -> _P:
+    """A plan whose specs may have been edited, with the bytes per device that these say."""
+
+    def sized(tensor: TensorPlan) -> TensorPlan:
+        stages = plan.stages[tensor.stages[0] :] if tensor.stages else ()
+        if not stages:
+            return tensor
+        sizes = dict(zip(stages[0].axis_names, stages[0].logical_mesh, strict=False))
+        parts = math.prod(sizes.get(axis, 1) for axes in tensor.spec for axis in axes)
+        if tensor.bytes % parts or tensor.bytes_per_device * parts == tensor.bytes:
+            return tensor
+        return dataclasses.replace(tensor, bytes_per_device=tensor.bytes // parts)
+
+    inputs, outputs = (tuple(map(sized, leaves)) for leaves in (plan.inputs, plan.outputs))
+    return dataclasses.replace(plan, inputs=inputs, outputs=outputs)
 
 
 def _not_a_plan(where: str | None, why: str) -> PlanMismatchError:

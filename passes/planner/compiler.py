@@ -39,6 +39,7 @@ from autopar.base.errors import (
     PlanMismatchError,
 )
 from autopar.base.options import BATCH_METHODS, LOOP_METHODS, WHOLE_PARAMETERS, Options
+from autopar.base.plan_edits import edited_parts
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
 from autopar.passes.graph.casts_ahead import with_casts_ahead
@@ -49,6 +50,7 @@ from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import choose_stages
 from autopar.passes.planner.candidates import PlannedStep, Report, plan_layout
+from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layouts import (
     StageLayout,
@@ -92,7 +94,8 @@ def compile_graph(
       graph: a traced step.
       options: what the user asked for.
       cluster: the devices to plan for.
-      plan: one made for the same program and options; nothing is solved then.
+      plan: one made for the same program and options; nothing is solved then, unless it was
+        edited: what is written in it holds.
       report: takes a line of progress.
 
     Raises:
@@ -104,12 +107,21 @@ def compile_graph(
     program_hash = fingerprint(graph.jaxpr)
     report(f"finding the sharding rules of {len(graph.jaxpr.eqns)} equations")
     search = _LayoutSearch.of(graph, options, cluster, report)
+    options = options if plan is None else with_pins_of(plan, options)
     check_pins(graph, options.pins)
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
         is_pipeline = len(plan.stages) > 1
         keeps = plan.later_loops == "keep"
         split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps)
+        if edited_parts(plan):
+            found, options = follow_edited(plan, split, options, report)
+            cluster, reason = Cluster.from_dict(plan.cluster), plan.reason_for_microbatches
+            if not found.fits:
+                raise _out_of_memory([found], options, cluster, "the plan was edited")
+            flops = model_flops(search.graph.jaxpr, search.rules)
+            plan = write_plan(found, [found], program_hash, options, cluster, flops, reason)
+            return Compiled(plan, found.runnable, found.split.graph)
         return Compiled(plan, follow_plan(plan, split, options), split.graph)
     needed = model_flops(search.graph.jaxpr, search.rules)
     layout = asked_layout(options, cluster)
@@ -151,6 +163,7 @@ def compile_like(
       rows: the size of its batch.
       report: takes a line of progress.
     """
+    options = with_pins_of(plan, options)
     search = _LayoutSearch.of(graph, options, cluster, report)
     try:
         search = search.following(plan)

@@ -80,6 +80,26 @@ def plan_like(
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, _remat(plan))
 
 
+def plan_with(
+    plan: Plan, split: SplitStep, options: Options, cluster: Cluster, with_choices: bool
+) -> PlannedStep:
+    """A plan with the stages, schedule and logical meshes of another, for other pins.
+
+    With its choices, every node takes the strategy that is written there; else the best one.
+
+    Raises:
+      PlanMismatchError: its stages or strategies are not those of this program.
+    """
+    split, stages, schedule = _in_stages(plan, split, options)
+    planned = []
+    for one, written, own in _each_stage(plan, split, stages, options):
+        mesh, allowed = written.logical_mesh, functools.partial(_only_as_written, written)
+        part = submesh(cluster, math.prod(mesh))
+        planned.append(plan_mesh(one, mesh, own, part, allowed if with_choices else None))
+    limit = memory_limit_of(options, cluster)
+    return assemble(split, stages, tuple(planned), schedule, cluster, limit, _remat(plan))
+
+
 def counts_like(plan: Plan, rows: int, sizes: Set[int], options: Options) -> tuple[int, ...]:
     """Numbers of microbatches to try for a smaller batch, the best first.
 
@@ -129,6 +149,10 @@ def _each_stage(
 
 def _remat(plan: Plan) -> tuple[bool, ...]:
     return tuple(stage.remat == "full" for stage in plan.stages)
+
+
+def _only_as_written(written: StagePlan, built: StrategyGraph) -> list[list[int]]:
+    return [[strategy] for strategy in assignment_of(written, built)]
 
 
 def _as_written(plan: Plan, written: StagePlan, built: StrategyGraph) -> list[list[int]]:

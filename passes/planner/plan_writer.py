@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 from autopar.base.cluster import Cluster
 from autopar.base.costs import collective_seconds
 from autopar.base.options import Options
+from autopar.base.plan_edits import digests
 from autopar.base.plan_records import (
     Candidate,
     Collective,
@@ -19,6 +20,7 @@ from autopar.base.plan_records import (
     NodeStrategy,
     PipelinePlan,
     SolverSummary,
+    Spec,
     StagePlan,
     StageTransfer,
     TensorPlan,
@@ -82,7 +84,7 @@ def write_plan(
         here = (t for t in inputs if mesh in {schedule.mesh_of_stage[s] for s in t.stages})
         return sum(t.bytes_per_device for t in here if t.role == "state")
 
-    return Plan(
+    made = Plan(
         autopar_version=__version__,
         jax_version=jax.__version__,
         program_hash=program_hash,
@@ -117,6 +119,7 @@ def write_plan(
         candidates=tuple(_candidate(c, c is chosen, options) for c in candidates),
         pipeline=pipeline,
     )
+    return dataclasses.replace(made, written=digests(made))
 
 
 def _busiest(chosen: PlannedStep, pipeline: PipelinePlan) -> tuple[float, float]:
@@ -236,6 +239,12 @@ def _tensor_plan(
         donated=donated,
         stages=stages,
     )
+
+
+def output_specs(pieces: Pieces) -> list[Spec]:
+    """How the results of pieces lie."""
+    tensors = (_tensor_plan(pieces, (value,), "", "output") for value in pieces.outputs)
+    return [tensor.spec for tensor in tensors]
 
 
 def strategies_of(planned: PlannedStage, sources: Mapping[str, str]) -> tuple[NodeStrategy, ...]:

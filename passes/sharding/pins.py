@@ -113,11 +113,13 @@ def _leaves(graph: Graph) -> Iterator[_Leaf]:
 def matches_path(path: str, pattern: str) -> bool:
     """Whether a shell pattern matches a path, or its end; brackets and quotes count as slashes.
 
-    A path as plans print it is a pattern too.
+    A path as plans print it is a pattern too; one that begins with `=` is that path alone.
 
     >>> matches_path("state.params['Dense_0']['kernel']", "Dense_0/kernel")
     True
     """
+    if pattern.startswith("="):
+        return path == pattern[1:]
     plain = simple_path(path)
     return any(
         fnmatch.fnmatchcase(candidate, form)
