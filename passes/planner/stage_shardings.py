@@ -30,6 +30,8 @@ from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.solver import Infeasible, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
+ENOUGH_GAP = 1e-3  # of the best cost, where a problem is large
+LARGE_PROBLEM = 2000  # nodes; smaller ones are solved to the end
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -151,6 +153,7 @@ def _solve(
         problem if allowed is None else problem.restricted(allowed),
         time_limit=options.solver_time_limit,
         work_limit=None if options.solver_time_limit else SOLVER_WORK,
+        enough_gap=ENOUGH_GAP if problem.num_nodes > LARGE_PROBLEM else 0.0,
         seed=options.seed,
     )
     if allowed is None:

@@ -30,7 +30,7 @@ from autopar.passes.sharding.scopes import (
     itemsize,
 )
 from autopar.passes.sharding.strategy_graph import StrategyGraph, StrategyGraphBuilder
-from autopar.passes.sharding.sums import accumulates, starts_of_sums
+from autopar.passes.sharding.sums import accumulating, starts_of_sums
 
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 # A result this many times larger than what it is made from is recomputed, not moved.
@@ -299,8 +299,8 @@ class _Walk(StrategyGraphBuilder):
         consts, carries, slices = parts.operands(given)
         for var, value in consts:
             enter(var, value, "constant")
-        for number, (var, value) in enumerate(carries):
-            enter(var, value, "carry", accumulates(eqn, number))
+        for (var, value), is_sum in zip(carries, accumulating(eqn), strict=True):
+            enter(var, value, "carry", is_sum)
         for var, value in slices:
             enter(var, value, "slice")
         self.walk(inner, env)

@@ -28,9 +28,13 @@ def to_problem(built: StrategyGraph, memory_limit: int | None) -> Problem:
     edge_costs = [_picoseconds(built.edges[edge]) for edge in edges]
     usages = [np.zeros(len(c), np.int64) for c in costs]
     intervals = [(0, 0)] * len(costs)
+    known: dict[tuple[object, ...], list[int]] = {}  # layers have values alike
     if memory_limit is not None:
         for value in built.values:
-            sizes = _local_bytes(value, built.mesh)
+            key = (value.shape, value.itemsize, value.layouts)
+            if key not in known:
+                known[key] = _local_bytes(value, built.mesh)
+            sizes = known[key]
             if not _takes_memory(value) or max(sizes) * NEGLIGIBLE_SHARE < memory_limit:
                 continue
             kinds = sorted(set(sizes))

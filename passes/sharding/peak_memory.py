@@ -83,7 +83,9 @@ def _block_peak(
         free_at[time].append(version)
     alive: dict[str | ShardedValue, int] = {v: local_bytes(v, mesh) for v in block.inputs}
     total = sum(alive.values())
-    best, best_alive = total, dict(alive)
+    sizes: dict[str | ShardedValue, int] = dict(alive)
+    born, gone = dict.fromkeys(alive, -1), dict[str | ShardedValue, int]()
+    best, at, beside = total, -1, MemoryPeak(0, ())
     for time, instruction in enumerate(instructions):
         inner = _inner_peak(instruction, mesh, names)
         for version in writes(instruction):
@@ -92,13 +94,16 @@ def _block_peak(
             is_near = last[version] < end and last[version] - time <= FUSION_REACH
             if is_near and _is_fused(instruction, readers[version]):
                 continue
-            alive[version] = local_bytes(version, mesh)
+            alive[version] = sizes[version] = local_bytes(version, mesh)
+            born[version] = time
             total += alive[version]
         if total + inner.bytes > best:
-            best = total + inner.bytes
-            best_alive = {**alive, **dict(inner.alive)}
+            best, at, beside = total + inner.bytes, time, inner
         for version in free_at[time]:
             total -= alive.pop(version, 0)
+            gone[version] = time
+    there = {v: size for v, size in sizes.items() if born[v] <= at <= gone.get(v, end)}
+    best_alive = {**there, **dict(beside.alive)}
     largest = sorted(
         ((_label(key, names), size) for key, size in best_alive.items()),
         key=lambda item: (-item[1], item[0]),

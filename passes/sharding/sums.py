@@ -6,25 +6,34 @@ import math
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding.scopes import aval_shape
 
 
-def accumulates(eqn: JaxprEqn, carry: int) -> bool:
-    """Whether a scan's carry may stay unreduced: the body adds to it and does nothing else."""
+def accumulating(eqn: JaxprEqn) -> tuple[bool, ...]:
+    """Which of a scan's carries may stay unreduced: the body adds to them and does nothing else."""
     scan = ScanParts.of(eqn)
     body = scan.body
-    var = scan.operands(body.invars)[1][carry]
-    result = body.outvars[carry]
-    readers = [e for e in body.eqns if any(v is var for v in e.invars)]
-    if len(readers) != 1 or isinstance(result, Literal):
-        return False
-    reader = readers[0]
-    position = next(i for i, v in enumerate(reader.invars) if v is var)
-    return reader.outvars[0] is result and any(
-        position in operands and len(operands) > 1 for operands in linear_operands(reader)
+    carries = scan.operands(body.invars)[1]
+    readers: dict[Var, list[JaxprEqn]] = {var: [] for var in carries}
+    for inner in body.eqns:
+        for var in dict.fromkeys(v for v in inner.invars if not isinstance(v, Literal)):
+            if var in readers:
+                readers[var].append(inner)
+    return tuple(
+        len(readers[var]) == 1 and _adds(readers[var][0], var, result)
+        for var, result in zip(carries, body.outvars[: len(carries)], strict=True)
     )
+
+
+def _adds(reader: JaxprEqn, var: Var, result: Atom) -> bool:
+    """Whether the one equation that reads a carry gives its result by adding to it."""
+    if isinstance(result, Literal) or reader.outvars[0] is not result:
+        return False
+    position = next(i for i, v in enumerate(reader.invars) if v is var)
+    return any(position in o and len(o) > 1 for o in linear_operands(reader))
 
 
 def starts_of_sums(jaxpr: Jaxpr) -> set[Var]:
@@ -33,8 +42,8 @@ def starts_of_sums(jaxpr: Jaxpr) -> set[Var]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             _, starts, _ = ScanParts.of(eqn).operands(eqn.invars)
-            for carry, atom in enumerate(starts):
+            for atom, is_sum in zip(starts, accumulating(eqn), strict=True):
                 is_array = not isinstance(atom, Literal) and math.prod(aval_shape(atom)) > 1
-                if is_array and accumulates(eqn, carry):
+                if is_array and is_sum:
                     found.add(atom)
     return found

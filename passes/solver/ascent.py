@@ -106,14 +106,15 @@ def ascend(
     known: bool = False,
     step: float = STEP,
     enough: int | None = None,
+    tolerance: Callable[[], float] = float,
 ) -> Ascent:
     """Runs passes until `sweeps` or the part `until` of the budget is used.
 
     `found` takes each feasible choice and returns the least cost known so far. Until there is one
     (`known` says that there was one before), it also takes each allowed choice that does not fit
     but comes nearer than those before. `step` is the first exponent's factor on the relative excess
-    of usage over room. Once a choice fits, `enough` passes are enough. The dual is left in the
-    state of the best bound.
+    of usage over room. Once a choice fits, `enough` passes are enough; so is a gap of `tolerance`.
+    The dual is left in the state of the best bound.
     """
     arrays = dual.arrays
     result = Ascent(dual, budget, found, upper)
@@ -133,7 +134,7 @@ def ascend(
         used = (budget.used - started) / max(until - started, 1e-9)
         total = enough if known and enough is not None else sweeps
         progress = max((index + 1) / total, used)
-        if result.gap < 1.0:
+        if result.gap < max(1.0, tolerance()):
             break
         due = index % REPAIR_EVERY == REPAIR_EVERY - 1 or progress >= 1.0
         # Until something fits, it is tried more often: after passes 2, 4 and 8 of the first ten.

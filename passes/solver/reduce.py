@@ -151,21 +151,33 @@ def _look_at_node(model: Model, u: int) -> bool:
 def drop_dominated(model: Model, u: int) -> None:
     """Drops each strategy that another one replaces at no cost, whatever the neighbours choose."""
     costs = model.cost_of(u)
+    usage = disjoint(model.memory[u]).usage if model.memory[u] else None
+    matrices = list(model.edges[u].values())
+    # Layers look alike: what was found for one node holds for all that have the same numbers.
+    parts = [costs, *matrices] if usage is None else [costs, usage, *matrices]
+    key = (usage is None, *((part.shape, part.tobytes()) for part in parts))
+    if key not in model.kept_of:
+        model.kept_of[key] = _not_dominated(costs, usage, matrices)
+    kept = model.kept_of[key]
+    if kept is not None:
+        model.keep(u, kept)
+
+
+def _not_dominated(
+    costs: Integers, usage: Integers | None, matrices: list[Integers]
+) -> Integers | None:
+    """The strategies of a node that no other one replaces; None: all of them."""
     count = len(costs)
     # pairs[a, b]: a may dominate b
     pairs: NDArray[np.bool_] = ~np.eye(count, dtype=bool)
-    if model.memory[u]:
-        usage = disjoint(model.memory[u]).usage
+    if usage is not None:
         if count * count * len(usage) <= DOMINANCE_CELLS:
             pairs &= (usage[:, :, None] <= usage[:, None, :]).all(axis=0)
         else:
             for a in range(count):
                 pairs[a] &= (usage[:, a : a + 1] <= usage).all(axis=0)
-    matrices = list(model.edges[u].values())
     if not matrices:
-        pairs &= costs[:, None] <= costs[None, :]
-        _drop_pairs(model, u, pairs)
-        return
+        return _without_dominated(pairs & (costs[:, None] <= costs[None, :]))
     table = np.concatenate(matrices, axis=1) if len(matrices) > 1 else matrices[0]
     finite = (table < INFINITE).astype(np.float32)
     if (finite == 0).any():
@@ -178,8 +190,9 @@ def drop_dominated(model: Model, u: int) -> None:
         sums = np.where(blocked, INFINITE, costs + np.where(blocked[:, None], 0, there).sum(axis=1))
         pairs = pairs & ((sums[:, None] <= sums[None, :]) | blocked[None, :])
     count_pairs = np.count_nonzero(pairs)
-    if count_pairs and count_pairs * table.shape[1] <= DOMINANCE_CELLS * 5:
-        _drop_pairs(model, u, _proven(costs, table, bounds[:-1], pairs))
+    if not count_pairs or count_pairs * table.shape[1] > DOMINANCE_CELLS * 5:
+        return None
+    return _without_dominated(_proven(costs, table, bounds[:-1], pairs))
 
 
 def _proven(costs: Integers, table: Integers, bounds: Integers, pairs: np.ndarray) -> np.ndarray:
@@ -199,11 +212,10 @@ def _proven(costs: Integers, table: Integers, bounds: Integers, pairs: np.ndarra
     return proven
 
 
-def _drop_pairs(model: Model, u: int, pairs: np.ndarray) -> None:
-    """Drops the dominated strategies, of equal ones all but the first."""
+def _without_dominated(pairs: np.ndarray) -> Integers | None:
+    """What is left without the dominated strategies, of equal ones without all but the first."""
     dominated = (pairs & ~(pairs.T & np.tri(len(pairs), dtype=bool))).any(axis=0)
-    if dominated.any():
-        model.keep(u, np.flatnonzero(~dominated))
+    return np.flatnonzero(~dominated) if dominated.any() else None
 
 
 def _drop_oversized(model: Model) -> None:

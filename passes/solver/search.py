@@ -107,6 +107,7 @@ def solve(
     *,
     time_limit: float | None = None,
     work_limit: float | None = None,
+    enough_gap: float = 0.0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Solution:
@@ -117,6 +118,7 @@ def solve(
         time_limit: seconds of wall clock after which the best solution so far is returned.
         work_limit: deterministic work, about a second each; without a time limit the result depends
             on it and on nothing else. By default 20 if there is no time limit.
+        enough_gap: a solution is good enough that is proven to lack at most this part of its cost.
         seed: of the randomised parts.
         progress: called whenever the best cost or the bound has changed.
 
@@ -126,7 +128,7 @@ def solve(
     if work_limit is None:
         work_limit = DEFAULT_WORK if time_limit is None else math.inf
     budget = Budget(work_limit, math.inf if time_limit is None else time_limit)
-    search = _Solve(problem, budget, seed, progress)
+    search = _Solve(problem, budget, seed, progress, enough_gap)
     try:
         search.run()
     except Contradiction:
@@ -146,6 +148,7 @@ class _Solve:
     budget: Budget
     seed: int
     progress: Progress | None
+    enough_gap: float = 0.0
     best: tuple[int, ...] | None = None
     best_cost: int | None = None
     bound: int | None = None
@@ -228,7 +231,15 @@ class _Solve:
 
     @property
     def closed(self) -> bool:
-        return self.best_cost is not None and self.bound == self.best_cost
+        """Whether the best solution is proven to be good enough."""
+        if self.best_cost is None or self.bound is None:
+            return False
+        return self.best_cost - self.bound <= self.tolerance
+
+    @property
+    def tolerance(self) -> float:
+        """By how much the bound may miss the best cost."""
+        return self.enough_gap * abs(self.best_cost or 0)
 
     def try_elimination(self, model: Model) -> bool:
         """Whether the model's optimum without memory was found and fits: it is the answer then."""
@@ -287,8 +298,10 @@ class _Solve:
                 known=self.best is not None,
                 step=SMALL_STEP if turn and few else STEP,
                 enough=(LATER_SWEEPS if turn else FEW_SWEEPS) if few else None,
+                tolerance=lambda: self.tolerance / 2**model.shift,
             )
-            if few and not self.budget.exhausted and len(arrays.room):
+            is_enough = result.gap <= self.tolerance / 2**model.shift
+            if few and not is_enough and not self.budget.exhausted and len(arrays.room):
                 until = max(until, self.budget.used + POLISH_PART * (1.0 - self.budget.used))
                 polish(result, until)
             bound = certified_bound(dual)

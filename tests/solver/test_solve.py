@@ -112,6 +112,19 @@ def test_memory_that_binds_hard_leaves_a_small_gap() -> None:
     assert solution.gap < 0.005
 
 
+def test_a_gap_that_is_enough_ends_the_search() -> None:
+    problem = transformer(layers=24, strategies=12)
+    free = solve(problem)
+    peak, _ = peak_usage(problem, free.assignment)
+    tight = replace(problem, usage_limit=int(0.8 * peak))
+    thorough = solve(tight, work_limit=5)
+    quick = solve(tight, work_limit=5, enough_gap=0.02)
+    check(tight, quick.assignment, quick.cost)
+    assert quick.gap <= 0.02
+    assert quick.lower_bound <= thorough.cost
+    assert quick.stats["work"] < thorough.stats["work"]
+
+
 @pytest.mark.parametrize("work_limit", [0.02, 0.2, 1.0])
 def test_a_work_limit_is_hardly_overspent(work_limit: float) -> None:
     problem = grid(6, 20, 6, seed=2, tightness=0.6)
