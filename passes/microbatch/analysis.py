@@ -27,6 +27,7 @@ from autopar.passes.microbatch.several_loops import (
     num_late,
     one_after_the_other,
     rows_for_the_middle,
+    rows_to_compare,
     rows_to_keep,
 )
 from autopar.passes.microbatch.whole_batch import Costs, Culprit, measure
@@ -234,13 +235,15 @@ def _in_several_loops(
         context = Context(cut.rules, limits.num_microbatches, limits.sizes)
         states_of_rest = [known[var] for var in cut.rest.jaxpr.invars]
         rest_found = forward(cut.rest.jaxpr, states_of_rest, context)
-        rows = [var for var in rows_for_the_middle(found, rest_found, cut) if var not in middle]
+        rows = rows_for_the_middle(found, rest_found, cut)
+        rows += rows_to_compare(found, rest_found, cut)
+        rows = [var for var in rows if var not in middle]
         if not rows:
             break
         middle |= {var: replace(found.states[var], params=False) for var in rows}
     if not cut.kept or num_late(rest_found) >= num_late(found):
         return None
-    first, _ = _attempt(cut.first, rules, limits, states, held)
+    first, _ = _attempt(cut.first, cut.rules, limits, states, held)
     if first.culprits:
         return None
     whole_rows = [var for var, outer in zip(cut.held, cut.kept, strict=True) if outer in middle]

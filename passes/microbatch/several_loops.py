@@ -12,22 +12,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jax.extend.core import DropVar, JaxprEqn, Var
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, Graph, Input, Output, read_atom, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
-from autopar.passes.graph.primitives import HEAVY
+from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY, STEPS
 from autopar.passes.microbatch.propagate import Forward
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
+from autopar.passes.primitives.populate import populate
 
 
 @dataclasses.dataclass(frozen=True)
 class CutStep:
     """A step in two: `first` gives the `kept` values, the last inputs of `rest` are these.
 
-    `rules` are those of the rest.
+    `rules` are those of both.
     """
 
     first: Graph
@@ -66,33 +67,46 @@ def cut_step(graph: Graph, rules: Rules, kept: Sequence[Var]) -> CutStep:
     labels = [Input(f"kept[{number}]", "state", None) for number in range(len(kept))]
     inputs = tuple(dataclasses.replace(label, alias=None) for label in graph.inputs)
     outputs = tuple(Output(label.path) for label in labels)
+    first, rest = graphs.eliminate_dead_code(first), graphs.eliminate_dead_code(rest)
     return CutStep(
-        Graph(graphs.eliminate_dead_code(first), inputs, outputs, graph.constants),
-        Graph(
-            graphs.eliminate_dead_code(rest),
-            (*graph.inputs, *labels),
-            graph.outputs,
-            graph.constants,
-        ),
+        Graph(first, inputs, outputs, graph.constants),
+        Graph(rest, (*graph.inputs, *labels), graph.outputs, graph.constants),
         tuple(kept),
-        _RenamedRules(rules, known),
+        _RulesOfCut(rules, known, (first, rest)),
     )
 
 
-class _RenamedRules(Mapping[JaxprEqn, FactorRule]):
-    """The rules of equations, also for those that stand for them with other operands."""
+class _RulesOfCut(Mapping[JaxprEqn, FactorRule]):
+    """The rules of equations, also for those that stand for them with other operands.
 
-    def __init__(self, rules: Rules, known: Mapping[int, tuple[JaxprEqn, JaxprEqn]]):
+    What dead code left of barriers and loops has rules of its own.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        known: Mapping[int, tuple[JaxprEqn, JaxprEqn]],
+        jaxprs: Sequence[Jaxpr],
+    ):
         self._rules, self._known = rules, known
+        there = {*known, *map(id, rules)}
+        eqns = (eqn for jaxpr in jaxprs for eqn in graphs.walk(jaxpr))
+        is_new = any(id(e) not in there and e.primitive.name not in CONTROL_FLOW for e in eqns)
+        found: Rules = populate(jaxprs) if is_new else {}
+        self._new = {id(eqn): (eqn, rule) for eqn, rule in found.items() if id(eqn) not in there}
 
     def __getitem__(self, eqn: JaxprEqn) -> FactorRule:
+        if id(eqn) in self._new:
+            return self._new[id(eqn)][1]
         return self._rules[self._known.get(id(eqn), (eqn, eqn))[1]]
 
     def __iter__(self) -> Iterator[JaxprEqn]:
-        return iter(self._rules)
+        yield from self._rules
+        yield from (eqn for eqn, _ in self._known.values())
+        yield from (eqn for eqn, _ in self._new.values())
 
     def __len__(self) -> int:
-        return len(self._rules)
+        return len(self._rules) + len(self._known) + len(self._new)
 
 
 def rows_for_the_middle(before: Forward, rest: Forward, cut: CutStep) -> list[Var]:
@@ -108,6 +122,26 @@ def rows_for_the_middle(before: Forward, rest: Forward, cut: CutStep) -> list[Va
         if kinds & {"late", "partial"} or all(rest.state(v).kind != "late" for v in eqn.outvars):
             continue
         rows = [outer.get(v, v) for v in variables(eqn.invars) if not rest.state(v).early]
+        if all(v in before.states and before.states[v].kind == "split" for v in rows):
+            found.update(dict.fromkeys(rows))
+    return list(found)
+
+
+def rows_to_compare(before: Forward, rest: Forward, cut: CutStep) -> list[Var]:
+    """Rows of the first loop that the rest compares with what follows from the whole batch.
+
+    A row equals the maximum of the batch, or it does not: computed again by another program, in
+    which it may be rounded otherwise, none might.
+    """
+    outer = dict(zip(cut.held, cut.kept, strict=True))
+    found: dict[Var, None] = {}
+    for eqn in rest.jaxpr.eqns:
+        if eqn.primitive.name not in STEPS:
+            continue
+        states = [rest.state(atom) for atom in eqn.invars]
+        if not any(state.kind == "whole" and state.batch for state in states):
+            continue
+        rows = [v for v in variables(eqn.invars) if v not in outer and not rest.state(v).early]
         if all(v in before.states and before.states[v].kind == "split" for v in rows):
             found.update(dict.fromkeys(rows))
     return list(found)
