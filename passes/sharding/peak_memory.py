@@ -84,7 +84,8 @@ def _block_peak(
     alive: dict[str | ShardedValue, int] = {v: local_bytes(v, mesh) for v in block.inputs}
     total = sum(alive.values())
     sizes: dict[str | ShardedValue, int] = dict(alive)
-    born, gone = dict.fromkeys(alive, -1), dict[str | ShardedValue, int]()
+    born: dict[str | ShardedValue, int] = dict.fromkeys(alive, -1)
+    gone: dict[str | ShardedValue, int] = {}
     best, at, beside = total, -1, MemoryPeak(0, ())
     for time, instruction in enumerate(instructions):
         inner = _inner_peak(instruction, mesh, names)
