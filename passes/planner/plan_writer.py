@@ -140,7 +140,10 @@ def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:
     homes, graph = chosen.schedule.mesh_of_stage, chosen.split.graph
     lines = map(short_source, first_readers(graph.jaxpr))
     sources = dict(zip((label.path for label in graph.inputs), lines, strict=True))
-    found = [runners_up(p, chosen.limit) for p in chosen.planned]
+    # Stages that compute the same share the solution of one of them.
+    first = {id(p.solution): p for p in chosen.planned}
+    others_of = {key: runners_up(p, chosen.limit) for key, p in first.items()}
+    found = [others_of[id(p.solution)] for p in chosen.planned]
     return tuple(
         StagePlan(
             logical_mesh=p.mesh,

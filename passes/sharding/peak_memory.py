@@ -83,7 +83,7 @@ def _block_peak(
         free_at[time].append(version)
     alive: dict[str | ShardedValue, int] = {v: local_bytes(v, mesh) for v in block.inputs}
     total = sum(alive.values())
-    sizes: dict[str | ShardedValue, int] = dict(alive)
+    sizes = dict(alive)
     born: dict[str | ShardedValue, int] = dict.fromkeys(alive, -1)
     gone: dict[str | ShardedValue, int] = {}
     best, at, beside = total, -1, MemoryPeak(0, ())
@@ -104,7 +104,7 @@ def _block_peak(
             total -= alive.pop(version, 0)
             gone[version] = time
     there = {v: size for v, size in sizes.items() if born[v] <= at <= gone.get(v, end)}
-    best_alive = {**there, **dict(beside.alive)}
+    best_alive: dict[str | ShardedValue, int] = {**there, **dict(beside.alive)}
     largest = sorted(
         ((_label(key, names), size) for key, size in best_alive.items()),
         key=lambda item: (-item[1], item[0]),

@@ -84,8 +84,9 @@ class _PlacementProblem:
             if index in self.late and primal in forward
         }
         self.inside, self.made_inside = readers_of(parts.body.eqns), makers_of(parts.body.eqns)
+        after = set(self.after)
         self.outside: dict[Var, list[Node]] = {
-            var: [("epilogue", index) for index in indices if index in self.after]
+            var: [("epilogue", index) for index in indices if index in after]
             for var, indices in readers_of(parts.step.epilogue).items()
         }
         self._loop_values()

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -35,8 +36,13 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
     def numbers_of(atoms: Iterable[Atom]) -> list[int]:
         return [numbers[var] for var in variables(atoms)]
 
+    @cache
+    def place_of(index: int) -> tuple[str, tuple[str, int, str] | None]:
+        return _place(eqns[index])
+
     def at_place(candidates: Iterable[int], eqn: JaxprEqn) -> list[int]:
-        return [c for c in dict.fromkeys(candidates) if _place(eqns[c]) == _place(eqn)]
+        there = _place(eqn)
+        return [c for c in dict.fromkeys(candidates) if place_of(c) == there]
 
     def agreed(candidates: Sequence[int], eqn: JaxprEqn) -> int | None:
         """The only candidate; else the only one that shares an operand and the place."""
