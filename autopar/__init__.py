@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .base.cluster import Cluster
     from .base.errors import AutoparError
     from .base.ray_options import Ray
+    from .base.stage_request import Stage
     from .base.version import __version__
     from .checkpoints import Checkpoints
     from .executable import Executable
@@ -40,6 +41,7 @@ else:
             "Executable": ".executable",
             "Plan": ".plans.plan",
             "Ray": ".base.ray_options",
+            "Stage": ".base.stage_request",
             "__version__": ".base.version",
             "compile": ".api",
             "check_rule": ".local_checks",
@@ -51,6 +53,6 @@ else:
     )
 
 __all__ = [
-    "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "__version__",
+    "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "Stage", "__version__",
     "check_rule", "compile", "errors", "local", "parallelize", "plan",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ PUBLIC = {
     "Executable",
     "AutoparError",
     "Ray",
+    "Stage",
     "check_rule",
     "errors",
     "local",

@@ -110,3 +110,23 @@ def seconds(value: Any, name: str) -> float | None:
     if number is None or not 0 < number < math.inf:
         raise impossible(name, value, "it must be a positive number of seconds, or None.")
     return number
+
+
+def logical_mesh(value: Any) -> tuple[int, ...] | None:
+    """The sizes of one to three axes; None: not asked for."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        value = (value,)
+    shape = tuple(integer(size, "logical_mesh", at_least=1) for size in value)
+    if not 1 <= len(shape) <= 3:
+        raise impossible("logical_mesh", shape, "a logical mesh has one, two or three axes.")
+    return shape
+
+
+def remat(value: Any) -> str:
+    """What a stage keeps of its forward pass: "none", "full", or "auto" (also None)."""
+    if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
+        return "auto" if value is None else value
+    hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
+    raise impossible("remat", value, 'it must be "auto", "none" or "full".', hint)

@@ -11,20 +11,10 @@ from typing import Any
 
 from autopar.base import option_values as values
 from autopar.base.errors import OptionError, PinError, did_you_mean
-from autopar.base.option_values import auto_or, count, impossible, integer, number_hint
+from autopar.base.methods import check_method
+from autopar.base.option_values import auto_or, count, impossible, integer
 from autopar.base.ray_options import Ray
-
-BATCH_METHODS = ("data", "zero1", "zero2", "zero3", "hsdp")
-"""The values of `method` that cut the batch along all axes of the mesh, and nothing else."""
-
-WHOLE_PARAMETERS = ("data", "zero1", "zero2")
-"""Those of them that store parameters whole on every device."""
-
-LOOP_METHODS = ("megatron", "megatron_sp", "expert")
-"""The values of `method` that cut loops of the weights along the last axis of the mesh."""
-
-METHODS = ("auto", *BATCH_METHODS, *LOOP_METHODS, "shard")
-"""The values of `method`; each but "auto" restricts the plans that are considered."""
+from autopar.base.stage_request import Asked, Stage, parse_stages
 
 Pin = tuple[str, tuple[tuple[str, ...], ...]]
 """A path pattern, and for each dimension the mesh axes that cut it (trailing dimensions: none)."""
@@ -87,7 +77,8 @@ class Options:
       progress: whether to report progress while planning.
       runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
         with more to say: a Ray actor for each node of each mesh of the plan.
-      stages: how many pipeline stages, or the layers at which the second and later stages begin.
+      stages: how many pipeline stages, or the layers at which the second and later stages begin,
+        or an `autopar.Stage` for each, with devices, a logical mesh and a method of its own.
         "auto": one, or where the cluster has several nodes or nothing fits on one mesh, what the
         dynamic program over layers and submeshes finds quicker.
       schedule: the order of the pipeline's tasks: one of `SCHEDULES`, or a function of (num_meshes,
@@ -127,7 +118,7 @@ class Options:
     seed: int = 0
     progress: bool = False
     runtime: str | Ray = "local"
-    stages: int | str | tuple[int, ...] | None = "auto"
+    stages: Asked | None = "auto"
     schedule: str | Callable[..., Any] | None = "auto"
     num_chunks: int | str | None = "auto"
     remat: str | None = "auto"
@@ -138,13 +129,13 @@ class Options:
         def set_field(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        _check_method(self.method)
+        check_method(self.method)
         set_field("microbatches", auto_or(self.microbatches, count, "microbatches"))
         set_field("batch_argnums", auto_or(self.batch_argnums, values.argnums, "batch_argnums"))
         set_field("static_argnums", values.argnums(self.static_argnums, "static_argnums"))
         set_field("donate_argnums", auto_or(self.donate_argnums, values.argnums, "donate_argnums"))
         set_field("pins", _pins(self.pins))
-        set_field("logical_mesh", _logical_mesh(self.logical_mesh))
+        set_field("logical_mesh", values.logical_mesh(self.logical_mesh))
         set_field("memory_limit", values.memory_limit(self.memory_limit))
         set_field("max_flops_share", values.share(self.max_flops_share, "max_flops_share"))
         set_field("max_bytes_share", values.share(self.max_bytes_share, "max_bytes_share"))
@@ -153,15 +144,18 @@ class Options:
         if not isinstance(self.progress, bool):
             raise impossible("progress", self.progress, "it must be True or False.")
         set_field("runtime", _runtime(self.runtime))
-        set_field("stages", _stages(self.stages))
+        set_field("stages", parse_stages(self.stages))
         set_field("schedule", _schedule(self.schedule))
         num_chunks = "auto" if self.num_chunks is None else self.num_chunks
         set_field("num_chunks", auto_or(num_chunks, count, "num_chunks"))
-        set_field("remat", _remat(self.remat))
+        set_field("remat", values.remat(self.remat))
         values.one_of(self.constraints, CONSTRAINTS, "constraints")
         values.one_of(self.reduce_dtype, REDUCE_DTYPES, "reduce_dtype")
         if self.stages == "auto" or self.stages == 1:
             _check_one_stage(self)
+        if self.stages_by_hand and self.num_chunks not in ("auto", 1):
+            why = "every autopar.Stage has a mesh of its own."
+            raise impossible("num_chunks", self.num_chunks, why, "say how many stages: stages=4.")
         _check_not_static(self, "batch_argnums")
         _check_not_static(self, "donate_argnums")
 
@@ -187,6 +181,28 @@ class Options:
         """The names of all options."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
+    @property
+    def stages_by_hand(self) -> tuple[Stage, ...]:
+        """The `Stage`s that were asked for; none, if stages are asked for otherwise."""
+        asked = self.stages if isinstance(self.stages, tuple) else ()
+        return tuple(stage for stage in asked if isinstance(stage, Stage))
+
+    def of_stage(self, number: int) -> Options:
+        """The options for one stage: what its `Stage` says, else those of the step."""
+        if not self.stages_by_hand:
+            return self
+        said = self.stages_by_hand[number]
+        own = {name: getattr(said, name) for name in ("method", "logical_mesh", "remat")}
+        return dataclasses.replace(self, **{n: v for n, v in own.items() if v is not None})
+
+    @property
+    def methods(self) -> frozenset[str]:
+        """The methods of the stages, or that of the step."""
+        stages = range(len(self.stages_by_hand))
+        return frozenset(self.of_stage(number).method for number in stages) or frozenset(
+            {self.method}
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The options that determine a plan, as JSON values.
 
@@ -198,6 +214,8 @@ class Options:
         if callable(self.schedule):
             plain["schedule"] = f"function {getattr(self.schedule, '__qualname__', 'schedule')}"
         plain["pins"] = {pattern: [list(axes) for axes in spec] for pattern, spec in self.pins}
+        if self.stages_by_hand:
+            plain["stages"] = [stage.to_dict() for stage in self.stages_by_hand]
         return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
 
     def to_json(self) -> str:
@@ -216,22 +234,6 @@ class Options:
 
 
 _NOT_PLANNING = ("progress", "runtime")
-
-
-def _check_method(method: Any) -> None:
-    if isinstance(method, str) and method in METHODS:
-        return
-    if method == "pipeline":
-        raise OptionError(
-            "There is no method 'pipeline'.",
-            why="a method says how one mesh is used; stages say how many meshes there are.",
-            hint="use stages=2 (with any method).",
-        )
-    raise OptionError(
-        f"There is no method {method!r}.",
-        why=f"the methods are {', '.join(METHODS)}.",
-        hint=did_you_mean(method, METHODS),
-    )
 
 
 def _runtime(value: Any) -> str | Ray:
@@ -258,24 +260,6 @@ def _check_one_stage(options: Options) -> None:
         raise impossible("remat", options.remat, why, hint)
 
 
-def _stages(value: Any) -> Any:
-    """Check "auto", a number of stages, or the layers at which later stages begin, ascending."""
-    why = 'it must be "auto", a number of stages, or layer boundaries in ascending order.'
-    if value is None or (isinstance(value, str) and value == "auto"):
-        return "auto"
-    if isinstance(value, str):
-        raise impossible("stages", value, why, number_hint("stages", value))
-    try:
-        if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-            return integer(value, "stages", at_least=1)
-        found = tuple(integer(layer, "stages", at_least=1) for layer in value)
-    except OptionError:
-        raise impossible("stages", value, why) from None
-    if not found or any(b <= a for a, b in itertools.pairwise(found)):
-        raise impossible("stages", list(found), why)
-    return found
-
-
 def _schedule(value: Any) -> Any:
     if value is None:
         return "auto"
@@ -289,13 +273,6 @@ def _schedule(value: Any) -> Any:
     raise impossible("schedule", value, why, did_you_mean(value, SCHEDULES))
 
 
-def _remat(value: Any) -> str:
-    if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
-        return "auto" if value is None else value
-    hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
-    raise impossible("remat", value, 'it must be "auto", "none" or "full".', hint)
-
-
 def _check_not_static(options: Options, name: str) -> None:
     numbers = getattr(options, name)
     both = set() if numbers == "auto" else set(options.static_argnums) & set(numbers)
@@ -304,17 +281,6 @@ def _check_not_static(options: Options, name: str) -> None:
             f"Argument {min(both)} is named in both static_argnums and {name}.",
             why="a static argument is a constant of the program, not a buffer or a batch.",
         )
-
-
-def _logical_mesh(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        value = (value,)
-    shape = tuple(integer(size, "logical_mesh", at_least=1) for size in value)
-    if not 1 <= len(shape) <= 3:
-        raise impossible("logical_mesh", shape, "a logical mesh has one, two or three axes.")
-    return shape
 
 
 def _pins(value: Any) -> tuple[Pin, ...]:

@@ -240,7 +240,7 @@ def _by_name(items: list[Any]) -> dict[str, Any] | None:
         parts = [item[key] for key in ("kind", "purpose", "path", "node") if item.get(key)]
         if "chosen" in item:  # a candidate
             parts = [item["method"], item["logical_mesh"], item["num_microbatches"], item["note"]]
-        elif "layers" in item:  # a stage
+        elif isinstance(item.get("layers"), (list, tuple)):  # a stage of a plan
             parts = ["layers", *item["layers"]]
         name = " ".join(map(str, parts))
         if not parts or name in named:

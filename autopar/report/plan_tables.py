@@ -152,6 +152,8 @@ class _Tables:
             if more := len(contents[number]) - len(names):
                 names.append(f"{more} more")
             mesh = self.mesh(stage.axis_names, stage.logical_mesh)
+            if method := summaries.stage_method(self.plan, number):
+                mesh.append(f"  {method}", "dim")
             add_row(
                 table,
                 str(number),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from autopar.base.errors import OptionError
-from autopar.base.options import BATCH_METHODS, LOOP_METHODS
+from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
 from autopar.base.plan_records import NodeStrategy, PlanRecord, Spec, StagePlan, TensorPlan
 from autopar.base.runner_up import RunnerUp
 from autopar.base.units import format_bytes, format_microbatches, format_seconds, without_rows

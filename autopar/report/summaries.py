@@ -239,6 +239,13 @@ def _join(stages: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(stages))))
 
 
+def stage_method(plan: PlanRecord, number: int) -> str:
+    """The method that was asked for one stage alone, or ""."""
+    asked = plan.options.get("stages")
+    said = asked[number] if isinstance(asked, (list, tuple)) and len(asked) > number else None
+    return str(said.get("method", "")) if isinstance(said, Mapping) else ""
+
+
 def stage_contents(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     """For each stage, folded names of the parts of the model that are stored there.
 

@@ -42,14 +42,17 @@ def first_alike(
     Args:
       stages: with the labels of their inputs.
       sizes: the devices of each.
-      options: with pins; stages that have some are like no other.
+      options: with pins; stages that have some are like no other, and so are those that were asked
+        for otherwise.
     """
     firsts: dict[object, list[int]] = {}
     found: list[Likeness] = []
     for number, (stage, size) in enumerate(zip(stages, sizes, strict=True)):
         alike = Likeness(number, {})
         if not pins_of(stage.graph, options.pins):
-            known = firsts.setdefault(_summary(stage, size), [])
+            own = options.of_stage(number)
+            asked = own.method, own.logical_mesh, own.remat
+            known = firsts.setdefault((asked, _summary(stage, size)), [])
             pairs = ((first, _names(stages[first], stage)) for first in known)
             same = next(((first, names) for first, names in pairs if names is not None), None)
             if same is None:

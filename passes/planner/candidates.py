@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -44,7 +45,7 @@ from autopar.passes.sharding.loop_kinds import LoopKinds, loop_kinds
 from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
-from autopar.passes.slicing.stage_graphs import StageGraph, Stages
+from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
 
 Report = Callable[[str], None]
 # What schedule="auto" chooses from, by simulated time. The first of equal ones is taken.
@@ -125,9 +126,11 @@ def plan_layout(
             other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
             expected = _expected(first.pieces, first.parts, other, first.planned, cluster)
             made.append(dataclasses.replace(first, schedule=other, forecast=expected))
-    if options.remat == "auto" and not any(candidate.fits for candidate in made):
+    stages = range(len(made[0].planned))
+    may = tuple(options.of_stage(number).remat == "auto" for number in stages)
+    if any(may) and not any(candidate.fits for candidate in made):
         report("computing forward passes again where a stage does not fit")
-        made += [_rematerialized(candidate, cluster) for candidate in made]
+        made += [_rematerialized(candidate, cluster, may) for candidate in made]
     return made
 
 
@@ -177,14 +180,15 @@ def _plan_stages(
             planned.append(taken_over(planned[like.number], stage, like.names))
             continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
-        planned.append(plan_stage(stage, options, parts[number % len(parts)]))
-    remat = layout.remat or (options.remat == "full",) * len(planned)
+        planned.append(plan_stage(stage, options.of_stage(number), parts[number % len(parts)]))
+    asked = tuple(options.of_stage(number).remat == "full" for number in range(len(planned)))
+    remat = layout.remat or asked
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
 
 
 def sliced(
-    split: SplitStep, boundaries: int | tuple[int, ...], *, split_backward: bool
+    split: SplitStep, boundaries: Boundaries, *, split_backward: bool
 ) -> tuple[SplitStep, Stages]:
     """A step in stages, with the step as it was cut for them."""
     stages = slice_stages(split.step, split.rules, boundaries, split_backward=split_backward)
@@ -276,12 +280,16 @@ def parts_of(pieces: Pieces, split: SplitStep) -> PipelineParts:
     )
 
 
-def _rematerialized(candidate: PlannedStep, cluster: Cluster) -> PlannedStep:
-    """The same plan; stages on meshes that do not fit compute their forward pass again."""
+def _rematerialized(candidate: PlannedStep, cluster: Cluster, may: Sequence[bool]) -> PlannedStep:
+    """The same plan; stages on meshes that do not fit compute their forward pass again.
+
+    Of these, the stages that `may`.
+    """
     while True:
         too_much = {m for m, size in enumerate(candidate.peak_bytes) if size > candidate.limit}
         c, homes = candidate, candidate.schedule.mesh_of_stage
-        remat = tuple(done or m in too_much for done, m in zip(c.remat, homes, strict=True))
+        full = [ok and mesh in too_much for ok, mesh in zip(may, homes, strict=True)]
+        remat = tuple(map(operator.or_, c.remat, full))
         if remat == c.remat:
             return c
         candidate = assemble(c.split, c.stages, c.planned, c.schedule, cluster, c.limit, remat)

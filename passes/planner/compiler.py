@@ -38,7 +38,8 @@ from autopar.base.errors import (
     MemoryLimitError,
     PlanMismatchError,
 )
-from autopar.base.options import BATCH_METHODS, LOOP_METHODS, WHOLE_PARAMETERS, Options
+from autopar.base.methods import BATCH_METHODS, LOOP_METHODS, WHOLE_PARAMETERS
+from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes import microbatch
@@ -185,13 +186,17 @@ def compile_like(
 
 
 def _labelled(graph: Graph, rules: Rules, options: Options, cluster: Cluster) -> Graph:
-    """The graph, with the kinds of its loops where the method asks for them."""
-    if options.method not in LOOP_METHODS:
+    """The graph, with the kinds of its loops where a method asks for them."""
+    if options.methods.isdisjoint(LOOP_METHODS):
         return graph
     layout = asked_layout(options, cluster)
-    part = submesh(cluster, layout.devices[0])
-    (mesh, *_) = logical_meshes(options, part, graph, of_stage=layout.is_pipeline)
-    return with_loops(graph, rules, options.method, mesh[-1])
+    for number in range(len(options.stages_by_hand) or 1):
+        own = options.of_stage(number)
+        if own.method in LOOP_METHODS:
+            part = submesh(cluster, layout.devices[number])
+            (mesh, *_) = logical_meshes(own, part, graph, of_stage=layout.is_pipeline)
+            graph = with_loops(graph, rules, own.method, mesh[-1])
+    return graph
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class _LayoutSearch:
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> _LayoutSearch:
         """The search for a traced step; where parameters may be stored cut, they are cast so."""
-        if options.method not in WHOLE_PARAMETERS:
+        if not options.methods.issubset(WHOLE_PARAMETERS):
             graph = with_casts_ahead(graph)
         rules = populate(graph.jaxpr)
         return cls(_labelled(graph, rules, options, cluster), rules, options, cluster, report)
@@ -216,8 +221,10 @@ class _LayoutSearch:
     def padded(self) -> Iterator[_LayoutSearch]:
         """Searches for the same step with loops padded that the devices do not divide."""
         options = self.options
-        devices = math.prod(options.logical_mesh or asked_layout(options, self.cluster).devices[:1])
-        if options.method in BATCH_METHODS:
+        devices = math.lcm(*asked_layout(options, self.cluster).devices)
+        if options.logical_mesh:
+            devices = math.prod(options.logical_mesh)
+        if options.methods.issubset(BATCH_METHODS):
             return
         for loops in loops_to_pad(self.graph, self.rules, devices):
             padding = tuple((loop.size, loop.padded) for loop in loops)
@@ -352,7 +359,8 @@ def _out_of_memory(
         names = " and ".join(map(str, stages))
         what += f": stage {names} needs {best.peak_bytes[mesh]:,}"
         count = schedule.num_microbatches
-        where = f"stages={options.stages!r}, schedule {schedule.name}, {count} microbatches"
+        asked = list(options.stages) if isinstance(options.stages, tuple) else options.stages
+        where = f"stages={asked!r}, schedule {schedule.name}, {count} microbatches"
         tensors = (item for s in stages for item in best.planned[s].peak.alive)
         alive = tuple(sorted(tensors, key=lambda item: -item[1]))
         use = "more stages, " if reason else "more stages, more microbatches, "

@@ -142,9 +142,10 @@ def _each_stage(
     plan: Plan, split: SplitStep, stages: Stages, options: Options
 ) -> Iterator[tuple[SplitStep, StagePlan, Options]]:
     """Every stage as a step of its own, what is written of it, and the options that are for it."""
-    for stage, written in zip(label_batch(stages), plan.stages, strict=True):
+    graphs = zip(label_batch(stages), plan.stages, strict=True)
+    for number, (stage, written) in enumerate(graphs):
         one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split
-        yield one, written, stage_options(stage, options)
+        yield one, written, stage_options(stage, options.of_stage(number))
 
 
 def _remat(plan: Plan) -> tuple[bool, ...]:

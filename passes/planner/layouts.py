@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.errors import OptionError
-from autopar.base.options import BATCH_METHODS, LOOP_METHODS, Options
+from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
+from autopar.base.options import Options
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.sharding.constraint_axes import most_kept
+from autopar.passes.slicing.stage_graphs import StageParts
 
 # Meshes of three axes have ten times as many strategies: they are planned when it is asked for.
 MAX_AXES = 2
@@ -23,13 +25,13 @@ class StageLayout:
 
     Args:
       boundaries: the layers at which the second and later stages begin, or how many stages there
-        are (of about the same FLOPs).
+        are (of about the same FLOPs), or what part of the step each has.
       devices: of every mesh.
       remat: for every stage, whether its backward pass computes the forward pass again; empty if
         that is not decided here.
     """
 
-    boundaries: int | tuple[int, ...]
+    boundaries: int | tuple[int, ...] | StageParts
     devices: tuple[int, ...]
     remat: tuple[bool, ...] = ()
 
@@ -40,11 +42,18 @@ class StageLayout:
 
 
 def asked_layout(options: Options, cluster: Cluster) -> StageLayout:
-    """What the options say; all meshes are of one size.
+    """What the options say; all meshes are of one size, unless stages say their own.
 
     Raises:
-      OptionError: the devices do not divide by the stages, or chunks do not divide the stages.
+      OptionError: the devices do not divide by the stages, or chunks do not divide the stages, or
+        the cluster cannot be shared out as the stages say.
     """
+    if options.stages_by_hand:
+        devices = _devices_by_hand(options, cluster)
+        layers = [stage.layers for stage in options.stages_by_hand]
+        shares = tuple(size / cluster.num_devices for size in devices)
+        said = tuple(part for part in layers if isinstance(part, (int, float)))
+        return StageLayout(StageParts(said or shares), devices)
     stages, chunks = options.stages, chunks_of(options)
     if stages in ("auto", 1):
         return StageLayout(1, (cluster.num_devices,))
@@ -53,7 +62,8 @@ def asked_layout(options: Options, cluster: Cluster) -> StageLayout:
         meshes, boundaries = stages, stages * chunks
     else:
         assert isinstance(stages, tuple)
-        total, boundaries = len(stages) + 1, stages
+        boundaries = tuple(stage for stage in stages if isinstance(stage, int))
+        total = len(stages) + 1
         if total % chunks:
             raise OptionError(
                 f"stages={list(stages)} cannot have num_chunks={chunks}.",
@@ -80,6 +90,38 @@ def asked_layout(options: Options, cluster: Cluster) -> StageLayout:
             "which may give stages different meshes.",
         )
     return StageLayout(boundaries, (cluster.num_devices // meshes,) * meshes)
+
+
+def _devices_by_hand(options: Options, cluster: Cluster) -> tuple[int, ...]:
+    """The devices of every stage; those that say none share what is left."""
+    stages, total = options.stages_by_hand, cluster.num_devices
+    said = sum(stage.devices or 0 for stage in stages)
+    silent = sum(stage.devices is None for stage in stages)
+    left = total - said
+    if left < silent or (left % silent if silent else left):
+        shown = ", ".join("..." if s.devices is None else str(s.devices) for s in stages)
+        raise OptionError(
+            f"The stages' devices do not add up to the {total} of the cluster.",
+            where=f"devices={shown}",
+            why=f"{said} are given away to {len(stages) - silent} of {len(stages)} stages, and "
+            + (f"{max(left, 0)} are left for {silent}." if silent else f"there are {total}."),
+            hint="every device of the cluster belongs to one stage; a stage without devices= has "
+            "an equal part of the rest.",
+        )
+    devices = tuple(s.devices or left // silent for s in stages)
+    start, each = 0, cluster.devices_per_node
+    for number, size in enumerate(devices):
+        whole_nodes = start % each == 0 and size % each == 0
+        if start // each != (start + size - 1) // each and not whole_nodes:
+            raise OptionError(
+                f"Stage {number} would lie on parts of several nodes.",
+                where=f"devices={', '.join(map(str, devices))}",
+                why=f"stages take the cluster's devices in their order, {each} on a node, and these"
+                f" are devices {start} to {start + size - 1}.",
+                hint="order or size the stages so that each is inside one node or has whole nodes.",
+            )
+        start += size
+    return devices
 
 
 def chunks_of(options: Options) -> int:

@@ -37,7 +37,7 @@ class StageOption:
     once_seconds: float = 0.0
 
 
-class Stage(NamedTuple):
+class StageRange(NamedTuple):
     """Layers `start` to `stop` (half open) on a submesh of `num_devices`, run as `option` says."""
 
     start: int
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
 class StageChoice:
     """The stages of a pipeline, first to last, and the step time that `best_stages` minimises."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageRange, ...]
     step_seconds: float
 
 
@@ -107,7 +107,7 @@ def best_stages(
     for step in path.steps:
         size = submeshes[step.kind]
         option = options[step.start, step.stop, size][step.option]
-        stages.append(Stage(step.start, step.stop, size, option))
+        stages.append(StageRange(step.start, step.stop, size, option))
     return StageChoice(tuple(stages), path.cost)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
-from autopar.base.options import LOOP_METHODS, Options
+from autopar.base.methods import LOOP_METHODS
+from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import Microbatched

@@ -28,7 +28,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError
-from autopar.base.options import AS_COMPUTED, BATCH_METHODS, LOOP_METHODS
+from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
+from autopar.base.options import AS_COMPUTED
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.sharding.batch_dims import NONE, BatchDims, made_from_state, parameters
 from autopar.passes.sharding.constraint_axes import AxisMatching, match_axes

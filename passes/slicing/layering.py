@@ -26,7 +26,7 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.slicing.anatomy import Anatomy, bytes_of, flops_of
 from autopar.passes.slicing.layer_scans import find_layer_scans
 from autopar.passes.slicing.primals import find_primals
-from autopar.passes.slicing.stage_graphs import Layer, Layers
+from autopar.passes.slicing.stage_graphs import Boundaries, Layer, Layers, StageParts
 
 # Layers get no finer than about this share of the loop's FLOPs, however deep the program is.
 _MAX_LAYERS = 64
@@ -236,19 +236,33 @@ def _digest(parts: Anatomy, numbers: Sequence[int], lengths: Sequence[int]) -> s
     return "-".join([fingerprint(jaxpr), *map(str, lengths)])
 
 
-def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]:
+def number_of_stages(stages: Boundaries) -> int:
+    """How many stages these are."""
+    if isinstance(stages, StageParts):
+        return len(stages.parts)
+    return stages if isinstance(stages, int) else len(stages) + 1
+
+
+def boundaries_of(found: Layers, stages: Boundaries) -> tuple[int, ...]:
     """Where stages begin, in layers, the first one left out.
 
     Args:
       found: the program's layers.
       stages: how many stages, which then have about the same FLOPs, forward plus backward; or the
-        boundaries themselves.
+        boundaries themselves; or what each stage has.
 
     Raises:
-      OptionError: more stages than layers, or boundaries that are out of order or out of range.
+      OptionError: more stages than layers, or boundaries that are out of order or out of range, or
+        numbers of layers that are not all of them.
     """
-    count = len(found.layers)
-    if not isinstance(stages, int):
+    count, shares = len(found.layers), [1.0]
+    if isinstance(stages, StageParts):
+        if stages.are_counts:
+            return _counted(found, stages)
+        shares = list(stages.parts)
+    elif isinstance(stages, int):
+        shares = [1.0 / max(stages, 1)] * stages
+    else:
         given = tuple(int(boundary) for boundary in stages)
         if list(given) != sorted(set(given).intersection(range(1, count))):
             raise OptionError(
@@ -257,44 +271,62 @@ def boundaries_of(found: Layers, stages: int | Sequence[int]) -> tuple[int, ...]
                 " in ascending order, and each is the first layer of a stage.",
             )
         return given
-    if stages < 1:
+    if not shares:
         raise OptionError(f"stages={stages} is not a number of stages.", why="at least 1 is.")
-    if stages > count:
+    if len(shares) > count:
         at_most = f"use at most stages={count}." if count > 1 else "use stages=1: one mesh."
         raise OptionError(
-            f"{stages} stages are more than the program has layers.",
+            f"{len(shares)} stages are more than the program has layers.",
             why=f"it has {count} {'layer' if count == 1 else 'layers'}, even if it is cut between"
             " any two equations that are not recomputed everywhere.",
             hint=f"{at_most} A loop over parts of the batch, which accumulates gradients, is one "
             "layer: leave it to microbatches=.",
         )
-    return _balanced(found.layers, stages)
+    return _balanced(found.layers, shares)
 
 
-def _balanced(found: Sequence[Layer], stages: int) -> tuple[int, ...]:
+def _counted(found: Layers, stages: StageParts) -> tuple[int, ...]:
+    """Where stages of so many layers begin."""
+    count, ends = len(found.layers), [int(end) for end in itertools.accumulate(stages.parts)]
+    if ends[-1] != count:
+        flops = sum(layer.flops for layer in found.layers) or 1
+        raise OptionError(
+            f"The stages have {ends[-1]} layers, and the program has {count}.",
+            where=f"layers={', '.join(map(str, stages.parts))}",
+            why="of the FLOPs these layers have, in percent: "
+            + ", ".join(f"{100 * layer.flops / flops:.2g}" for layer in found.layers)
+            + ".",
+            hint="give away all layers, or say shares of the FLOPs, such as layers=0.25.",
+        )
+    return tuple(ends[:-1])
+
+
+def _balanced(found: Sequence[Layer], shares: Sequence[float]) -> tuple[int, ...]:
     """Of the partitions whose slowest stage is nearly the best possible, the one that sends least.
+
+    A stage's time is its FLOPs over its share of them.
 
     Two dynamic programs over (stages, layers): the least bottleneck, then the least bytes under it.
     """
-    count = len(found)
+    count, stages = len(found), len(shares)
     until = list(itertools.accumulate((layer.flops for layer in found), initial=0))
     bottleneck = np.full((stages + 1, count + 1), np.inf)
     bottleneck[0, 0] = 0
     for number in range(1, stages + 1):
         for end in range(number, count + 1):
             bottleneck[number, end] = min(
-                max(bottleneck[number - 1, start], until[end] - until[start])
+                max(bottleneck[number - 1, start], (until[end] - until[start]) / shares[number - 1])
                 for start in range(number - 1, end)
             )
     limit = bottleneck[stages, count] * _SLACK
     crossing = [0, *(layer.cut_bytes for layer in found)]
     # For each number of first layers: bytes sent, the slowest stage's FLOPs, where stages begin.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for _ in range(stages):
+    for share in shares:
         options: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}
         for start, (sent, slowest, cuts) in best.items():
             for end in range(start + 1, count + 1):
-                work = until[end] - until[start]
+                work = (until[end] - until[start]) / share
                 if work <= limit:
                     starts = (*cuts, start) if start else cuts
                     option = (sent + crossing[start], max(slowest, work), starts)

@@ -15,23 +15,31 @@ from autopar.passes.slicing.assemble import assemble
 from autopar.passes.slicing.backward_scans import split_backward_scans
 from autopar.passes.slicing.conditionals import split_conditionals
 from autopar.passes.slicing.layer_scans import LayerScan, find_layer_scans
-from autopar.passes.slicing.layering import boundaries_of, layers_of
+from autopar.passes.slicing.layering import boundaries_of, layers_of, number_of_stages
 from autopar.passes.slicing.placed import build
 from autopar.passes.slicing.placement import place
 from autopar.passes.slicing.runs import cut_scans
-from autopar.passes.slicing.stage_graphs import Layers, LeafRows, Rows, StageGraph, Stages
+from autopar.passes.slicing.stage_graphs import (
+    Boundaries,
+    Layers,
+    LeafRows,
+    Rows,
+    StageGraph,
+    Stages,
+)
 from autopar.passes.slicing.transfers import find_exchange
 
 
 def slice_stages(
-    step: Microbatched, rules: Rules, stages: int | Sequence[int], *, split_backward: bool = False
+    step: Microbatched, rules: Rules, stages: Boundaries, *, split_backward: bool = False
 ) -> Stages:
     """Cut a microbatched program into pipeline stages.
 
     Args:
       step: a program with a loop over microbatches (`autopar.passes.microbatch.split`).
       rules: the factor rules of its equations.
-      stages: how many stages, which then have about the same FLOPs; or boundaries in layers.
+      stages: how many stages, which then have about the same FLOPs; or boundaries in layers; or
+        what each stage has.
       split_backward: whether weight gradients are a task of their own, W: no stage waits for it.
 
     Returns:
@@ -49,8 +57,7 @@ def slice_stages(
         if step is not parts.step:
             rules = populate(step.graph.jaxpr)
             parts = dissect(step)
-    number = stages if isinstance(stages, int) else len(stages) + 1
-    found = layers_of(parts, rules, at_least=number)
+    found = layers_of(parts, rules, at_least=number_of_stages(stages))
     boundaries = boundaries_of(found, stages)
     parts, rules, stage_of, leaves, results = _cut(parts, rules, found, boundaries)
     terms = find_terms(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,6 +39,22 @@ class Layer:
     def flops(self) -> int:
         """Forward and backward."""
         return self.forward_flops + self.backward_flops
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What each stage has of the step: numbers of layers, or shares of the FLOPs."""
+
+    parts: tuple[int, ...] | tuple[float, ...]
+
+    @property
+    def are_counts(self) -> bool:
+        """Whether these are numbers of layers."""
+        return all(isinstance(part, int) for part in self.parts)
+
+
+Boundaries = int | Sequence[int] | StageParts
+"""How many stages, of about the same FLOPs; or where they begin, in layers; or their parts."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import BatchArgumentError, DonationWarning, OptionError
-from autopar.base.options import BATCH_METHODS, LOOP_METHODS
+from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
 from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.graph import Atom, Input, Output, variables
 from autopar.passes.graph.primitives import REARRANGES
