@@ -296,6 +296,7 @@ def _check_numbers(cluster: Cluster) -> None:
     counts = numbers("num_nodes", "devices_per_node", "devices_per_card", "device.memory_bytes")
     rates = numbers("device.memory_bandwidth", "intra_node.bandwidth", "inter_node.bandwidth")
     rates += [(f"device.peak_flops.{name}", rate) for name, rate in device.peak_flops.items()]
+    rates += numbers("device.fused_speedup")
     latencies = ("intra_node.latency", "inter_node.latency", "collective_seconds")
     seconds = numbers("device.kernel_seconds", *latencies, "price_per_device_hour")
     problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]

@@ -132,13 +132,23 @@ def compute_seconds(
         grows with its size. Other arithmetic is fused into kernels around it and costs flops over
         peak.
 
-    The model is that of Williams, Waterman and Patterson, "Roofline" (2009).
-
     >>> from autopar.base.cluster import Cluster
     >>> n = 8192
     >>> seconds = compute_seconds(2 * n**3, 3 * 2 * n**2, "bfloat16", Cluster.preset("h100"))
     >>> print(f"{seconds * 1e3:.2f} ms")
     1.39 ms
+    """
+    start = cluster.device.kernel_seconds if flops and is_matmul else 0.0
+    return start + roofline_seconds(flops, num_bytes, dtype, cluster, is_matmul=is_matmul)
+
+
+def roofline_seconds(
+    flops: float, num_bytes: float, dtype: str, cluster: Cluster, *, is_matmul: bool = True
+) -> float:
+    """The part of `compute_seconds` that falls in proportion where the work is divided.
+
+    The model is that of Williams, Waterman and Patterson, "Roofline" (2009); starting a kernel is
+    paid beside it, by every device in full.
     """
     device = cluster.device
     memory_seconds = num_bytes / device.memory_bandwidth
@@ -146,5 +156,5 @@ def compute_seconds(
         return memory_seconds
     arithmetic_seconds = flops / device.peak_flops_for(dtype)
     if is_matmul:
-        arithmetic_seconds = device.kernel_seconds + arithmetic_seconds / device.max_efficiency
+        arithmetic_seconds /= device.max_efficiency
     return max(memory_seconds, arithmetic_seconds)

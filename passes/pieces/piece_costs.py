@@ -65,7 +65,7 @@ class PieceCosts:
             versions = (*instruction.operands, *instruction.results)
             axes = {axis for version in versions for axis in version.layout.used}
             undivided = self.pricing.compute(eqn, self.rules[eqn])
-            return undivided / num_parts(axes, self.pricing.mesh)
+            return self.pricing.start(eqn) + undivided / num_parts(axes, self.pricing.mesh)
         if isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]
             return length * self.seconds(instruction.body)

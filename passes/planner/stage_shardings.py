@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
@@ -28,6 +29,7 @@ from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import restriction
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
+from autopar.passes.sharding.traffic import MemoryTraffic
 from autopar.passes.solver import Infeasible, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
@@ -56,6 +58,11 @@ class SplitStep:
     def graph(self) -> Graph:
         """All of the program."""
         return self.step.graph
+
+    @cached_property
+    def traffic(self) -> MemoryTraffic:
+        """What its equations move in memory."""
+        return MemoryTraffic(self.graph.jaxpr)
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class PlannedStage:
     def costs(self, cluster: Cluster) -> PieceCosts:
         """What blocks of the stage cost on its part of the cluster."""
         part = submesh(cluster, math.prod(self.mesh))
-        return PieceCosts(Pricing(part, self.mesh), self.split.rules)
+        pricing = Pricing(part, self.mesh, traffic=self.split.traffic)
+        return PieceCosts(pricing, self.split.rules)
 
 
 def prepare(
@@ -99,7 +107,7 @@ def prepare(
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
     allowed = restriction(graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds)
-    pricing = Pricing(cluster, mesh, allowed.reduce_scatter)
+    pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic)
     return build(split.step, rules, mesh, pricing, allowed), pricing, dims
 
 

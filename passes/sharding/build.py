@@ -221,9 +221,10 @@ class _Walk(StrategyGraphBuilder):
             if isinstance(value, (Assigned, Recomputed)):
                 self.link(value, [s.operands[position] for s in found], node, scope.times)
         whole = scope.times * self.pricing.compute(eqn, shape.rule)
+        start = scope.times * self.pricing.start(eqn)
         seconds = self.built.nodes[node].seconds
         for s, strategy in enumerate(found):
-            seconds[s] += whole / strategy.division
+            seconds[s] += start + whole / strategy.division
         fused = eqn.primitive.name not in UNFUSED
         results: list[ScopeValue] = [
             self.assigned(node, tuple(s.results[r] for s in found), v, fused)

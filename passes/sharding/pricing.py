@@ -5,23 +5,36 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
-from autopar.base.costs import alpha_beta, compute_seconds
-from autopar.passes.graph.primitives import CONSTRAIN, KERNELS, PRODUCTS, UNFUSED
+from autopar.base.costs import alpha_beta, roofline_seconds
+from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, adding, reshard_steps
-from autopar.passes.sharding.scopes import value_bytes
+from autopar.passes.sharding.traffic import MemoryTraffic, alone
+
+_FLOAT = jnp.inexact
 
 
 class Pricing:
-    """Prices of one mesh; `reduce_scatter=False` completes partial sums by all-reduces only."""
+    """Prices of one mesh; `reduce_scatter=False` completes partial sums by all-reduces only.
 
-    def __init__(self, cluster: Cluster, mesh: tuple[int, ...], reduce_scatter: bool = True):
+    The `traffic` says what equations move in memory; without it each is a kernel of its own.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        mesh: tuple[int, ...],
+        reduce_scatter: bool = True,
+        traffic: MemoryTraffic | None = None,
+    ):
         self.cluster, self.mesh, self.reduce_scatter = cluster, mesh, reduce_scatter
+        self._traffic_of = alone if traffic is None else traffic.of
         self._alpha_beta: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
         self._linear: dict[tuple[Layout, Layout, float], tuple[float, float]] = {}
         self._compute: dict[Any, float] = {}
@@ -70,22 +83,26 @@ class Pricing:
         return self._alpha_beta[key]
 
     def compute(self, eqn: JaxprEqn, rule: FactorRule) -> float:
-        """Seconds of one equation on one device, undivided."""
-        key = (id(rule), eqn.primitive)
+        """Seconds of one equation on one device, undivided, without starting its kernel."""
+        traffic = self._traffic_of(eqn)
+        moved = traffic.bytes + traffic.inner_bytes / self.cluster.device.fused_speedup
+        key = (id(rule), eqn.primitive, moved)
         if key not in self._compute:
-            self._compute[key] = self._compute_seconds(eqn, rule)
+            self._compute[key] = self._compute_seconds(eqn, rule, moved)
         return self._compute[key]
 
-    def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule) -> float:
-        if eqn.primitive.name == CONSTRAIN:
-            return 0.0
-        moved = sum(map(value_bytes, eqn.outvars))
-        if eqn.primitive.name in UNFUSED:  # a fused elementwise chain reads its operands once
-            moved += sum(map(value_bytes, eqn.invars))
-        return compute_seconds(
-            flops(eqn, rule),
-            moved,
-            str(eqn.outvars[0].aval.dtype),
-            self.cluster,
-            is_matmul=eqn.primitive.name in PRODUCTS | KERNELS,
+    def start(self, eqn: JaxprEqn) -> float:
+        """Seconds of starting an equation's kernel, however its work is divided."""
+        return self._traffic_of(eqn).kernels * self.cluster.device.kernel_seconds
+
+    def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule, moved: float) -> float:
+        is_matmul = eqn.primitive.name in PRODUCTS | KERNELS
+        # A product is as quick as its operands allow; what it adds up in is free.
+        typed = eqn.invars if is_matmul else eqn.outvars
+        dtypes = {str(atom.aval.dtype) for atom in typed if jnp.issubdtype(atom.aval.dtype, _FLOAT)}
+        dtypes = dtypes or {str(eqn.outvars[0].aval.dtype)}
+        count = flops(eqn, rule)
+        return max(
+            roofline_seconds(count, moved, dtype, self.cluster, is_matmul=is_matmul)
+            for dtype in sorted(dtypes)
         )

@@ -1,0 +1,247 @@
+"""What a program reads and writes in memory once XLA has fused it.
+
+Elementwise operations, broadcasts, slices and other moves are evaluated where their results are
+read: they are written only where something reads them that XLA does not fuse with (a matrix
+product, a gather, control flow), where they leave the program, or a barrier keeps them. Every
+such value is made by a kernel, which reads what its chain of operations begins with: the
+*frontier* of written values. A reduction ends a kernel and takes its operand's chain into it.
+Kernels that read the same value and wait for nothing of each other are one (XLA's fusion of
+siblings, with several results), and a kernel goes on with what it writes; so a value counts once
+for all kernels of one *level*, the longest chain of kernels before them. An operation that is
+read in several kernels is computed in each of them, and costs no memory.
+
+XLA's GPU backend decides so by its cost model (`xla/service/gpu/transforms/priority_fusion.cc`,
+`multi_output_fusion.cc`); that it never refuses is the simplification here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from typing import NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import Atom, inner_jaxprs
+from autopar.passes.graph.primitives import (
+    CONTROL_FLOW,
+    REDUCTIONS,
+    RESHAPES,
+    SCATTERS,
+    UNFUSED,
+)
+from autopar.passes.sharding.scopes import value_bytes
+
+# A view of the same bytes: nothing is moved.
+_VIEWS = RESHAPES - {"broadcast_in_dim", "transpose"} | {
+    "bitcast_convert_type",
+    "constrain",
+    "copy",
+    "name",
+    "random_unwrap",
+    "random_wrap",
+    "stop_gradient",
+}
+# Kernels of their own on both sides. XLA fuses a concatenation as it does a slice.
+_ALONE = UNFUSED - REDUCTIONS - {"concatenate", "optimization_barrier"}
+# They read of an operand only what they return.
+_PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
+
+
+class Traffic(NamedTuple):
+    """What an equation adds to its kernel, and how many kernels it starts.
+
+    The kernel reads and writes `bytes` in memory for it; `inner_bytes` are of a result that is made
+    where it is read.
+    """
+
+    bytes: int
+    inner_bytes: int
+    kernels: int
+
+
+_NONE = Traffic(0, 0, 0)
+
+
+class MemoryTraffic:
+    """The traffic of every equation of a program, also inside of control flow, by identity."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._found: dict[int, tuple[JaxprEqn, Traffic]] = {}
+        self._walk(jaxpr)
+
+    def of(self, eqn: JaxprEqn) -> Traffic:
+        """Whole, as one device would have it. Of an equation of no program: as if it were alone."""
+        known = self._found.get(id(eqn))
+        return alone(eqn) if known is None or known[0] is not eqn else known[1]
+
+    def _walk(self, jaxpr: Jaxpr) -> None:
+        for eqn, traffic in zip(jaxpr.eqns, _scope(jaxpr), strict=True):
+            self._found[id(eqn)] = eqn, traffic
+            if eqn.primitive.name in CONTROL_FLOW:
+                for body in inner_jaxprs(eqn):
+                    self._walk(body)
+
+
+def alone(eqn: JaxprEqn) -> Traffic:
+    """An equation that is a kernel of its own."""
+    if eqn.primitive.name in CONTROL_FLOW or is_barrier(eqn) or eqn.primitive.name in _VIEWS:
+        return _NONE
+    operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
+    return Traffic(_own_bytes(eqn, sum(value_bytes(atom) for atom in operands)), 0, 1)
+
+
+def _own_bytes(eqn: JaxprEqn, read: int) -> int:
+    """What a kernel of one equation moves, if its operands have `read` bytes."""
+    name, written = eqn.primitive.name, sum(map(value_bytes, eqn.outvars))
+    if name in _PARTS:
+        return 2 * written + sum(map(value_bytes, eqn.invars[1:]))
+    if name == "dynamic_update_slice":  # in place
+        return 2 * value_bytes(eqn.invars[1])
+    if name in SCATTERS:  # in place: indices, updates, and what they are combined with
+        return value_bytes(eqn.invars[1]) + 3 * value_bytes(eqn.invars[2])
+    return read + written
+
+
+class _Chain(NamedTuple):
+    """The written values from which an operation is computed, and the bytes read of each."""
+
+    frontier: dict[Var, int]
+    level: int
+
+    @property
+    def bytes(self) -> int:
+        """Read by each kernel that computes it."""
+        return sum(self.frontier.values())
+
+
+def _scope(jaxpr: Jaxpr) -> tuple[Traffic, ...]:
+    """The traffic of each equation of one scope, in order; control flow has none of its own."""
+    source = _views(jaxpr)
+    written = _written(jaxpr, source)
+    first = _Pass(source, written)
+    for eqn in jaxpr.eqns:
+        first.traffic(eqn)
+    second = _Pass(source, written, _kernels_of(jaxpr, source, first))
+    return tuple(map(second.traffic, jaxpr.eqns))
+
+
+class _Pass:
+    """One walk over a scope in order.
+
+    Args:
+      source: for each view of a value, that value.
+      written: the values that are written anyhow.
+      kernels: how many kernels compute a value that is not. Where it costs less to write it and to
+        read it in each of these than to read there what it is made from, it is written, too: a
+        residual stream, which is a longer sum from block to block.
+    """
+
+    def __init__(
+        self, source: Mapping[Var, Var], written: Set[Var], kernels: Mapping[Var, int] | None = None
+    ):
+        self.source, self.written, self.kernels = source, written, kernels or {}
+        self.levels: dict[Var, int] = defaultdict(int)  # of written values; what enters has 0
+        self.chains: dict[Var, _Chain] = {}  # of what is computed where it is read
+        self._seen: set[tuple[Var, int]] = set()
+        self._open: set[Var] = set()  # what its kernel may go on with
+
+    def traffic(self, eqn: JaxprEqn) -> Traffic:
+        """That of the next equation."""
+        name, results = eqn.primitive.name, eqn.outvars
+        if name in _VIEWS and results[0] in self.source:
+            return _NONE
+        made = self._chain(eqn)
+        if name in CONTROL_FLOW or is_barrier(eqn) or name in _ALONE:
+            self.levels.update(dict.fromkeys(results, made.level + 1))
+            return Traffic(_own_bytes(eqn, made.bytes), 0, 1) if name in _ALONE else _NONE
+        kept = [var for var in results if name in REDUCTIONS or self._is_kept(var, made)]
+        self.chains.update((var, made) for var in results if var not in kept)
+        if not kept:
+            return Traffic(0, sum(map(value_bytes, results)), 0)
+        level = made.level + 1
+        self.levels.update(dict.fromkeys(kept, level))
+        if name not in REDUCTIONS:
+            self._open.update(kept)
+        fresh = {
+            read: size
+            for read, size in made.frontier.items()
+            if (read, level) not in self._seen and not self._is_made_in(read, level)
+        }
+        self._seen.update((var, level) for var in fresh)
+        joins = len(fresh) < len(made.frontier)
+        moved = sum(fresh.values()) + sum(map(value_bytes, kept))
+        return Traffic(moved, 0, 0 if joins else 1)
+
+    def _is_made_in(self, var: Var, level: int) -> bool:
+        """Whether a kernel of that level goes on with a value that it writes."""
+        return var in self._open and self.levels[var] == level
+
+    def _is_kept(self, var: Var, made: _Chain) -> bool:
+        if var in self.written:
+            return True
+        count = self.kernels.get(var, 1)
+        return (count - 1) * made.bytes > (count + 1) * value_bytes(var)
+
+    def _chain(self, eqn: JaxprEqn) -> _Chain:
+        frontier: dict[Var, int] = {}
+        level = 0
+        for place, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal):
+                continue
+            var = self.source.get(atom, atom)
+            size = value_bytes(var)
+            if place == 0 and eqn.primitive.name in _PARTS:
+                size = min(size, value_bytes(eqn.outvars[0]))
+            before = self.levels[var] - (var in self._open)
+            inner = self.chains.get(var) or _Chain({var: size}, before)
+            for read, bytes_read in inner.frontier.items():
+                frontier[read] = max(frontier.get(read, 0), bytes_read)
+            level = max(level, inner.level)
+        return _Chain(frontier, level)
+
+
+def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _Pass) -> dict[Var, int]:
+    """For values that are computed where they are read: in how many kernels that is.
+
+    Kernels of one level count as one.
+    """
+    used: dict[Var, set[int]] = defaultdict(set)
+    for eqn in reversed(jaxpr.eqns):
+        (result, *_) = eqn.outvars or (None,)
+        if result in first.levels:
+            levels = {first.levels[result]}
+        else:
+            levels = set().union(*(used[source.get(var, var)] for var in eqn.outvars))
+        for atom in eqn.invars:
+            if isinstance(atom, Var) and source.get(atom, atom) in first.chains:
+                used[source.get(atom, atom)] |= levels
+    return {var: len(levels) for var, levels in used.items()}
+
+
+def _views(jaxpr: Jaxpr) -> dict[Var, Var]:
+    """For each view of a value: that value."""
+    source: dict[Var, Var] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
+            source[eqn.outvars[0]] = source.get(eqn.invars[0], eqn.invars[0])
+    return source
+
+
+def _written(jaxpr: Jaxpr, source: dict[Var, Var]) -> set[Var]:
+    """What is read by something that XLA does not fuse with it, or leaves the scope."""
+    found: set[Var] = set()
+
+    def keep(atom: Atom) -> None:
+        if isinstance(atom, Var):
+            found.add(source.get(atom, atom))
+
+    for atom in jaxpr.outvars:
+        keep(atom)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in CONTROL_FLOW or is_barrier(eqn) or name in _ALONE:
+            for atom in eqn.invars:
+                keep(atom)
+    return found
