@@ -18,6 +18,7 @@ from autopar.passes.trace.graph_objects import objects_apart, signature_of_call
 from autopar.passes.trace.signature import Convention, Signature
 from autopar.plans.plan import Plan
 from autopar.requests import (
+    ClusterOrName,
     PlanOrPath,
     PlanRequest,
     Requested,
@@ -132,7 +133,7 @@ class Parallelized(Requested):
         return self if instance is None else types.MethodType(self, instance)
 
     def with_request(
-        self, options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+        self, options: Mapping[str, Any], cluster: ClusterOrName | None, plan: PlanOrPath | None
     ) -> tuple[Callable[..., Any], PlanRequest]:
         """The plain function, and what was asked for with changes."""
         made = self._request
@@ -191,7 +192,7 @@ class Parallelized(Requested):
 def parallelize(
     fn: Callable[..., Any],
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterOrName | None = None,
     plan: PlanOrPath | None = None,
     **options: Any,
 ) -> Parallelized: ...
@@ -201,7 +202,7 @@ def parallelize(
 def parallelize(
     fn: None = None,
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterOrName | None = None,
     plan: PlanOrPath | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
@@ -211,7 +212,7 @@ def parallelize(
 def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterOrName | None = None,
     plan: PlanOrPath | None = None,
     **options: Any,
 ) -> Parallelized | Callable[[Callable[..., Any]], Parallelized]:
@@ -224,7 +225,7 @@ def parallelize(
 
     Args:
       fn: an ordinary function of arrays in pytrees: state and batch to new state and metrics.
-      cluster: the devices to plan for; by default all that JAX sees.
+      cluster: the devices to plan for, also by name ("8x8 h100"); by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
       **options: see `autopar.base.options.Options`.
 
@@ -254,7 +255,7 @@ def parallelize(
 def compile(
     fn: Callable[..., Any],
     *args: Any,
-    cluster: Cluster | None = None,
+    cluster: ClusterOrName | None = None,
     plan: PlanOrPath | None = None,
     **options_and_kwargs: Any,
 ) -> Executable:
@@ -263,7 +264,7 @@ def compile(
     Args:
       fn: as for `parallelize`.
       *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
-      cluster: the devices to plan for; by default all that JAX sees.
+      cluster: the devices to plan for, also by name ("8x8 h100"); by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
       **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
         step's own arguments by keyword.
@@ -292,7 +293,7 @@ def compile(
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    cluster: Cluster | None = None,
+    cluster: ClusterOrName | None = None,
     **options_and_kwargs: Any,
 ) -> Plan:
     """Decide how a step would run on a cluster; no device of it is needed.

@@ -19,6 +19,8 @@ from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
 
 PlanOrPath = Plan | str | os.PathLike[str]
+ClusterOrName = Cluster | str | os.PathLike[str]
+"""A cluster, a name that `Cluster.named` takes, or the path of its file."""
 
 
 class Requested(abc.ABC):
@@ -26,7 +28,7 @@ class Requested(abc.ABC):
 
     @abc.abstractmethod
     def with_request(
-        self, options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+        self, options: Mapping[str, Any], cluster: ClusterOrName | None, plan: PlanOrPath | None
     ) -> tuple[Callable[..., Any], PlanRequest]:
         """The plain function, and what was asked for with changes."""
 
@@ -56,32 +58,22 @@ class PlanRequest:
         return (Cluster.local() if made is None else Cluster.from_dict(made.cluster)), made
 
 
-def _cluster_hint(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)) and str(value).endswith((".toml", ".json")):
-        return f"write cluster=autopar.Cluster.load({str(value)!r})."
-    if not isinstance(value, str):
-        return "use Cluster.preset(name) or Cluster.local(devices)."
-    try:
-        Cluster.preset(value)
-    except OptionError as unknown:
-        presets = f"the presets are {', '.join(Cluster.presets())}."
-        return f"{unknown.hint or presets} Write cluster=autopar.Cluster.preset(name)."
-    return f"write cluster=autopar.Cluster.preset({value!r})."
-
-
 def make_request(
-    options: Mapping[str, Any], cluster: Cluster | None, plan: PlanOrPath | None
+    options: Mapping[str, Any], cluster: ClusterOrName | None, plan: PlanOrPath | None
 ) -> PlanRequest:
     """Check what was asked for.
 
     Raises:
       OptionError: the cluster or the plan is none, or an option is impossible.
     """
+    if isinstance(cluster, (str, os.PathLike)):
+        cluster = Cluster.named(cluster)
     if cluster is not None and not isinstance(cluster, Cluster):
         raise OptionError(
             f"cluster={cluster!r} is not possible.",
-            why="it must be an autopar.Cluster, or None for the devices that JAX sees.",
-            hint=_cluster_hint(cluster),
+            why="it must be an autopar.Cluster, the name of one, or None for the devices that JAX "
+            "sees.",
+            hint="use a name such as '8x8 h100', Cluster.preset(name) or Cluster.local(devices).",
         )
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         raise OptionError(
@@ -95,7 +87,7 @@ def make_request(
 
 def read_arguments(
     fn: Any,
-    cluster: Cluster | None,
+    cluster: ClusterOrName | None,
     plan: PlanOrPath | None,
     options_and_kwargs: Mapping[str, Any],
     caller: str,

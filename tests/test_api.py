@@ -244,17 +244,29 @@ def test_an_unknown_keyword() -> None:
 @pytest.mark.parametrize(
     ("cluster", "hint"),
     [
-        ("dgx-h100", "write cluster=autopar.Cluster.preset('dgx-h100')."),
-        ("dgx_h10", "did you mean 'dgx-h100'? Write cluster=autopar.Cluster.preset(name)."),
-        ("ours.toml", "write cluster=autopar.Cluster.load('ours.toml')."),
-        (Path("ours.json"), "write cluster=autopar.Cluster.load('ours.json')."),
-        (3, "use Cluster.preset(name) or Cluster.local(devices)."),
+        ("dgx_h10", "did you mean 'dgx-h100'?"),
+        ("8x dgx_h10", "did you mean 'dgx-h100'?"),
+        (3, "use a name such as '8x8 h100', Cluster.preset(name) or Cluster.local(devices)."),
     ],
 )
 def test_what_is_no_cluster_gets_a_hint(cluster: Any, hint: str) -> None:
     with pytest.raises(OptionError) as caught:
         autopar.parallelize(lambda state: state, cluster=cluster)
     assert caught.value.hint == hint
+
+
+def test_a_cluster_has_a_name(tmp_path: Path) -> None:
+    """Everywhere a name or a file says the same as what it names."""
+    cluster = autopar.Cluster.preset("h100", nodes=2)
+    cluster.save(tmp_path / "ours.toml")
+
+    def plan(cluster: Any) -> autopar.Plan:
+        return autopar.plan(train_step, W, X, cluster=cluster, method="data", microbatches=1)
+
+    expected = plan(cluster)
+    for name in ("2x8 h100", "16xH100", tmp_path / "ours.toml"):
+        assert plan(name).to_dict() == expected.to_dict()
+        assert str(expected.simulate(cluster=name)) == str(expected.simulate(cluster=cluster))
 
 
 def test_a_parallelized_function_is_compiled_with_its_own_options() -> None:

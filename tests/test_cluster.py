@@ -325,3 +325,42 @@ def test_switches_may_be_oversubscribed() -> None:
 def test_impossible_links_are_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Cluster.from_dict({**Cluster.preset("h100").to_dict(), field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "nodes", "devices"),
+    [
+        ("h100", "h100", 1, 8),
+        ("8x8 h100", "h100", 8, 8),
+        ("8 x 4 h100", "h100", 8, 4),
+        ("2x8 x h100", "h100", 2, 8),
+        ("8xH100", "h100", 1, 8),
+        ("4xH100", "h100", 1, 4),
+        ("64xh100", "h100", 8, 8),
+        ("8x dgx-h100", "dgx-h100", 8, 8),
+        ("2x p3.16xlarge", "p3.16xlarge", 2, 8),
+        ("p3.16xlarge", "p3.16xlarge", 1, 8),
+        ("8xp5", "p5", 8, 8),
+        ("16xtpu-v4", "tpu-v4", 4, 4),
+        ("2xa100-40gb", "a100-40gb", 1, 2),
+    ],
+)
+def test_names_of_clusters(name: str, preset: str, nodes: int, devices: int) -> None:
+    expected = Cluster.preset(preset, nodes=nodes, devices_per_node=devices)
+    assert Cluster.named(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("12xH100", "do not fill nodes of 8"),
+        ("8x8x8 h100", "not of the form"),
+        ("8x8 h1000", "no cluster preset"),
+        ("eight h100", "not of the form"),
+        ("", "not of the form"),
+        ("0xh100", "less than 1"),
+    ],
+)
+def test_names_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Cluster.named(name)

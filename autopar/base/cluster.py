@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.base import hardware
 from autopar.base.axis_links import AxisLink, factorizations, groups_along, link_of_groups
+from autopar.base.cluster_names import is_cluster_file, read_name
 from autopar.base.device import FLOATS, Device, Link
 from autopar.base.direct_links import forwarded_bandwidth
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
@@ -135,6 +136,32 @@ class Cluster(Record):
             pair_bandwidth=_pairs(system, devices_per_node),
             source=f"autopar's preset {system_name}",
         )
+
+    @classmethod
+    @shortens
+    def named(cls, name: str | os.PathLike[str]) -> Cluster:
+        """The cluster that a name says: a preset, with how many there are, or a file's path.
+
+        Args:
+          name: "h100" or "dgx-h100" (one node), "8xH100" (devices, in the usual nodes), "2x
+            dgx-h100" (nodes), "8x8 h100" (nodes and their devices), or a path that ends in `.toml`
+            or `.json`.
+
+        Raises:
+          OptionError: there is no such preset, or the numbers make no nodes.
+          OSError: the file cannot be read.
+
+        >>> print(Cluster.named("8x8 h100"))
+        h100: 8 nodes of 8 x H100 SXM5 80GB
+        >>> Cluster.named("64xH100") == Cluster.named("8x8 h100")
+        True
+        """
+        if is_cluster_file(name):
+            return cls.load(name)
+        known = read_name(os.fspath(name), hardware.table())
+        if isinstance(known, str):
+            raise OptionError(f"{name!r} is no cluster.", why=f"{known}.")
+        return cls.preset(known.preset, nodes=known.nodes, devices_per_node=known.devices_per_node)
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
@@ -34,7 +35,7 @@ class Plan(PlanRecord):
         *,
         schedule: Any = None,
         microbatches: int | None = None,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | os.PathLike[str] | None = None,
         link_scale: float = 1.0,
         compute_scale: float = 1.0,
     ) -> Simulation:
@@ -68,7 +69,7 @@ class Plan(PlanRecord):
             self,
             schedule=schedule,
             microbatches=microbatches,
-            cluster=cluster,
+            cluster=Cluster.named(cluster) if isinstance(cluster, str | os.PathLike) else cluster,
             link_scale=link_scale,
             compute_scale=compute_scale,
         )
