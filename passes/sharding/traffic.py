@@ -104,7 +104,7 @@ def _own_bytes(eqn: JaxprEqn, read: int) -> int:
     return read + written
 
 
-class _Chain(NamedTuple):
+class _FusedChain(NamedTuple):
     """The written values from which an operation is computed, and the bytes read of each."""
 
     frontier: dict[Var, int]
@@ -120,14 +120,14 @@ def _scope(jaxpr: Jaxpr) -> tuple[Traffic, ...]:
     """The traffic of each equation of one scope, in order; control flow has none of its own."""
     source = _views(jaxpr)
     written = _written(jaxpr, source)
-    first = _Pass(source, written)
+    first = _FusionWalk(source, written)
     for eqn in jaxpr.eqns:
         first.traffic(eqn)
-    second = _Pass(source, written, _kernels_of(jaxpr, source, first))
+    second = _FusionWalk(source, written, _kernels_of(jaxpr, source, first))
     return tuple(map(second.traffic, jaxpr.eqns))
 
 
-class _Pass:
+class _FusionWalk:
     """One walk over a scope in order.
 
     Args:
@@ -143,7 +143,7 @@ class _Pass:
     ):
         self.source, self.written, self.kernels = source, written, kernels or {}
         self.levels: dict[Var, int] = defaultdict(int)  # of written values; what enters has 0
-        self.chains: dict[Var, _Chain] = {}  # of what is computed where it is read
+        self.chains: dict[Var, _FusedChain] = {}  # of what is computed where it is read
         self._seen: set[tuple[Var, int]] = set()
         self._open: set[Var] = set()  # what its kernel may go on with
 
@@ -178,13 +178,13 @@ class _Pass:
         """Whether a kernel of that level goes on with a value that it writes."""
         return var in self._open and self.levels[var] == level
 
-    def _is_kept(self, var: Var, made: _Chain) -> bool:
+    def _is_kept(self, var: Var, made: _FusedChain) -> bool:
         if var in self.written:
             return True
         count = self.kernels.get(var, 1)
         return (count - 1) * made.bytes > (count + 1) * value_bytes(var)
 
-    def _chain(self, eqn: JaxprEqn) -> _Chain:
+    def _chain(self, eqn: JaxprEqn) -> _FusedChain:
         frontier: dict[Var, int] = {}
         level = 0
         for place, atom in enumerate(eqn.invars):
@@ -195,14 +195,14 @@ class _Pass:
             if place == 0 and eqn.primitive.name in _PARTS:
                 size = min(size, value_bytes(eqn.outvars[0]))
             before = self.levels[var] - (var in self._open)
-            inner = self.chains.get(var) or _Chain({var: size}, before)
+            inner = self.chains.get(var) or _FusedChain({var: size}, before)
             for read, bytes_read in inner.frontier.items():
                 frontier[read] = max(frontier.get(read, 0), bytes_read)
             level = max(level, inner.level)
-        return _Chain(frontier, level)
+        return _FusedChain(frontier, level)
 
 
-def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _Pass) -> dict[Var, int]:
+def _kernels_of(jaxpr: Jaxpr, source: Mapping[Var, Var], first: _FusionWalk) -> dict[Var, int]:
     """For values that are computed where they are read: in how many kernels that is.
 
     Kernels of one level count as one.
