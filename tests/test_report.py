@@ -187,7 +187,9 @@ ONE_STAGE: dict[str, Callable[[], Plan]] = {
     "convolutions": convolution_plan,
 }
 PIPELINES: dict[str, Callable[[], Plan]] = {
-    "zero bubble": lambda: pipelined_plan(stages=4, microbatches=8, schedule="zb_h1"),
+    "zero bubble": lambda: pipelined_plan(
+        stages=4, microbatches=8, schedule="zb_h1", method="data"
+    ),
     "chunks": lambda: pipelined_plan(
         stages=4, microbatches=4, num_chunks=2, logical_mesh=(2, 1), schedule="interleaved_1f1b"
     ),

@@ -79,9 +79,9 @@ def test_a_saved_plan_answers_the_same(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_schedules_order_the_same_pieces(plan: Plan) -> None:
-    """GPipe takes as long as 1F1B and keeps every microbatch; a user's own function works too."""
+    """GPipe takes about as long as 1F1B and keeps all microbatches; a user's function works too."""
     gpipe, one = plan.simulate(schedule="gpipe"), plan.simulate(schedule="1f1b")
-    assert gpipe.step_seconds == pytest.approx(one.step_seconds, rel=0.02)
+    assert gpipe.step_seconds == pytest.approx(one.step_seconds, rel=0.05)
     assert sum(gpipe.peak_bytes) > sum(one.peak_bytes)
 
     def mine(num_meshes: int, num_microbatches: int) -> Any:
