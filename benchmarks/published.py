@@ -2,16 +2,12 @@
 
 Every row is a plan as its authors describe it: the model, how many devices, how they are used, the
 batch and its microbatches. autopar plans it under the same restrictions for the same cluster and
-says what a step should take; nothing is fitted to the rows. The measurements are from
-
-- Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
-  Learning" (OSDI 2022), on AWS p3.16xlarge, as the numbers stand in the authors' repository
-  (https://github.com/alpa-projects/alpa): `osdi22_artifact/results_intra_ablation.tsv` and
-  `results_e2e.tsv`, with the plans in `benchmark/alpa/exp_intra_ablation.py`, `exp_intra_only.py`
-  and `README.md`. The 39B row is theirs as TFLOP/s per GPU, by their count of operations;
-- Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-  Megatron-LM" (SC 2021), table 1, on DGX A100. Its microbatches are not in the table: these rows
-  assume what the row says.
+says what a step should take; nothing is fitted to the rows. All are of Zheng et al., "Alpa:
+Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning" (OSDI 2022), on AWS
+p3.16xlarge, as the numbers stand in the authors' repository
+(https://github.com/alpa-projects/alpa): `osdi22_artifact/results_intra_ablation.tsv` and
+`results_e2e.tsv`, with the plans in `benchmark/alpa/exp_intra_ablation.py`, `exp_intra_only.py` and
+`README.md`. The 39B row is theirs as TFLOP/s per GPU, by their count of operations.
 
 Alpa's programs compute in float16 from float16 parameters, of which the optimizer keeps a float32
 copy; the model here does as well, with recomputation in every block.
@@ -72,16 +68,8 @@ def alpa_seconds(layers: int, hidden: int, gpus: int, tflops: float) -> float:
     96 B S L H^2 (1 + S / 6H + V / 16LH), with the forward pass computed twice.
     """
     sequence, vocabulary = 1024, 51200
-    operations = 96 * 1024 * sequence * layers * hidden**2
+    operations: float = 96 * 1024 * sequence * layers * hidden**2
     operations *= 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
-    return operations / (gpus * tflops * 1e12)
-
-
-def megatron_seconds(row: tuple[int, int, int, int], gpus: int, tflops: float) -> float:
-    """The same of Megatron-LM's table: (hidden, layers, batch, ...) with sequences of 2048."""
-    hidden, layers, batch, vocabulary = row
-    operations = 96 * batch * 2048 * layers * hidden**2
-    operations *= 1 + 2048 / (6 * hidden) + vocabulary / (16 * layers * hidden)
     return operations / (gpus * tflops * 1e12)
 
 
@@ -268,8 +256,8 @@ def expected_seconds(row: Row, whole: bool = False) -> float:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's, of values that are all different."""
-    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    one, other = (np.argsort(np.argsort(values)) for values in (first, second))
+    return float(np.corrcoef(one, other)[0, 1])
 
 
 def main() -> None:
