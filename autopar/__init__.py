@@ -9,7 +9,7 @@ by an integer linear program and run on every device of a cluster:
     def train_step(state, batch): ...
 
 `parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any
-device, and `Checkpoints` keeps its states in files.
+device, `scaling` compares clusters, and `Checkpoints` keeps its states in files.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .local_checks import check_rule
     from .local_functions import local
     from .plans.plan import Plan
+    from .scaling_study import scaling
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
@@ -49,10 +50,11 @@ else:
             "local": ".local_functions",
             "parallelize": ".api",
             "plan": ".api",
+            "scaling": ".scaling_study",
         },
     )
 
 __all__ = [
     "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "Stage", "__version__",
-    "check_rule", "compile", "errors", "local", "parallelize", "plan",
+    "check_rule", "compile", "errors", "local", "parallelize", "plan", "scaling",
 ]  # fmt: skip

@@ -111,7 +111,7 @@ class Parallelized(Requested):
         guide = new_shapes.nearest(self._planned, signature)
         try:
             if guide is not None:
-                traced = functools.partial(_trace, self._fn, args, kwargs, self._request)
+                traced = functools.partial(trace_step, self._fn, args, kwargs, self._request)
                 followed = new_shapes.follow(guide, name, self._request, traced)
                 if followed is not None:
                     cuts = new_shapes.is_cut_alike(guide, followed)
@@ -309,11 +309,11 @@ def plan(
     """
     fn, request, kwargs = read_arguments(fn, cluster, None, options_and_kwargs, "plan")
     with Progress(f"planning {name_of(fn)}", request.progress) as progress:
-        traced = _trace(fn, args, kwargs, request, progress)
-        return _plan(traced, request, *request.load(), progress).plan
+        traced = trace_step(fn, args, kwargs, request, progress)
+        return plan_traced(traced, request, *request.load(), progress).plan
 
 
-def _trace(
+def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -343,9 +343,10 @@ def _trace(
         )
 
 
-def _plan(
+def plan_traced(
     traced: Traced, request: PlanRequest, cluster: Cluster, made: Plan | None, progress: Progress
 ) -> Compiled:
+    """What a traced step comes to on a cluster: planned, or as a plan that was made."""
     from autopar.passes.graph.logical import no_mesh
     from autopar.passes.planner.compiler import compile_graph
 
@@ -361,8 +362,8 @@ def _build(
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):
             check_devices(cluster, made)
-        traced = _trace(fn, args, kwargs, request, progress)
-        compiled = _plan(traced, request, cluster, made, progress)
+        traced = trace_step(fn, args, kwargs, request, progress)
+        compiled = plan_traced(traced, request, cluster, made, progress)
         if isinstance(runtime, Ray):
             from autopar.ray_executable import RayExecutable
             from autopar.runtime.ray.recovery.replan import replan

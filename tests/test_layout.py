@@ -38,6 +38,7 @@ PUBLIC = {
     "check_rule",
     "errors",
     "local",
+    "scaling",
 }
 
 

@@ -1,0 +1,75 @@
+"""`autopar.scaling`: one step planned for several clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.api import plan_traced, trace_step
+from autopar.base.cluster import Cluster
+from autopar.base.errors import AutoparError, OptionError, TraceError
+from autopar.base.progress import Progress
+from autopar.base.user_code import shortens
+from autopar.report.scaling_report import ScaledStep, Scaling
+from autopar.requests import ClusterOrName, make_request, name_of, read_arguments
+
+
+@shortens
+def scaling(
+    fn: Callable[..., Any],
+    *args: Any,
+    clusters: Sequence[ClusterOrName],
+    **options_and_kwargs: Any,
+) -> Scaling:
+    """Plan a step for several clusters: step, throughput, efficiency and memory side by side.
+
+    It is a function and no method of a plan, because a plan has no program and could only be
+    stretched: here the step is traced once, and planned anew for every cluster, with the same
+    arguments, so with the same batch.
+
+    Args:
+      fn: as for `autopar.plan`.
+      *args: the arguments, or `jax.ShapeDtypeStruct`s in their place.
+      clusters: for which it is planned, or their names ("2x8 h100"); no device is needed.
+      **options_and_kwargs: options (see `autopar.base.options.Options`), the same for all clusters;
+        other names are the step's own arguments by keyword.
+
+    Returns:
+      A `Scaling`: it prints as a table, has `rows` with the plan for each cluster or the reason why
+      there is none, and `plot()` and `save_plot(path)` for a picture.
+
+    Raises:
+      OptionError, TraceError: what would be wrong on every cluster.
+
+    >>> import jax, numpy as np, autopar
+    >>> shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((8, 8), (64, 8))]
+    >>> nodes = [autopar.Cluster.preset("dgx-h100", nodes=n) for n in (1, 2)]
+    >>> found = autopar.scaling(lambda w, x: w + x.T @ x, *shapes, clusters=nodes, method="data")
+    >>> [row.cluster.num_devices for row in found.rows]
+    [8, 16]
+    """
+    found = tuple(clusters) if isinstance(clusters, Sequence) else ()
+    if not found or isinstance(clusters, str):
+        raise OptionError(
+            f"clusters={clusters!r} is not possible.",
+            why="it must be a sequence of clusters, one at least.",
+            hint="clusters=['1x8 h100', '2x8 h100', '4x8 h100'].",
+        )
+    asked = [make_request({}, cluster, None).cluster or Cluster.local() for cluster in found]
+    fn, request, kwargs = read_arguments(fn, None, None, options_and_kwargs, "scaling")
+    rows = []
+    with Progress(
+        f"planning {name_of(fn)} for {len(found)} clusters", request.progress
+    ) as progress:
+        traced = trace_step(fn, args, kwargs, request, progress)
+        for cluster in asked:
+            progress.report(f"planning for {cluster.num_devices} devices")
+            try:
+                made = plan_traced(traced, request, cluster, None, progress).plan
+            except TraceError:
+                raise
+            except AutoparError as error:
+                rows.append(ScaledStep(cluster, None, error))
+            else:
+                rows.append(ScaledStep(cluster, made))
+    return Scaling(tuple(rows))

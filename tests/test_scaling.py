@@ -1,0 +1,84 @@
+"""`autopar.scaling`: one step planned for several clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.report.rich_parts import as_text
+
+
+def _step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * gradient, value
+
+
+SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (4096, 512))]
+
+
+def _clusters(*sizes: tuple[int, int]) -> list[autopar.Cluster]:
+    return [autopar.Cluster.preset("h100", nodes=n, devices_per_node=k) for n, k in sizes]
+
+
+def _scaling(*sizes: tuple[int, int], **options: Any) -> Any:
+    return autopar.scaling(_step, *SHAPES, clusters=_clusters(*sizes), **options)
+
+
+def test_each_row_is_the_plan_for_its_cluster() -> None:
+    found = _scaling((1, 2), (1, 4), (2, 4), method="data")
+    for row in found.rows:
+        assert row.plan == autopar.plan(_step, *SHAPES, cluster=row.cluster, method="data")
+        assert row.step_seconds == row.plan.estimates.step_seconds
+        assert row.throughput == row.plan.throughput
+    seconds = [row.step_seconds for row in found.rows]
+    ideal = [2 * seconds[0] / (n * t) for n, t in zip((2, 4, 8), seconds, strict=True)]
+    assert found.efficiencies == pytest.approx(ideal)
+    assert found.efficiencies[0] == 1
+
+
+def test_what_has_no_plan_has_its_reason(tmp_path: Path) -> None:
+    found = _scaling((1, 3), (1, 1), (1, 8), method="data", memory_limit="8MiB", microbatches=1)
+    uneven, small, fits = found.rows
+    assert [row.is_feasible for row in found.rows] == [False, False, True]
+    assert "cannot be divided among 3 devices" in uneven.reason
+    assert "No plan keeps within" in small.reason
+    assert "At least" in small.reason
+    assert found.efficiencies == (None, None, 1)
+    for width in (80, 120):
+        text = as_text(found, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "no plan for 3 devices" in text
+        assert "100%" in text
+    found.save_plot(tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    assert fits.peak_bytes_per_device is not None
+
+
+def test_clusters_have_names() -> None:
+    (row,) = autopar.scaling(_step, *SHAPES, clusters=["2x4 h100"], method="data").rows
+    assert (row.cluster.num_nodes, row.cluster.devices_per_node) == (2, 4)
+
+
+def test_no_plan_at_all_still_prints_and_draws() -> None:
+    found = _scaling((1, 3), method="data")
+    assert found.efficiencies == (None,)
+    assert "cannot be divided" in str(found)
+    found.plot()
+
+
+@pytest.mark.parametrize("clusters", [[], "h100", None])
+def test_clusters_are_checked(clusters: Any) -> None:
+    with pytest.raises(autopar.errors.OptionError, match="clusters="):
+        autopar.scaling(_step, *SHAPES, clusters=clusters)
+
+
+def test_what_is_wrong_everywhere_is_raised() -> None:
+    with pytest.raises(autopar.errors.OptionError, match="no option 'methd'"):
+        _scaling((1, 2), methd="data")
+    with pytest.raises(autopar.errors.OptionError, match="cluster="):
+        autopar.scaling(_step, *SHAPES, clusters=[3])  # type: ignore[list-item]
