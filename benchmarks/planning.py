@@ -7,6 +7,13 @@ work on the machine disturbs less than wall-clock seconds.
     python benchmarks/planning.py --layers 4 12 48 --json
 
 The last line is then a JSON object. The goal: what follows the trace takes less than twice as long.
+
+    python benchmarks/planning.py --paper --json
+
+plans the models of `benchmarks/models` for the clusters of Alpa's paper (`--all`: for 1, 2, 4 and 8
+nodes of V100s and of H100s), automatically, by every method and as Alpa's plans are published, each
+in a process of its own that has `--timeout` seconds. `--only REGEX` is searched in labels such as
+"gpt-2.6B 8 p3.16xlarge auto"; `--layers N` plans shallower models.
 """
 
 from __future__ import annotations
@@ -130,18 +137,36 @@ def measure(layers: int, mesh: tuple[int, ...], microbatches: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12])
+    parser.add_argument("--layers", type=int, nargs="+", default=[])
     parser.add_argument("--mesh", type=int, nargs="+", default=[8])
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", action="store_true", help="measure one depth here")
+    parser.add_argument("--paper", action="store_true", help="plan the models of the paper")
+    parser.add_argument("--all", action="store_true", help="also for 1 to 8 nodes of V100, H100")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose label has this")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for a case")
+    parser.add_argument("--case", metavar="LABEL", help="measure one case here")
     options = parser.parse_args()
+    layers = options.layers[0] if options.layers else None
+    if options.case:
+        from paper_table import one_case
+
+        print(json.dumps(one_case(options.case, layers)))
+        return
+    if options.paper or options.all:
+        from paper_table import paper_table
+
+        rows = paper_table(options.only, layers, options.timeout, __file__, everywhere=options.all)
+        if options.json:
+            print(json.dumps({"benchmark": "planning --paper", "results": rows}))
+        return
     if options.one:
         found = measure(options.layers[0], tuple(options.mesh), options.microbatches)
         print(json.dumps(found))
         return
     results = []
-    for layers in options.layers:
+    for layers in options.layers or [4, 12]:
         command = [sys.executable, __file__, "--one", "--layers", str(layers), "--mesh"]
         command += [*map(str, options.mesh), "--microbatches", str(options.microbatches)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600)

@@ -12,6 +12,7 @@ sys.path.append(FOLDER)
 try:
     import contest
     import lattices
+    import paper_cases
     import pipedream
     import plain_model
     import planner_cases
@@ -27,6 +28,7 @@ __all__ = [
     "is_allowed",
     "lattices",
     "moe",
+    "paper_cases",
     "peak_usage",
     "pipedream",
     "plain_model",

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmark_modules import deepseek, moe, registry
+from benchmark_modules import deepseek, moe, paper_cases, registry
 
 UNITS = {"M": 10**6, "B": 10**9}
 QUICK = ("gpt-2.6B", "gpt-39B", "moe-70B", "wide-resnet-1B", "llama-7B", "llama-scanned-70B")
@@ -50,3 +50,16 @@ def test_top_two_experts_share_a_token_and_no_place_is_taken_twice() -> None:
 def test_choices_beyond_an_experts_capacity_have_no_place() -> None:
     places = deepseek.places_of(jnp.array([1, 0, 1, 1, 0]), experts=2, capacity=2)
     assert places.tolist() == [2, 0, 3, 4, 1]
+
+
+def test_published_plans_have_the_papers_devices() -> None:
+    cases = list(paper_cases.cases(everywhere=True))
+    assert len({case.label for case in cases}) == len(cases)
+    published = {case.model: case for case in cases if case.asked == "published"}
+    assert set(published) == set(paper_cases.published())
+    for case in published.values():
+        stages = case.options["stages"]
+        assert sum(stage.devices for stage in stages) == case.cluster.num_devices == case.devices
+        np.testing.assert_allclose(sum(stage.layers for stage in stages), 1)
+    (only,) = paper_cases.cases("gpt-39B 64 .* published")
+    assert [stage.logical_mesh for stage in only.options["stages"]] == [(1, 4)] * 16

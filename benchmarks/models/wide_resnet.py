@@ -88,3 +88,22 @@ class WideResNet(nn.Module):
                 stride = 2 if part and not index else 1
                 x = block(size.channels * 2**part, size.width, stride, self.dtype)(x)
         return nn.Dense(size.classes, dtype=self.dtype)(jnp.mean(x, axis=(1, 2)))
+
+
+def block_flops(size: WideResNetSize) -> list[int]:
+    """Multiplications of each block's convolutions for one image; the first has the stem's too."""
+    pixels, inputs, found = size.pixels // 4, size.channels, list[int]()
+    stem = 49 * 3 * size.channels * (size.pixels // 2) ** 2
+    for part, count in enumerate(blocks_of(size.layers)):
+        for index in range(count):
+            channels, after = size.channels * 2**part, pixels
+            if part and not index:
+                after = pixels // 2
+            middle = channels * size.width
+            flops = inputs * channels * pixels**2
+            flops += (9 * channels * middle + middle * 4 * channels) * after**2
+            flops += inputs * 4 * channels * after**2 * (inputs != 4 * channels)
+            found.append(flops)
+            pixels, inputs = after, 4 * channels
+    found[0] += stem
+    return found
