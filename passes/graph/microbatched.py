@@ -21,6 +21,9 @@ from autopar.passes.graph.scans import ScanParts
 Task = Literal["F", "B", "W"]
 """Forward, backward, and weight gradients, for which no other stage waits."""
 
+InFlight = Mapping[tuple[Task, Task], int]
+"""How many microbatches are, at once, between the start of a task and the end of a later one."""
+
 
 @dataclass(frozen=True)
 class WholePhase:
@@ -55,11 +58,13 @@ class LoopPhase:
     """A scan over the microbatches.
 
     `tasks` say for every equation of its body what it belongs to, first all F, then B, then W;
-    empty until a stage is made of it.
+    empty until a stage is made of it. Of the stacks in `passed` (variables outside of the loop)
+    there is only what belongs to a few microbatches at a time: other stages send or take them so.
     """
 
     scan: JaxprEqn
     tasks: tuple[Task, ...] = ()
+    passed: frozenset[Var] = frozenset()
 
     @property
     def num_microbatches(self) -> int:

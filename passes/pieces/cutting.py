@@ -18,9 +18,7 @@ from autopar.passes.pieces.opened import open_stage, pruned, with_received, with
 from autopar.passes.pieces.pieces import Numbers, Pieces, Port, StagePiece
 from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import body_by_task, stage_pieces
-from autopar.passes.pieces.wiring import made_by, read_by
 from autopar.passes.pipeline.instructions import ValueTransfer
-from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
@@ -41,8 +39,13 @@ def cut(
         for number, (graph, program) in enumerate(zip(stages.graphs, programs, strict=True))
     ]
     for link in stages.links:
-        opened[link.source], layout = with_sent(opened[link.source], link)
-        opened[link.target] = with_received(opened[link.target], link, layout)
+        often = link.per_microbatch
+        opened[link.source], layout = with_sent(
+            opened[link.source], link.source_output, per_microbatch=often
+        )
+        opened[link.target] = with_received(
+            opened[link.target], link.target_input, layout, per_microbatch=often
+        )
     opened = [pruned(stage) for stage in opened]
     numbered, pieces = list[Numbered](), list[StagePiece]()
     numbers = Numbers()
@@ -103,14 +106,3 @@ def uncut(stage: StageGraph, program: SpmdProgram) -> Pieces:
         inputs=tuple((port.value,) for port in inputs),
         outputs=tuple(port.value for port in outputs),
     )
-
-
-def residual_bytes(graph: StageGraph, program: SpmdProgram) -> int:
-    """Bytes per device that one microbatch in flight holds: what F leaves or got, and B reads."""
-    stage = pruned(open_stage(0, graph, program))
-    tasks = body_by_task(stage, remat=False)
-    there = made_by(tasks.pop("F", ())).union(inner for _, inner in stage.edge.slices)
-    kept = {
-        v for group in tasks.values() for v in there.intersection(read_by(group)) - made_by(group)
-    }
-    return sum(local_bytes(v, program.mesh) for v in kept)

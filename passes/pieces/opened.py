@@ -19,7 +19,7 @@ from autopar.passes.sharding.spmd_program import (
     is_literal,
     writes,
 )
-from autopar.passes.slicing.stage_graphs import StageGraph, StageLink
+from autopar.passes.slicing.stage_graphs import StageGraph
 
 Instructions: TypeAlias = tuple[Instruction, ...]
 Pairs: TypeAlias = Sequence[tuple[ShardedValue, ShardedValue]]
@@ -107,34 +107,36 @@ def open_stage(number: int, graph: StageGraph, program: SpmdProgram) -> OpenStag
     return OpenStage(number, graph, program, before, loop.body.instructions, after, edge)
 
 
-def with_sent(stage: OpenStage, link: StageLink) -> tuple[OpenStage, Layout]:
-    """The stage sending a value: complete, and made by the body if it is sent per microbatch.
+def with_sent(stage: OpenStage, position: int, *, per_microbatch: bool) -> tuple[OpenStage, Layout]:
+    """The stage sending an output: complete, and made by the body if it is sent per microbatch.
 
     Returns:
       The stage, and the layout in which the value is sent.
     """
-    version, body = stage.program.block.outputs[link.source_output], stage.body
-    if link.per_microbatch:
+    version, body = stage.program.block.outputs[position], stage.body
+    if per_microbatch:
         inner = _inner(stage.edge.stacks, version)
         # A stack that the plan cuts along itself never exists.
         version = ShardedValue(inner.atom, Layout(version.layout.dims[1:]))
         if version != inner and version not in made_by(body).union(stage.edge.inputs):
             steps = reshard_steps(inner.layout, version.layout, stage.program.mesh)
             body = (*body, Relayout(inner, version, steps, "activation", ""))
-    sent = {**stage.sent, link.source_output: Exchanged(link.per_microbatch, version)}
+    sent = {**stage.sent, position: Exchanged(per_microbatch, version)}
     return replace(stage, body=body, sent=sent), version.layout
 
 
-def with_received(stage: OpenStage, link: StageLink, layout: Layout) -> OpenStage:
-    """The stage taking a value, sent in `layout`, over in one that sends every tile once.
+def with_received(
+    stage: OpenStage, position: int, layout: Layout, *, per_microbatch: bool
+) -> OpenStage:
+    """The stage taking an input, sent in `layout`, over in one that sends every tile once.
 
     The rest of the way to the planned layout happens on the stage.
     """
-    planned, mesh = stage.program.block.inputs[link.target_input], stage.program.mesh
-    if link.per_microbatch:
+    planned, mesh = stage.program.block.inputs[position], stage.program.mesh
+    if per_microbatch:
         planned = _inner(stage.edge.slices, planned)
     version = ShardedValue(planned.atom, _arriving(planned, layout, mesh))
-    received = {**stage.received, link.target_input: Exchanged(link.per_microbatch, version)}
+    received = {**stage.received, position: Exchanged(per_microbatch, version)}
     stage = replace(stage, received=received)
     if version == planned:
         return stage
@@ -143,7 +145,7 @@ def with_received(stage: OpenStage, link: StageLink, layout: Layout) -> OpenStag
         for part in (stage.before, stage.body, stage.after)
     )
     steps = reshard_steps(version.layout, planned.layout, mesh)
-    if link.per_microbatch:
+    if per_microbatch:
         body = (Relayout(version, planned, steps, "activation", ""), *body)
     else:
         before = (Relayout(version, planned, steps, "state", ""), *before)

@@ -80,7 +80,7 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
       peaks: bytes per device at the worst point of each stage's whole program.
     """
     if len(pieces.programs) > 1:
-        return {p.name: _temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
+        return {p.name: temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
     # A whole step: what it writes takes the memory of what it donates.
     (piece,) = pieces.pieces
     reads, writes, donated = (
@@ -90,7 +90,7 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
     return {piece.name: max(peaks[0] - max(reads, reads - donated + writes), 0)}
 
 
-def _temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
+def temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
     """Bytes per device that a piece needs beside what it reads and writes."""
     block = piece.block
     block = replace(block, outputs=tuple(v for v in block.outputs if not is_literal(v)))

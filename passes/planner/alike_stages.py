@@ -92,6 +92,7 @@ def taken_over(planned: PlannedStage, stage: StageGraph, names: dict[str, str]) 
         split=dataclasses.replace(planned.split, step=stage.step),
         built=dataclasses.replace(planned.built, nodes=nodes),
         peak=dataclasses.replace(planned.peak, alive=alive),
+        unlimited=planned.unlimited and taken_over(planned.unlimited, stage, names),
     )
 
 

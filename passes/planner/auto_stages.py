@@ -18,11 +18,13 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
-from autopar.passes.pieces.cutting import residual_bytes
+from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.candidates import label_batch, plan_stage
 from autopar.passes.planner.layouts import StageLayout, submesh
 from autopar.passes.planner.stage_choice import StageOption, best_stages
-from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
+from autopar.passes.planner.stage_shardings import PlaceInPipeline, SplitStep
+from autopar.passes.schedules.flight import ONE_IN_FLIGHT
+from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.slicing.slice_stages import slice_stages
@@ -34,7 +36,8 @@ MAX_UNITS = 24  # more layers than this are put together in equal runs before th
 class _LayerCost(NamedTuple):
     """One run of layers on one submesh: per microbatch, once a step, and memory per device.
 
-    `forward_seconds` are the part of `seconds` that computing the forward pass again would add.
+    `forward_seconds` are the part of `seconds` that computing the forward pass again would add;
+    `bytes_fixed` are there all the time, `bytes_working` at the worst moment beside them.
     """
 
     seconds: float
@@ -42,12 +45,15 @@ class _LayerCost(NamedTuple):
     once_seconds: float
     bytes_fixed: int
     bytes_per_microbatch: int
+    bytes_working: int
 
 
-def choose_stages(
+def stage_layouts(
     split: SplitStep, options: Options, cluster: Cluster, report: Callable[[str], None]
-) -> StageLayout | None:
-    """The stages with the least step time that fit, or None where one stage is best.
+) -> Callable[[int], StageLayout | None]:
+    """A function that gives, for a memory limit, the stages with the least step time that fit.
+
+    It gives None where one stage is best, or nothing fits.
 
     Args:
       split: the program with its batch split.
@@ -58,11 +64,11 @@ def choose_stages(
     try:
         whole = slice_stages(split.step, split.rules, 1)
     except OptionError:
-        return None
+        return lambda limit: None
     step = math.ceil(len(whole.layers) / MAX_UNITS)
     starts = list(range(0, len(whole.layers), step))
     if len(starts) < 2 or cluster.num_devices < 2:
-        return None
+        return lambda limit: None
     report(f"slicing into {len(starts)} layers")
     units = slice_stages(split.step, split.rules, starts[1:])
     sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
@@ -74,7 +80,8 @@ def choose_stages(
         total = _LayerCost(*map(sum, zip(*costs[size][start:stop], strict=True)))
         moved = crossing[stop - 1] if stop < len(starts) else 0
         transfers = 2 * seconds_to_next(cluster, size, moved) if moved else 0.0
-        needs = total.bytes_fixed, total.bytes_per_microbatch
+        working = max(cost.bytes_working for cost in costs[size][start:stop])
+        needs = total.bytes_fixed + working, total.bytes_per_microbatch
         kept = StageOption(total.seconds + transfers, *needs, once_seconds=total.once_seconds)
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
         again = dataclasses.replace(
@@ -88,21 +95,24 @@ def choose_stages(
             return (kept, again)
         return (again,) if options.remat == "full" else (kept,)
 
-    choice = best_stages(
-        len(starts),
-        sizes,
-        cluster.num_devices,
-        oracle,
-        num_microbatches=split.num_microbatches,
-        memory_limit=memory_limit_of(options, cluster),
-    )
-    if choice is None or len(choice.stages) < 2:
-        return None
-    return StageLayout(
-        tuple(starts[stage.start] for stage in choice.stages[1:]),
-        tuple(stage.num_devices for stage in choice.stages),
-        tuple(stage.option.remat for stage in choice.stages),
-    )
+    def within(limit: int) -> StageLayout | None:
+        choice = best_stages(
+            len(starts),
+            sizes,
+            cluster.num_devices,
+            oracle,
+            num_microbatches=split.num_microbatches,
+            memory_limit=limit,
+        )
+        if choice is None or len(choice.stages) < 2:
+            return None
+        return StageLayout(
+            tuple(starts[stage.start] for stage in choice.stages[1:]),
+            tuple(stage.num_devices for stage in choice.stages),
+            tuple(stage.option.remat for stage in choice.stages),
+        )
+
+    return within
 
 
 def _sizes(cluster: Cluster) -> list[int]:
@@ -141,7 +151,8 @@ def _cost(
     """What a run of layers costs."""
     total = sum(layer.flops for layer in layers)
     forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
-    planned = plan_stage(stage, options, part)
+    place = PlaceInPipeline(stage, ONE_IN_FLIGHT)
+    planned = plan_stage(place, dataclasses.replace(options, remat="none"), part)
     program, prices = planned.program, planned.costs(part)
     block, scan = program.block, None if stage.loop is None else stage.loop.scan
     loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
@@ -152,11 +163,16 @@ def _cost(
         for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
         if label.role in ("state", "constant")
     ]
-    held += (version for loop in loops for version in loop.results)
+    passed = frozenset() if stage.loop is None else stage.loop.passed
+    held += (v for loop in loops for v in loop.results if v.atom not in passed)
+    account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
+    fixed = sum(local_bytes(version, program.mesh) for version in held)
+    kept = sum(account.between_tasks.values())
     return _LayerCost(
         seconds=inside,
         forward_seconds=inside * forward,
         once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
-        bytes_fixed=sum(local_bytes(version, program.mesh) for version in held),
-        bytes_per_microbatch=residual_bytes(stage, program),
+        bytes_fixed=fixed,
+        bytes_per_microbatch=kept,
+        bytes_working=max(planned.peak.bytes - fixed - kept, 0),
     )

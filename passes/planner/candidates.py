@@ -5,11 +5,10 @@ A plan for one mesh is a pipeline of one stage, whose one piece is the whole ste
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,12 +31,15 @@ from autopar.passes.planner.alike_stages import (
 )
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.stage_shardings import (
+    PlaceInPipeline,
     PlannedStage,
     SplitStep,
+    in_pipeline,
     memory_limit_of,
     plan_mesh,
 )
 from autopar.passes.primitives.populate import populate
+from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
@@ -125,7 +127,7 @@ def plan_layout(
         for name in splitting[1:]:
             other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
             expected = _expected(first.pieces, first.parts, other, first.planned, cluster)
-            made.append(dataclasses.replace(first, schedule=other, forecast=expected))
+            made.append(replace(first, schedule=other, forecast=expected))
     stages = range(len(made[0].planned))
     may = tuple(options.of_stage(number).remat == "auto" for number in stages)
     if any(may) and not any(candidate.fits for candidate in made):
@@ -175,14 +177,17 @@ def _plan_stages(
     stages = with_shared_programs(stages, alike)
     planned: list[PlannedStage] = []
     for number, stage in enumerate(label_batch(stages)):
-        like = alike[number]
+        like, part = alike[number], parts[number % len(parts)]
+        place = PlaceInPipeline(stage, in_flight(schedule, number))
         if like.number < number:
-            planned.append(taken_over(planned[like.number], stage, like.names))
-            continue
+            known = taken_over(planned[like.number], stage, like.names)
+            fitting = _elsewhere(known, place, options, cluster)
+            if fitting is not None:
+                planned.append(fitting)
+                continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
-        planned.append(plan_stage(stage, options.of_stage(number), parts[number % len(parts)]))
-    asked = tuple(options.of_stage(number).remat == "full" for number in range(len(planned)))
-    remat = layout.remat or asked
+        planned.append(plan_stage(place, options.of_stage(number), part))
+    remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
 
@@ -192,22 +197,44 @@ def sliced(
 ) -> tuple[SplitStep, Stages]:
     """A step in stages, with the step as it was cut for them."""
     stages = slice_stages(split.step, split.rules, boundaries, split_backward=split_backward)
-    return dataclasses.replace(split, step=stages.whole, rules=stages.rules), stages
+    return replace(split, step=stages.whole, rules=stages.rules), stages
 
 
-def plan_stage(stage: StageGraph, options: Options, part: Cluster) -> PlannedStage:
-    """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does."""
+def _elsewhere(
+    planned: PlannedStage, place: PlaceInPipeline, options: Options, cluster: Cluster
+) -> PlannedStage | None:
+    """A stage's plan where others are in flight: the one without a limit if that fits, else it."""
+    limit, costs = memory_limit_of(options, cluster), planned.costs(cluster)
+    tried = [x for x in (planned.unlimited, planned) if x is not None]
+    checked = (in_pipeline(x, place, limit, costs) for x in tried)
+    return next((x for x in checked if x.fits), None)
+
+
+def plan_stage(place: PlaceInPipeline, options: Options, part: Cluster) -> PlannedStage:
+    """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does.
+
+    Args:
+      place: its graph, with the batch labelled, and what it has in flight.
+      options: method, pins, memory limit, remat and so on.
+      part: the devices of its mesh.
+    """
+    stage = place.graph
     own = stage_options(stage, options)
     one = SplitStep(stage.step, populate(stage.graph.jaxpr))
     meshes = logical_meshes(own, part, stage.graph, of_stage=True)
-    candidates = [plan_mesh(one, mesh, own, part) for mesh in meshes]
+    candidates = [plan_mesh(one, mesh, own, part, place=place) for mesh in meshes]
     fitting = [c for c in candidates if c.fits] or candidates
-    return min(fitting, key=lambda c: (c.step_seconds, len(c.mesh)))
+
+    def key(planned: PlannedStage) -> tuple[float, int]:
+        return planned.step_seconds, len(planned.mesh)
+
+    best, free = min(fitting, key=key), min((c.unlimited or c for c in candidates), key=key)
+    return replace(best, unlimited=None if free is best else free)
 
 
 def stage_options(stage: StageGraph, options: Options) -> Options:
     """The options with the pins that are for a stage's own inputs."""
-    return dataclasses.replace(options, pins=pins_of(stage.graph, options.pins))
+    return replace(options, pins=pins_of(stage.graph, options.pins))
 
 
 def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
@@ -229,12 +256,12 @@ def _labelled(stage: StageGraph, known: BatchDims, kinds: LoopKinds) -> StageGra
         if leaf is not None or var not in inner:
             return label
         dims, loops = known.get(inner[var], frozenset()), kinds.of(inner[var])
-        label = dataclasses.replace(label, loops=("", *loops) if any(loops) else ())
-        return dataclasses.replace(label, batch_axis=min(dims) + 1) if dims else label
+        label = replace(label, loops=("", *loops) if any(loops) else ())
+        return replace(label, batch_axis=min(dims) + 1) if dims else label
 
     inputs = tuple(map(labelled, stage.graph.jaxpr.invars, stage.graph.inputs, stage.inputs))
-    graph = dataclasses.replace(stage.graph, inputs=inputs)
-    return dataclasses.replace(stage, step=dataclasses.replace(stage.step, graph=graph))
+    graph = replace(stage.graph, inputs=inputs)
+    return replace(stage, step=replace(stage.step, graph=graph))
 
 
 def assemble(

@@ -49,7 +49,7 @@ from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.padding.pad import padded_graph
 from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.pieces.pieces import Runnable
-from autopar.passes.planner.auto_stages import choose_stages
+from autopar.passes.planner.auto_stages import stage_layouts
 from autopar.passes.planner.candidates import PlannedStep, Report, plan_layout
 from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
@@ -71,6 +71,8 @@ from autopar.passes.sharding.loop_methods import with_loops
 from autopar.passes.sharding.pins import check_pins
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
+
+STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 
 
 @dataclass(frozen=True)
@@ -323,8 +325,20 @@ class _LayoutSearch:
             split = self.split(count, is_pipeline=True)
         except (InexactMicrobatchError, BatchArgumentError):
             return []
-        layout = choose_stages(split, options, self.cluster, self.report)
-        return plan_layout(split, layout, options, self.cluster, self.report) if layout else []
+        layout_within = stage_layouts(split, options, self.cluster, self.report)
+        made: list[PlannedStep] = []
+        limit = target = memory_limit_of(options, self.cluster)
+        for _ in range(STAGES_TRIED):  # the search adds up what layers need, which is not all
+            layout = layout_within(target)
+            if layout is None:
+                break
+            found = plan_layout(split, layout, options, self.cluster, self.report)
+            made += found
+            if any(candidate.fits for candidate in found):
+                break
+            least = min(max(candidate.peak_bytes) for candidate in found)
+            target -= max(least - limit, limit // 100)
+        return made
 
 
 def _quickest(candidates: Sequence[PlannedStep]) -> PlannedStep | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Set
@@ -23,8 +24,16 @@ from autopar.passes.planner.candidates import (
 )
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.plan_writer import choice_text, node_names
-from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of, plan_mesh, prepare
+from autopar.passes.planner.stage_shardings import (
+    PlaceInPipeline,
+    PlannedStage,
+    SplitStep,
+    memory_limit_of,
+    plan_mesh,
+    prepare,
+)
 from autopar.passes.primitives.populate import populate
+from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.constraint_axes import warn_of_lost
@@ -71,11 +80,13 @@ def plan_like(
       AutoparError: the schedule cannot have that number of microbatches.
     """
     split, stages, schedule = _in_stages(plan, split, options)
-    planned = []
+    planned: list[PlannedStage] = []
     for one, written, own in _each_stage(plan, split, stages, options):
         report("choosing shardings as in the known plan")
         mesh, allowed = written.logical_mesh, functools.partial(_as_written, plan, written)
-        planned.append(plan_mesh(one, mesh, own, submesh(cluster, math.prod(mesh)), allowed))
+        part = submesh(cluster, math.prod(mesh))
+        own, place = _in_place(plan, stages, schedule, len(planned), own)
+        planned.append(plan_mesh(one, mesh, own, part, allowed, place))
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, _remat(plan))
 
@@ -91,11 +102,12 @@ def plan_with(
       PlanMismatchError: its stages or strategies are not those of this program.
     """
     split, stages, schedule = _in_stages(plan, split, options)
-    planned = []
+    planned: list[PlannedStage] = []
     for one, written, own in _each_stage(plan, split, stages, options):
-        mesh, allowed = written.logical_mesh, functools.partial(_only_as_written, written)
+        mesh, only = written.logical_mesh, functools.partial(_only_as_written, written)
         part = submesh(cluster, math.prod(mesh))
-        planned.append(plan_mesh(one, mesh, own, part, allowed if with_choices else None))
+        own, place = _in_place(plan, stages, schedule, len(planned), own)
+        planned.append(plan_mesh(one, mesh, own, part, only if with_choices else None, place))
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, _remat(plan))
 
@@ -146,6 +158,16 @@ def _each_stage(
     for number, (stage, written) in enumerate(graphs):
         one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split
         yield one, written, stage_options(stage, options.of_stage(number))
+
+
+def _in_place(
+    plan: Plan, stages: Stages, schedule: Schedule, number: int, options: Options
+) -> tuple[Options, PlaceInPipeline | None]:
+    """What a stage has in flight, and its options with the plan's choice of what is kept."""
+    if not plan.is_pipeline:
+        return options, None
+    place = PlaceInPipeline(stages.graphs[number], in_flight(schedule, number))
+    return dataclasses.replace(options, remat="full" if _remat(plan)[number] else "none"), place
 
 
 def _remat(plan: Plan) -> tuple[bool, ...]:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
+
+from jax.extend.core import Var
 
 from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
@@ -13,9 +16,10 @@ from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate
 from autopar.passes.graph.graph import Graph
-from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.graph.microbatched import InFlight, Microbatched
 from autopar.passes.pieces.piece_costs import PieceCosts
 from autopar.passes.pieces.pieces import StagePiece
+from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
@@ -23,6 +27,7 @@ from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.loop_kinds import loop_kinds
 from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.memory_rows import MemoryRow, StageMemory, memory_rows, rows_peak
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.pins import resolve_pins
 from autopar.passes.sharding.pricing import Pricing
@@ -30,6 +35,7 @@ from autopar.passes.sharding.restrict import restriction
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.sharding.traffic import MemoryTraffic
+from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import Infeasible, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
@@ -67,7 +73,11 @@ class SplitStep:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """The solved and lowered program of a stage on one logical mesh."""
+    """The solved and lowered program of a stage on one logical mesh.
+
+    `remat` says whether its backward pass computes the forward pass again, which takes
+    `again_seconds` a step. `unlimited` is the plan without a limit of memory, if that is another.
+    """
 
     mesh: tuple[int, ...]
     split: SplitStep
@@ -76,11 +86,14 @@ class PlannedStage:
     program: SpmdProgram
     peak: MemoryPeak
     fits: bool
+    remat: bool = False
+    again_seconds: float = 0.0
+    unlimited: PlannedStage | None = None
 
     @property
     def step_seconds(self) -> float:
         """What the integer program expects of a step."""
-        return self.solution.cost / PICOSECONDS
+        return self.solution.cost / PICOSECONDS + self.again_seconds
 
     def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
         """What a run of one of its pieces takes; of all of it, what it was chosen by.
@@ -115,49 +128,176 @@ Allowed = Sequence[Sequence[int]]
 """For each node, the strategies that it may take."""
 
 
+class PlaceInPipeline(NamedTuple):
+    """A stage's graph, and how many microbatches it has in flight under the schedule."""
+
+    graph: StageGraph
+    in_flight: InFlight
+
+
 def plan_mesh(
     split: SplitStep,
     mesh: tuple[int, ...],
     options: Options,
     cluster: Cluster,
     allowed_in: Callable[[StrategyGraph], Allowed] | None = None,
+    place: PlaceInPipeline | None = None,
 ) -> PlannedStage:
     """The cheapest program that fits; if none does, the one that needs least memory.
 
-    `allowed_in` restricts what the nodes may choose; None: nothing does.
+    Args:
+      split: the step, or a stage of it.
+      mesh: the logical mesh.
+      options: method, pins, memory limit, remat and so on.
+      cluster: the devices of the mesh.
+      allowed_in: restricts what the nodes may choose; None: nothing does.
+      place: where it is a stage of a pipeline. With remat="auto", its forward pass is computed
+        again where that is quicker than other shardings that fit.
     """
-    built, pricing, dims = prepare(split, mesh, options, cluster)
-    allowed = None if allowed_in is None else allowed_in(built)
-    limit = memory_limit_of(options, cluster)
-    donated = [label.donated for label in split.graph.inputs]
-    paths = [label.path for label in split.graph.inputs]
-    names = dict(zip(split.graph.jaxpr.invars, paths, strict=True))
+    search = _MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
+    remats: Sequence[bool] = (options.remat == "full",)
+    if options.remat not in ("none", "full"):
+        remats = (False, True)
+    if place is None or "B" not in place.graph.tasks:
+        remats = (False,)
+    first = search.attempt(None, remats[0])
+    if first.fits:
+        return first
+    made = [first, *(search.rematerialized(first) for _ in remats[1:])]
+    made += [search.tightened(first)]
+    if not any(x.fits for x in made) and len(made) > 2:
+        made.append(search.tightened(made[1]))
+    if any(x.fits for x in made):
+        best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
+    else:
+        best = min([*made, *search.least(remats[-1])], key=lambda x: x.peak.bytes)
+    return best if best is first else replace(best, unlimited=first)
 
-    def attempt(memory: int | None) -> PlannedStage:
-        solution = _solve(built, memory, options, allowed)
-        assignment = solution.assignment[: len(built.nodes)]
-        program = lower(split.step, built, assignment, pricing, axis_names(mesh), dims)
-        worst = peak(program, names, donated)
-        return PlannedStage(mesh, split, built, solution, program, worst, worst.bytes <= limit)
 
-    found, target, tries = attempt(None), limit, 0
-    while not found.fits and target > 0 and tries < MEMORY_TRIES:
+def in_pipeline(
+    planned: PlannedStage, place: PlaceInPipeline, limit: int, costs: PieceCosts
+) -> PlannedStage:
+    """A stage's plan with its peak, and with what computing the forward pass again takes."""
+    memory, program = StageMemory(place.in_flight, planned.remat), planned.program
+    account, seconds = StageAccount.of(place.graph, program, memory), 0.0
+    if planned.remat and place.graph.loop is not None:
+        kept = StageAccount.of(place.graph, program, replace(memory, remat=False))
+        more = account.loop_seconds(costs) - kept.loop_seconds(costs)
+        seconds = more * place.graph.loop.num_microbatches
+    worst = account.peak(_names(place.graph.graph))
+    return replace(planned, peak=worst, fits=worst.bytes <= limit, again_seconds=seconds)
+
+
+def _names(graph: Graph) -> dict[Var, str]:
+    paths = [label.path for label in graph.inputs]
+    return dict(zip(graph.jaxpr.invars, paths, strict=True))
+
+
+@dataclass(frozen=True)
+class _MeshSearch:
+    """One stage on one logical mesh: what is solved again and again with other memory limits."""
+
+    split: SplitStep
+    options: Options
+    built: StrategyGraph
+    pricing: Pricing
+    dims: BatchDims
+    allowed: Allowed | None
+    limit: int
+    place: PlaceInPipeline | None
+
+    @classmethod
+    def of(
+        cls,
+        split: SplitStep,
+        mesh: tuple[int, ...],
+        options: Options,
+        cluster: Cluster,
+        allowed_in: Callable[[StrategyGraph], Allowed] | None,
+        place: PlaceInPipeline | None,
+    ) -> _MeshSearch:
+        """The search, with the integer program built."""
+        built, pricing, dims = prepare(split, mesh, options, cluster)
+        allowed = None if allowed_in is None else allowed_in(built)
+        limit = memory_limit_of(options, cluster)
+        return cls(split, options, built, pricing, dims, allowed, limit, place)
+
+    def memory(self, remat: bool) -> StageMemory | None:
+        """What the schedule says of the stage."""
+        return None if self.place is None else StageMemory(self.place.in_flight, remat)
+
+    def attempt(self, memory: int | None, remat: bool) -> PlannedStage:
+        """The cheapest program whose values keep within so many bytes.
+
+        Raises:
+          Infeasible: there is none.
+        """
+        rows = None if memory is None else memory_rows(self.built, self.memory(remat))
+        solution = _solve(self.built, memory, self.options, self.allowed, rows)
+        assignment, mesh = solution.assignment[: len(self.built.nodes)], self.built.mesh
+        program = lower(
+            self.split.step, self.built, assignment, self.pricing, axis_names(mesh), self.dims
+        )
+        return self.checked(
+            PlannedStage(
+                mesh, self.split, self.built, solution, program, MemoryPeak(0, ()), False, remat
+            )
+        )
+
+    def checked(self, planned: PlannedStage) -> PlannedStage:
+        """A plan with its peak, and with what computing the forward pass again takes."""
+        if self.place is not None:
+            costs = PieceCosts(self.pricing, self.split.rules)
+            return in_pipeline(planned, self.place, self.limit, costs)
+        graph = self.split.graph
+        donated = [label.donated for label in graph.inputs]
+        worst = peak(planned.program, _names(graph), donated)
+        return replace(planned, peak=worst, fits=worst.bytes <= self.limit)
+
+    def rematerialized(self, planned: PlannedStage) -> PlannedStage:
+        """The same program whose backward pass computes the forward pass again."""
+        return self.checked(replace(planned, remat=True))
+
+    def tightened(self, planned: PlannedStage) -> PlannedStage:
+        """The cheapest plan that fits, or the one that came nearest.
+
+        The integer program's account of memory is a model of the lowered program's: it is corrected
+        by what it was wrong by for the last plan.
+        """
+        rows = memory_rows(self.built, self.memory(planned.remat))
+        target = self.limit + max(self._excess(planned, rows), 0)
+        for _ in range(MEMORY_TRIES):
+            if planned.fits or target <= 0:
+                break
+            try:
+                planned = self.attempt(target, planned.remat)
+            except Infeasible:
+                break
+            target = min(target - self.limit // 100, self.limit + self._excess(planned, rows))
+        return planned
+
+    def _excess(self, planned: PlannedStage, rows: Sequence[MemoryRow]) -> int:
+        """The bytes that the rows count too many for a plan."""
+        return rows_peak(self.built, rows, planned.solution.assignment) - planned.peak.bytes
+
+    def least(self, remat: bool) -> list[PlannedStage]:
+        """The plan with the smallest memory limit that the solver can satisfy, if it finds one."""
         try:
-            found = attempt(target)
-        except Infeasible:
-            break
-        target -= max(found.peak.bytes - limit, limit // 100)
-        tries += 1
-    if found.fits:
-        return found
-    least = _least_usage(built, options, allowed)
-    return found if least is None else attempt(least)
+            return [self.attempt(1, remat)]
+        except Infeasible as error:
+            return (
+                [] if error.smallest_usage is None else [self.attempt(error.smallest_usage, remat)]
+            )
 
 
 def _solve(
-    built: StrategyGraph, memory: int | None, options: Options, allowed: Allowed | None
+    built: StrategyGraph,
+    memory: int | None,
+    options: Options,
+    allowed: Allowed | None,
+    rows: Sequence[MemoryRow] | None,
 ) -> Solution:
-    problem = to_problem(built, memory)
+    problem = to_problem(built, memory, rows)
     found = solve(
         problem if allowed is None else problem.restricted(allowed),
         time_limit=options.solver_time_limit,
@@ -169,15 +309,6 @@ def _solve(
         return found
     assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
     return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
-
-
-def _least_usage(built: StrategyGraph, options: Options, allowed: Allowed | None) -> int | None:
-    """The smallest memory limit that the solver can satisfy."""
-    try:
-        _solve(built, 1, options, allowed)
-    except Infeasible as error:
-        return error.smallest_usage
-    return None
 
 
 def memory_limit_of(options: Options, cluster: Cluster) -> int:

@@ -4,5 +4,6 @@
 - `named`: the orders that have names in the literature;
 - `repeats`: rounds that are alike, of which a shorter schedule has fewer;
 - `make`: `make_schedule`, which takes a name or a user's function;
-- `checker`: the one checker that proves any of them complete and free of deadlocks.
+- `checker`: the one checker that proves any of them complete and free of deadlocks;
+- `flight`: how many microbatches a stage has in flight.
 """

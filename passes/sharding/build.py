@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier
 from autopar.passes.graph.graph import Atom, user_source
-from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
@@ -29,7 +29,7 @@ from autopar.passes.sharding.scopes import (
     aval_shape,
     itemsize,
 )
-from autopar.passes.sharding.strategy_graph import StrategyGraph, StrategyGraphBuilder
+from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraph, StrategyGraphBuilder
 from autopar.passes.sharding.sums import accumulating, starts_of_sums
 
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
@@ -53,7 +53,8 @@ class _Walk(StrategyGraphBuilder):
 
     def run(self, step: Microbatched) -> StrategyGraph:
         graph = step.graph
-        self._microbatches = {id(loop.scan) for loop in step.loops}
+        self._loops = {id(loop.scan): loop for loop in step.loops}
+        self._passed = {var for loop in step.loops for var in loop.passed}
         self._state_nodes: set[int] = set()
         self._starts: set[Var] = set()  # what loops begin to add to
         jaxpr, built = graph.jaxpr, self.built
@@ -69,8 +70,9 @@ class _Walk(StrategyGraphBuilder):
             small = label.role != "batch" and math.prod(aval_shape(var)) <= 1
             assigned = None if small else self.assigned(node, layouts, var)
             env[var] = assigned or Replicated()
-            if assigned is not None and not label.donated:
-                held.append(assigned)
+            if assigned is not None:
+                assigned.live.absent = var in self._passed
+                held += () if label.donated else (assigned,)
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
         self.walk(built.scope, env)
@@ -94,10 +96,16 @@ class _Walk(StrategyGraphBuilder):
     def read(self, env: Mapping[Var, ScopeValue], atom: Atom) -> ScopeValue:
         return Replicated() if isinstance(atom, jex_core.Literal) else env[atom]
 
-    def walk(self, scope: Scope, env: dict[Var, ScopeValue]) -> None:
+    def walk(
+        self, scope: Scope, env: dict[Var, ScopeValue], tasks: Sequence[Task] = ()
+    ) -> dict[Task, int]:
+        """Add a scope's equations, and what they make to `env`; when each of the tasks begins."""
         self._starts |= starts_of_sums(scope.jaxpr)
-        for eqn in scope.jaxpr.eqns:
+        begins: dict[Task, int] = {}
+        for number, eqn in enumerate(scope.jaxpr.eqns):
             self.built.time += 1
+            if tasks:
+                begins.setdefault(tasks[number], self.built.time)
             values = [self.read(env, atom) for atom in eqn.invars]
             name = eqn.primitive.name
             if name == "scan":
@@ -114,6 +122,7 @@ class _Walk(StrategyGraphBuilder):
                 for var, value in zip(eqn.outvars, results, strict=True)
                 if not isinstance(var, jex_core.DropVar)
             )
+        return begins
 
     def equation(
         self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
@@ -271,8 +280,8 @@ class _Walk(StrategyGraphBuilder):
     ) -> tuple[Entry, list[ScopeValue]]:
         parts = ScanParts.of(eqn)
         times = scope.times * eqn.params["length"]
-        microbatch = scope.microbatch or id(eqn) in self._microbatches
-        inner = Scope(parts.body, times, microbatch)
+        loop = self._loops.get(id(eqn))
+        inner = Scope(parts.body, times, scope.microbatch or loop is not None)
         env: dict[Var, ScopeValue] = {}
         label = f"scan {eqn.source_info.name_stack}".strip()
         boundaries: list[int | None] = []
@@ -291,9 +300,14 @@ class _Walk(StrategyGraphBuilder):
                 self._state_nodes.add(node)
             outside = map(stacked, layouts) if what == "slice" else layouts
             self.link(value, tuple(outside), node, scope.times)
-            env[var] = value = self.assigned(node, layouts, var)
-            entered.append(value)
+            env[var] = inner = self.assigned(node, layouts, var)
             boundaries.append(node)
+            outer = value if isinstance(value, Assigned) else None
+            if what == "slice" and outer is not None and outer.live.absent:
+                inner.live.entering, inner.live.last = True, -1
+            elif what != "carry":  # what is carried is written anew in its place
+                inner.live.same_as = outer if what == "constant" else None
+                entered.append(inner)
 
         start = self.built.time
         given = list(zip(parts.body.invars, values, strict=True))
@@ -304,7 +318,7 @@ class _Walk(StrategyGraphBuilder):
             enter(var, value, "carry", is_sum)
         for var, value in slices:
             enter(var, value, "slice")
-        self.walk(inner, env)
+        begins = self.walk(inner, env, () if loop is None else loop.tasks)
         results: list[ScopeValue] = []
         made = list(zip(parts.body.outvars, eqn.outvars, strict=True))
         carried, rows = parts.results(made)
@@ -327,12 +341,15 @@ class _Walk(StrategyGraphBuilder):
             boundaries.append(node)
             stack = self.assigned(node, tuple(map(stacked, layouts)), var)
             stack.live.first = start  # it is allocated before the loop and filled by it
+            stack.live.absent = var in self._passed
             results.append(self.completed(stack, var, label))
         for value in self.built.values:  # what a loop reads is alive until its last trip
             if value.live.first <= start < value.live.last:
                 value.live.last = self.built.time
         for value in entered:
             value.live.last = self.built.time
+        if begins:
+            self.built.body = BodyTimes(start, self.built.time, begins)
         completions = tuple(
             value.node if isinstance(value, Assigned) and value.node not in boundaries else None
             for value in results

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jax.extend import core as jex_core
@@ -44,6 +44,11 @@ class MemoryPeak:
 
     bytes: int
     alive: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, size: int, alive: Iterable[tuple[str, int]]) -> MemoryPeak:
+        """A peak of so many bytes, with the largest of what is alive."""
+        return cls(size, tuple(sorted(alive, key=lambda item: (-item[1], item[0]))[:20]))
 
 
 def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
@@ -105,14 +110,11 @@ def _block_peak(
             gone[version] = time
     there = {v: size for v, size in sizes.items() if born[v] <= at <= gone.get(v, end)}
     best_alive: dict[str | ShardedValue, int] = {**there, **dict(beside.alive)}
-    largest = sorted(
-        ((_label(key, names), size) for key, size in best_alive.items()),
-        key=lambda item: (-item[1], item[0]),
-    )
-    return MemoryPeak(best, tuple(largest[:20]))
+    return MemoryPeak.of(best, [(label_of(k, names), size) for k, size in best_alive.items()])
 
 
-def _label(key: str | ShardedValue, names: dict[Var, str]) -> str:
+def label_of(key: str | ShardedValue, names: dict[Var, str]) -> str:
+    """A value's name for people."""
     if isinstance(key, str):
         return key
     atom = key.atom

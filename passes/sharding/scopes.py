@@ -72,11 +72,19 @@ class Assigned:
 
 @dataclass
 class LiveRange:
-    """When an assigned value is alive: from its definition to its last use, in equations walked."""
+    """When an assigned value is alive: from its definition to its last use, in equations walked.
+
+    `entering`: it is one microbatch's slice of a stack, there from its first use. `absent`: it is a
+    stack of which a stage only ever has what belongs to a few microbatches. `same_as`: in the
+    layout of that value, it is that value's buffer.
+    """
 
     first: int
     last: int
     fused: bool
+    entering: bool = False
+    absent: bool = False
+    same_as: Assigned | None = None
 
 
 @dataclass(frozen=True)

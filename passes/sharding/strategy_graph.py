@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from autopar.passes.graph.microbatched import Task
 from autopar.passes.graph.primitives import ADDS
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
@@ -32,6 +33,19 @@ from autopar.passes.sharding.scopes import (
 MANY_OPTIONS = 16
 
 
+@dataclass(frozen=True)
+class BodyTimes:
+    """When, in equations walked, a stage's loop begins and ends, and its later tasks begin."""
+
+    start: int
+    end: int
+    tasks: Mapping[Task, int]
+
+    def task_at(self, time: int) -> Task:
+        """The task that runs at a point of time in the loop."""
+        return max((at, task) for task, at in self.tasks.items() if at <= time)[1]
+
+
 @dataclass
 class StrategyGraph:
     """The integer program in the making: nodes, priced edges, and scopes for lowering to walk."""
@@ -44,6 +58,7 @@ class StrategyGraph:
     outputs: dict[int, int] = field(default_factory=dict)  # the nodes of pinned outputs
     values: list[Assigned] = field(default_factory=list)  # every value that a node decides
     time: int = 0  # equations walked
+    body: BodyTimes | None = None  # of a stage's loop over the microbatches
     sum_dtypes: Mapping[Var, str] = field(default_factory=dict)  # where not their own
 
     def sum_ratio(self, var: Var) -> float:
@@ -88,6 +103,8 @@ class StrategyGraphBuilder:
     def link(self, value: ScopeValue, wanted: Sequence[Layout], node: int, times: int) -> None:
         """Price that `node` reads `value` in layout `wanted[s]` when it takes strategy s."""
         if isinstance(value, Assigned):
+            if value.live.entering and value.live.last < value.live.first:
+                value.live.first = self.built.time
             value.live.last = self.built.time
             self._link_assigned(value, tuple(wanted), node, times)
         elif isinstance(value, Recomputed):

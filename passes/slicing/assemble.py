@@ -154,7 +154,8 @@ class _StageAssembly:
         stacks = [loop.stacks[index] for index in sorted(needs.stacked)]
         stacks += [(var, self.stacks[var]) for var in self.sent_inside]
         eqns = [program.body[index].eqn for index in self.order]
-        return LoopPhase(scan_like(loop.scan, consts, carries, slices, stacks, eqns), self.tasks)
+        scan = scan_like(loop.scan, consts, carries, slices, stacks, eqns)
+        return LoopPhase(scan, self.tasks, frozenset(self.stacks.values()))
 
 
 def _order_tasks(

@@ -1,0 +1,151 @@
+"""What a stage's devices hold at its worst moment, with its schedule's microbatches in flight.
+
+It is the account of the simulated timeline, for one stage alone: its pieces run one after another,
+and of what one task leaves for a later one of the same microbatch there is one for every microbatch
+in flight between the two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jax.extend.core import Var
+
+from autopar.passes.graph.microbatched import Task
+from autopar.passes.pieces.numbering import number_values
+from autopar.passes.pieces.opened import open_stage, pruned, with_received, with_sent
+from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
+from autopar.passes.pieces.pieces import Numbers, StagePiece
+from autopar.passes.pieces.rounds import find_levels, outer_rounds
+from autopar.passes.pieces.stage_pieces import TASKS, body_by_task, stage_pieces
+from autopar.passes.sharding.memory_rows import StageMemory
+from autopar.passes.sharding.peak_memory import MemoryPeak, label_of
+from autopar.passes.sharding.spmd_program import SpmdProgram, is_literal
+from autopar.passes.slicing.stage_graphs import StageGraph
+
+
+@dataclass(frozen=True)
+class StageAccount:
+    """A stage taken apart as it will be, but for the layouts in which other stages send."""
+
+    graph: StageGraph
+    program: SpmdProgram
+    memory: StageMemory
+    numbers: Numbers
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    pieces: Sequence[StagePiece]
+
+    @classmethod
+    def of(cls, graph: StageGraph, program: SpmdProgram, memory: StageMemory) -> StageAccount:
+        """The account of a stage.
+
+        Args:
+          graph: what the program was lowered from.
+          program: the stage's.
+          memory: the microbatches in flight, and whether the forward pass is computed again.
+        """
+        passed = frozenset[Var]() if graph.loop is None else graph.loop.passed
+        stage, block, numbers = open_stage(0, graph, program), program.block, Numbers()
+        for position, version in enumerate(block.outputs):
+            if not is_literal(version) and version.atom in passed:
+                stage, _ = with_sent(stage, position, per_microbatch=True)
+        for position, version in enumerate(block.inputs):
+            if version.atom in passed:
+                layout = version.layout._replace(dims=version.layout.dims[1:])
+                stage = with_received(stage, position, layout, per_microbatch=True)
+        stage = pruned(stage)
+        (levels,) = find_levels([stage], ())
+        rounds, tasks = outer_rounds(stage, levels), body_by_task(stage, remat=memory.remat)
+        known = number_values(stage, rounds, tasks, numbers)
+        pieces = stage_pieces(stage, rounds, tasks, known)
+        outputs = [number for number in known.outputs if number is not None]
+        return cls(graph, program, memory, numbers, known.inputs, outputs, pieces)
+
+    def peak(self, names: dict[Var, str]) -> MemoryPeak:
+        """The worst moment; `names` label input variables."""
+        moments = self._moments()
+        inside, alive = max(moments, key=lambda moment: moment[0] + sum(moment[1].values()))
+        versions, size = self.numbers.versions, inside + sum(alive.values())
+        labelled = [(label_of(versions[number], names), size) for number, size in alive.items()]
+        return MemoryPeak.of(size, [*labelled, ("what single operations need", inside)])
+
+    def loop_seconds(self, costs: PieceCosts) -> float:
+        """What a microbatch takes, forward and backward."""
+        return sum(costs.seconds(piece.block) for piece in self.loop)
+
+    @cached_property
+    def lasting(self) -> dict[int, int]:
+        """Bytes of what is there once, or for all microbatches before the loop or after it."""
+        outside = (p for p in self.pieces if p.kind not in TASKS)
+        around = {port.value for p in outside for port in (*p.inputs, *p.outputs)}
+        around.update(self.outputs)
+        often = 1 if self.graph.loop is None else self.graph.loop.num_microbatches
+        return {
+            v.number: v.bytes_per_device * (often if v.per_microbatch else 1)
+            for v in self.numbers.values
+            if not v.per_microbatch or v.number in around
+        }
+
+    @cached_property
+    def users(self) -> Mapping[int, list[Task]]:
+        """For what else there is, the tasks that make it or read it, in order."""
+        found: dict[int, list[Task]] = defaultdict(list)
+        for task in TASKS:
+            ports = (x for p in self.pieces if p.kind == task for x in (*p.inputs, *p.outputs))
+            for number in dict.fromkeys(port.value for port in ports):
+                if number not in self.lasting:
+                    found[number].append(task)
+        return found
+
+    @property
+    def loop(self) -> list[StagePiece]:
+        """The pieces that run for every microbatch."""
+        return [piece for piece in self.pieces if piece.kind in TASKS]
+
+    @cached_property
+    def between_tasks(self) -> dict[int, int]:
+        """Bytes of what one task leaves for a later one, for all microbatches in flight."""
+        return {
+            number: self.memory.in_flight[tasks[0], tasks[-1]]
+            * self.numbers.values[number].bytes_per_device
+            for number, tasks in self.users.items()
+            if tasks[0] != tasks[-1]
+        }
+
+    def within(self, task: str) -> dict[int, int]:
+        """Bytes of what is there for one task alone."""
+        return {
+            number: self.numbers.values[number].bytes_per_device
+            for number, tasks in self.users.items()
+            if set(tasks) == {task}
+        }
+
+    def _moments(self) -> Iterator[tuple[int, Mapping[int, int]]]:
+        """What each piece needs inside, and the bytes of the values that are there."""
+        units = [[piece] for piece in self.pieces if piece.kind == "prologue"]
+        units += [self.loop] if self.loop else []
+        units += [[piece] for piece in self.pieces if piece.kind == "epilogue"]
+        ports = [[port for p in unit for port in (*p.inputs, *p.outputs)] for unit in units]
+        last = {port.value: time for time, unit in enumerate(ports) for port in unit}
+        labels = self.graph.graph.inputs
+        kept = [n for n, label in zip(self.inputs, labels, strict=True) if not label.donated]
+        last.update(dict.fromkeys((*kept, *self.outputs), len(units)))
+        alive = {n: self.lasting[n] for n in self.inputs if n in self.lasting}
+        yield 0, alive
+        for time, unit in enumerate(units):
+            made = {port.value for piece in unit for port in piece.outputs}
+            written = {n: self.lasting[n] for n in made if n in self.lasting}
+            for piece in unit:
+                inside = temporary_bytes(piece, self.program)
+                if piece.kind in TASKS:
+                    yield inside, alive | written | self.between_tasks | self.within(piece.kind)
+                    continue
+                yield inside, dict(alive)
+                taken = [n for n in piece.donates if last[n] == time]
+                yield inside, {n: x for n, x in alive.items() if n not in taken} | written
+            alive |= written
+            alive = {n: size for n, size in alive.items() if last.get(n, -1) > time}
