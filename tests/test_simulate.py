@@ -160,9 +160,25 @@ def test_more_devices_share_a_microbatch(plan: Plan) -> None:
             )
             saved = (piece.compute_seconds + piece.activation_seconds) / 2
             assert before - found == pytest.approx(saved, rel=1e-6)
-    for wrong in (6, 2, 9):
+    for wrong in (6, 3, 9):
         with pytest.raises(OptionError, match="cannot be simulated on"):
             plan.simulate(cluster=dataclasses.replace(CLUSTER, devices_per_node=wrong))
+
+
+def test_stages_share_fewer_meshes() -> None:
+    """Half of the devices take at least twice as long, and hold what all of them held."""
+    plan = planned(stages=4, cluster=dataclasses.replace(CLUSTER, devices_per_node=8))
+    base = plan.simulate()
+    half, one = (
+        plan.simulate(cluster=dataclasses.replace(CLUSTER, devices_per_node=n)) for n in (4, 2)
+    )
+    assert [len(x.peak_bytes) for x in (base, half, one)] == [4, 2, 1]
+    assert half.timeline.devices_per_mesh == (2, 2)
+    busy = [sum(x.timeline.busy) for x in (base, half, one)]
+    assert busy[1] <= busy[0] * (1 + 1e-9)  # the same work, with fewer transfers
+    assert one.step_seconds > half.step_seconds > base.step_seconds
+    assert min(one.peak_bytes) > max(half.peak_bytes) > min(base.peak_bytes)
+    assert one.bubble_fraction == pytest.approx(0, abs=1e-6)
 
 
 def test_copies_of_a_mesh_add_up_their_gradients() -> None:
@@ -190,7 +206,9 @@ def test_a_step_that_mostly_communicates_is_simulated_as_planned() -> None:
     shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     tiny = autopar.plan(step, shape, shape, cluster=autopar.Cluster.preset("dgx-h100"))
     assert tiny.simulate().step_seconds == pytest.approx(tiny.estimates.step_seconds)
-    assert tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=3)).step_seconds > 0
+    assert tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=2)).step_seconds > 0
+    with pytest.raises(OptionError, match="16 rows does not divide by 3"):
+        tiny.simulate(cluster=autopar.Cluster.preset("dgx-h100", nodes=3))
 
 
 def test_a_plan_that_loops_over_nothing_keeps_its_microbatches() -> None:

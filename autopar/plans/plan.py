@@ -49,9 +49,11 @@ class Plan(PlanRecord):
             splits the backward pass (`zb_h1`) needs a plan that was made for such a schedule.
           microbatches: another number. The batch stays, so what a microbatch computes, moves and
             keeps changes in proportion to its rows; starting a collective takes as long as before.
-          cluster: other devices. Each mesh is repeated as often as they allow, its copies share the
-            rows of a microbatch and add up their gradients once a step. Compute changes with the
-            devices' operations or memory bandwidth, whichever gained less.
+          cluster: other devices, of any number that the meshes allow. Each mesh is repeated as
+            often as they allow, its copies share the rows of a microbatch and add up their
+            gradients once a step. Where that does not come out even, stages lie on fewer meshes,
+            several on each (`interleaved_1f1b`, unless a schedule is given). Compute changes with
+            the devices' operations or memory bandwidth, whichever gained less.
           link_scale: how much more bandwidth all links have; their latency stays.
           compute_scale: how much faster devices compute.
 

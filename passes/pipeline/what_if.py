@@ -6,6 +6,7 @@ no device is needed, and nothing is planned again: the stages and their strategi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from autopar.passes.pipeline.timeline import Forecast, Timeline
 from autopar.passes.pipeline.transfer_times import transfer_times
 from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.schedules.make import make_schedule
-from autopar.passes.schedules.named import SCHEDULES
+from autopar.passes.schedules.named import CHUNKED, SCHEDULES
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 
 
@@ -128,12 +129,53 @@ def what_if(
     if plan.is_pipeline:
         _divided(model, count, f"microbatches={count}")
     rows = plan.num_microbatches / count
-    scales = _scales(plan, rows, cluster, link_scale, compute_scale)
-    if scales.copies > 1 and plan.is_pipeline:
-        what = f"{count} microbatches on {scales.copies} times the devices"
-        _divided(model, count * scales.copies, what)
+    meshes, copies = pipeline.num_meshes, 1
+    if cluster is not None:
+        meshes, copies = _placed(plan, cluster, count)
+    scales = _scales(plan, rows, cluster, copies, link_scale, compute_scale)
+    if copies > 1:
+        _divided(model, count * copies, f"{count} microbatches on {copies} copies of each mesh")
+    if meshes != pipeline.num_meshes:
+        chunks = len(plan.stages) // meshes
+        pipeline = dataclasses.replace(pipeline, num_meshes=meshes, num_chunks=chunks)
+        if schedule is None and pipeline.schedule not in CHUNKED:
+            schedule = "interleaved_1f1b" if chunks > 1 else pipeline.schedule
     order = _order(pipeline, schedule, count) if plan.is_pipeline else ONE_STAGE
     return _simulation(plan, pipeline, model, order, scales)
+
+
+def _placed(plan: PlanRecord, cluster: Cluster, count: int) -> tuple[int, int]:
+    """On how many meshes the stages of a plan are on a cluster, and in how many copies.
+
+    Those of the plan, each repeated a whole number of times; else fewer, with several stages on
+    each, as many as possible.
+
+    Raises:
+      OptionError: no number does.
+    """
+    devices, meshes, stages = cluster.num_devices, plan.pipeline.num_meshes, len(plan.stages)
+    sizes = {stage.mesh: stage.num_devices for stage in plan.stages}
+    before, used = set(sizes.values()), sum(sizes.values())
+    copies, rest = divmod(devices, used)
+    if copies and not rest:
+        return meshes, copies
+    model = plan.pipeline.model
+    rows = model.batch_rows if model else ()
+    for fewer in range(meshes - 1, 0, -1):
+        (size, *others) = before
+        copies, rest = divmod(devices, size * fewer)
+        whole = not (others or rest or stages % fewer or count % fewer) and copies > 0
+        if whole and not any(n % (count * copies) for n in rows):
+            return fewer, copies
+    each = " or ".join(map(str, sorted(before)))
+    several = "each" if meshes == 1 else "each, or fewer ones with as many stages on every mesh,"
+    raise OptionError(
+        f"The plan cannot be simulated on {devices} devices.",
+        where=str(cluster),
+        why=f"it has {meshes} mesh{'es' * (meshes > 1)} of {each} devices; {several} can only be "
+        "repeated a whole number of times, which must divide the rows of a microbatch.",
+        hint=f"use a multiple of {used} devices, or plan for the cluster (autopar.scaling).",
+    )
 
 
 def _divided(model: StepModel, parts: int, what: str) -> None:
@@ -167,25 +209,18 @@ def _order(pipeline: PipelinePlan, wanted: Any, count: int) -> Schedule:
 
 
 def _scales(
-    plan: PlanRecord, rows: float, cluster: Cluster | None, link_scale: float, compute_scale: float
+    plan: PlanRecord,
+    rows: float,
+    cluster: Cluster | None,
+    copies: int,
+    link_scale: float,
+    compute_scale: float,
 ) -> _Scales:
     old = Cluster.from_dict(plan.cluster)
     new = old if cluster is None else cluster
-    meshes = plan.pipeline.num_meshes
-    sizes = {stage.mesh: stage.num_devices for stage in plan.stages}
-    before, used = set(sizes.values()), sum(sizes.values())
-    if cluster is not None and (new.num_devices % used or new.num_devices < used):
-        raise OptionError(
-            f"The plan cannot be simulated on {new.num_devices} devices.",
-            where=str(new),
-            why=f"it has {meshes} mesh{'es' * (meshes > 1)} of "
-            f"{' or '.join(map(str, sorted(before)))} devices; each can only be repeated a whole "
-            "number of times.",
-            hint=f"use a multiple of {used} devices, or plan for the cluster.",
-        )
-    copies = 1 if cluster is None else new.num_devices // used
+    size = max(stage.num_devices for stage in plan.stages)
     faster = compute_scale * _device_speed(old, new)
-    old_link, new_link = _inside(old, max(before)), _inside(new, max(before))
+    old_link, new_link = _inside(old, size), _inside(new, size)
     started = old.collective_seconds + old_link.latency
 
     def sync(nbytes: int, devices: int) -> float:
@@ -248,8 +283,8 @@ def _simulation(
     }
 
     sizes = [0] * pipeline.num_meshes
-    for stage in plan.stages:
-        sizes[stage.mesh] = stage.num_devices * scales.copies
+    for number, stage in enumerate(plan.stages):
+        sizes[number % pipeline.num_meshes] = stage.num_devices * scales.copies
     inside = {
         p.name: scaled(p.temporary_bytes, p.when in LOOP_KINDS or not plan.is_pipeline)
         for p in model.pieces
