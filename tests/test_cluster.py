@@ -364,3 +364,20 @@ def test_names_of_clusters(name: str, preset: str, nodes: int, devices: int) -> 
 def test_names_that_are_none(name: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Cluster.named(name)
+
+
+def test_programs_may_not_fill_a_gpu() -> None:
+    device = Cluster.preset("h100").device
+    assert 0.9 * device.memory_bytes < device.program_bytes < device.memory_bytes
+    # What JAX's allocator owns is all for programs.
+    local = Cluster.local(fake_devices("NVIDIA H100 80GB HBM3", [8])).device
+    assert local.program_bytes == local.memory_bytes == 60 * 10**9
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_shares_are_shares(share: float) -> None:
+    for field in ({"overlap": share}, {"device": {"memory_fraction": share}}):
+        plain = Cluster.preset("h100").to_dict()
+        plain["device"] |= field.pop("device", {})
+        with pytest.raises(OptionError, match="not a share"):
+            Cluster.from_dict(plain | field)

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import math
-import operator
 import os
 import tomllib
 import warnings
@@ -24,8 +23,9 @@ import numpy as np
 
 from autopar.base import hardware
 from autopar.base.axis_links import AxisLink, factorizations, groups_along, link_of_groups
+from autopar.base.cluster_checks import impossible_numbers
 from autopar.base.cluster_names import is_cluster_file, read_name
-from autopar.base.device import FLOATS, Device, Link
+from autopar.base.device import Device, Link
 from autopar.base.direct_links import forwarded_bandwidth
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.records import Record, dump_json, dump_toml
@@ -64,6 +64,9 @@ class Cluster(Record):
       pair_bandwidth: where a node's devices are not joined by a switch, the bytes per second of the
         direct links from each device to each other, row by row. What a group of them reaches
         follows from its weakest cut, and `intra_node` has the bandwidth of all together.
+      overlap: the share of the collectives of weights and gradients (what no next operation waits
+        for) that the compiler runs beside computation, as far as there is computation. By default
+        none, as XLA's on GPUs do not without `--xla_gpu_enable_latency_hiding_scheduler=true`.
       price_per_device_hour: what an hour of one device costs, in any currency; 0: not known.
 
     >>> cluster = Cluster.preset("dgx-h100", nodes=2)
@@ -83,11 +86,15 @@ class Cluster(Record):
     nodes_per_switch: int = 0
     oversubscription: float = 1.0
     pair_bandwidth: tuple[tuple[float, ...], ...] = ()
+    overlap: float = 0.0
     price_per_device_hour: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_numbers(self)
+        problems = impossible_numbers(self)
+        if problems:
+            what = f"The cluster {self.name!r} is not possible."
+            raise OptionError(what, why="; ".join(problems) + ".")
 
     @property
     def num_devices(self) -> int:
@@ -314,37 +321,6 @@ def _axis_link(cluster: Cluster, shape: tuple[int, ...], axes: tuple[int, ...]) 
     return link_of_groups(nodes, places, cluster.intra_node, inter, cluster.pair_bandwidth)
 
 
-def _check_numbers(cluster: Cluster) -> None:
-    device = cluster.device
-
-    def numbers(*names: str) -> list[tuple[str, float]]:
-        return [(name, operator.attrgetter(name)(cluster)) for name in names]
-
-    counts = numbers("num_nodes", "devices_per_node", "devices_per_card", "device.memory_bytes")
-    rates = numbers("device.memory_bandwidth", "intra_node.bandwidth", "inter_node.bandwidth")
-    rates += [(f"device.peak_flops.{name}", rate) for name, rate in device.peak_flops.items()]
-    rates += numbers("device.fused_speedup")
-    latencies = ("intra_node.latency", "inter_node.latency", "collective_seconds")
-    seconds = numbers("device.kernel_seconds", *latencies, "price_per_device_hour")
-    problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]
-    problems += [f"{name} is {x}, not positive" for name, x in rates if not 0 < x < math.inf]
-    problems += [f"{name} is {x}, negative" for name, x in seconds if not 0 <= x < math.inf]
-    if not 0 < device.max_efficiency <= 1:
-        problems.append(f"device.max_efficiency is {device.max_efficiency}, not in (0, 1]")
-    if not set(FLOATS) & set(device.peak_flops):
-        problems.append(f"device.peak_flops has none of {', '.join(FLOATS)}")
-    if cluster.oversubscription < 1 or cluster.nodes_per_switch < 0:
-        problems.append("oversubscription is less than 1, or nodes_per_switch less than 0")
-    size, rows = cluster.devices_per_node, cluster.pair_bandwidth
-    if rows and (len(rows) < size or any(len(row) != len(rows) for row in rows)):
-        problems.append(f"pair_bandwidth has not {size} rows of as many numbers")
-    if any(not 0 <= x < math.inf for row in rows for x in row):
-        problems.append("pair_bandwidth has a number that is negative")
-    if problems:
-        what = f"The cluster {cluster.name!r} is not possible."
-        raise OptionError(what, why="; ".join(problems) + ".")
-
-
 def _pairs(system: dict[str, Any], size: int) -> tuple[tuple[float, ...], ...]:
     """Bandwidths of a node's direct links, where the table says how many there are."""
     links = system.get("pair_links", ())
@@ -392,5 +368,7 @@ def _local_accelerators(first: Any, nodes: int, devices_per_node: int) -> Cluste
     return dataclasses.replace(
         preset,
         name=f"local {kind}",
-        device=dataclasses.replace(preset.device, name=kind, memory_bytes=memory),
+        device=dataclasses.replace(
+            preset.device, name=kind, memory_bytes=memory, memory_fraction=1.0
+        ),
     )

@@ -18,7 +18,7 @@ class Device(Record):
 
     Args:
       name: its kind.
-      memory_bytes: what programs may use.
+      memory_bytes: how much it has; of a local device, what the allocator owns.
       memory_bandwidth: bytes per second.
       peak_flops: operations per second of dense matrix products by dtype name; "float8" and
         "int8" stand for all types of eight bits.
@@ -28,6 +28,9 @@ class Device(Record):
       fused_speedup: how many times quicker a value is passed on inside of a kernel than written to
         memory. By default 16: an L1 cache of a V100 gives 14 TB/s where its memory gives 0.9 (Jia
         et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018).
+      memory_fraction: the share that programs may fill. The rest is what the driver's context,
+        collectives' buffers and products' workspaces take. A run must let JAX have it: of a GPU it
+        takes 0.75 unless the environment's XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
     """
 
     name: str
@@ -37,6 +40,12 @@ class Device(Record):
     max_efficiency: float
     kernel_seconds: float
     fused_speedup: float = 16.0
+    memory_fraction: float = 1.0
+
+    @property
+    def program_bytes(self) -> int:
+        """What programs may fill."""
+        return int(self.memory_bytes * self.memory_fraction)
 
     def peak_flops_for(self, dtype: str) -> float:
         """Operations per second for matrix products of `dtype`.

@@ -365,7 +365,10 @@ def memory_limit(plan: PlanRecord) -> int | None:
     """Bytes that the plan may use on each device, or None where neither user nor cluster say."""
     limit = plan.options.get("memory_limit")
     if limit is None and isinstance(plan.cluster.get("device"), Mapping):
-        limit = plan.cluster["device"].get("memory_bytes")
+        device = plan.cluster["device"]
+        limit = device.get("memory_bytes")
+        if isinstance(limit, int):
+            limit = int(limit * device.get("memory_fraction", 1.0))
     return limit if isinstance(limit, int) else None
 
 

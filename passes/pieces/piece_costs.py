@@ -33,8 +33,20 @@ class PieceCosts:
         self.pricing, self.rules = pricing, rules
 
     def seconds(self, block: Block) -> float:
-        """Compute and collectives of one run of a block on every device, one after the other."""
-        return sum(self._instruction(instruction) for instruction in block.instructions)
+        """Compute and collectives of one run of a block on every device, one after the other.
+
+        The cluster's `overlap` of what moves weights and gradients runs beside the computation of
+        the same block.
+        """
+        seconds = hidden = computing = 0.0
+        for instruction in block.instructions:
+            each = self._instruction(instruction)
+            seconds += each
+            if not isinstance(instruction, Relayout):
+                computing += each
+            elif instruction.purpose in ("parameter", "gradient", "state"):
+                hidden += self.pricing.cluster.overlap * each
+        return seconds - min(hidden, computing)
 
     def scalar_sums(self, block: Block) -> float:
         """Seconds of the collectives that complete scalars in one run of a block."""

@@ -99,10 +99,14 @@ class PlannedStage:
         """What a run of one of its pieces takes; of all of it, what it was chosen by.
 
         And sums of scalars, which no node decides: those that stay partial meet in one collective.
+        Where collectives are hidden, that is as far as there is something to hide them.
         """
-        if piece.instructions is self.program.block.instructions:
-            return self.step_seconds + costs.scalar_sums(piece.block)
-        return costs.seconds(piece.block)
+        if piece.instructions is not self.program.block.instructions:
+            return costs.seconds(piece.block)
+        chosen_by = self.step_seconds + costs.scalar_sums(piece.block)
+        if not costs.pricing.cluster.overlap:
+            return chosen_by
+        return max(chosen_by, costs.seconds(piece.block))
 
     def costs(self, cluster: Cluster) -> PieceCosts:
         """What blocks of the stage cost on its part of the cluster."""
@@ -313,4 +317,4 @@ def _solve(
 
 def memory_limit_of(options: Options, cluster: Cluster) -> int:
     """Bytes that one device may hold: what the user allows, else what the device has."""
-    return options.memory_limit or cluster.device.memory_bytes
+    return options.memory_limit or cluster.device.program_bytes

@@ -67,6 +67,7 @@ class _Walk(StrategyGraphBuilder):
             inputs.append(node)
             if label.role == "state":
                 self._state_nodes.add(node)
+                self.in_background.add(node)
             small = label.role != "batch" and math.prod(aval_shape(var)) <= 1
             assigned = None if small else self.assigned(node, layouts, var)
             env[var] = assigned or Replicated()
@@ -298,6 +299,7 @@ class _Walk(StrategyGraphBuilder):
             node = self.boundary(f"{label} {what}", user_source(eqn), layouts, scope.times)
             if what == "carry":
                 self._state_nodes.add(node)
+            self.enters_loop(value, node, is_carry=what == "carry", is_sum=partial)
             outside = map(stacked, layouts) if what == "slice" else layouts
             self.link(value, tuple(outside), node, scope.times)
             env[var] = inner = self.assigned(node, layouts, var)

@@ -82,6 +82,8 @@ class StrategyGraphBuilder:
         self._options: dict[object, tuple[st.Strategy, ...]] = {}
         self._tables: dict[tuple[int, int, float], np.ndarray] = {}
         self._ids: dict[tuple[Layout, ...], int] = {}
+        # Nodes of weights and sums of gradients: what is moved from or to them can be hidden.
+        self.in_background: set[int] = set()
 
     def assigned(
         self, node: int, layouts: tuple[Layout, ...], var: Var, fused: bool = False
@@ -92,6 +94,12 @@ class StrategyGraphBuilder:
         value = Assigned(node, layouts, aval_shape(var), itemsize(var.aval), live, ratio)
         self.built.values.append(value)
         return value
+
+    def enters_loop(self, value: ScopeValue, node: int, *, is_carry: bool, is_sum: bool) -> None:
+        """Inside a loop weights are still weights, and what adds up gradients is not waited for."""
+        weights = isinstance(value, Assigned) and value.node in self.in_background
+        if is_sum or (weights and not is_carry):
+            self.in_background.add(node)
 
     def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: int) -> int:
         """A node that decides the layout of one value that enters or leaves a scope."""
@@ -121,6 +129,8 @@ class StrategyGraphBuilder:
         self, value: Assigned, wanted: tuple[Layout, ...], node: int, times: int
     ) -> None:
         table = self._table(value, wanted)
+        if self.pricing.cluster.overlap and {value.node, node} & self.in_background:
+            table = (1 - self.pricing.cluster.overlap) * table
         if value.node == node:
             seconds = self.built.nodes[node].seconds
             for s in range(len(wanted)):
