@@ -134,9 +134,13 @@ class _Walk(StrategyGraphBuilder):
         sizes = [math.prod(aval_shape(v)) for v in eqn.outvars]
         all_small = all(isinstance(v, Replicated) for v in values)
         is_start = any(var in self._starts for var in eqn.outvars)
-        if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
-            return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
         layouts = self.restriction.constrained_layouts(eqn)
+        if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
+            whole = replicated(len(aval_shape(eqn.outvars[0])))
+            if layouts is None or whole in layouts:
+                return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
+            # Whole on every device before, it is no sum that waits to be completed.
+            layouts = tuple(layout for layout in layouts if not layout.partial)
         if layouts is not None:
             return self.constrained(scope, eqn, shape, values, layouts)
         if self._is_recomputed(eqn, shape, values, sizes):

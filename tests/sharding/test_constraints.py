@@ -181,6 +181,36 @@ def test_a_gradient_of_a_loop_is_completed_once_a_step() -> None:
     assert {c.times for c in gradients} == {1}
 
 
+SMALL_MESHES: list[tuple[dict[str, Any], set[str]]] = [
+    ({"microbatches": 1}, {"[y]"}),
+    ({"microbatches": 4}, {"[y]"}),
+    ({"stages": 2, "microbatches": 2}, {"[x]"}),
+]
+
+
+@pytest.mark.parametrize(("options", "chosen"), SMALL_MESHES)
+def test_a_handful_of_numbers_is_cut_where_that_is_asked(
+    options: dict[str, Any], chosen: set[str]
+) -> None:
+    """What is made from scalars alone is whole on every device otherwise."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            scales = on_mesh(jnp.arange(32.0) * params["step"], P("model"))
+            whole = on_mesh(jnp.arange(8.0) * params["step"], P())
+            return jnp.mean((jnp.tanh(x @ params["in"] + scales) @ params["in"].T + whole) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = {"in": PARAMS["in"], "step": np.float32(0.1)}
+    wanted = jax.device_get(jax.jit(step)(params, X))
+    compiled = autopar.compile(step, params, X, **options)
+    assert same(compiled.gather(compiled(params, X)), wanted)
+    made = {choice.partition(" ")[0] for choice in choices(compiled.plan)}
+    assert chosen <= made <= {*chosen, "[-]"}
+
+
 def test_dimensions_that_are_left_open_are_chosen() -> None:
     def step(params: Any, x: Any) -> Any:
         return params, jnp.sum(on_mesh(x @ params["in"], P(P.UNCONSTRAINED, "model")))
