@@ -18,10 +18,15 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import CONSTRAIN, SHARDING_HINTS
 
 SHARDING_PARAMS = frozenset({"sharding", "out_sharding"})
+# Functions that take an `out_sharding` and make a broadcast.
+_BROADCASTS = frozenset(
+    {"broadcast", "broadcast_in_dim", "broadcast_to", "empty", "full", "ones", "zeros"}
+)
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,10 @@ def constraints_of(eqn: JaxprEqn) -> tuple[Constraint | None, ...]:
 def of_result(eqn: JaxprEqn) -> Constraint | None:
     """What an operation on a mesh of Explicit axes prescribes for its one result (`out_sharding`).
 
-    What broadcasts say follows from other values' types, and what they make is made in any layout.
+    What broadcasts say follows from other values' types, but where they were asked for by name, and
+    what they make is made in any layout.
     """
-    if eqn.primitive.name == "broadcast_in_dim":
+    if eqn.primitive.name == "broadcast_in_dim" and jax_compat.called(eqn) not in _BROADCASTS:
         return None
     asked = [eqn.params[name] for name in SHARDING_PARAMS & eqn.params.keys()]
     named = [sharding for sharding in asked if isinstance(sharding, NamedSharding)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -73,6 +74,37 @@ def is_pmap(eqn: JaxprEqn) -> bool:
     traceback = eqn.source_info.traceback
     names = () if traceback is None else (frame.file_name for frame in traceback.frames)
     return any(name.endswith(("jax/_src/pmap.py", "jax\\_src\\pmap.py")) for name in names)
+
+
+_JAX = os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), "")
+
+
+def called(eqn: JaxprEqn) -> str:
+    """The name of JAX's function that others called when this equation was made; "": unknown.
+
+    Nothing in the equation tells what was prescribed for it from what JAX concluded.
+    """
+    name = ""
+    traceback = eqn.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(_JAX):
+            return name
+        if not frame.file_name.endswith("traceback_util.py"):
+            name = frame.function_name.rpartition(".")[2]
+    return ""
+
+
+def in_auto_axes(eqn: JaxprEqn) -> bool:
+    """Whether an equation was made within `jax.sharding.auto_axes`.
+
+    Where all axes are Auto already that leaves nothing but frames.
+    """
+    traceback = eqn.source_info.traceback
+    return traceback is not None and any(
+        frame.function_name in ("_auto_axes.<locals>.decorator", "decorator")
+        and frame.file_name.startswith(_JAX)
+        for frame in traceback.frames
+    )
 
 
 def new_var(aval: Any) -> Var:

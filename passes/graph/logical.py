@@ -27,7 +27,7 @@ from autopar.passes.graph.constraints import (
     constraints_of,
     of_result,
 )
-from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs
+from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, walk
 from autopar.passes.graph.primitives import IDENTITIES, SHARDING_HINTS
 
 
@@ -49,7 +49,8 @@ def on_logical_shapes(
     """What `trace` traces, as `without_mesh` leaves it.
 
     Under a mesh of Explicit axes, what `jax.sharding.reshard` and others ask for is refused where
-    types hold no sharding: then it is traced again, with the types that the user's mesh gives.
+    types hold no sharding, and what `jax.sharding.auto_axes` asks for is left out: then it is
+    traced again, with the types that the user's mesh gives.
     """
     try:
         with logical_shapes():
@@ -58,6 +59,10 @@ def on_logical_shapes(
         if not (_prescribes_types() and _OF_MESHES.search(str(error))):
             raise
         closed = trace()
+    else:
+        asks = keep_constraints and _prescribes_types()
+        if asks and any(map(jax_compat.in_auto_axes, walk(closed.jaxpr))):
+            closed = trace()
     return without_mesh(closed, keep_constraints=keep_constraints)
 
 

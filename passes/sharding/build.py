@@ -132,15 +132,11 @@ class _Walk(StrategyGraphBuilder):
             return self.opaque(scope, eqn, values)
         shape = self.shape(eqn, self._adds_rounded(scope, eqn))
         sizes = [math.prod(aval_shape(v)) for v in eqn.outvars]
-        all_small = all(isinstance(v, Replicated) for v in values)
-        is_start = any(var in self._starts for var in eqn.outvars)
-        layouts = self.restriction.constrained_layouts(eqn)
-        if all_small and max(sizes) <= SMALL_ELEMENTS and not is_start:
-            whole = replicated(len(aval_shape(eqn.outvars[0])))
-            if layouts is None or whole in layouts:
-                return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
-            # Whole on every device before, it is no sum that waits to be completed.
-            layouts = tuple(layout for layout in layouts if not layout.partial)
+        all_small = all(isinstance(v, Replicated) for v in values) and max(sizes) <= SMALL_ELEMENTS
+        is_small = all_small and self._starts.isdisjoint(eqn.outvars)
+        layouts = self.restriction.constrained_layouts(eqn, is_small)
+        if is_small and layouts is None:
+            return Entry("replicated", eqn, shape), [Replicated() for _ in eqn.outvars]
         if layouts is not None:
             return self.constrained(scope, eqn, shape, values, layouts)
         if self._is_recomputed(eqn, shape, values, sizes):

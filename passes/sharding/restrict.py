@@ -100,13 +100,15 @@ class Restriction:
             return (whole,)
         return all_layouts(shape, mesh)
 
-    def constrained_layouts(self, eqn: JaxprEqn) -> tuple[Layout, ...] | None:
-        """The layouts that the user allows for an equation's result; None: all.
+    def constrained_layouts(self, eqn: JaxprEqn, is_small: bool) -> tuple[Layout, ...] | None:
+        """The layouts that the user allows for an equation's result; None: all, or what it has.
 
         What holds no batch is a parameter or the gradient of one. That may be unreduced as well, so
-        that it is completed once a step.
+        that it is completed once a step. What `is_small` is whole on every device before.
         """
         layouts, (var,) = self.matching.layouts(eqn), eqn.outvars[:1]
+        if layouts is not None and is_small:
+            return None if replicated(len(aval_shape(var))) in layouts else layouts
         if layouts is None or self.batch_dims(var) or not _may_be_partial(var):
             return layouts
         mesh = self.matching.mesh

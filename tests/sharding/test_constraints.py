@@ -112,6 +112,20 @@ PRESCRIBED: dict[str, tuple[Callable[..., Any], set[str]]] = {
         ),
         {"[x|-]"},
     ),
+    "auto_axes": (
+        lambda p, x, ids: jax.sharding.auto_axes(lambda x: x + 1, out_sharding=BOTH)(x @ p["in"]),
+        {"[x|y]"},
+    ),
+    "repeated": (
+        lambda p, x, ids: (
+            x @ p["in"] + jnp.broadcast_to(p["out"][:, 0], (16, 32), out_sharding=BOTH)
+        ),
+        {"[x|y]"},
+    ),
+    "zeros": (
+        lambda p, x, ids: x @ p["in"] + jnp.zeros((16, 32), out_sharding=BOTH),
+        {"[x|y]"},
+    ),
 }
 
 
@@ -137,6 +151,21 @@ def test_what_operations_prescribe_is_a_pin(form: str, microbatches: int) -> Non
         assert same(compiled(PARAMS, x, ids), wanted)
     assert compiled.plan.stages[0].logical_mesh == (4, 2)
     assert chosen == set(choices(compiled.plan))
+
+
+def test_what_follows_from_types_is_no_constraint() -> None:
+    """JAX writes the shardings that it concludes into broadcasts as well."""
+
+    def step(w: Any, x: Any) -> Any:
+        hidden = jax.sharding.reshard(x @ w, BOTH)
+        return w, jnp.sum(jnp.where(hidden > 0, hidden, 2.0) + jnp.zeros_like(hidden))
+
+    with jax.set_mesh(user_mesh(AxisType.Explicit, data=4, model=2)):
+        graph = trace(step, (PARAMS["in"], X)).graph
+        ignored = trace(step, (PARAMS["in"], X), constraints="ignore").graph
+    names = [eqn.primitive.name for eqn in graph.jaxpr.eqns]
+    assert names.count("constrain") == 1 < names.count("broadcast_in_dim")
+    assert "constrain" not in [eqn.primitive.name for eqn in ignored.jaxpr.eqns]
 
 
 def test_stages_keep_what_their_meshes_can_keep() -> None:
