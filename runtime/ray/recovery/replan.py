@@ -12,6 +12,7 @@ from autopar.base.options import Options
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.planner.compiler import Compiled, compile_graph
+from autopar.passes.planner.edited_plans import with_pins_of
 from autopar.passes.planner.layouts import submesh
 from autopar.runtime.ray.transport.routes import num_processes
 
@@ -32,6 +33,7 @@ def replan(
     Raises:
       AutoparError: no plan fits these processes and what the user asked for.
     """
+    options = with_pins_of(compiled.plan, options)  # of a plan whose file was edited
     devices = max(cluster.num_devices * num_actors // _num_actors(compiled, cluster), 1)
     if devices > cluster.devices_per_node:
         devices -= devices % cluster.devices_per_node  # whole nodes
