@@ -37,6 +37,7 @@ from autopar.passes.planner.stage_shardings import (
     in_pipeline,
     memory_limit_of,
     plan_mesh,
+    plan_meshes,
 )
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import in_flight
@@ -100,7 +101,11 @@ class PlannedStep:
 
 
 def plan_layout(
-    split: SplitStep, layout: StageLayout, options: Options, cluster: Cluster, report: Report
+    split: SplitStep,
+    layout: StageLayout,
+    options: Options,
+    cluster: Cluster,
+    report: Report,
 ) -> list[PlannedStep]:
     """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
 
@@ -140,12 +145,11 @@ def _plan_one(
     split: SplitStep, options: Options, cluster: Cluster, report: Report
 ) -> list[PlannedStep]:
     stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
-    made = []
-    for mesh in logical_meshes(options, cluster, split.graph, of_stage=False):
-        report(f"choosing shardings on a mesh of {' x '.join(map(str, mesh))}")
-        planned = (plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))),)
-        made.append(assemble(split, stages, planned, ONE_STAGE, cluster, limit, (False,)))
-    return made
+    meshes = logical_meshes(options, cluster, split.graph, of_stage=False)
+    return [
+        assemble(split, stages, (planned,), ONE_STAGE, cluster, limit, (False,))
+        for planned in plan_meshes(split, meshes, options, cluster, report)
+    ]
 
 
 def _schedules(options: Options) -> tuple[str | Callable[..., Any], ...]:

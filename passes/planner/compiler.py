@@ -61,6 +61,7 @@ from autopar.passes.planner.layouts import (
     microbatch_counts,
     submesh,
 )
+from autopar.passes.planner.least_memory import too_few
 from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
@@ -281,15 +282,18 @@ class _LayoutSearch:
         return SplitStep(step, rules, analysis.certificate, count, self.padding, later)
 
     def candidates(
-        self, layout: StageLayout, *, optional: bool = False
+        self, layout: StageLayout, *, optional: bool = False, bounded: bool = True
     ) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more.
 
-        If they are `optional`, there may be none.
+        If they are `optional`, there may be none. If `bounded`, numbers of microbatches that cannot
+        fit one mesh are passed over, but for the last.
         """
         made: list[PlannedStep] = []
         options, cluster = self.options, self.cluster
-        for count in microbatch_counts(self.graph, options, layout):
+        counts = list(microbatch_counts(self.graph, options, layout))
+        passed = self._too_few(counts) if bounded and not layout.is_pipeline else []
+        for count in counts[len(passed) :]:
             try:
                 if not layout.is_pipeline:
                     for mesh in logical_meshes(options, cluster, self.graph, of_stage=False):
@@ -300,9 +304,14 @@ class _LayoutSearch:
                 if not made and whole and isinstance(error, InexactMicrobatchError):
                     split = self.split(1, is_pipeline=True)
                     return plan_layout(split, layout, options, cluster, self.report), error.what
+                if passed:  # says what they would need
+                    return self.candidates(layout, optional=optional, bounded=False)
                 if not made and not optional:
                     raise
                 return made, f"{count} microbatches are not possible: {error.what}"
+            if split.later_loops and len(passed) > 1:
+                # The bound is that of one loop over the microbatches.
+                return self.candidates(layout, optional=optional, bounded=False)
             made += plan_layout(split, layout, options, cluster, self.report)
             if split.later_loops:
                 kept = self.split(count, keeps=True)
@@ -310,6 +319,12 @@ class _LayoutSearch:
             if any(candidate.fits for candidate in made):
                 break
         return made, ""
+
+    def _too_few(self, counts: Sequence[int]) -> list[int]:
+        """The first of these numbers of microbatches with which no plan for one mesh can fit."""
+        meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
+        devices, limit = max(map(math.prod, meshes)), memory_limit_of(self.options, self.cluster)
+        return too_few(self.graph, self.rules, counts, devices, limit, self.report)
 
     def automatic_pipelines(self) -> list[PlannedStep]:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.

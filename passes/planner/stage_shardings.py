@@ -15,6 +15,7 @@ from autopar.base.costs import PICOSECONDS
 from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate
+from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import InFlight, Microbatched
 from autopar.passes.pieces.piece_costs import PieceCosts
@@ -176,6 +177,58 @@ def plan_mesh(
     else:
         best = min([*made, *search.least(remats[-1])], key=lambda x: x.peak.bytes)
     return best if best is first else replace(best, unlimited=first)
+
+
+def plan_meshes(
+    split: SplitStep,
+    meshes: Sequence[tuple[int, ...]],
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+) -> list[PlannedStage]:
+    """`plan_mesh` for each mesh, as far as that can be the cheapest of all that fit.
+
+    A mesh whose cheapest program exceeds the memory and costs more than one that fits elsewhere is
+    not planned within the limit: that would only cost more.
+
+    Args:
+      split: the whole step.
+      meshes: logical shapes.
+      options: method, memory limit and so on.
+      cluster: the devices; a mesh may have fewer.
+      report: takes a line of progress.
+    """
+    limit = memory_limit_of(options, cluster)
+    searches, firsts = [], []
+    for mesh in meshes:
+        report(f"choosing shardings on a mesh of {_shape(mesh)}")
+        part = submesh(cluster, math.prod(mesh))
+        searches.append(_MeshSearch.of(split, mesh, options, part, None, None))
+        firsts.append(searches[-1].attempt(None, False))
+    found = list(firsts)
+    exceeding = [i for i, planned in enumerate(found) if not planned.fits]
+    for i in sorted(exceeding, key=lambda i: firsts[i].solution.lower_bound):
+        best = min((_whole_seconds(x, cluster) for x in found if x.fits), default=math.inf)
+        if firsts[i].solution.lower_bound / PICOSECONDS > best:
+            continue
+        missing = format_bytes(firsts[i].peak.bytes - limit)
+        report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
+        within = searches[i].tightened(firsts[i])
+        if not within.fits:
+            made = [firsts[i], within, *searches[i].least(False)]
+            within = min(made, key=lambda x: x.peak.bytes)
+        if within is not firsts[i]:
+            found[i] = replace(within, unlimited=firsts[i])
+    return found
+
+
+def _whole_seconds(planned: PlannedStage, cluster: Cluster) -> float:
+    """With what no node decides."""
+    return planned.step_seconds + planned.costs(cluster).scalar_sums(planned.program.block)
+
+
+def _shape(mesh: Sequence[int]) -> str:
+    return " x ".join(map(str, mesh))
 
 
 def in_pipeline(

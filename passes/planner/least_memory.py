@@ -1,0 +1,151 @@
+"""A bound from below of the memory of every plan for one mesh, for any number of microbatches.
+
+At every equation, what must be there is counted with the bytes that a device has if all devices
+share it evenly: the state, the results of products and loops until their last use, and what is made
+of them and lives long. What holds rows of the batch has as many microbatches as there are fewer
+bytes. All this is read from the traced step, so numbers of microbatches that cannot fit are passed
+over without splitting the batch, building a program or solving it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.extend.core import Literal, Var
+from numpy.typing import NDArray
+
+from autopar.base.units import format_bytes, format_microbatches
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import Atom, Graph
+from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.sharding.batch_dims import batch_dims
+from autopar.passes.sharding.peak_memory import FUSION_REACH
+from autopar.passes.sharding.scopes import value_bytes
+
+_Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """Bytes over all devices, by equation.
+
+    Args:
+      whole: alive and without rows of the batch.
+      rows: alive and with rows of the batch.
+      in_loop: whether the equation sees rows: it is in the loop if there are microbatches.
+      sums: of `whole`, what a loop makes for the equations after it.
+      all_sums: bytes of all these, which are there as long as the loop runs.
+    """
+
+    whole: _Bytes
+    rows: _Bytes
+    in_loop: NDArray[np.bool_]
+    sums: _Bytes
+    all_sums: int
+
+    @classmethod
+    def of(cls, graph: Graph, rules: Rules) -> LeastMemory:
+        """Counts what a traced step must hold."""
+        return _count(graph, rules)
+
+    def bytes(self, num_microbatches: int, num_devices: int) -> int:
+        """What at least one device holds at the worst moment of a step."""
+        if num_microbatches == 1:
+            total = int((self.whole + self.rows).max(initial=0))
+        else:
+            fixed = self.whole - self.sums + self.all_sums
+            inside = (fixed + self.rows // num_microbatches)[self.in_loop]
+            total = int(inside.max(initial=0))
+        return total // num_devices
+
+
+def too_few(
+    graph: Graph,
+    rules: Rules,
+    counts: Sequence[int],
+    num_devices: int,
+    limit: int,
+    report: Callable[[str], None],
+) -> list[int]:
+    """The first of these numbers of microbatches with which no plan for one mesh can fit.
+
+    The last is never one of them: of that, a plan says what is missing.
+    """
+    found: list[int] = []
+    memory = LeastMemory.of(graph, rules) if len(counts) > 1 else None
+    for count in counts[:-1]:
+        assert memory is not None
+        least = memory.bytes(count, num_devices)
+        if least <= limit:
+            break
+        need, missing = format_bytes(least), format_bytes(least - limit)
+        what = format_microbatches(count)
+        report(f"{what} cannot fit: at least {need} a device, {missing} too much")
+        found.append(count)
+    return found
+
+
+def _count(graph: Graph, rules: Rules) -> LeastMemory:
+    jaxpr, dims = graph.jaxpr, batch_dims(graph, rules)
+    eqns, end = jaxpr.eqns, len(jaxpr.eqns)
+    same: dict[Var, Var] = {}  # what passes a barrier is the same buffer
+
+    def root(atom: Atom) -> Var:
+        return same.get(atom, atom)
+
+    def has_rows(atoms: list[Var]) -> bool:
+        return any(dims.get(atom) for atom in atoms)
+
+    made_at: dict[Var, int] = dict.fromkeys(jaxpr.invars, 0)
+    first, last = dict(made_at), dict.fromkeys(jaxpr.invars, -1)
+    last_in_loop: dict[Var, int] = {}
+    solid: set[Var] = set()  # products, loops' results, and what is made of them
+    written: set[Var] = set(jaxpr.invars)
+    steps = np.zeros(end + 1, np.int64)  # equations so far that are not made from little
+    in_loop = np.zeros(end, np.bool_)
+    for time, eqn in enumerate(eqns):
+        reads = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        in_loop[time] = has_rows(reads) or has_rows(eqn.outvars)
+        for atom in reads:
+            last[root(atom)] = time
+            if in_loop[time]:
+                last_in_loop[root(atom)] = time
+        steps[time + 1] = steps[time]
+        if is_barrier(eqn):
+            same.update(zip(eqn.outvars, map(root, eqn.invars), strict=True))
+            continue
+        heavy = eqn.primitive.name in HEAVY or eqn.primitive.name in CONTROL_FLOW
+        if heavy or any(root(atom) in solid for atom in reads):
+            steps[time + 1] += 1
+            solid.update(eqn.outvars)
+        for var in eqn.outvars:
+            first[var], made_at[var] = time, int(steps[time])
+            if heavy:
+                written.add(var)
+    kept = (v for v, x in zip(jaxpr.invars, graph.inputs, strict=True) if not x.donated)
+    outputs = (root(atom) for atom in jaxpr.outvars if not isinstance(atom, Literal))
+    last.update(dict.fromkeys((*kept, *outputs), end))
+    whole, rows, sums = (np.zeros(end + 1, np.int64) for _ in range(3))
+    all_sums, inputs = 0, set(jaxpr.invars)
+    for var, stop in last.items():
+        lives_long = var in solid and steps[stop] - made_at[var] > FUSION_REACH
+        if var not in written and not lives_long:
+            continue
+        if var in inputs:
+            stop = last_in_loop.get(var, stop)  # what a loop has read for the last time may go
+        size = value_bytes(var)
+        table = rows if dims.get(var) else whole
+        table[first[var]] += size
+        if stop < end:
+            table[stop + 1] -= size
+        is_sum = var not in inputs and not dims.get(var) and bool(in_loop[first[var]])
+        if is_sum and (stop == end or not in_loop[stop]):
+            all_sums += size
+            sums[first[var]] += size
+            if stop < end:
+                sums[stop + 1] -= size
+    whole, rows, sums = (table.cumsum()[:end] for table in (whole, rows, sums))
+    return LeastMemory(whole, rows, in_loop, sums, all_sums)

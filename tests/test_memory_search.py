@@ -1,0 +1,129 @@
+"""What fits is found from below, and it is what trying everything in turn finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.options import Options
+from autopar.base.progress import Progress
+from autopar.passes.planner import candidates, compiler
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.least_memory import LeastMemory
+from autopar.passes.planner.stage_shardings import PlannedStage, plan_mesh
+
+CLUSTER = autopar.Cluster.preset("p3.16xlarge")
+ROWS, WIDTH = 32, 16
+
+
+def perceptron(state: dict[str, Any], x: jax.Array) -> Any:
+    def loss(state: dict[str, Any]) -> jax.Array:
+        y = x
+        for name in sorted(state):
+            y = jnp.tanh(y @ state[name])
+        return jnp.mean(y * y)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def scanned(state: jax.Array, x: jax.Array) -> Any:
+    def loss(state: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, state)
+        return jnp.mean(y * y)
+
+    value, gradient = jax.value_and_grad(loss)(state)
+    return state - 0.1 * gradient, value
+
+
+STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "perceptron": (perceptron, {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(2)}),
+    "scanned": (scanned, jnp.ones((2, WIDTH, WIDTH))),
+}
+
+
+def planned(name: str, limit: int, **options: Any) -> autopar.Plan:
+    step, state = STEPS[name]
+    x = jnp.ones((ROWS, WIDTH))
+    return autopar.plan(step, state, x, cluster=CLUSTER, stages=1, memory_limit=limit, **options)
+
+
+def everything(
+    split: Any,
+    meshes: Sequence[tuple[int, ...]],
+    options: Options,
+    cluster: autopar.Cluster,
+    report: Any,
+) -> list[PlannedStage]:
+    """Every mesh by itself: the quickest that fits, or what needs least."""
+    return [plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))) for mesh in meshes]
+
+
+def in_turn(patch: pytest.MonkeyPatch) -> None:
+    """All numbers of microbatches, and all meshes, one after the other."""
+    patch.setattr(compiler._LayoutSearch, "_too_few", lambda self, counts: [])
+    patch.setattr(candidates, "plan_meshes", everything)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "method"),
+    [
+        ("perceptron", 3100, "zero3"),
+        ("perceptron", 900, "auto"),
+        ("scanned", 2900, "zero3"),
+        ("scanned", 900, "zero3"),
+    ],
+)
+def test_the_plan_is_that_of_trying_everything(
+    name: str, limit: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> Any:
+        try:
+            plan = planned(name, limit, method=method)
+        except autopar.errors.MemoryLimitError as error:
+            return error.least_bytes
+        # What else was tried is not the plan.
+        return {**plan.to_dict(), "candidates": None}
+
+    quick = found()
+    in_turn(monkeypatch)
+    assert quick == found()
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("method", ["auto", "zero3"])
+def test_the_bound_is_below_every_plan(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[LeastMemory] = []
+    real = compiler._LayoutSearch._too_few
+
+    def kept(self: Any, counts: Sequence[int]) -> list[int]:
+        seen.append(LeastMemory.of(self.graph, self.rules))
+        return real(self, counts)
+
+    monkeypatch.setattr(compiler._LayoutSearch, "_too_few", kept)
+    with pytest.raises(autopar.errors.MemoryLimitError):
+        planned(name, 300, method=method)
+    bounds = {count: seen[0].bytes(count, CLUSTER.num_devices) for count in (1, 4)}
+    assert bounds[1] > bounds[4] > 300
+    for count, bound in bounds.items():
+        least = planned(name, 2**30, method=method, microbatches=count)
+        assert bound <= least.estimates.peak_bytes_per_device
+
+
+def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Progress, "report", lambda self, line: lines.append(line))
+    with pytest.raises(autopar.errors.MemoryLimitError):
+        planned("perceptron", 300)
+    passed = [line for line in lines if "cannot fit" in line]
+    assert len(passed) == 5 and "at least" in passed[0]
+    splits = [line for line in lines if "splitting" in line]
+    assert splits == ["splitting the batch into 32 microbatches"]
