@@ -31,7 +31,7 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
     agree in the name stack and the source line as well, or in the cotangent that the other gradient
     of the primal reads. Equations without a single primal are left out.
     """
-    numbers, eqns = _value_numbers(parts), parts.body.eqns
+    numbers, eqns = value_numbers(parts), parts.body.eqns
 
     def numbers_of(atoms: Iterable[Atom]) -> list[int]:
         return [numbers[var] for var in variables(atoms)]
@@ -102,7 +102,7 @@ def _place(eqn: JaxprEqn) -> tuple[str, tuple[str, int, str] | None]:
     return "/".join(part for part in stack.split("/") if part), jax_compat.user_frame(eqn)
 
 
-def _value_numbers(parts: Anatomy) -> dict[Var, int]:
+def value_numbers(parts: Anatomy) -> dict[Var, int]:
     """Equal numbers for variables of the body that hold equal values."""
     numbers: dict[Var, int] = {}
     known: dict[Hashable, list[int]] = {}

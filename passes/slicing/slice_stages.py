@@ -18,6 +18,7 @@ from autopar.passes.slicing.layer_scans import LayerScan, find_layer_scans
 from autopar.passes.slicing.layering import boundaries_of, layers_of, number_of_stages
 from autopar.passes.slicing.placed import build
 from autopar.passes.slicing.placement import place
+from autopar.passes.slicing.received import read_received
 from autopar.passes.slicing.runs import cut_scans
 from autopar.passes.slicing.stage_graphs import (
     Boundaries,
@@ -59,7 +60,11 @@ def slice_stages(
             parts = dissect(step)
     found = layers_of(parts, rules, at_least=number_of_stages(stages))
     boundaries = boundaries_of(found, stages)
-    parts, rules, stage_of, leaves, results = _cut(parts, rules, found, boundaries)
+    parts, rules, cut_of, leaves, results = _cut(parts, rules, found, boundaries)
+    whole = parts
+    parts, stage_of = read_received(parts, cut_of)
+    if parts is not whole:
+        rules = populate(parts.graph.jaxpr)
     terms = find_terms(parts)
     program = build(parts, terms, place(parts, terms, stage_of, len(boundaries) + 1))
     exchange = find_exchange(program, len(boundaries) + 1)

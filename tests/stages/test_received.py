@@ -1,0 +1,58 @@
+"""A boundary inside of a block that `jax.checkpoint` computes again."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plain_jit import equals_plain_jit
+
+from autopar import Stage
+
+WIDTH, ROWS, DEPTH = 64, 32, 3
+BATCH = np.random.default_rng(2).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
+
+
+@jax.checkpoint
+def block(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Two residual parts, as attention and a feed-forward network are."""
+    x = x + jnp.tanh(jnp.tanh(x / 2) @ w[0]) @ w[1]
+    return x + jnp.tanh(jnp.tanh(x / 2) @ w[2]) @ w[3]
+
+
+def train_step(params: Any, x: Any, y: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        h = x
+        for w in params:
+            h = block(h, w)
+        return jnp.mean((h - y) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+@pytest.mark.parametrize("boundaries", [(2,), (4,), (2, 4)])
+def test_each_stage_computes_its_part_of_the_block_again(boundaries: tuple[int, ...]) -> None:
+    """One activation crosses each boundary, one gradient comes back, and no weight moves."""
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    params = [list(jax.random.normal(key, (4, WIDTH, WIDTH)) / 8) for key in keys]
+    ends = (0, *boundaries, 7)  # two layers a block, three of the first
+    devices = (2, 2, 4) if len(boundaries) == 2 else (4, 4)
+    stages = [
+        Stage(layers=stop - start, devices=size)
+        for (start, stop), size in zip(itertools.pairwise(ends), devices, strict=True)
+    ]
+    options: dict[str, Any] = {"stages": stages, "microbatches": 4, "method": "data"}
+    plan = equals_plain_jit(train_step, params, *BATCH, **options).plan
+    sent = sorted(
+        (transfer.source, transfer.target, transfer.what, transfer.times)
+        for transfer in plan.pipeline.transfers
+        if transfer.bytes > 4
+    )
+    expected = []
+    for stage in range(len(plan.stages) - 1):
+        expected.append((stage, stage + 1, "activation", 4))
+        expected.append((stage + 1, stage, "gradient", 4))
+    assert sent == sorted(expected)
