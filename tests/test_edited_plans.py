@@ -126,13 +126,26 @@ def test_new_state_that_was_edited_pins_the_old_one(tmp_path: Path) -> None:
 
 
 def test_edited_strategies_are_followed(tmp_path: Path) -> None:
-    def edit(plain: dict[str, Any]) -> None:
-        nodes = plain["stages"][0]["strategies"]
-        changed = next(x for x in nodes if x["choice"].startswith("1 ") and "dot" in x["node"])
-        changed["choice"] = "0 [-|-]"
+    """Of a product that is computed whole, one of the choices that cut its rows or columns."""
+    followed = 0
+    for choice in ("1 [x|-]", "1 [-|x]", "2 [x|-]", "2 [-|x]"):
+        node = ""
 
-    step = _edited(tmp_path, edit, logical_mesh=(4,))
-    _check_numbers(step)
+        def edit(plain: dict[str, Any], choice: str = choice) -> None:
+            nonlocal node
+            nodes = plain["stages"][0]["strategies"]
+            changed = next(x for x in nodes if "dot" in x["node"] and x["choice"] != choice)
+            changed["choice"], node = choice, changed["node"]
+
+        try:
+            step = _edited(tmp_path, edit, logical_mesh=(4,))
+        except autopar.errors.PlanMismatchError as error:
+            assert "which is no choice" in str(error)
+            continue
+        assert [x.choice for x in step.plan.stages[0].strategies if x.node == node] == [choice]
+        _check_numbers(step)
+        followed += 1
+    assert followed
 
 
 def _two_specs(plain: dict[str, Any]) -> None:
