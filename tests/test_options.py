@@ -113,7 +113,6 @@ def test_values_are_brought_to_one_form(name: str, given: Any, kept: Any) -> Non
         ("schedule", 3),
         ("num_chunks", 2),  # with one stage
         ("num_chunks", 0),
-        ("remat", "full"),  # with one stage
         ("remat", "some"),
         ("pins", "x"),
         ("pins", 3),

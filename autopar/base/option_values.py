@@ -125,8 +125,9 @@ def logical_mesh(value: Any) -> tuple[int, ...] | None:
 
 
 def remat(value: Any) -> str:
-    """What a stage keeps of its forward pass: "none", "full", or "auto" (also None)."""
-    if value is None or (isinstance(value, str) and value in ("auto", "none", "full")):
+    """What is computed again: "none", "full", "override", or "auto" (also None)."""
+    known = ("auto", "none", "full", "override")
+    if value is None or (isinstance(value, str) and value in known):
         return "auto" if value is None else value
     hint = "wrap parts of the model in jax.checkpoint for a choice of your own; it is respected."
-    raise impossible("remat", value, 'it must be "auto", "none" or "full".', hint)
+    raise impossible("remat", value, f"it must be one of {', '.join(map(repr, known))}.", hint)

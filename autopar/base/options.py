@@ -85,10 +85,12 @@ class Options:
         num_microbatches) that returns for every mesh its tasks such as ("F", stage, microbatch).
         "auto": the one with the shortest simulated step that fits.
       num_chunks: stages that each mesh holds (for "interleaved_1f1b"); "auto": one.
-      remat: what a stage keeps from its forward pass for the backward pass of a microbatch: "none":
-        what the program keeps (`jax.checkpoint` is respected), but for what a few elementwise
-        operations bring back; "full": only what the stage receives, and the forward pass is
-        computed again; "auto": "full" for stages that do not fit otherwise.
+      remat: what the backward pass of a microbatch computes again instead of keeping it. "none":
+        what the program says (`jax.checkpoint` is respected), and in a pipeline what a few
+        elementwise operations bring back. "full": all of a stage, from what it receives; on one
+        mesh all of each layer. "auto": "full" for stages that do not fit otherwise; on one mesh,
+        where neither microbatches nor shards make the step fit, as little as makes it fit.
+        "override": as "auto", after undoing the program's own `jax.checkpoint`.
 
     Raises:
       OptionError: a value is not one that the option can have.
@@ -255,9 +257,6 @@ def _check_one_stage(options: Options) -> None:
         raise impossible("schedule", options.schedule, why, hint)
     if options.num_chunks not in ("auto", 1):
         raise impossible("num_chunks", options.num_chunks, why, hint)
-    if options.remat == "full":
-        hint = "wrap the model, or parts of it, in jax.checkpoint; or say stages=2."
-        raise impossible("remat", options.remat, why, hint)
 
 
 def _schedule(value: Any) -> Any:

@@ -18,7 +18,7 @@ from autopar.base.errors import PlanMismatchError
 from autopar.base.records import Record, differences, dump_json
 from autopar.base.runner_up import RunnerUp
 from autopar.base.step_model import StepModel
-from autopar.base.units import format_mesh, without_rows
+from autopar.base.units import format_bytes, format_mesh, format_seconds, without_rows
 from autopar.base.user_code import shortens
 
 FORMAT_VERSION = 3
@@ -217,6 +217,33 @@ class SolverSummary(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class Recomputation(Record):
+    """What a step on one mesh computes again in its backward pass instead of keeping it.
+
+    What is kept inside a layer is worth more than `price` (seconds for each byte of a microbatch).
+    `operations` say how many of which primitive run again, the most frequent first; `saved_bytes`
+    are those of a microbatch on all devices together; `seconds` is what it adds to a step.
+    """
+
+    price: float
+    operations: tuple[tuple[str, int], ...]
+    layers: int
+    saved_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        shown = [f"{count} {name}" for name, count in self.operations[:4]]
+        more = sum(count for _, count in self.operations[4:])
+        what = ", ".join([*shown, *([f"{more} more"] if more else [])])
+        where = f"{self.layers} layer" + "s" * (self.layers != 1)
+        size, seconds = format_bytes(self.saved_bytes), format_seconds(self.seconds)
+        return (
+            f"{what} in {where}: a microbatch keeps {size} less on all devices, "
+            f"a step takes {seconds} more"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate(Record):
     """A plan that was considered; estimates are None where it is impossible, as `note` says."""
 
@@ -253,6 +280,7 @@ class PlanRecord(Record):
       later_loops: a step that needs the whole batch in its middle has several loops over the
         microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
       written: digests of the parts that may be edited in a file, as they were written.
+      recomputation: of a plan for one mesh, what is computed again to save memory.
     """
 
     autopar_version: str
@@ -274,6 +302,7 @@ class PlanRecord(Record):
     padding: tuple[tuple[int, int], ...] = ()
     later_loops: str = ""
     written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    recomputation: Recomputation | None = None
     format_version: int = FORMAT_VERSION
 
     @property

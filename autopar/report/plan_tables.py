@@ -89,6 +89,8 @@ class _Tables:
         if plan.later_loops:
             does = {"keep": "keep", "recompute": "compute again"}[plan.later_loops]
             add_row(grid, "loops", f"several; later ones {does} what they need of earlier ones")
+        if plan.recomputation is not None:
+            add_row(grid, "recomputed", str(plan.recomputation))
         if plan.padding:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
             add_row(grid, "padded", Text(text))

@@ -6,6 +6,7 @@ loop; what only follows from its results (the optimizer) comes after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from autopar.passes.microbatch.propagate import Forward, forward, input_states
 from autopar.passes.microbatch.run_steps import run
 from autopar.passes.primitives.factor_rule import FactorRule
 
+_LITTLE = 64  # elements; what is made of so few is made again wherever it is read
+
 
 def in_one_microbatch(graph: Graph, rules: Mapping[JaxprEqn, FactorRule]) -> Microbatched:
     """The step with a loop that runs once, over the whole batch."""
@@ -31,6 +34,7 @@ def in_one_microbatch(graph: Graph, rules: Mapping[JaxprEqn, FactorRule]) -> Mic
     found = forward(graph.jaxpr, input_states(graph, 1), context)
     eqns = graph.jaxpr.eqns
     inside = _in_loop(graph, found)
+    inside |= _made_for_loop(graph, inside)
     loop = [eqn for index, eqn in enumerate(eqns) if index in inside]
     needed_inside = graphs.made_from(eqns, [v for eqn in loop for v in eqn.invars]) - inside
     made = {var for eqn in loop for var in eqn.outvars}
@@ -103,6 +107,24 @@ def _in_loop(graph: Graph, found: Forward) -> set[int]:
             inside.add(index)
             wanted.update(variables(eqn.invars))
     return inside
+
+
+def _made_for_loop(graph: Graph, inside: set[int]) -> set[int]:
+    """Equations that make much of little (random bits, masks) for the loop alone."""
+    eqns, made = graph.jaxpr.eqns, set[int]()
+    little = {var for var in graph.jaxpr.invars if math.prod(var.aval.shape) <= _LITTLE}
+    for index, eqn in enumerate(eqns):
+        if index not in inside and not eqn.effects and little.issuperset(variables(eqn.invars)):
+            little.update(eqn.outvars)
+            if any(math.prod(var.aval.shape) > _LITTLE for var in eqn.outvars):
+                made.add(index)
+    readers, results = graphs.readers_of(eqns), set(variables(graph.jaxpr.outvars))
+    for index in sorted(made, reverse=True):
+        read = [i for var in eqns[index].outvars for i in readers.get(var, ())]
+        leaves = not results.isdisjoint(eqns[index].outvars)
+        if leaves or not read or not all(i in inside or i in made for i in read):
+            made.discard(index)
+    return made
 
 
 def _is_sum(var: Var, found: Forward) -> bool:

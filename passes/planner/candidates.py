@@ -134,7 +134,7 @@ def plan_layout(
             expected = _expected(first.pieces, first.parts, other, first.planned, cluster)
             made.append(replace(first, schedule=other, forecast=expected))
     stages = range(len(made[0].planned))
-    may = tuple(options.of_stage(number).remat == "auto" for number in stages)
+    may = tuple(options.of_stage(number).remat in ("auto", "override") for number in stages)
     if any(may) and not any(candidate.fits for candidate in made):
         report("computing forward passes again where a stage does not fit")
         made += [_rematerialized(candidate, cluster, may) for candidate in made]

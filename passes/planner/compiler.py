@@ -35,13 +35,12 @@ from autopar.base.errors import (
     AutoparError,
     BatchArgumentError,
     InexactMicrobatchError,
-    MemoryLimitError,
     PlanMismatchError,
 )
 from autopar.base.methods import BATCH_METHODS, LOOP_METHODS, WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
-from autopar.base.plan_records import OutputCertificate
+from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
@@ -64,9 +63,12 @@ from autopar.passes.planner.layouts import (
 from autopar.passes.planner.least_memory import too_few
 from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.plan_writer import write_plan
+from autopar.passes.planner.recomputing import recomputed_plans, recomputed_step
+from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
+from autopar.passes.recompute.override import without_checkpoints
 from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.loop_methods import with_loops
 from autopar.passes.sharding.pins import check_pins
@@ -116,13 +118,13 @@ def compile_graph(
     if plan is not None:
         plan.require(program_hash=program_hash, options=options.to_dict())
         is_pipeline = len(plan.stages) > 1
-        keeps = plan.later_loops == "keep"
-        split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps)
+        keeps, again = plan.later_loops == "keep", plan.recomputation
+        split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps, again)
         if edited_parts(plan):
             found, options = follow_edited(plan, split, options, report)
             cluster, reason = Cluster.from_dict(plan.cluster), plan.reason_for_microbatches
             if not found.fits:
-                raise _out_of_memory([found], options, cluster, "the plan was edited")
+                raise out_of_memory([found], options, cluster, "the plan was edited")
             flops = model_flops(search.graph.jaxpr, search.rules)
             plan = write_plan(found, [found], program_hash, options, cluster, flops, reason)
             return Compiled(plan, found.runnable, found.split.graph)
@@ -135,11 +137,14 @@ def compile_graph(
         candidates += padded.candidates(layout, optional=True)[0]
         search = search if _quickest(candidates) is best else padded
     fits = any(candidate.fits for candidate in candidates)
+    if not fits and options.remat in ("auto", "override") and not layout.is_pipeline:
+        candidates += recomputed_plans(search.graph, search.split, layout, options, cluster, report)
+        fits = any(candidate.fits for candidate in candidates)
     if options.stages == "auto" and (cluster.num_nodes > 1 or not fits):
         candidates += search.automatic_pipelines()
     chosen = _quickest(candidates)
     if chosen is None:
-        raise _out_of_memory(candidates, options, cluster, reason)
+        raise out_of_memory(candidates, options, cluster, reason)
     meshes = [planned.mesh for planned in chosen.planned]
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
@@ -176,7 +181,8 @@ def compile_like(
     sizes = batch_sizes(graph)
     for count in counts_like(plan, rows, sizes, options):
         try:
-            split = search.split(count, len(plan.stages) > 1, plan.later_loops == "keep")
+            keeps, again = plan.later_loops == "keep", plan.recomputation
+            split = search.split(count, len(plan.stages) > 1, keeps, again)
             found = plan_like(plan, split, options, cluster, report)
         except AutoparError:
             continue
@@ -216,6 +222,8 @@ class _LayoutSearch:
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> _LayoutSearch:
         """The search for a traced step; where parameters may be stored cut, they are cast so."""
+        if options.remat == "override":
+            graph = without_checkpoints(graph)
         if not options.methods.issubset(WHOLE_PARAMETERS):
             graph = with_casts_ahead(graph)
         rules = populate(graph.jaxpr)
@@ -253,12 +261,20 @@ class _LayoutSearch:
             )
         return found
 
-    def split(self, count: int, is_pipeline: bool = False, keeps: bool = False) -> SplitStep:
+    def split(
+        self,
+        count: int,
+        is_pipeline: bool = False,
+        keeps: bool = False,
+        again: Recomputation | None = None,
+    ) -> SplitStep:
         """The step in this number of microbatches; for a pipeline, with one loop, also for one.
 
-        Of several loops, later ones read what is kept, or else compute it again.
+        Later loops read what is kept, or compute it again; the backward pass does as `again` says.
         """
         graph, options = self.graph, self.options
+        if not is_pipeline and (again is not None or options.remat == "full"):
+            return recomputed_step(self.split(count, True), self.cluster, again)
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
             if not is_pipeline:
@@ -364,37 +380,3 @@ def _quickest(candidates: Sequence[PlannedStep]) -> PlannedStep | None:
         return candidate.step_seconds, candidate.is_pipeline, axes
 
     return min((c for c in candidates if c.fits), key=key, default=None)
-
-
-def _out_of_memory(
-    candidates: Sequence[PlannedStep], options: Options, cluster: Cluster, reason: str
-) -> MemoryLimitError:
-    limit = memory_limit_of(options, cluster)
-    whole = [c for c in candidates if not c.is_pipeline]
-    best = min(whole or candidates, key=lambda c: max(c.peak_bytes))
-    what = f"No plan keeps within {limit:,} bytes per device"
-    if whole:
-        hints = ["a smaller batch", "more devices"]
-        if options.method in (*BATCH_METHODS, *LOOP_METHODS):
-            hints.insert(0, "method='auto'")
-        if options.microbatches != "auto":
-            hints.insert(0, "microbatches='auto'")
-        where = f"method={options.method!r}, {cluster.num_devices} devices"
-        alive = best.planned[0].peak.alive
-        hint = f"raise memory_limit, or use {', '.join(hints)}."
-    else:
-        schedule, mesh = best.schedule, best.peak_bytes.index(max(best.peak_bytes))
-        stages = [s for s, m in enumerate(schedule.mesh_of_stage) if m == mesh]
-        names = " and ".join(map(str, stages))
-        what += f": stage {names} needs {best.peak_bytes[mesh]:,}"
-        count = schedule.num_microbatches
-        asked = list(options.stages) if isinstance(options.stages, tuple) else options.stages
-        where = f"stages={asked!r}, schedule {schedule.name}, {count} microbatches"
-        tensors = (item for s in stages for item in best.planned[s].peak.alive)
-        alive = tuple(sorted(tensors, key=lambda item: -item[1]))
-        use = "more stages, " if reason else "more stages, more microbatches, "
-        hint = f"raise memory_limit, or use {use}or a schedule with fewer in flight (1f1b)."
-    what += f" ({reason})." if reason else "."
-    return MemoryLimitError(
-        what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive[:5]
-    )

@@ -99,6 +99,7 @@ def write_plan(
         certificate=chosen.split.certificate,
         padding=chosen.split.padding,
         later_loops=chosen.split.later_loops,
+        recomputation=chosen.split.recomputation,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=compute,
@@ -196,6 +197,9 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
         count = len(candidate.split.step.loops)
         does = {"keep": "kept", "recompute": "computed again"}[candidate.split.later_loops]
         notes.append(f"{count} loops, rows {does}")
+    if candidate.split.recomputation is not None:
+        again = sum(count for _, count in candidate.split.recomputation.operations)
+        notes.append(f"{again} operations run again")
     if any(candidate.remat):
         notes.append(f"remat on {sum(candidate.remat)}")
     if not candidate.fits:

@@ -14,7 +14,7 @@ from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
 from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
-from autopar.base.plan_records import OutputCertificate
+from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import InFlight, Microbatched
@@ -51,7 +51,7 @@ class SplitStep:
 
     `padding` has the sizes of loops that are padded in it, with their sizes there; of a step with
     several loops over the microbatches, `later_loops` says what the later ones do with what earlier
-    ones computed of a row: "keep" or "recompute".
+    ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again.
     """
 
     step: Microbatched
@@ -60,6 +60,7 @@ class SplitStep:
     num_microbatches: int = 1
     padding: tuple[tuple[int, int], ...] = ()
     later_loops: str = ""
+    recomputation: Recomputation | None = None
 
     @property
     def graph(self) -> Graph:

@@ -1,0 +1,140 @@
+"""Steps on one mesh that compute values of the forward pass again, from most kept to least."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jax.extend.core import JaxprEqn
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
+from autopar.base.options import Options
+from autopar.base.plan_records import Recomputation
+from autopar.passes.graph.graph import Graph
+from autopar.passes.planner.candidates import PlannedStep, plan_layout
+from autopar.passes.planner.layouts import StageLayout, microbatch_counts
+from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
+from autopar.passes.primitives.populate import populate
+from autopar.passes.recompute.choice import KeptChoice, KeptValues
+from autopar.passes.recompute.run_again import recomputed
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.slicing.anatomy import bytes_of, held_leaves
+
+
+def recomputed_plans(
+    graph: Graph,
+    split: Callable[[int, bool], SplitStep],
+    layout: StageLayout,
+    options: Options,
+    cluster: Cluster,
+    report: Callable[[str], None],
+) -> list[PlannedStep]:
+    """Plans for one mesh that compute again what they cannot keep.
+
+    With the fewest microbatches with which any fits; of these what computes least again.
+
+    Args:
+      graph: the traced step.
+      split: the step in a number of microbatches; with a second argument that is true, with a loop.
+      layout: one stage.
+      options: memory limit, method and so on.
+      cluster: all devices.
+      report: takes a line of progress.
+    """
+    made: list[PlannedStep] = []
+    state = sum(map(bytes_of, held_leaves(graph)))
+    if state > cluster.num_devices * memory_limit_of(options, cluster):
+        return []
+
+    def fits(step: SplitStep) -> bool:
+        planned = plan_layout(step, layout, options, cluster, report)
+        made.extend(planned)
+        return any(candidate.fits for candidate in planned)
+
+    for count in microbatch_counts(graph, options, layout):
+        try:
+            steps = RecomputedSteps.of(split(count, True), cluster)
+        except (InexactMicrobatchError, BatchArgumentError, OptionError):
+            break
+        if steps.least_that_fits(fits, report):
+            break
+    return made
+
+
+def recomputed_step(
+    split: SplitStep, cluster: Cluster, again: Recomputation | None = None
+) -> SplitStep:
+    """A step with a loop that computes again what a plan says; None: all of every layer."""
+    steps = RecomputedSteps.of(split, cluster)
+    if again is not None:
+        return steps.at(again.price)
+    return steps[len(steps) - 1] if len(steps) else split
+
+
+@dataclass(frozen=True)
+class RecomputedSteps:
+    """A split step, and the ways to keep less of it.
+
+    Args:
+      split: the step, with one loop over its microbatches.
+      values: what its backward pass reads.
+      num_devices: among which its work is divided.
+    """
+
+    split: SplitStep
+    values: KeptValues
+    num_devices: int
+
+    @classmethod
+    def of(cls, split: SplitStep, cluster: Cluster) -> RecomputedSteps:
+        """Those of a step with one loop."""
+        prices = Pricing(cluster, (cluster.num_devices,), traffic=split.traffic)
+
+        def seconds(eqn: JaxprEqn) -> float:
+            return prices.compute(eqn, split.rules[eqn])
+
+        return cls(split, KeptValues.of(split.step, split.rules, seconds), cluster.num_devices)
+
+    def least_that_fits(
+        self, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
+    ) -> bool:
+        """Whether any of the steps fits; then asks for those around the first that does."""
+        high = len(self) - 1
+
+        def asked(place: int) -> bool:
+            report(f"computing values again: choice {place + 1} of {len(self)}")
+            return fits(self[place])
+
+        if high < 0 or not asked(high):
+            return False
+        low = -1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if asked(middle) else (middle, high)
+        return True
+
+    def __len__(self) -> int:
+        return len(self.values.family)
+
+    def __getitem__(self, place: int) -> SplitStep:
+        """The steps, from the one that keeps most."""
+        return self._made(self.values.family[place])
+
+    def at(self, price: float) -> SplitStep:
+        """The step that keeps what is worth it at a price."""
+        return self._made(self.values.at(price))
+
+    def _made(self, kept: KeptChoice) -> SplitStep:
+        step = recomputed(self.values, kept)
+        eqns = self.values.parts.body.eqns
+        counts = Counter(eqns[number].primitive.name for _, number in kept.again)
+        again = Recomputation(
+            price=kept.price,
+            operations=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
+            layers=len({layer for layer, _ in kept.again}),
+            saved_bytes=kept.saved_bytes,
+            seconds=kept.seconds * self.split.num_microbatches / self.num_devices,
+        )
+        return replace(self.split, step=step, rules=populate(step.graph.jaxpr), recomputation=again)

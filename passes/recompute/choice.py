@@ -1,0 +1,223 @@
+"""Which values of the forward pass are kept for the backward pass, at a price per byte: a cut.
+
+Layers (`passes/slicing/layering.py`) end where few bytes are alive. What crosses from one layer to
+another is always kept, so that a layer is computed again from its beginning, when its own backward
+pass begins, and is gone after that (Chen et al., "Training deep nets with sublinear memory cost",
+2016). Inside a layer, what is kept is the cheapest cut between what enters the layer and what the
+backward pass reads: a kept byte costs the price, an operation that runs again its seconds (He and
+Yu, "Min-cut optimal(*) recomputation", 2022). A higher price keeps less, and never anything that a
+lower one did not: the choices are nested. Of equal cuts the one that is next to the layer's
+beginning is taken, so layers that are alike are treated alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jax.extend.core import DropVar, JaxprEqn, Var
+
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import makers_of, readers_of, variables
+from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.slicing.anatomy import Anatomy, bytes_of, dissect
+from autopar.passes.slicing.layering import layers_of
+from autopar.passes.slicing.mincut import source_side
+
+Seconds = Callable[[JaxprEqn], float]
+
+_UNITS = 1e15  # of a second, for capacities
+_PRICES_TRIED = 24
+_LARGEST = 2**60
+
+
+@dataclass(frozen=True)
+class KeptChoice:
+    """A choice: what is computed again, at which price.
+
+    Args:
+      price: seconds for each byte of a microbatch that is kept.
+      again: the layer for whose backward pass an equation (a number in the loop's body) runs again.
+      values: that are kept inside of layers.
+      saved_bytes: of a microbatch, against keeping all that the backward pass reads.
+      seconds: of computing again on one device, for one microbatch.
+    """
+
+    price: float
+    again: frozenset[tuple[int, int]]
+    values: frozenset[Var]
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class KeptValues:
+    """A microbatched step's values that its backward pass reads, and what they are made from.
+
+    Args:
+      parts: the step's forward and backward equations.
+      layer_of: for each forward equation that belongs to one, its layer.
+      seconds_of: what an equation takes on one device.
+    """
+
+    parts: Anatomy
+    layer_of: Mapping[int, int]
+    seconds_of: Seconds
+
+    @classmethod
+    def of(cls, step: Microbatched, rules: Rules, seconds_of: Seconds) -> KeptValues:
+        """Those of a step with a loop over its microbatches.
+
+        Raises:
+          OptionError: the step has no such loop.
+        """
+        parts = dissect(step)
+        found = layers_of(parts, rules).layers
+        layer_of = {i: n for n, layer in enumerate(found) for i in layer.equations}
+        return cls(parts, layer_of, seconds_of)
+
+    @cached_property
+    def maker(self) -> Mapping[Var, int]:
+        """The body's equation that makes a value."""
+        return makers_of(self.parts.body.eqns)
+
+    @cached_property
+    def wanted(self) -> Mapping[int, tuple[Var, ...]]:
+        """For every layer, what the backward pass reads of it and what no other layer reads.
+
+        What is computed everywhere (masks, random bits) belongs to the layer that reads it first.
+        """
+        eqns, layers = self.parts.body.eqns, self.layer_of
+        late = self.parts.backward | self.parts.loop.combining
+        readers = readers_of(eqns)
+        home = dict(layers)
+        for index in reversed(range(len(eqns))):
+            if index not in home and index not in late:
+                read_by = (i for v in eqns[index].outvars for i in readers.get(v, ()))
+                known = [home[i] for i in read_by if i in home]
+                if known:
+                    home[index] = min(known)
+        found: dict[int, list[Var]] = {}
+        results = set(variables(self.parts.body.outvars))
+        for index, eqn in enumerate(eqns):
+            for var in eqn.outvars if index in home else ():
+                reading = [i for i in readers.get(var, ()) if not isinstance(var, DropVar)]
+                crosses = {home[i] for i in reading if i in home} - {home[index]}
+                if not crosses and var not in results and any(i in late for i in reading):
+                    found.setdefault(home[index], []).append(var)
+        return {layer: tuple(values) for layer, values in found.items()}
+
+    @cached_property
+    def family(self) -> tuple[KeptChoice, ...]:
+        """The different choices, from the one that saves least to the one that keeps least."""
+        lowest, highest = self._prices()
+        found: dict[frozenset[Var], KeptChoice] = {}
+        for price in np.geomspace(lowest, highest, _PRICES_TRIED) if highest else ():
+            kept = self.at(float(price))
+            if kept.again:
+                found.setdefault(kept.values, kept)
+        return tuple(sorted(found.values(), key=lambda kept: kept.saved_bytes))
+
+    def at(self, price: float) -> KeptChoice:
+        """The best choice at a price."""
+        again: set[tuple[int, int]] = set()
+        values: set[Var] = set()
+        for layer, wanted in self.wanted.items():
+            numbers, kept = self._cut(layer, wanted, price)
+            again.update((layer, number) for number in numbers)
+            values |= kept
+        read = {var for wanted in self.wanted.values() for var in wanted}
+        return KeptChoice(
+            price,
+            frozenset(again),
+            frozenset(values),
+            sum(map(bytes_of, read)) - sum(map(bytes_of, values)),
+            sum(self.seconds_of(self.parts.body.eqns[number]) for _, number in again),
+        )
+
+    def is_given(self, layer: int, var: Var) -> bool:
+        """Whether a value is there when the layer's backward pass begins, whatever is kept."""
+        number = self.maker.get(var)
+        return number is None or self.layer_of.get(number, layer) != layer or not self._own(var)
+
+    def _own(self, var: Var) -> bool:
+        """Whether no other layer reads a value that a layer makes."""
+        number = self.maker[var]
+        if number not in self.layer_of:
+            return True
+        return var not in self._crossing
+
+    @cached_property
+    def _crossing(self) -> frozenset[Var]:
+        eqns, layers = self.parts.body.eqns, self.layer_of
+        return frozenset(
+            var
+            for index, layer in layers.items()
+            for var in variables(eqns[index].invars)
+            if layers.get(self.maker.get(var, -1), layer) != layer
+        )
+
+    def may_run_again(self, number: int) -> bool:
+        """Whether an equation can be computed a second time."""
+        eqn = self.parts.body.eqns[number]
+        late = number in self.parts.backward or number in self.parts.loop.combining
+        return not (late or eqn.effects or is_barrier(eqn) or eqn.primitive.name in CONTROL_FLOW)
+
+    def _prices(self) -> tuple[float, float]:
+        """Prices between which the choices lie."""
+        eqns = self.parts.body.eqns
+        numbers = {number for number in self.layer_of if self.may_run_again(number)}
+        seconds = [s for number in numbers if (s := self.seconds_of(eqns[number])) > 0]
+        sizes = [bytes_of(var) for values in self.wanted.values() for var in values]
+        sizes = [size for size in sizes if size]
+        if not seconds or not sizes:
+            return 0.0, 0.0
+        return min(seconds) / max(sizes) / 4, 4 * sum(seconds) / min(s for s in sizes)
+
+    def _cut(self, layer: int, wanted: Iterable[Var], price: float) -> tuple[set[int], set[Var]]:
+        """Equations that run again for a layer, and its values that are kept."""
+        eqns = self.parts.body.eqns
+        nodes: dict[object, int] = {}
+        arcs: list[tuple[int, int, int | None]] = []  # without a capacity, it cannot be cut
+        source, sink = 0, 1
+
+        def node(what: object) -> int:
+            return nodes.setdefault(what, len(nodes) + 2)
+
+        stack = [var for var in wanted if not self.is_given(layer, var)]
+        wanted = list(stack)
+        arcs += [(node(("kept", var)), sink, None) for var in wanted]
+        seen, priced = set[Var](), set[int]()
+        while stack:
+            var = stack.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            made, number = node(("made", var)), self.maker[var]
+            keeping = min(1 + round(price * bytes_of(var) * _UNITS), _LARGEST >> 12)
+            arcs.append((made, node(("kept", var)), keeping))
+            if not self.may_run_again(number):
+                arcs.append((source, made, None))
+                continue
+            arcs.append((node(number), made, None))
+            if number not in priced:
+                priced.add(number)
+                again = min(1 + round(self.seconds_of(eqns[number]) * _UNITS), _LARGEST >> 12)
+                arcs.append((source, node(number), again))
+                operands = [v for v in variables(eqns[number].invars) if v in self.maker]
+                operands = [v for v in operands if not self.is_given(layer, v)]
+                arcs += [(node(("kept", v)), node(number), None) for v in operands]
+                stack += operands
+        if not priced:
+            return set(), set(wanted)
+        infinite = min(1 + sum(capacity or 0 for *_, capacity in arcs), _LARGEST)
+        bounded = [(tail, head, infinite if cap is None else cap) for tail, head, cap in arcs]
+        before = set(source_side(bounded, source, sink).tolist())
+        numbers = {number for number in priced if node(number) not in before}
+        return numbers, {var for var in seen if node(("made", var)) in before} & {
+            var for var in seen if node(("kept", var)) not in before
+        }

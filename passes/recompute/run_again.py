@@ -1,0 +1,127 @@
+"""The step in which values of the forward pass are computed again before they are first read.
+
+An equation that runs again stands, once for its layer, just before the first backward equation that
+needs it. What it reads passes a barrier first, as after `jax.checkpoint`, so that XLA does not take
+the two for one. A gradient that arrives at the layer passes the same barrier: nothing of the layer
+can run again before the backward pass has come to it. Random bits come from the same keys.
+"""
+
+from __future__ import annotations
+
+from jax.extend import core as jex_core
+from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
+
+from autopar.arrays.typed_keys import is_key
+from autopar.passes.graph import jax_compat
+from autopar.passes.graph.graph import Atom, variables
+from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.recompute.choice import KeptChoice, KeptValues
+
+
+def recomputed(values: KeptValues, kept: KeptChoice) -> Microbatched:
+    """The step that keeps what is chosen, and computes again what else its backward pass reads."""
+    step, loop = values.parts.step, values.parts.loop
+    body = jax_compat.replace_jaxpr(loop.body, eqns=_Rewriting(values, kept).run())
+    scan = loop.scan
+    closed = ClosedJaxpr(body, scan.params["jaxpr"].consts)
+    return step.with_scan(scan.replace(params={**scan.params, "jaxpr": closed}))
+
+
+class _Rewriting:
+    """One walk over the body of the loop over microbatches."""
+
+    def __init__(self, values: KeptValues, kept: KeptChoice) -> None:
+        self.values, self.kept = values, kept
+        self.eqns = values.parts.body.eqns
+        self.late = values.parts.backward | values.parts.loop.combining
+        self.home = {var: layer for layer, wanted in values.wanted.items() for var in wanted}
+        self.out: list[JaxprEqn] = []
+        self.fresh: dict[tuple[int, Var], Var] = {}  # by layer: what is computed again
+        self.through: dict[tuple[int, Var], Var] = {}  # by layer: what has passed its barrier
+        self.begun: set[int] = set()
+
+    def run(self) -> list[JaxprEqn]:
+        """The equations of the new body."""
+        for index, eqn in enumerate(self.eqns):
+            if index in self.late:
+                eqn = self._reader(eqn)
+            self.out.append(eqn)
+        return self.out
+
+    def _reader(self, eqn: JaxprEqn) -> JaxprEqn:
+        """A backward equation that reads what is computed again."""
+        env: dict[Var, Var] = {}
+        for var in variables(eqn.invars):
+            layer = self.home.get(var)
+            if layer is not None and self._is_again(layer, var):
+                if layer not in self.begun:
+                    env.update(self._begin(layer, eqn))
+                env[var] = self._again(layer, var)
+        if not env:
+            return eqn
+        return eqn.replace(invars=[_read(env, atom) for atom in eqn.invars])
+
+    def _is_again(self, layer: int, var: Var) -> bool:
+        """Whether a layer's backward pass computes a value again."""
+        number = self.values.maker.get(var)
+        runs = number is not None and (layer, number) in self.kept.again
+        given = self.values.is_given(layer, var)
+        return runs and not given and var not in self.kept.values
+
+    def _begin(self, layer: int, reader: JaxprEqn) -> dict[Var, Var]:
+        """The barrier before a layer; what the reader reads of it instead of a gradient."""
+        self.begun.add(layer)
+        needed: dict[Var, None] = {}
+        stack = [v for v in self.values.wanted[layer] if self._is_again(layer, v)]
+        seen = set(stack)
+        while stack:
+            eqn = self.eqns[self.values.maker[stack.pop()]]
+            for var in variables(eqn.invars):
+                if not self._is_again(layer, var):
+                    needed[var] = None
+                elif var not in seen:
+                    seen.add(var)
+                    stack.append(var)
+        made = self.values.maker
+        gradients = [v for v in variables(reader.invars) if made.get(v) in self.late]
+        passing = [*(v for v in needed if not is_key(v.aval.dtype)), *gradients]
+        results = [jax_compat.new_var(v.aval) for v in passing]
+        barrier = jax_compat.optimization_barrier_primitive()
+        info, effects = reader.source_info, jex_core.no_effects
+        if passing:
+            self.out.append(jex_core.new_jaxpr_eqn(passing, results, barrier, {}, effects, info))
+        env = dict(zip(passing, results, strict=True))
+        self.through.update(((layer, var), env[var]) for var in needed if var in env)
+        return {var: env[var] for var in gradients}
+
+    def _again(self, layer: int, var: Var) -> Var:
+        """A value that is computed again, with the equations that it needs."""
+        stack: list[tuple[int, bool]] = [(self.values.maker[var], False)]
+        while stack:
+            number, ready = stack.pop()
+            eqn = self.eqns[number]
+            if any((layer, v) in self.fresh for v in eqn.outvars):
+                continue
+            operands = [v for v in variables(eqn.invars) if self._is_again(layer, v)]
+            if not ready:
+                stack.append((number, True))
+                stack += [
+                    (self.values.maker[v], False) for v in operands if (layer, v) not in self.fresh
+                ]
+                continue
+            env = {v: self.fresh[layer, v] for v in operands}
+            env |= {
+                v: self.through[layer, v]
+                for v in variables(eqn.invars)
+                if (layer, v) in self.through and v not in env
+            }
+            made = [
+                v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in eqn.outvars
+            ]
+            self.fresh.update(((layer, v), new) for v, new in zip(eqn.outvars, made, strict=True))
+            self.out.append(eqn.replace(invars=[_read(env, a) for a in eqn.invars], outvars=made))
+        return self.fresh[layer, var]
+
+
+def _read(env: dict[Var, Var], atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else env.get(atom, atom)

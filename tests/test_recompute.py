@@ -1,0 +1,134 @@
+"""Values that the backward pass of a step on one mesh computes again instead of keeping them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharding.steps import graph_of
+
+import autopar
+from autopar.passes import microbatch
+from autopar.passes.primitives.populate import populate
+from autopar.passes.recompute.choice import KeptValues
+
+DEPTH, WIDTH, HEADS, ROWS, LENGTH = 3, 16, 2, 16, 8
+
+
+def init(dtype: Any = jnp.float32) -> Any:
+    keys = jax.random.split(jax.random.key(0), DEPTH)
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 8 * WIDTH), "down": (8 * WIDTH, WIDTH)}
+    return [
+        {n: jax.random.normal(k, shape, dtype) / shape[0] ** 0.5 for n, shape in shapes.items()}
+        for k in keys
+    ]
+
+
+def step_of(checkpoint: bool = False) -> Any:
+    def block(w: Any, x: Any, key: Any) -> Any:
+        q, k, v = jnp.split((x @ w["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        kept = jax.random.bernoulli(key, 0.9, weights.shape)
+        y = jnp.einsum("bhqk,bkhd->bqhd", jnp.where(kept, weights / 0.9, 0), v)
+        x = x + y.reshape(x.shape)
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    def train_step(params: Any, x: Any, key: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            y = x
+            for number, w in enumerate(params):
+                layer = jax.checkpoint(block) if checkpoint else block
+                y = layer(w, y, jax.random.fold_in(key, number))
+            return jnp.mean(jnp.square(y).astype(jnp.float32))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return train_step
+
+
+def arguments(dtype: Any = jnp.float32) -> tuple[Any, Any, Any]:
+    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH), dtype)
+    return init(dtype), x, jax.random.key(2)
+
+
+def compiled(checkpoint: bool = False, dtype: Any = jnp.float32, **options: Any) -> Any:
+    options = {"method": "data", "batch_argnums": (1,), "microbatches": 1, **options}
+    return autopar.compile(step_of(checkpoint), *arguments(dtype), **options)
+
+
+def assert_trees_close(found: Any, expected: Any, tolerance: float) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype", "tolerance"),
+    [(1, jnp.float32, 1e-4), (2, jnp.float32, 1e-4), (1, jnp.bfloat16, 2e-2)],
+)
+def test_all_of_every_layer_is_computed_again(count: int, dtype: Any, tolerance: float) -> None:
+    step = compiled(dtype=dtype, microbatches=count, remat="full")
+    again = step.plan.recomputation
+    assert again is not None and again.layers > 1
+    assert {"dot_general", "tanh"} <= {name for name, _ in again.operations}
+    assert count > 1 or "random_bits" in dict(again.operations)
+    assert "recomputed" in str(step.plan)
+    kept = compiled(dtype=dtype, microbatches=count, remat="none").plan
+    peaks = [p.estimates.peak_bytes_per_device for p in (step.plan, kept)]
+    assert peaks[0] < 0.9 * peaks[1]
+    assert step.plan.estimates.step_seconds > kept.estimates.step_seconds
+    expected = jax.jit(step_of())(*arguments(dtype))
+    assert_trees_close(step(*arguments(dtype)), expected, tolerance)
+
+
+def test_a_step_that_does_not_fit_keeps_less(tmp_path: Path) -> None:
+    kept, least = (compiled(remat=remat).plan for remat in ("none", "full"))
+    assert kept.recomputation is None
+    sizes = [plan.estimates.peak_bytes_per_device for plan in (kept, least)]
+    limit = (3 * sizes[0] + sizes[1]) // 4
+    step = compiled(memory_limit=limit)
+    assert step.plan.estimates.peak_bytes_per_device <= limit
+    again = step.plan.recomputation
+    assert again.saved_bytes > 0 and again.price > 0
+    assert_trees_close(step(*arguments()), jax.jit(step_of())(*arguments()), 1e-4)
+    step.plan.save(tmp_path / "plan.json")
+    followed = compiled(memory_limit=limit, plan=str(tmp_path / "plan.json"))
+    assert followed.plan == step.plan
+    assert_trees_close(followed(*arguments()), step(*arguments()), 1e-5)
+    with pytest.raises(autopar.AutoparError, match="No plan keeps within"):
+        compiled(memory_limit=sizes[1] // 4)
+    with pytest.raises(autopar.AutoparError, match="No plan keeps within"):
+        compiled(memory_limit=limit, remat="none")
+
+
+def test_choices_are_nested_and_layers_alike() -> None:
+    graph = graph_of(step_of(), *arguments())
+    step = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
+    rules = populate(step.graph.jaxpr)
+    values = KeptValues.of(step, rules, lambda eqn: sum(v.aval.size for v in eqn.outvars) * 1e-9)
+    family = values.family
+    assert len(family) > 2
+    for one, other in itertools.pairwise(family):
+        assert one.saved_bytes < other.saved_bytes and one.again < other.again
+    eqns = values.parts.body.eqns
+    for choice in family:
+        products = [n for _, n in choice.again if eqns[n].primitive.name == "tanh"]
+        assert len(products) in (0, DEPTH)
+
+
+def test_the_programs_own_checkpoints() -> None:
+    """They are respected, or undone on request."""
+
+    def products(**options: Any) -> int:
+        text = compiled(checkpoint=True, **options).as_text()
+        return sum(" dot(" in line for line in text.splitlines())
+
+    assert products(remat="override") < products()
+    step = compiled(checkpoint=True, remat="override")
+    assert_trees_close(step(*arguments()), jax.jit(step_of())(*arguments()), 1e-4)
