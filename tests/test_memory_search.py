@@ -60,6 +60,7 @@ def everything(
     options: Options,
     cluster: autopar.Cluster,
     report: Any,
+    fits: Any,
 ) -> list[PlannedStage]:
     """Every mesh by itself: the quickest that fits, or what needs least."""
     return [plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))) for mesh in meshes]
@@ -122,7 +123,7 @@ def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
     lines: list[str] = []
     monkeypatch.setattr(Progress, "report", lambda self, line: lines.append(line))
     with pytest.raises(autopar.errors.MemoryLimitError):
-        planned("perceptron", 300)
+        planned("perceptron", 300, remat="none")
     passed = [line for line in lines if "cannot fit" in line]
     assert len(passed) == 5 and "at least" in passed[0]
     splits = [line for line in lines if "splitting" in line]

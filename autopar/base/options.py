@@ -73,6 +73,9 @@ class Options:
       max_bytes_share: the same for bytes of live values; there it is at least a half, too.
       solver_time_limit: seconds after which the solver stops with the best plan so far, or None.
         A plan found within a limit may differ from run to run.
+      planning_time_limit: seconds after which planning stops with the best plan so far, once there
+        is one that fits (between two integer programs), or None. Such a plan is `interrupted`, as
+        one is after Ctrl-C, and may differ from run to run.
       seed: of every random choice in planning.
       progress: whether to report progress while planning.
       runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
@@ -117,6 +120,7 @@ class Options:
     max_flops_share: float = 0.01
     max_bytes_share: float = 0.05
     solver_time_limit: float | None = None
+    planning_time_limit: float | None = None
     seed: int = 0
     progress: bool = False
     runtime: str | Ray = "local"
@@ -142,6 +146,8 @@ class Options:
         set_field("max_flops_share", values.share(self.max_flops_share, "max_flops_share"))
         set_field("max_bytes_share", values.share(self.max_bytes_share, "max_bytes_share"))
         set_field("solver_time_limit", values.seconds(self.solver_time_limit, "solver_time_limit"))
+        limit = values.seconds(self.planning_time_limit, "planning_time_limit")
+        set_field("planning_time_limit", limit)
         set_field("seed", integer(self.seed, "seed", at_least=0))
         if not isinstance(self.progress, bool):
             raise impossible("progress", self.progress, "it must be True or False.")

@@ -279,6 +279,7 @@ class PlanRecord(Record):
       padding: sizes of dimensions that are padded inside the step, with their sizes there.
       later_loops: a step that needs the whole batch in its middle has several loops over the
         microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
+      interrupted: planning stopped before everything was tried, by Ctrl-C or `planning_time_limit`.
       written: digests of the parts that may be edited in a file, as they were written.
       recomputation: of a plan for one mesh, what is computed again to save memory.
     """
@@ -301,6 +302,7 @@ class PlanRecord(Record):
     pipeline: PipelinePlan = PipelinePlan("one stage", 1, 1, (), False, 0.0, ())
     padding: tuple[tuple[int, int], ...] = ()
     later_loops: str = ""
+    interrupted: bool = False
     written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     recomputation: Recomputation | None = None
     format_version: int = FORMAT_VERSION

@@ -91,6 +91,8 @@ class _Tables:
             add_row(grid, "loops", f"several; later ones {does} what they need of earlier ones")
         if plan.recomputation is not None:
             add_row(grid, "recomputed", str(plan.recomputation))
+        if plan.interrupted:
+            add_row(grid, "interrupted", "the best plan that had been found when planning stopped")
         if plan.padding:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
             add_row(grid, "padded", Text(text))

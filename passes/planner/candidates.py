@@ -51,6 +51,7 @@ from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
 
 Report = Callable[[str], None]
+Keep = Callable[["Sequence[PlannedStep]"], None]
 # What schedule="auto" chooses from, by simulated time. The first of equal ones is taken.
 AUTO_SCHEDULES = ("1f1b", "zb_h1", "zb_h2")
 
@@ -106,6 +107,7 @@ def plan_layout(
     options: Options,
     cluster: Cluster,
     report: Report,
+    keep: Keep = lambda candidates: None,
 ) -> list[PlannedStep]:
     """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
 
@@ -115,15 +117,17 @@ def plan_layout(
       options: method, schedule, memory limit and so on.
       cluster: all devices.
       report: takes a line of progress.
+      keep: takes candidates as they are found.
 
     Raises:
       OptionError: the program has fewer layers than stages, or the devices do not divide.
       ScheduleError: the schedule does not exist or needs more microbatches.
     """
     if not layout.is_pipeline:
-        return _plan_one(split, options, cluster, report)
+        return _plan_one(split, options, cluster, report, keep)
     names = _schedules(options)
     made = [_plan_stages(split, names[0], layout, options, cluster, report)]
+    keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and not made[0].stages.forward_only:
         first = _plan_stages(split, splitting[0], layout, options, cluster, report)
@@ -138,18 +142,23 @@ def plan_layout(
     if any(may) and not any(candidate.fits for candidate in made):
         report("computing forward passes again where a stage does not fit")
         made += [_rematerialized(candidate, cluster, may) for candidate in made]
+    keep(made)
     return made
 
 
 def _plan_one(
-    split: SplitStep, options: Options, cluster: Cluster, report: Report
+    split: SplitStep, options: Options, cluster: Cluster, report: Report, keep: Keep
 ) -> list[PlannedStep]:
     stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
     meshes = logical_meshes(options, cluster, split.graph, of_stage=False)
-    return [
-        assemble(split, stages, (planned,), ONE_STAGE, cluster, limit, (False,))
-        for planned in plan_meshes(split, meshes, options, cluster, report)
-    ]
+
+    def assembled(planned: PlannedStage) -> PlannedStep:
+        return assemble(split, stages, (planned,), ONE_STAGE, cluster, limit, (False,))
+
+    def fits(planned: PlannedStage) -> None:
+        keep([assembled(planned)])
+
+    return [*map(assembled, plan_meshes(split, meshes, options, cluster, report, fits))]
 
 
 def _schedules(options: Options) -> tuple[str | Callable[..., Any], ...]:

@@ -24,11 +24,10 @@ stage whose one piece is the whole step.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
@@ -49,7 +48,7 @@ from autopar.passes.padding.pad import padded_graph
 from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import stage_layouts
-from autopar.passes.planner.candidates import PlannedStep, Report, plan_layout
+from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
 from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layouts import (
@@ -66,6 +65,7 @@ from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.recomputing import recomputed_plans, recomputed_step
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
+from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
@@ -130,6 +130,26 @@ def compile_graph(
             return Compiled(plan, found.runnable, found.split.graph)
         return Compiled(plan, follow_plan(plan, split, options), split.graph)
     needed = model_flops(search.graph.jaxpr, search.rules)
+    watch = PlanningWatch(report, options.planning_time_limit)
+    interrupted = False
+    try:
+        candidates, reason = _all_candidates(replace(search, report=watch.report, keep=watch.keep))
+    except (KeyboardInterrupt, PlanningTimeOutError):
+        if not watch.kept:
+            raise
+        candidates, reason, interrupted = watch.kept, "", True
+    chosen = _quickest(candidates)
+    if chosen is None:
+        raise out_of_memory(candidates, options, cluster, reason)
+    meshes = [planned.mesh for planned in chosen.planned]
+    warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
+    made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
+    return Compiled(replace(made, interrupted=interrupted), chosen.runnable, chosen.split.graph)
+
+
+def _all_candidates(search: _LayoutSearch) -> tuple[list[PlannedStep], str]:
+    """Everything that is tried, and why not more microbatches."""
+    options, cluster = search.options, search.cluster
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
     for padded in search.padded():
@@ -138,17 +158,13 @@ def compile_graph(
         search = search if _quickest(candidates) is best else padded
     fits = any(candidate.fits for candidate in candidates)
     if not fits and options.remat in ("auto", "override") and not layout.is_pipeline:
-        candidates += recomputed_plans(search.graph, search.split, layout, options, cluster, report)
+        made = recomputed_plans(search.graph, search.split, layout, options, cluster, search.report)
+        search.keep(made)
+        candidates += made
         fits = any(candidate.fits for candidate in candidates)
     if options.stages == "auto" and (cluster.num_nodes > 1 or not fits):
         candidates += search.automatic_pipelines()
-    chosen = _quickest(candidates)
-    if chosen is None:
-        raise out_of_memory(candidates, options, cluster, reason)
-    meshes = [planned.mesh for planned in chosen.planned]
-    warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
-    made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
-    return Compiled(made, chosen.runnable, chosen.split.graph)
+    return candidates, reason
 
 
 def compile_like(
@@ -218,6 +234,7 @@ class _LayoutSearch:
     cluster: Cluster
     report: Report
     padding: tuple[tuple[int, int], ...] = ()
+    keep: Keep = lambda candidates: None
 
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> _LayoutSearch:
@@ -243,7 +260,7 @@ class _LayoutSearch:
             dims = {place: size for loop in loops for place, size in loop.dims.items()}
             graph = padded_graph(self.graph, self.rules, dims)
             rules = populate(graph.jaxpr)
-            yield dataclasses.replace(self, graph=graph, rules=rules, padding=padding)
+            yield replace(self, graph=graph, rules=rules, padding=padding)
 
     def following(self, plan: Plan) -> _LayoutSearch:
         """The search for the program that a plan was made for.
@@ -319,7 +336,8 @@ class _LayoutSearch:
                 whole = layout.is_pipeline and options.microbatches == "auto" and not optional
                 if not made and whole and isinstance(error, InexactMicrobatchError):
                     split = self.split(1, is_pipeline=True)
-                    return plan_layout(split, layout, options, cluster, self.report), error.what
+                    made = plan_layout(split, layout, options, cluster, self.report, self.keep)
+                    return made, error.what
                 if passed:  # says what they would need
                     return self.candidates(layout, optional=optional, bounded=False)
                 if not made and not optional:
@@ -328,10 +346,10 @@ class _LayoutSearch:
             if split.later_loops and len(passed) > 1:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)
-            made += plan_layout(split, layout, options, cluster, self.report)
+            made += plan_layout(split, layout, options, cluster, self.report, self.keep)
             if split.later_loops:
                 kept = self.split(count, keeps=True)
-                made += plan_layout(kept, layout, options, cluster, self.report)
+                made += plan_layout(kept, layout, options, cluster, self.report, self.keep)
             if any(candidate.fits for candidate in made):
                 break
         return made, ""
@@ -363,7 +381,7 @@ class _LayoutSearch:
             layout = layout_within(target)
             if layout is None:
                 break
-            found = plan_layout(split, layout, options, self.cluster, self.report)
+            found = plan_layout(split, layout, options, self.cluster, self.report, self.keep)
             made += found
             if any(candidate.fits for candidate in found):
                 break

@@ -186,6 +186,7 @@ def plan_meshes(
     options: Options,
     cluster: Cluster,
     report: Callable[[str], None],
+    fits: Callable[[PlannedStage], None] = lambda planned: None,
 ) -> list[PlannedStage]:
     """`plan_mesh` for each mesh, as far as that can be the cheapest of all that fit.
 
@@ -198,14 +199,18 @@ def plan_meshes(
       options: method, memory limit and so on.
       cluster: the devices; a mesh may have fewer.
       report: takes a line of progress.
+      fits: takes what fits, as it is found.
     """
     limit = memory_limit_of(options, cluster)
     searches, firsts = [], []
-    for mesh in meshes:
-        report(f"choosing shardings on a mesh of {_shape(mesh)}")
+    for number, mesh in enumerate(meshes):
+        of = f", {number + 1} of {len(meshes)}" if len(meshes) > 1 else ""
+        report(f"choosing shardings on a mesh of {_shape(mesh)}{of}")
         part = submesh(cluster, math.prod(mesh))
         searches.append(_MeshSearch.of(split, mesh, options, part, None, None))
         firsts.append(searches[-1].attempt(None, False))
+        if firsts[-1].fits:
+            fits(firsts[-1])
     found = list(firsts)
     exceeding = [i for i, planned in enumerate(found) if not planned.fits]
     for i in sorted(exceeding, key=lambda i: firsts[i].solution.lower_bound):
@@ -220,6 +225,8 @@ def plan_meshes(
             within = min(made, key=lambda x: x.peak.bytes)
         if within is not firsts[i]:
             found[i] = replace(within, unlimited=firsts[i])
+            if within.fits:
+                fits(found[i])
     return found
 
 

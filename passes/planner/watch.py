@@ -1,0 +1,50 @@
+"""What planning has found so far, for whom it takes too long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from autopar.base.units import format_seconds
+from autopar.passes.planner.candidates import PlannedStep
+
+
+class PlanningTimeOutError(Exception):
+    """The time for planning is over, and there is a plan."""
+
+
+class PlanningWatch:
+    """Reports progress, keeps what fits, and stops the search when its time is over.
+
+    Args:
+      report: takes a line of progress.
+      time_limit: seconds from now after which planning stops once something fits; None: never.
+      clock: seconds of some clock.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        time_limit: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._report, self._clock = report, clock
+        self._end = None if time_limit is None else clock() + time_limit
+        self.kept: list[PlannedStep] = []
+
+    def report(self, message: str) -> None:
+        """Says what begins now, and what the best plan so far takes.
+
+        Raises:
+          PlanningTimeOutError: it shall not begin.
+        """
+        if self.kept:
+            if self._end is not None and self._clock() >= self._end:
+                raise PlanningTimeOutError
+            best = min(candidate.step_seconds for candidate in self.kept)
+            message += f" (best so far: {format_seconds(best)} a step)"
+        self._report(message)
+
+    def keep(self, candidates: Iterable[PlannedStep]) -> None:
+        """Remembers those that fit."""
+        self.kept += (candidate for candidate in candidates if candidate.fits)
