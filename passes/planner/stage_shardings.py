@@ -41,7 +41,8 @@ from autopar.passes.solver import Infeasible, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
 ENOUGH_GAP = 1e-3  # of the best cost, where a problem is large
-LARGE_PROBLEM = 2000  # nodes; smaller ones are solved to the end
+ENOUGH_MEMORY_GAP = 5e-3  # the same where memory may bind; to prove more takes long
+LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -363,11 +364,12 @@ def _solve(
     rows: Sequence[MemoryRow] | None,
 ) -> Solution:
     problem = to_problem(built, memory, rows)
+    enough = ENOUGH_GAP if memory is None else ENOUGH_MEMORY_GAP
     found = solve(
         problem if allowed is None else problem.restricted(allowed),
         time_limit=options.solver_time_limit,
         work_limit=None if options.solver_time_limit else SOLVER_WORK,
-        enough_gap=ENOUGH_GAP if problem.num_nodes > LARGE_PROBLEM else 0.0,
+        enough_gap=enough if problem.num_nodes > LARGE_PROBLEM else 0.0,
         seed=options.seed,
     )
     if allowed is None:
