@@ -19,6 +19,8 @@ from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType
 
+from autopar.base.errors import ConstraintWarning
+from autopar.base.user_code import warn_at_call
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.constraints import (
     SHARDING_PARAMS,
@@ -27,7 +29,7 @@ from autopar.passes.graph.constraints import (
     constraints_of,
     of_result,
 )
-from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, walk
+from autopar.passes.graph.graph import inner_jaxprs, map_inner_jaxprs, user_source, walk
 from autopar.passes.graph.primitives import IDENTITIES, SHARDING_HINTS
 
 
@@ -92,8 +94,29 @@ def without_mesh(closed: ClosedJaxpr, *, keep_constraints: bool = True) -> Close
     """
     if jax.sharding.get_abstract_mesh().empty and not _names_mesh(closed.jaxpr):
         return closed
+    if keep_constraints:
+        _warn_of_parts(closed.jaxpr)
     with no_mesh():
         return ClosedJaxpr(_without_mesh(closed.jaxpr, keep_constraints), closed.consts)
+
+
+def _warn_of_parts(jaxpr: Jaxpr) -> None:
+    """One warning, if a shard_map's body prescribes how the parts of values lie."""
+    lost: dict[str, None] = {}
+    for outer in walk(jaxpr):
+        for body in inner_jaxprs(outer) if outer.primitive.name == "shard_map" else ():
+            for eqn in walk(body):
+                if any(hint is not None and any(hint.spec) for hint in constraints_of(eqn)):
+                    lost[f"- {user_source(eqn)}"] = None
+    if lost:
+        warn_at_call(
+            "These sharding constraints of the step are not kept, because they are inside a "
+            "shard_map, where they speak of parts of values:\n"
+            + "\n".join(lost)
+            + "\nThe numbers are the same. Constrain what the shard_map takes or returns; "
+            "constraints='ignore' leaves them out without this warning.",
+            ConstraintWarning,
+        )
 
 
 def _names_mesh(jaxpr: Jaxpr) -> bool:

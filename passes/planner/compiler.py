@@ -314,6 +314,16 @@ class _LayoutSearch:
             later = "keep" if keeps else "recompute"
         return SplitStep(step, rules, analysis.certificate, count, self.padding, later)
 
+    def _also_on_one_mesh(
+        self, error: InexactMicrobatchError, count: int
+    ) -> InexactMicrobatchError:
+        """What to say of a step that stages refuse: if one mesh does too, no hint leads there."""
+        try:
+            self.split(count)
+        except InexactMicrobatchError as also:
+            return also
+        return error
+
     def candidates(
         self, layout: StageLayout, *, optional: bool = False, bounded: bool = True
     ) -> tuple[list[PlannedStep], str]:
@@ -341,6 +351,8 @@ class _LayoutSearch:
                 if passed:  # says what they would need
                     return self.candidates(layout, optional=optional, bounded=False)
                 if not made and not optional:
+                    if layout.is_pipeline and isinstance(error, InexactMicrobatchError):
+                        raise self._also_on_one_mesh(error, count) from None
                     raise
                 return made, f"{count} microbatches are not possible: {error.what}"
             if split.later_loops and len(passed) > 1:

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import io_callback
 from microbatch.helpers import analyzed, check_split
 
+import autopar
 from autopar.base.errors import InexactMicrobatchError
 from autopar.passes.microbatch import split
 
@@ -103,6 +104,18 @@ def test_is_refused_at_the_right_line(step: Callable[..., Any], max_loops: int) 
     assert ("stages=1" in error.value.hint) == (max_loops == 1)
     assert ("4 loops" in str(error.value.why)) == (max_loops == 4)
     assert analysis.culprits == analysis.costs.causes
+
+
+@pytest.mark.parametrize(("step", "helps"), [(mixes_often, False), (contrastive, True)])
+def test_a_pipeline_names_one_mesh_only_where_it_helps(
+    step: Callable[..., Any], helps: bool
+) -> None:
+    args, options = (normal(0, 8, 4), normal(1, 16, 8)), {"microbatches": 4}
+    with pytest.raises(InexactMicrobatchError) as error:
+        autopar.plan(step, *args, stages=2, **options)
+    assert ("stages=1" in str(error.value.hint)) == helps
+    if helps:
+        assert autopar.plan(step, *args, **options).num_microbatches == 4
 
 
 @pytest.mark.parametrize(

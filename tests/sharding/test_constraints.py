@@ -281,6 +281,26 @@ def test_why_a_constraint_is_not_kept(mesh: Mesh, spec: P, why: str) -> None:
         autopar.plan(step, jnp.zeros(()), X, batch_argnums=1, microbatches=1)
 
 
+def test_constraints_of_the_parts_in_a_shard_map_are_named() -> None:
+    def body(x: Any, w: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        hidden = on_mesh(jnp.tanh(x @ w), P(None, "model"), mesh)
+        return on_mesh(hidden @ w.T, P(None, None), mesh)  # it is so
+
+    def step(w: Any, x: Any) -> Any:
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+        mapped = jax.shard_map(body, mesh=MESH, axis_names={"data"}, **specs)
+        return w, jnp.sum(mapped(x, w))
+
+    with jax.set_mesh(MESH), pytest.warns(ConstraintWarning) as caught:
+        autopar.plan(step, PARAMS["in"], X)
+    (message,) = (str(w.message) for w in caught)
+    assert "inside a shard_map" in message
+    assert message.count("test_constraints.py:") == 1
+    with jax.set_mesh(MESH):
+        autopar.plan(step, PARAMS["in"], X, constraints="ignore")
+
+
 def test_flax_logical_axes() -> None:
     class Model(nn.Module):
         @nn.compact
