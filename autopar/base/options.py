@@ -57,7 +57,8 @@ class Options:
       pins: shardings that inputs and outputs must have: a mapping from a path pattern to a
         `PartitionSpec`, or a sequence with None, an axis name or several per dimension. The axis
         names are those of `cluster.axis_names`: "x", "y", "z".
-      constraints: what becomes of `jax.lax.with_sharding_constraint` and the like inside the step:
+      constraints: what becomes of `jax.lax.with_sharding_constraint` and the like inside the step,
+        and of what Flax's variables say of their sharding:
         "pin": the plan lays these values out so, on logical meshes that have axes of the sizes of
         those that they name (whatever their names); one warning names those for which no mesh has
         them. "ignore": nothing.

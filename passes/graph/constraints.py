@@ -59,12 +59,12 @@ def constraints_of(eqn: JaxprEqn) -> tuple[Constraint | None, ...]:
     if name not in SHARDING_HINTS:
         return (None,) * len(eqn.outvars)
     if name == "device_put":
-        found = tuple(_constraint(where, v.aval.shape) for where, v in _targets(eqn))
+        found = tuple(constraint_of(where, v.aval.shape) for where, v in _targets(eqn))
     elif name == "reshard":
         found = (_of_type(params["dst_sharding"], eqn.outvars[0].aval.shape),)
     else:
         left_open = params.get("unconstrained_dims") or ()
-        found = (_constraint(params["sharding"], eqn.outvars[0].aval.shape, left_open),)
+        found = (constraint_of(params["sharding"], eqn.outvars[0].aval.shape, left_open),)
     return found
 
 
@@ -92,14 +92,15 @@ def _of_type(sharding: Any, shape: tuple[int, ...]) -> Constraint | None:
     cut at all, for the gradients of what enters a step.
     """
     explicit = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    found = _constraint(sharding, shape)
+    found = constraint_of(sharding, shape)
     if found is None or not any(found.spec):
         return None
     named = (name for names in found.spec for name in names or ())
     return found if all(explicit[name] == AxisType.Explicit for name in named) else None
 
 
-def _constraint(sharding: Any, shape: tuple[int, ...], left_open: Any = ()) -> Constraint | None:
+def constraint_of(sharding: Any, shape: tuple[int, ...], left_open: Any = ()) -> Constraint | None:
+    """What a sharding says of a value of this shape; None: nothing."""
     if not isinstance(sharding, NamedSharding) or math.prod(shape) <= 1:
         return None
     sizes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))

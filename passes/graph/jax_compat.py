@@ -43,6 +43,11 @@ def source_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     return source_info_util.user_context(info.traceback, name_stack=info.name_stack)
 
 
+def source_named(name: str) -> Any:
+    """The source info of an equation that no line of the user's made: a name stack alone."""
+    return source_info_util.SourceInfo(None, source_info_util.new_name_stack(name))
+
+
 def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
     for frame in source_info_util.user_frames(traceback):
         yield frame.file_name, frame.start_line, frame.function_name

@@ -11,7 +11,8 @@ In the order in which a program passes through them:
 - `several_loops`: steps that are cut where their first loop ends, and put together again;
 - `batch_scales`: factors of the whole batch, multiplied after the loop;
 - `one_microbatch`: the loop of a pipeline that is not split;
-- `analysis`: the two functions that do all this.
+- `analysis`: the two functions that do all this;
+- `for_stages`: the analysis for a pipeline.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.base import lazy as _lazy
 
 if TYPE_CHECKING:
     from .analysis import Analysis, analyze, split
+    from .for_stages import analyze_one_loop
     from .one_microbatch import in_one_microbatch
 else:
     __getattr__, __dir__ = _lazy.exports(
@@ -29,9 +31,10 @@ else:
         {
             "Analysis": ".analysis",
             "analyze": ".analysis",
+            "analyze_one_loop": ".for_stages",
             "in_one_microbatch": ".one_microbatch",
             "split": ".analysis",
         },
     )
 
-__all__ = ["Analysis", "analyze", "in_one_microbatch", "split"]
+__all__ = ["Analysis", "analyze", "analyze_one_loop", "in_one_microbatch", "split"]

@@ -299,30 +299,20 @@ class _LayoutSearch:
             step = microbatch.in_one_microbatch(graph, self.rules)
             return SplitStep(step, populate(step.graph.jaxpr), whole, padding=self.padding)
         self.report(f"splitting the batch into {count} microbatches")
-        analysis = microbatch.analyze(
+        analyze = microbatch.analyze_one_loop if is_pipeline else microbatch.analyze
+        analysis = analyze(
             graph,
             self.rules,
             count,
             max_flops_share=options.max_flops_share,
             max_bytes_share=options.max_bytes_share,
             keeps=keeps,
-            **({"max_loops": 1} if is_pipeline else {}),
         )
         step = microbatch.split(graph, analysis)
         rules, later = populate(step.graph.jaxpr), ""
         if len(step.loops) > 1:
             later = "keep" if keeps else "recompute"
         return SplitStep(step, rules, analysis.certificate, count, self.padding, later)
-
-    def _also_on_one_mesh(
-        self, error: InexactMicrobatchError, count: int
-    ) -> InexactMicrobatchError:
-        """What to say of a step that stages refuse: if one mesh does too, no hint leads there."""
-        try:
-            self.split(count)
-        except InexactMicrobatchError as also:
-            return also
-        return error
 
     def candidates(
         self, layout: StageLayout, *, optional: bool = False, bounded: bool = True
@@ -351,8 +341,6 @@ class _LayoutSearch:
                 if passed:  # says what they would need
                     return self.candidates(layout, optional=optional, bounded=False)
                 if not made and not optional:
-                    if layout.is_pipeline and isinstance(error, InexactMicrobatchError):
-                        raise self._also_on_one_mesh(error, count) from None
                     raise
                 return made, f"{count} microbatches are not possible: {error.what}"
             if split.later_loops and len(passed) > 1:

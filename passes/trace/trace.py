@@ -23,6 +23,7 @@ from autopar.passes.graph.counted_indices import with_batches
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
+from autopar.passes.trace.annotations import with_annotations
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.object_states import ObjectKey
 from autopar.passes.trace.shard_maps import without_shard_maps
@@ -173,7 +174,8 @@ def trace(
     tell_unreturned(lost, arguments, inputs, name)
     constants = graph.inputs[len(inputs) :]
     size = roles.check_division(inputs, signature.shapes, microbatches=microbatches, method=method)
-    graph = Graph(graph.jaxpr, (*inputs, *constants), outputs, graph.constants)
+    jaxpr = with_annotations(graph.jaxpr, arguments) if constraints == "pin" else graph.jaxpr
+    graph = Graph(jaxpr, (*inputs, *constants), outputs, graph.constants)
     out_statics = tuple((i, leaf) for i, leaf in enumerate(leaves) if not traced[i])
     arguments = tuple(replace(argument, value=None) for argument in arguments)
     return Traced(graph, signature, convention, tree, out_statics, size, arguments)

@@ -110,12 +110,12 @@ def test_is_refused_at_the_right_line(step: Callable[..., Any], max_loops: int) 
 def test_a_pipeline_names_one_mesh_only_where_it_helps(
     step: Callable[..., Any], helps: bool
 ) -> None:
-    args, options = (normal(0, 8, 4), normal(1, 16, 8)), {"microbatches": 4}
+    args = (normal(0, 8, 4), normal(1, 16, 8))
     with pytest.raises(InexactMicrobatchError) as error:
-        autopar.plan(step, *args, stages=2, **options)
+        autopar.plan(step, *args, stages=2, microbatches=4)
     assert ("stages=1" in str(error.value.hint)) == helps
     if helps:
-        assert autopar.plan(step, *args, **options).num_microbatches == 4
+        assert autopar.plan(step, *args, microbatches=4).num_microbatches == 4
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def user_mesh(axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
 MESH = user_mesh(data=4, model=2)
 
 
-def on_mesh(x: Any, spec: P, mesh: Mesh = MESH) -> Any:
+def on_mesh(x: Any, spec: P, mesh: Any = MESH) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
@@ -288,7 +288,7 @@ def test_constraints_of_the_parts_in_a_shard_map_are_named() -> None:
         return on_mesh(hidden @ w.T, P(None, None), mesh)  # it is so
 
     def step(w: Any, x: Any) -> Any:
-        specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+        specs: Any = {"in_specs": (P("data"), P()), "out_specs": P("data")}
         mapped = jax.shard_map(body, mesh=MESH, axis_names={"data"}, **specs)
         return w, jnp.sum(mapped(x, w))
 
