@@ -122,6 +122,29 @@ def test_choices_are_nested_and_layers_alike() -> None:
         assert len(products) in (0, DEPTH)
 
 
+def test_what_is_compared_with_a_maximum_is_not_computed_again() -> None:
+    """It may be rounded otherwise: then no element would equal the maximum."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            y = x
+            for part in w:
+                y = jax.nn.silu(y @ part)
+                y = y + jnp.max(y, axis=-1, keepdims=True)
+            return jnp.mean(jnp.max(y, axis=-1) ** 2)
+
+        return jax.value_and_grad(loss_fn)(w)
+
+    graph = graph_of(step, jnp.ones((3, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
+    whole = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
+    rules = populate(whole.graph.jaxpr)
+    values = KeptValues.of(whole, rules, lambda eqn: sum(v.aval.size for v in eqn.outvars) * 1e-9)
+    eqns = values.parts.body.eqns
+    assert any(eqn.primitive.name == "eq" for eqn in eqns)
+    again = {eqns[n].primitive.name for choice in values.family for _, n in choice.again}
+    assert "logistic" in again and "eq" not in again
+
+
 def test_the_programs_own_checkpoints() -> None:
     """They are respected, or undone on request."""
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
-
-from autopar.passes.graph.primitives import CHEAP, ROOTS, STEPS, TRANSCENDENTAL
+from autopar.passes.graph.jumps import is_jump
+from autopar.passes.graph.primitives import CHEAP, ROOTS, TRANSCENDENTAL
 from autopar.passes.pieces.wiring import has_effect
 from autopar.passes.sharding.scopes import itemsize
 from autopar.passes.sharding.spmd_program import Compute, Instruction, ShardedValue, reads, writes
@@ -55,7 +53,7 @@ def computed_again(
 
     def price_of(x: Instruction) -> int | None:
         """What running an instruction again costs; None, if it must not or should not be."""
-        if not isinstance(x, Compute) or x.once or has_effect(x) or _is_step(x.eqn):
+        if not isinstance(x, Compute) or x.once or has_effect(x) or is_jump(x.eqn):
             return None
         price = _PRICES.get(x.eqn.primitive.name)
         if price is None or any(v in changing for v in reads(x)):
@@ -106,18 +104,3 @@ def before_readers(again: Sequence[Instruction], task: Sequence[Instruction]) ->
                 stack.append((x, True))
                 stack += [(maker[v], False) for v in reversed(reads(x)) if v in maker]
     return result
-
-
-def _is_step(eqn: JaxprEqn) -> bool:
-    """Whether its result jumps where an operand of real numbers changes a little.
-
-    A last bit of an operand decides there. Two programs may round it differently (XLA contracts a
-    product and a sum to one operation or not), and then no element would equal the maximum.
-    """
-
-    def is_real(atom: Var | Literal) -> bool:
-        return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
-
-    if eqn.primitive.name == "convert_element_type":
-        return is_real(eqn.invars[0]) and not is_real(eqn.outvars[0])
-    return eqn.primitive.name in STEPS and any(map(is_real, eqn.invars))

@@ -21,6 +21,7 @@ from jax.extend.core import DropVar, JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import makers_of, readers_of, variables
+from autopar.passes.graph.jumps import is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.factor_rule import Rules
@@ -162,10 +163,12 @@ class KeptValues:
         )
 
     def may_run_again(self, number: int) -> bool:
-        """Whether an equation can be computed a second time."""
+        """Whether an equation can be computed a second time, to the same effect."""
         eqn = self.parts.body.eqns[number]
         late = number in self.parts.backward or number in self.parts.loop.combining
-        return not (late or eqn.effects or is_barrier(eqn) or eqn.primitive.name in CONTROL_FLOW)
+        # Masks of random bits, which belong to no layer, are the same whenever they are made.
+        fixed = eqn.effects or is_barrier(eqn) or (is_jump(eqn) and number in self.layer_of)
+        return not (late or fixed or eqn.primitive.name in CONTROL_FLOW)
 
     def _prices(self) -> tuple[float, float]:
         """Prices between which the choices lie."""

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier
 from autopar.passes.graph.graph import Atom, eliminate_dead_code, readers_of, variables
+from autopar.passes.graph.jumps import is_jump, is_real
 from autopar.passes.slicing.anatomy import Anatomy, dissect
 from autopar.passes.slicing.primals import value_numbers
 
@@ -49,11 +50,14 @@ def read_received(parts: Anatomy, stage_of: Mapping[int, int]) -> tuple[Anatomy,
         return atom if isinstance(atom, Literal) else instead.get(atom, atom)
 
     again, new = _StagesOfReaders(parts, stage_of, numbers), list[JaxprEqn]()
-    stage_by_results: dict[tuple[Var, ...], int] = {}
+    stage_by_results: dict[object, int] = {}
     for index, eqn in enumerate(eqns):
         if index in stage_of:
-            stage_by_results[tuple(eqn.outvars)] = stage_of[index]
-        if not instead.keys().isdisjoint(variables(eqn.invars)):
+            stage_by_results[_identity(eqn)] = stage_of[index]
+        replaced = [var for var in variables(eqn.invars) if var in instead]
+        # What was computed again is not compared with what was kept: it may be rounded otherwise.
+        rest = [var for var in variables(eqn.invars) if var not in instead and again.is_again(var)]
+        if replaced and not (is_jump(eqn) and any(map(is_real, rest))):
             eqn = eqn.replace(invars=[read(atom) for atom in eqn.invars])
         new += again.apart(eqn) if is_barrier(eqn) and index in parts.backward else [eqn]
     outvars = [read(atom) for atom in parts.body.outvars]
@@ -62,11 +66,16 @@ def read_received(parts: Anatomy, stage_of: Mapping[int, int]) -> tuple[Anatomy,
     changed = scan.replace(params={**scan.params, "jaxpr": ClosedJaxpr(body, ())})
     found = dissect(parts.step.with_scan(changed))
     stages = {
-        index: stage_by_results[tuple(eqn.outvars)]
+        index: stage_by_results[_identity(eqn)]
         for index, eqn in enumerate(found.body.eqns)
-        if tuple(eqn.outvars) in stage_by_results
+        if _identity(eqn) in stage_by_results
     }
     return found, stages
+
+
+def _identity(eqn: JaxprEqn) -> object:
+    """What an equation is known by, also after dead code has gone."""
+    return tuple(eqn.outvars) or id(eqn)
 
 
 def _crossing(parts: Anatomy, stage_of: Mapping[int, int]) -> Iterator[Var]:
@@ -96,6 +105,12 @@ class _StagesOfReaders:
             if index not in parts.backward
             for var in eqn.outvars
         }
+
+        self.made_late = {var for index in parts.backward for var in self.eqns[index].outvars}
+
+    def is_again(self, var: Var) -> bool:
+        """Whether the backward pass computes a value that the forward pass computed."""
+        return var in self.made_late and self.numbers[var] in self.forward
 
     def _stages(self, var: Var) -> tuple[set[int], set[int]]:
         """Where a value is computed with again, and what is made of it; nowhere: a gradient."""

@@ -168,9 +168,12 @@ class AllDevices:
         differ = {axis for x in operands for axis in x.axes}
         if axes_of(eqn):
             return [self.collective(eqn, operands, differ)]
+        inside = {a for body in inner_jaxprs(eqn) for e in walk(body) for a in axes_of(e)}
+        unmapped = {axis for axis in inside if not self.is_mapped(axis)}
+        if not differ and unmapped:
+            raise NotWholeError(unmapped, f"{name} holds what devices exchange")
         if not differ:
             return [*map(_same, _bind(eqn, [x.array for x in operands], {}))]
-        inside = {a for body in inner_jaxprs(eqn) for e in walk(body) for a in axes_of(e)}
         if eqn not in self.rules:
             raise NotWholeError(differ | inside, f"{name} is not known by its loops")
         added = frozenset(axis for x in operands for axis in x.added)

@@ -54,6 +54,12 @@ def ring(x: Any, w: Any) -> Any:
     return lax.scan(body, (x, jnp.zeros_like(x)), None, length=4)[0][1]
 
 
+def counted(x: Any, w: Any) -> Any:
+    """What devices exchange inside of a loop, of a value that is the same on all."""
+    ones = lax.fori_loop(0, 3, lambda _, n: lax.psum(n, "data") / 2, jnp.float32(1))
+    return jnp.tanh(x @ w) * ones
+
+
 def scattered(x: Any, w: Any) -> Any:
     parts = lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
     return lax.all_gather(jnp.tanh(parts), "model", axis=1, tiled=True)
@@ -89,6 +95,7 @@ LOCAL: dict[str, Callable[[Any, Any], Any]] = {
 }
 """Bodies that do not ask for rows of other devices: as whole arrays, they need no dimension."""
 BY_BLOCKS: dict[str, Callable[[Any, Any], Any]] = {
+    "in a loop": mapped(counted, (ROWS, SAME), check_vma=False),
     "statistics": mapped(normalized, (ROWS, SAME)),
     "a ring": mapped(ring, (ROWS, SAME)),
     "all to all": mapped(exchanged, (ROWS, SAME)),
