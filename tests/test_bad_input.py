@@ -321,7 +321,7 @@ def test_unknown_option() -> None:
     "options",
     [
         {"microbatches": 0},
-        {"cluster": "dgx-h100"},
+        {"cluster": 3},
         {"plan": 3},
         {"stages": 0},
         {"schedule": "1f1b"},

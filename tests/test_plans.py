@@ -90,7 +90,7 @@ TEXT = """\
 │ mesh          x=4  y=2  1 node of 8 x H100 SXM5 80GB                                          │
 │ microbatches  4  asked for                                                                    │
 │ step          2 ms estimated  ━━━━━━━━━━══════════  compute 1 ms  communication 1 ms  1 GFLOP │
-│ memory        1 MiB a device  ────────────────────  state 384 B  the rest 1 MiB  of 74.5 GiB  │
+│ memory        1 MiB a device  ────────────────────  state 384 B  the rest 1 MiB  of 70.8 GiB  │
 │ solver        2 nodes, 1 edges; at most 1.00% of the cost above the best                      │
 ╰───────────────────────────────────────────────────────────────────────────────────────────────╯
 Inputs

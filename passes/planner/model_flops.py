@@ -11,6 +11,7 @@ from autopar.passes.graph.graph import inner_jaxprs
 from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
+from autopar.passes.sharding.scopes import dtype_bytes
 
 REMATERIALIZED = "rematted_computation"
 """What `jax.checkpoint` calls the forward pass that it computes again, in name stacks."""
@@ -46,4 +47,5 @@ def _dtype(eqn: JaxprEqn) -> str:
     """That of the two first operands; of different ones, the one in which products are made."""
     dtypes = [atom.aval.dtype for atom in eqn.invars[:2] if hasattr(atom.aval, "dtype")]
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    return str(jnp.result_type(*(floats or dtypes)))
+    # The widest: float8s of two kinds, for one, have no common type.
+    return str(max(floats or dtypes, key=lambda dtype: (dtype_bytes(dtype), str(dtype))))
