@@ -86,13 +86,9 @@ def bundled(parts: PipelineParts, schedule: Schedule) -> PipelineParts:
     def together(numbers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(first[kinds[number]].number for number in numbers))
 
-    sources, targets = (
-        (
-            [first[kinds[n]].number for n in ns]
-            for ns in zip(*((t.source, t.target) for t in parts.transfers), strict=True)
-        )
-        if parts.transfers
-        else ([], [])
+    ends = (
+        tuple(first[kinds[number]].number for number in (transfer.source, transfer.target))
+        for transfer in parts.transfers
     )
     return PipelineParts(
         values=tuple(first.values()),
@@ -105,9 +101,7 @@ def bundled(parts: PipelineParts, schedule: Schedule) -> PipelineParts:
             )
             for piece in parts.pieces
         ),
-        transfers=tuple(
-            ValueTransfer(*pair) for pair in dict.fromkeys(zip(sources, targets, strict=True))
-        ),
+        transfers=tuple(ValueTransfer(*pair) for pair in dict.fromkeys(ends)),
         inputs=together(parts.inputs),
         outputs=together(parts.outputs),
         donated=together(parts.donated),

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.passes.pipeline.emit import emit
 from autopar.passes.pipeline.instructions import (
     Accumulate,
     Buffer,
@@ -28,6 +27,7 @@ from autopar.passes.pipeline.instructions import (
     Value,
     ValueTransfer,
 )
+from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.schedules.schedule import Schedule
 
 PRIME = 2**61 - 1
@@ -73,16 +73,20 @@ class Model:
         self.transfers.append(ValueTransfer(source, target))
         return target
 
-    def emit(self, schedule: Schedule) -> PipelineProgram:
-        return emit(
-            schedule,
-            self.values,
-            self.pieces,
-            self.transfers,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            donated=self.donated,
+    @property
+    def parts(self) -> PipelineParts:
+        """What a list of instructions is made of."""
+        return PipelineParts(
+            tuple(self.values),
+            tuple(self.pieces),
+            tuple(self.transfers),
+            tuple(self.inputs),
+            tuple(self.outputs),
+            tuple(self.donated),
         )
+
+    def emit(self, schedule: Schedule) -> PipelineProgram:
+        return self.parts.program(schedule)
 
 
 def model(num_stages: int, *, backward: bool = True, weights: bool = True) -> Model:

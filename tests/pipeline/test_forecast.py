@@ -35,16 +35,17 @@ NAMES = [
 ]
 
 
-def parts_of(schedule: Schedule, sizes: st.DataObject | None = None, weights: bool = True) -> Any:
+def parts_of(
+    schedule: Schedule, sizes: st.DataObject | None = None, weights: bool = True
+) -> PipelineParts:
     backward = not schedule.forward_only
     made = model(schedule.num_stages, backward=backward, weights=weights)
     size = st.integers(0, 50)
-    values = [
+    values = (
         value if sizes is None else replace(value, bytes_per_device=sizes.draw(size))
         for value in made.values
-    ]
-    lists = made.pieces, made.transfers, made.inputs, made.outputs, made.donated
-    return PipelineParts(tuple(values), *map(tuple, lists))  # type: ignore[arg-type]
+    )
+    return replace(made.parts, values=tuple(values))
 
 
 def costs_of(parts: PipelineParts, meshes: int, data: st.DataObject | None = None) -> StepCosts:
