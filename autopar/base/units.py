@@ -55,13 +55,14 @@ def format_bytes(num_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """`seconds` in s, ms, us or ns, whichever reads best, with three significant digits.
 
-    >>> [format_seconds(t) for t in (0, 2.5, 0.00321, 4e-6)]
-    ['0 s', '2.5 s', '3.21 ms', '4 us']
+    >>> [format_seconds(t) for t in (0, 2.5, 0.00321, 4e-6, 1e-20)]
+    ['0 s', '2.5 s', '3.21 ms', '4 us', '0 s']
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds == 0 or not abs(seconds) < size:
+        if not abs(seconds) < size:
             return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds / 1e-9)} ns"
+    digits = _digits(seconds / 1e-9)
+    return "0 s" if float(digits) == 0 else f"{digits} ns"
 
 
 def format_flops(flops: float) -> str:

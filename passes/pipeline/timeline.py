@@ -51,14 +51,15 @@ class Forecast:
         total = sum(devices) * self.step_seconds
         if total == 0:
             return 0.0
-        return 1 - sum(n * seconds for n, seconds in zip(devices, busy, strict=True)) / total
+        # What is busy all the time may come out a last digit longer than the step.
+        return max(0.0, 1 - sum(n * t for n, t in zip(devices, busy, strict=True)) / total)
 
     def __str__(self) -> str:
         step = format_seconds(self.step_seconds)
         title = f"{self.name}: {step} a step, {self.bubble_fraction:.1%} bubble"
         rows = [("mesh", "busy", "span", "idle", "peak memory")]
         for mesh, (busy, span) in enumerate(zip(self.busy, self.span, strict=True)):
-            idle = 1 - busy / self.step_seconds if self.step_seconds else 0.0
+            idle = max(0.0, 1 - busy / self.step_seconds) if self.step_seconds else 0.0
             peak = format_bytes(self.peak_bytes[mesh])
             times = format_seconds(busy), format_seconds(span)
             rows.append((str(mesh), *times, f"{idle:.1%}", peak))
