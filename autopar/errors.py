@@ -13,6 +13,7 @@ from autopar.base.errors import (
     InexactMicrobatchError,
     LostActorError,
     MemoryLimitError,
+    MissingPlanError,
     OptionError,
     PinError,
     PlanMismatchError,
@@ -25,6 +26,7 @@ from autopar.base.errors import (
 __all__ = [
     "AutoparError", "AutoparWarning", "BatchArgumentError", "CheckpointError", "ClusterError",
     "ConstraintWarning", "DeviceError", "DonatedBufferError", "DonationWarning",
-    "InexactMicrobatchError", "LostActorError", "MemoryLimitError", "OptionError", "PinError",
-    "PlanMismatchError", "ScheduleError", "StageError", "TraceError", "UnknownPrimitiveWarning",
+    "InexactMicrobatchError", "LostActorError", "MemoryLimitError", "MissingPlanError",
+    "OptionError", "PinError", "PlanMismatchError", "ScheduleError", "StageError", "TraceError",
+    "UnknownPrimitiveWarning",
 ]  # fmt: skip

@@ -46,9 +46,13 @@ class AutoparError(Exception):
         self.what, self.where, self.why, self.hint = what, where, why, hint
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = _WIDTH) -> str:
+        """All that it says, in lines of so many columns."""
         labelled = (("where: ", self.where), ("why:   ", self.why), ("try:   ", self.hint))
-        lines = [_wrap(self.what, "", "")]
-        lines += [_wrap(text, "  " + label, " " * 9) for label, text in labelled if text]
+        lines = [_wrap(self.what, "", "", width)]
+        lines += [_wrap(text, "  " + label, " " * 9, width) for label, text in labelled if text]
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,6 +125,14 @@ class PlanMismatchError(AutoparError, ValueError):
     """A plan cannot be read, or was made for another program, other options or another version."""
 
 
+class MissingPlanError(PlanMismatchError, FileNotFoundError):
+    """There is no plan file of that name."""
+
+    def __new__(cls, *args: Any, **told: Any) -> MissingPlanError:
+        """As Python asks of two bases: by that with more fields."""
+        return FileNotFoundError.__new__(cls)
+
+
 class DeviceError(AutoparError, RuntimeError):
     """There are fewer devices than the plan needs, or they are of the wrong kind."""
 
@@ -188,13 +200,13 @@ def _rebuild(kind: type[AutoparError], args: tuple[Any, ...]) -> AutoparError:
     return error
 
 
-def _wrap(text: str, first: str, rest: str) -> str:
+def _wrap(text: str, first: str, rest: str, width: int) -> str:
     """Wraps every line of `text` for itself, so that lists in a message stay lists."""
     lines: list[str] = []
     for line in text.splitlines() or [""]:
         lines += textwrap.wrap(
             line,
-            _WIDTH,
+            width,
             initial_indent=rest if lines else first,
             subsequent_indent=rest,
             break_long_words=False,

@@ -70,7 +70,7 @@ def _pair(name: str, before: str, after: str) -> Iterator[str]:
 
 
 def _changed(name: str, before: float, after: float, text: Any, unit: str = "") -> Iterator[str]:
-    if before == after:
+    if text(before) == text(after):  # what nobody would see
         return
     share = f" ({after / before - 1:+.1%})" if before else ""
     yield f"{name}: {text(before)} -> {text(after)}{unit}{share}"

@@ -43,6 +43,12 @@ def plan_tables(plan: PlanRecord) -> RenderableType:
     return Group(*_Tables(plan).all())
 
 
+def summary_tables(plan: PlanRecord) -> RenderableType:
+    """The summary of a plan, and its stages where it has several."""
+    tables = _Tables(plan)
+    return Group(tables.summary(), *([tables.stages()] if tables.staged else []))
+
+
 class _Tables:
     """The tables of one plan, which share the colours of its mesh axes."""
 
@@ -176,7 +182,7 @@ class _Tables:
         if not groups:
             return Text("\nNothing is sent between stages.", "bold")
         columns, right = ("from and to", "what", "value"), ("a step", "bytes")
-        table = new_table("Sent between stages", *columns, *right, right=right)
+        table = new_table("Sent between stages", *columns, *right, right=right, plain=columns)
         for i, group in enumerate(groups):
             if i and groups[i - 1].per_microbatch != group.per_microbatch:
                 table.add_section()
@@ -189,7 +195,7 @@ class _Tables:
         categories = summaries.input_categories(self.plan)
         columns, right = ("path", "type", "shape, cut along"), ("tensors", "all", "per device")
         stage = ("stage",) if self.staged else ()
-        table = new_table(title, *columns, *right, *stage, right=right)
+        table = new_table(title, *columns, *right, *stage, right=right, plain=("type",))
         members: dict[str, list[TensorPlan]] = {}
         for tensor in tensors:
             members.setdefault(categories.get(tensor.path, tensor.role), []).append(tensor)
@@ -230,7 +236,9 @@ class _Tables:
         typed = any(group.dtype for group in groups)
         left = ("purpose", "collective", "along", *(("dtype",) if typed else ()))
         columns = (*left, *right, *(("stage",) if self.staged else ()))
-        table = new_table(f"{title} in a step", *columns, right=right)
+        table = new_table(
+            f"{title} in a step", *columns, right=right, plain=("collective", "dtype")
+        )
         for group in groups:
             add_row(
                 table,
@@ -257,7 +265,9 @@ class _Tables:
 
     def candidates(self) -> Table:
         right = ("microbatches", "step", "peak memory")
-        table = new_table("Considered", "", "method", "mesh", *right, "note", right=right)
+        table = new_table(
+            "Considered", "", "method", "mesh", *right, "note", right=right, plain=("note",)
+        )
         for item in self.plan.candidates:
             step, peak = item.step_seconds, item.peak_bytes_per_device
             add_row(

@@ -20,7 +20,7 @@ from autopar.base.plan_records import (
     TensorPlan,
 )
 from autopar.passes.pipeline.timeline import Timeline
-from autopar.passes.pipeline.what_if import what_if
+from autopar.passes.pipeline.what_if import Simulation, what_if
 from autopar.report.path_folding import fold_paths, short_path
 
 
@@ -385,11 +385,16 @@ def task_seconds(pipeline: PipelinePlan) -> dict[str, dict[int, float]]:
 
 def simulated(plan: PlanRecord) -> Timeline | str:
     """The timeline of a pipelined plan's step; text if there is none or it is too long to draw."""
-    tasks = len(plan.stages) * plan.num_microbatches
     try:
-        simulation = what_if(plan)
-        if tasks > _DRAWN_TASKS:
-            return f"{str(simulation).splitlines()[0]} ({tasks:,} passes are too many to draw)"
-        return simulation.timeline
+        return drawn(what_if(plan))
     except AutoparError as error:
         return str(error).splitlines()[0]
+
+
+def drawn(simulation: Simulation) -> Timeline | str:
+    """The timeline of a simulated step; text if it is too long to draw."""
+    schedule = simulation.schedule
+    tasks = schedule.num_stages * schedule.num_microbatches
+    if tasks > _DRAWN_TASKS:
+        return f"{str(simulation).splitlines()[0]} ({tasks:,} passes are too many to draw)"
+    return simulation.timeline

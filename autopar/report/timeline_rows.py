@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -32,7 +33,7 @@ class TimelineRows:
             )
         seconds = format_seconds(timeline.step_seconds)
         yield Text(" " * margin + "0" + seconds.rjust(width - 1), "dim")
-        yield self._legend(margin)
+        yield from self._legend(margin, options.max_width)
         yield Text()
 
     def _row(self, mesh: int, width: int) -> Text:
@@ -57,11 +58,17 @@ class TimelineRows:
         row.plain = "".join(cells)
         return row
 
-    def _legend(self, margin: int) -> Text:
-        legend = Text(" " * margin)
+    def _legend(self, margin: int, width: int) -> Iterator[Text]:
         kinds = {span.kind for span in task_spans(self.timeline)}
-        for kind, task in TASKS.items():
-            if kind in kinds:
-                legend.append(task.fill * 2, task.fill_style)
-                legend.append(f" {task.short_name}   ", "dim")
-        return legend.append("·· waiting", "dim")
+        shown = [(task.fill * 2, task.fill_style, task) for k, task in TASKS.items() if k in kinds]
+        parts = [
+            Text.assemble((fill, style), (f" {task.short_name}   ", "dim"))
+            for fill, style, task in shown
+        ]
+        line = Text(" " * margin)
+        for part in [*parts, Text("·· waiting", "dim")]:
+            if len(line) + len(part.plain.rstrip()) > width:
+                yield line
+                line = Text(" " * margin)
+            line.append_text(part)
+        yield line
