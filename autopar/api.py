@@ -23,6 +23,7 @@ from autopar.requests import (
     PlanRequest,
     Requested,
     check_devices,
+    in_brief,
     make_request,
     name_of,
     read_arguments,
@@ -310,7 +311,9 @@ def plan(
     fn, request, kwargs = read_arguments(fn, cluster, None, options_and_kwargs, "plan")
     with Progress(f"planning {name_of(fn)}", request.progress) as progress:
         traced = trace_step(fn, args, kwargs, request, progress)
-        return plan_traced(traced, request, *request.load(), progress).plan
+        made = plan_traced(traced, request, *request.load(), progress).plan
+        progress.conclude(in_brief(made))
+        return made
 
 
 def trace_step(
@@ -364,6 +367,7 @@ def _build(
             check_devices(cluster, made)
         traced = trace_step(fn, args, kwargs, request, progress)
         compiled = plan_traced(traced, request, cluster, made, progress)
+        progress.conclude(in_brief(compiled.plan))
         if isinstance(runtime, Ray):
             from autopar.ray_executable import RayExecutable
             from autopar.runtime.ray.recovery.replan import replan

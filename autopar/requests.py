@@ -15,6 +15,7 @@ import jax
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.options import Options
+from autopar.base.units import format_bytes, format_seconds
 from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
 
@@ -44,7 +45,7 @@ class PlanRequest:
 
     @property
     def progress(self) -> bool | None:
-        """Whether to show progress; None: in a terminal only, which is known when it begins."""
+        """Whether to show progress; None: as `Progress` does by default."""
         progress: bool | None = self.given.get("progress")
         return progress
 
@@ -140,6 +141,16 @@ def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
 def name_of(fn: Callable[..., Any]) -> str:
     """What people call a function."""
     return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def in_brief(made: Plan) -> str:
+    """What comes of planning, for the line that stays of its progress."""
+    from autopar.report.summaries import memory_limit
+
+    estimates, limit = made.estimates, memory_limit(made)
+    of = f" of {format_bytes(limit)}" if limit else ""
+    memory = f"{format_bytes(estimates.peak_bytes_per_device)}{of} a device"
+    return f"{format_seconds(estimates.step_seconds)} a step expected, {memory}"
 
 
 def check_devices(cluster: Cluster, made: Plan | None) -> None:

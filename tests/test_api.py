@@ -322,7 +322,9 @@ def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[s
     assert out == ""
     for phase in ("tracing", "compiling", "is ready after"):
         assert phase in err
-    with pytest.raises(ZeroDivisionError), Progress("it", shown=True):
+    assert "a step expected" in err.splitlines()[-1]
+    with pytest.raises(ZeroDivisionError), Progress("it", shown=True) as progress:
+        progress.report("dividing")
         _ = 1 / 0
     assert "ready" not in capsys.readouterr().err
 

@@ -78,7 +78,9 @@ class Options:
         is one that fits (between two integer programs), or None. Such a plan is `interrupted`, as
         one is after Ctrl-C, and may differ from run to run.
       seed: of every random choice in planning.
-      progress: whether to report progress while planning.
+      progress: whether to show what planning and compiling are doing. By default (None) live in a
+        terminal and in a notebook; elsewhere a line on standard error, of what takes longer than
+        half a minute.
       runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
         with more to say: a Ray actor for each node of each mesh of the plan.
       stages: how many pipeline stages, or the layers at which the second and later stages begin,

@@ -1,9 +1,18 @@
-"""What planning is doing, on standard error."""
+"""What planning is doing, while it runs: on a terminal, in a notebook, or as lines in a log."""
 
 from __future__ import annotations
 
+import html
+import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
+
+QUIET_SECONDS = 30.0
+"""Where standard error is no terminal, what nobody asked to see is told after so long, and again
+after as long: a log says that something goes on, and tests stay quiet."""
+
+_NOTEBOOK_SECONDS = 0.2
 
 
 class Progress:
@@ -11,34 +20,158 @@ class Progress:
 
     Args:
       title: what is planned.
-      shown: whether to show anything; None: only in a terminal.
+      shown: whether to show anything. None: live in a terminal and in a notebook; elsewhere lines
+        on standard error, and only of what takes longer than `QUIET_SECONDS`.
     """
 
     def __init__(self, title: str, shown: bool | None = None):
-        from rich.console import Console  # slow to import
-
-        self._console = Console(stderr=True)
-        self._shown = self._console.is_terminal if shown is None else shown
-        self._title = title
-        self._status = self._console.status(f"autopar: {title}")
+        self._title, self._view = title, _view_for(shown)
+        self._phase = self._result = ""
 
     def __enter__(self) -> Progress:
         self._start = time.monotonic()
-        if self._shown and self._console.is_terminal:
-            self._status.start()
+        self._view.begin(self._now)
         return self
 
     def report(self, phase: str) -> None:
         """The phase that starts now."""
-        if not self._shown:
-            return
-        if self._console.is_terminal:
-            self._status.update(f"autopar: {self._title}: {phase}")
-        else:
-            self._console.print(f"autopar: {self._title}: {phase}", highlight=False)
+        self._phase = phase
+        self._view.show(self._now())
+
+    def conclude(self, result: str) -> None:
+        """What came of it, for the line that stays."""
+        self._result = result
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._status.stop()
-        if self._shown and error is None:
-            text = f"{self._title} is ready after {time.monotonic() - self._start:.1f} s"
-            self._console.print(f"autopar: {text}", highlight=False)
+        text = f"{self._title} is ready after {self._seconds:.1f} s"
+        text += f": {self._result}" if self._result else ""
+        self._view.end(text if error is None else None)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def _now(self) -> State:
+        return self._title, self._phase, self._seconds
+
+
+State = tuple[str, str, float]
+"""What is planned, the phase, and for how many seconds."""
+
+
+class View(Protocol):
+    """Where progress is shown."""
+
+    def begin(self, now: Callable[[], State]) -> None:
+        """Starts to show; `now` says what is going on, at any time."""
+
+    def show(self, state: State) -> None:
+        """A new phase began."""
+
+    def end(self, text: str | None) -> None:
+        """Takes what was shown away; the text stays, if there is one."""
+
+
+def _view_for(shown: bool | None) -> View:
+    if shown is False:
+        return _Lines(float("inf"))
+    if _in_notebook():
+        return _InNotebook()
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _OnTerminal()
+    return _Lines(0.0 if shown else QUIET_SECONDS)
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel runs this, not IPython in a terminal."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
+
+
+class _Lines:
+    """Lines on standard error, one for a phase, with so many seconds between them at least."""
+
+    def __init__(self, pause: float) -> None:
+        self._pause = self._next = pause
+        self._was_shown = False
+
+    def begin(self, now: Callable[[], State]) -> None:
+        """Nothing was done yet."""
+
+    def show(self, state: State) -> None:
+        title, phase, seconds = state
+        if seconds < self._next:
+            return
+        self._next = seconds + self._pause
+        self._was_shown = True
+        after = f", after {seconds:.0f} s" if self._pause else ""
+        print(f"autopar: {title}{after}: {phase}", file=sys.stderr, flush=True)
+
+    def end(self, text: str | None) -> None:
+        if self._was_shown and text is not None:
+            print(f"autopar: {text}", file=sys.stderr, flush=True)
+
+
+class _OnTerminal:
+    """Two lines that change: what is planned and for how long, and the phase."""
+
+    def begin(self, now: Callable[[], State]) -> None:
+        from rich.console import Console, Group  # slow to import
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        spinner = Spinner("dots")
+
+        def shown() -> Group:
+            title, phase, seconds = now()
+            head = Text(no_wrap=True, overflow="ellipsis")
+            head.append_text(Text(str(spinner.render(seconds)), "green"))
+            head.append(f" autopar: {title}").append(f"  {seconds:.0f} s", "dim")
+            return Group(head, Text(f"  {phase}", "dim"))
+
+        self._console = Console(stderr=True)
+        self._live = Live(
+            get_renderable=shown, console=self._console, transient=True, refresh_per_second=8
+        )
+        self._live.start()
+
+    def show(self, state: State) -> None:
+        """It is asked for when it is drawn."""
+
+    def end(self, text: str | None) -> None:
+        self._live.stop()
+        if text is not None:
+            self._console.print(f"autopar: {text}", highlight=False, markup=False)
+
+
+class _InNotebook:
+    """One output that changes, in the notebook's own colours."""
+
+    def begin(self, now: Callable[[], State]) -> None:
+        from IPython.display import display
+
+        self._last = 0.0
+        self._handle: Any = display(self._data(now()), raw=True, display_id=True)
+
+    def show(self, state: State) -> None:
+        if time.monotonic() - self._last >= _NOTEBOOK_SECONDS:
+            self._last = time.monotonic()
+            self._handle.update(self._data(state), raw=True)
+
+    def end(self, text: str | None) -> None:
+        plain = f"autopar: {text}" if text else "autopar: stopped"
+        shown = f'<div style="{_STYLE}">{"✓" if text else "✗"} {html.escape(plain)}</div>'
+        self._handle.update({"text/plain": plain, "text/html": shown}, raw=True)
+
+    def _data(self, state: State) -> dict[str, str]:
+        title, phase, seconds = state
+        head, below = html.escape(f"autopar: {title}"), html.escape(phase)
+        clock = f'<span style="opacity:.65">{seconds:.0f} s<br>{below}</span>'
+        return {
+            "text/plain": f"autopar: {title}, {seconds:.0f} s: {phase}",
+            "text/html": f'<div style="{_STYLE}">◌ {head} &nbsp;{clock}</div>',
+        }
+
+
+_STYLE = "font:13px/1.5 system-ui,sans-serif"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from autopar.base.units import format_seconds
+from autopar.base.units import format_bytes, format_seconds
 from autopar.passes.planner.candidates import PlannedStep
 
 
@@ -31,6 +31,7 @@ class PlanningWatch:
         self._report, self._clock = report, clock
         self._end = None if time_limit is None else clock() + time_limit
         self.kept: list[PlannedStep] = []
+        self._missing: int | None = None  # bytes of a device, of what fits least badly
 
     def report(self, message: str) -> None:
         """Says what begins now, and what the best plan so far takes.
@@ -41,10 +42,19 @@ class PlanningWatch:
         if self.kept:
             if self._end is not None and self._clock() >= self._end:
                 raise PlanningTimeOutError
-            best = min(candidate.step_seconds for candidate in self.kept)
-            message += f" (best so far: {format_seconds(best)} a step)"
+            best = min(self.kept, key=lambda candidate: candidate.step_seconds)
+            spare = format_bytes(best.limit - max(best.peak_bytes))
+            step = format_seconds(best.step_seconds)
+            message += f" (best so far: {step} a step, {spare} a device to spare)"
+        elif self._missing is not None:
+            message += f" (nearest so far: {format_bytes(self._missing)} a device too much)"
         self._report(message)
 
     def keep(self, candidates: Iterable[PlannedStep]) -> None:
-        """Remembers those that fit."""
-        self.kept += (candidate for candidate in candidates if candidate.fits)
+        """Remembers those that fit, and how many bytes the others lack at least."""
+        for candidate in candidates:
+            missing = max(candidate.peak_bytes) - candidate.limit
+            if missing <= 0:
+                self.kept.append(candidate)
+            elif self._missing is None or missing < self._missing:
+                self._missing = missing
