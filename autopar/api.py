@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from autopar.base.cluster import Cluster
@@ -31,6 +31,8 @@ from autopar.requests import (
 
 # What traces, plans and runs is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
+    import jax
+
     from autopar.executable import Executable
     from autopar.passes.planner.compiler import Compiled
     from autopar.passes.trace.trace import Traced
@@ -258,6 +260,7 @@ def compile(
     *args: Any,
     cluster: ClusterOrName | None = None,
     plan: PlanOrPath | None = None,
+    devices: Sequence[jax.Device] | None = None,
     **options_and_kwargs: Any,
 ) -> Executable:
     """Plan and compile a step ahead of time.
@@ -267,6 +270,9 @@ def compile(
       *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
       cluster: the devices to plan for, also by name ("8x8 h100"); by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
+      devices: those to compile for, mesh by mesh; by default all that JAX sees. Where they are not
+        there (`jax.experimental.topologies`), what is returned cannot run, and has the compiler's
+        `memory()`, `hlo()` and `cost()`.
       **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
         step's own arguments by keyword.
 
@@ -287,6 +293,8 @@ def compile(
     'data'
     """
     fn, request, kwargs = read_arguments(fn, cluster, plan, options_and_kwargs, "compile")
+    if devices is not None:
+        request = request.on(devices)
     return _build(fn, args, kwargs, request)
 
 
@@ -364,7 +372,7 @@ def _build(
         cluster, made = request.load()
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):
-            check_devices(cluster, made)
+            check_devices(cluster, made, request.devices)
         traced = trace_step(fn, args, kwargs, request, progress)
         compiled = plan_traced(traced, request, cluster, made, progress)
         progress.conclude(in_brief(compiled.plan))
@@ -384,6 +392,6 @@ def _build(
                     )
 
             return RayExecutable(fn, traced, compiled, progress, runtime, again)
-        from autopar.executable import Executable
+        from autopar.compiled_only import executable_for
 
-        return Executable(fn, traced, compiled, progress)
+        return executable_for(request.devices)(fn, traced, compiled, progress, request.devices)

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 
 from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from autopar.arrays.split_array import SplitArray, SplitSharding
-from autopar.base.errors import DonatedBufferError
+from autopar.base.compiled_records import ProgramMemory
+from autopar.base.errors import DonatedBufferError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.user_code import shorten, shortens
 from autopar.call_checks import (
@@ -52,6 +53,7 @@ from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
 from autopar.requests import name_of
 from autopar.runtime import distributed
+from autopar.runtime.compiled_pieces import PIECE_MARK
 from autopar.runtime.local import LocalProgram, PipelineStep
 from autopar.runtime.same_plan import compare_processes
 
@@ -86,7 +88,9 @@ class Executable:
         traced: Traced,
         compiled: Compiled,
         progress: Progress,
+        devices: Sequence[jax.Device] | None = None,
     ):
+        self._devices = devices
         program = self._program = self._load(fn, compiled)
         self.plan = compiled.plan
         self._fn = fn
@@ -115,12 +119,12 @@ class Executable:
 
     def another(self, traced: Traced, compiled: Compiled, progress: Progress) -> Executable:
         """The same function compiled for other shapes, to take turns with this one."""
-        return Executable(self._fn, traced, compiled, progress)
+        return type(self)(self._fn, traced, compiled, progress, self._devices)
 
     def _load(self, fn: Callable[..., Any], compiled: Compiled) -> Any:
         """The program, on the devices that run it, once all their processes have the same."""
-        compare_processes(name_of(fn), compiled.plan)
-        return LocalProgram(compiled.runnable)
+        compare_processes(name_of(fn), compiled.plan, self._devices)
+        return LocalProgram(compiled.runnable, self._devices)
 
     def _constant(self, value: Any, sharding: Any) -> Any:
         """An array that the function closed over, where the program wants it."""
@@ -359,6 +363,46 @@ class Executable:
     def cost_analysis(self) -> Any:
         """XLA's count of the program's operations, in the same form as `memory_analysis`."""
         return self._compiled.cost_analysis()
+
+    def memory(self) -> dict[str, ProgramMemory]:
+        """What one device needs, as the compiler says, by piece ("step": the plan has only one).
+
+        A piece of a pipeline has a stage's number and its kind in its name: "F0", "B1".
+        """
+        return {
+            name: ProgramMemory.of(analysis)
+            for name, analysis in self._by_piece(self.memory_analysis()).items()
+        }
+
+    def cost(self) -> dict[str, dict[str, float]]:
+        """What the compiler counts of each piece: "flops", "bytes accessed"; it may say nothing.
+
+        On GPUs, XLA counts nothing of a program that is compiled ahead.
+        """
+        return {
+            name: {str(key): float(value) for key, value in (counts or {}).items()}
+            for name, counts in self._by_piece(self.cost_analysis()).items()
+        }
+
+    def hlo(self, stage: int = 0) -> str:
+        """The compiled program of a stage, as XLA's text; of several pieces one after the other.
+
+        Raises:
+          OptionError: the plan has no such stage.
+        """
+        if not 0 <= stage < len(self.plan.stages):
+            raise OptionError(
+                f"There is no stage {stage!r}.", why=f"the plan has {len(self.plan.stages)}."
+            )
+        text = self.as_text()
+        if not self.plan.is_pipeline:
+            return text
+        own = {piece.name for piece in self._program.pieces.pieces if piece.stage == stage}
+        pieces = (part for part in text.split(PIECE_MARK)[1:] if part.splitlines()[0] in own)
+        return "".join(PIECE_MARK + part for part in pieces)
+
+    def _by_piece(self, analysis: Any) -> dict[str, Any]:
+        return analysis if self.plan.is_pipeline else {"step": analysis}
 
     @shortens
     def initialize(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ import abc
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.options import Options
+from autopar.base.ray_options import Ray
 from autopar.base.units import format_bytes, format_seconds
 from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
@@ -36,12 +37,16 @@ class Requested(abc.ABC):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What was asked for besides the function and its arguments; `given`: options, unchecked."""
+    """What was asked for besides the function and its arguments; `given`: options, unchecked.
+
+    The `devices` are those to compile for; None: all that JAX sees.
+    """
 
     options: Options
     given: Mapping[str, Any]
     cluster: Cluster | None
     plan: PlanOrPath | None
+    devices: tuple[jax.Device, ...] | None = None
 
     @property
     def progress(self) -> bool | None:
@@ -56,7 +61,31 @@ class PlanRequest:
             made = Plan.load(made)
         if self.cluster is not None:
             return self.cluster, made
-        return (Cluster.local() if made is None else Cluster.from_dict(made.cluster)), made
+        return (
+            Cluster.local(self.devices) if made is None else Cluster.from_dict(made.cluster)
+        ), made
+
+    def on(self, devices: Sequence[jax.Device]) -> PlanRequest:
+        """The same for these devices.
+
+        Raises:
+          OptionError: they are no devices, or the step shall run on Ray actors.
+        """
+        given = tuple(devices)
+        if not given or not all(isinstance(device, jax.Device) for device in given):
+            raise OptionError(
+                f"devices={devices!r} is not possible.",
+                why="it must be a sequence of jax.Devices, one at least.",
+                hint="devices=jax.devices()[:4], or those of a topology of "
+                "jax.experimental.topologies.",
+            )
+        if isinstance(self.options.runtime, Ray):
+            raise OptionError(
+                "devices= is not possible with runtime='ray'.",
+                why="every actor has devices of its own.",
+                hint="see the options of autopar.Ray.",
+            )
+        return replace(self, devices=given)
 
 
 def make_request(
@@ -153,19 +182,22 @@ def in_brief(made: Plan) -> str:
     return f"{format_seconds(estimates.step_seconds)} a step expected, {memory}"
 
 
-def check_devices(cluster: Cluster, made: Plan | None) -> None:
-    """Refuse early, before the minutes that planning may take.
+def check_devices(
+    cluster: Cluster, made: Plan | None, devices: Sequence[jax.Device] | None
+) -> None:
+    """Refuse early, before the minutes that planning may take; `devices` are those given.
 
     Raises:
       DeviceError: there are fewer devices than the plan needs.
     """
     needed = cluster.num_devices if made is None else max(s.num_devices for s in made.stages)
-    visible = len(jax.devices())
+    visible = len(jax.devices() if devices is None else devices)
     if needed > visible:
         what = f"The cluster {cluster.name!r} has" if made is None else "The plan needs"
         raise DeviceError(
-            f"{what} {needed} devices, and JAX sees {visible}.",
-            where=f"jax.devices() on {jax.default_backend()!r}",
+            f"{what} {needed} devices, and "
+            f"{f'JAX sees {visible}' if devices is None else f'{visible} are given'}.",
+            where=f"jax.devices() on {jax.default_backend()!r}" if devices is None else "devices=",
             why="compiling a step needs the devices that it will run on.",
             hint="autopar.plan needs no devices; on a CPU, "
             f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used makes '

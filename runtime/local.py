@@ -25,7 +25,8 @@ from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime import stage_programs as stages
-from autopar.runtime.ahead import AroundCompiled, compile_ahead
+from autopar.runtime.ahead import AroundCompiled
+from autopar.runtime.compiled_pieces import CompiledPieces
 from autopar.runtime.pace import paced
 from autopar.runtime.stage_programs import Action, Pace, StagePrograms, donated_numbers
 
@@ -70,21 +71,24 @@ class LocalProgram(StagePrograms):
         donated: Sequence[int],
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
-        constants: Sequence[jax.Array],
-    ) -> jax.stages.Compiled | AroundCompiled | PipelineStep:
+        constants: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    ) -> jax.stages.Compiled | AroundCompiled | CompiledPieces:
         """The compiled step: (donated leaves, kept leaves, constants) -> all output leaves.
 
-        One piece is one jitted program; several are compiled one by one.
+        One piece is one jitted program; several are compiled one by one. For devices that are not
+        there, what is compiled cannot be called.
 
         Args:
           name: of the step, for profiles.
           donated: numbers of the input leaves whose memory may be taken.
           kept: numbers of the others.
           shapes: of all input leaves.
-          constants: the program's own arrays, already in place.
+          constants: the program's own arrays, already in place; or their shapes and places.
         """
         with no_mesh():
             if self.program.schedule.num_stages > 1:
+                if self.are_absent:
+                    return CompiledPieces(self.variants())
                 return PipelineStep(self, donated, kept, shapes, constants, self.variants())
             made = self.function_of(self.pieces.pieces[0])
 
@@ -98,7 +102,7 @@ class LocalProgram(StagePrograms):
                 return [values[i] for i in donated], [values[i] for i in kept]
 
             # jit itself would compile again for arrays on our mesh.
-            compiled = compile_ahead(
+            compiled = self.compile_ahead(
                 step,
                 *parts(shapes),
                 list(constants),
@@ -106,7 +110,7 @@ class LocalProgram(StagePrograms):
                 out_shardings=made.out_shardings,
                 donate_argnums=(0,),
             )
-            return paced(compiled, made.mesh)
+            return compiled if self.are_absent else paced(compiled, made.mesh)
 
     def instructions_of(
         self,
@@ -131,7 +135,7 @@ class LocalProgram(StagePrograms):
         return PipelineStep(self, donated, kept, shapes, constants, variants)
 
 
-class PipelineStep:
+class PipelineStep(CompiledPieces):
     """A compiled pipelined step: (donated leaves, kept leaves, constants) -> all output leaves."""
 
     def __init__(
@@ -140,10 +144,11 @@ class PipelineStep:
         donated: Sequence[int],
         kept: Sequence[int],
         shapes: Sequence[jax.ShapeDtypeStruct],
-        constants: Sequence[jax.Array],
+        constants: Sequence[Any],
         variants: Mapping[tuple[str, tuple[int, ...]], Any],
     ):
-        self.pipeline, self.variants = pipeline, variants
+        super().__init__(variants)
+        self.pipeline = pipeline
         self.actions = tuple(self._actions())
         places = pipeline.places
         groups = [
@@ -254,19 +259,6 @@ class PipelineStep:
                     is_there = isinstance(part, jax.Array) and part.sharding == sharding
                     buffers[name] = part if is_there else jax.device_put(part, sharding)
         return buffers
-
-    def as_text(self) -> str:
-        """The compiled pieces, as XLA's text (HLO), one after the other."""
-        texts = [f"// piece {name}\n{x.as_text()}" for (name, _), x in self.variants.items()]
-        return "\n".join(texts)
-
-    def memory_analysis(self) -> dict[str, Any]:
-        """XLA's account of one device's memory, for every piece."""
-        return {name: x.memory_analysis() for (name, _), x in self.variants.items()}
-
-    def cost_analysis(self) -> dict[str, Any]:
-        """XLA's count of operations, for every piece."""
-        return {name: x.cost_analysis() for (name, _), x in self.variants.items()}
 
 
 def _send(x: Send, shardings: list[NamedSharding]) -> Action:

@@ -25,12 +25,13 @@ DEADLINE_SECONDS = 900.0
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
-def compare_processes(name: str, plan: Plan) -> None:
+def compare_processes(name: str, plan: Plan, devices: Sequence[jax.Device] | None = None) -> None:
     """See that all processes that have devices of a plan are about to run the same.
 
     Args:
       name: of the step.
       plan: that this process has made or loaded.
+      devices: that it is for; by default all that JAX sees.
 
     Raises:
       PlanMismatchError: they are not, or another process does not come as far.
@@ -38,7 +39,8 @@ def compare_processes(name: str, plan: Plan) -> None:
     if jax.process_count() == 1:
         return
     meshes = {stage.mesh: stage.num_devices for stage in plan.stages}
-    devices, own = jax.devices()[: sum(meshes.values())], jax.process_index()
+    visible, own = jax.devices() if devices is None else devices, jax.process_index()
+    devices = visible[: sum(meshes.values())]
     members = tuple(sorted({device.process_index for device in devices}))
     if len(members) == 1 or own not in members:
         return

@@ -31,6 +31,7 @@ from autopar.passes.pipeline.instructions import (
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
+from autopar.runtime.compiled_pieces import CompileOnce, are_absent
 from autopar.runtime.spmd import block_function, partition_spec
 
 Action = Callable[[dict[Buffer, Any], Any], None]
@@ -108,6 +109,8 @@ class StagePrograms:
         self, pieces: Pieces, program: PipelineProgram, stage_meshes: Mapping[int, Mesh]
     ) -> None:
         self.pieces, self.program, self.stage_meshes = pieces, program, stage_meshes
+        self.are_absent = are_absent(stage_meshes.values())
+        self.compile_ahead = CompileOnce() if self.are_absent else compile_ahead
         self.places: dict[int, Place] = {}
         for number, version in pieces.versions.items():
             stage = program.value_of[number].stage
@@ -170,7 +173,7 @@ class StagePrograms:
         made = self.function_of(piece)
         name = piece.name.replace(" ", "_").replace(".", "_")
         made.call.__name__ = made.call.__qualname__ = name
-        return compile_ahead(
+        return self.compile_ahead(
             made.call,
             *(self._struct(number) for number in made.values),
             in_shardings=made.in_shardings,

@@ -182,7 +182,8 @@ class Cluster(Record):
 
         Args:
           devices: `jax.Device`s; by default all of `jax.devices()`. Those of one process are one
-            node.
+            node, on TPUs those of one slice, whose links do not end at its hosts. They may be those
+            of a topology that is not there (`jax.experimental.topologies`).
 
         Raises:
           DeviceError: there is no device, or processes have different numbers of them.
@@ -192,7 +193,11 @@ class Cluster(Record):
         devices = jax.devices() if devices is None else list(devices)
         if not devices:
             raise DeviceError("There is no device to plan for.", where="Cluster.local")
-        counts = Counter(device.process_index for device in devices)
+        is_tpu = devices[0].platform == "tpu"
+        counts = Counter(
+            getattr(device, "slice_index", 0) if is_tpu else device.process_index
+            for device in devices
+        )
         per_node = set(counts.values())
         if len(per_node) > 1:
             raise DeviceError(
@@ -204,7 +209,7 @@ class Cluster(Record):
         nodes, devices_per_node = len(counts), per_node.pop()
         if devices[0].platform == "cpu":
             return _local_cpus(nodes, devices_per_node)
-        return _local_accelerators(devices[0], nodes, devices_per_node)
+        return _local_accelerators(devices, nodes, devices_per_node)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cluster as TOML, or as JSON where the file's name ends in `.json`."""
@@ -351,7 +356,8 @@ def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
     )
 
 
-def _local_accelerators(first: Any, nodes: int, devices_per_node: int) -> Cluster:
+def _local_accelerators(devices: Sequence[Any], nodes: int, devices_per_node: int) -> Cluster:
+    first = devices[0]
     kind = first.device_kind
     name = hardware.preset_of(kind)
     if name is None:
@@ -364,11 +370,19 @@ def _local_accelerators(first: Any, nodes: int, devices_per_node: int) -> Cluste
         )
     preset = Cluster.preset(name, nodes=nodes, devices_per_node=devices_per_node)
     # What the allocator owns is the true limit of what programs can use, and tells variants apart.
-    memory = (first.memory_stats() or {}).get("bytes_limit", preset.device.memory_bytes)
-    return dataclasses.replace(
-        preset,
-        name=f"local {kind}",
-        device=dataclasses.replace(
-            preset.device, name=kind, memory_bytes=memory, memory_fraction=1.0
-        ),
-    )
+    memory = _memory_limit(devices)
+    device = dataclasses.replace(preset.device, name=kind)
+    if memory:
+        device = dataclasses.replace(device, memory_bytes=memory, memory_fraction=1.0)
+    return dataclasses.replace(preset, name=f"local {kind}", device=device)
+
+
+def _memory_limit(devices: Sequence[Any]) -> int | None:
+    """What the allocator of the first of these devices has that this process can ask."""
+    for device in devices:
+        try:
+            stats = device.memory_stats()
+        except RuntimeError:  # another process's, or not there at all
+            continue
+        return (stats or {}).get("bytes_limit")
+    return None

@@ -14,6 +14,7 @@ from autopar.arrays.ray_array import LeafPlace, RayArray
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
+from autopar.runtime.compiled_pieces import PIECE_MARK
 from autopar.runtime.ray.driver.profiling import Measured, profiled
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.restarts import RestartedActors
@@ -213,7 +214,7 @@ class RayStep(RestartedActors):
     def as_text(self) -> str:
         """The compiled pieces, as XLA's text (HLO), one after the other."""
         texts = self._by_piece("text")
-        return "\n".join(f"// piece {name}\n{text}" for name, text in texts.items())
+        return "\n".join(f"{PIECE_MARK}{name}\n{text}" for name, text in texts.items())
 
     def memory_analysis(self) -> dict[str, Any]:
         """XLA's account of one device's memory, for every piece, as a dictionary."""

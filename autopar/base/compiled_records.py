@@ -1,0 +1,51 @@
+"""What a compiler says of the programs that it made, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autopar.base.records import Record
+from autopar.base.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory(Record):
+    """Bytes of one device for a compiled program.
+
+    Args:
+      arguments: of all that it takes.
+      outputs: of all that it returns.
+      aliased: of what it returns in the memory of donated arguments.
+      temporaries: of what it needs while it runs, at its own worst moment.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, analysis: Any) -> ProgramMemory:
+        """From XLA's `memory_analysis()`, an object or a dictionary of its fields."""
+
+        def size(name: str) -> int:
+            key = f"{name}_size_in_bytes"
+            return int(analysis[key] if isinstance(analysis, dict) else getattr(analysis, key))
+
+        return cls(size("argument"), size("output"), size("alias"), size("temp"))
+
+    @property
+    def total(self) -> int:
+        """What a device must have for the program."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    def __str__(self) -> str:
+        arguments, outputs, aliased, temporaries, total = map(
+            format_bytes,
+            (self.arguments, self.outputs, self.aliased, self.temporaries, self.total),
+        )
+        return (
+            f"{total}: arguments {arguments}, results {outputs} (of which {aliased} in the memory "
+            f"of arguments), temporary {temporaries}"
+        )
