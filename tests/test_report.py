@@ -36,6 +36,7 @@ from autopar.base.units import format_bytes
 from autopar.passes.schedules.make import make_schedule
 from autopar.plans.plan import Plan
 from autopar.report import plot_plan, plot_timeline, print_plan, save_plot, save_timeline
+from autopar.report.tensor_tiles import _name_lines
 
 
 def transformer_plan(
@@ -312,6 +313,21 @@ def test_a_timeline_is_a_picture_of_its_own(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "step.svg").read_text()
     many = simulate_schedule(make_schedule("1f1b", 10, 10), 1.0, 2.0)
     assert_legible(plot_timeline(many))
+
+
+def test_a_notebook_shows_pictures_as_such() -> None:
+    simulation = sample("zero bubble").simulate()
+    shown = plot_timeline(simulation)
+    assert shown._repr_png_().startswith(b"\x89PNG")
+    assert len(texts(shown)) == len(texts(plot_timeline(simulation.timeline)))
+    with pytest.raises(autopar.errors.OptionError, match=r"step\.profile"):
+        plot_timeline(3)  # type: ignore[arg-type]
+
+
+def test_names_in_pictures_keep_their_beginnings() -> None:
+    layers = "layers_{0..3}/{LayerNorm_0,attention_out,mlp_out}"
+    assert _name_lines(f"state/params/{layers}/bias", "params") == ["layers_{0..3}/../", "bias"]
+    assert _name_lines("state/params/decoder/mlp/kernel", "params") == ["decoder/mlp/kernel"]
 
 
 def texts(figure: Figure) -> list[Text]:

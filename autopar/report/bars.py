@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
 from autopar.report.palette import GREY, INK, KINDS, MINE, PARTS, QUIET
-from autopar.report.path_folding import short_path
+from autopar.report.path_folding import short_path, shortened
 from autopar.report.summaries import CollectiveGroup, TransferGroup, input_categories, memory_limit
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def draw_transfers(axes: Axes, groups: Sequence[TransferGroup], *, rows: int) ->
     """Draws what crosses between stages, by its bytes."""
     bars = []
     for group in sorted(groups, key=lambda group: -group.bytes):
-        label = f"{_last_names(group.what)}\n{group.routes}"
+        label = f"{shortened(short_path(group.what), 24)}\n{group.routes}"
         value = f"{format_bytes(group.bytes)}, {group.count} x"
         bars.append((float(group.bytes), label, value, MINE))
     _draw_largest(axes, "Sent between stages in a step", bars, "nothing", rows)
@@ -112,14 +112,6 @@ def _candidate_value(item: Candidate, limit: int | None) -> str:
         if limit is not None and item.peak_bytes_per_device > limit:
             parts.append("too large")
     return ", ".join([*parts, "chosen"] if item.chosen else parts)
-
-
-def _last_names(what: str, width: int = 24) -> str:
-    """The end of a path that is too long for a label."""
-    names = short_path(what).split("/")
-    while len(names) > 1 and len("/".join(names)) > width:
-        del names[0]
-    return "/".join(names)
 
 
 def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from autopar.base.errors import OptionError
 from autopar.base.units import format_bytes, format_seconds
+from autopar.passes.pipeline.timeline import Timeline
 from autopar.report.palette import INK, MESHES, QUIET, WAITING
 from autopar.report.summaries import format_stages
 from autopar.report.task_spans import TASKS, Span, task_spans
@@ -15,33 +17,63 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from autopar.passes.pipeline.timeline import Timeline
-
+    from autopar.report.picture import Picture
 WIDTH, LEFT, RIGHT = 16.0, 1.0, 0.85  # of a figure and its margins, in inches
 _MEMORY_HEIGHT = 1.3
 _MAX_HIGH_ROWS = 8
 
 
-def plot_timeline(timeline: Timeline, title: str = "") -> Figure:
+class HasTimeline(Protocol):
+    """A `Profile` or a `Simulation`."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """When every instruction ran."""
+
+
+def plot_timeline(timeline: Timeline | HasTimeline, title: str = "") -> Picture:
     """A picture of when every mesh does what, and of the bytes that are alive on it.
 
     Args:
-      timeline: a simulated one (`plan.simulate().timeline`) or a measured one.
+      timeline: a simulated one or a measured one: what `plan.simulate()` or `step.profile(...)`
+        returns, or its `timeline`.
       title: above it; by default the schedule and how long the step takes.
-    """
-    from matplotlib.figure import Figure
 
+    Raises:
+      OptionError: it has no timeline.
+    """
+    from autopar.report.picture import Picture
+
+    timeline = timeline_of(timeline)
     rows, across = rows_height(timeline), WIDTH - LEFT - RIGHT
-    figure = Figure(figsize=(WIDTH, rows + _MEMORY_HEIGHT + 1.6), facecolor="white")
+    figure = Picture(figsize=(WIDTH, rows + _MEMORY_HEIGHT + 1.6), facecolor="white")
     title = title or f"{timeline.program.schedule.name}: {step_caption(timeline)}"
     draw_timeline(place(figure, LEFT, 0.5, across, rows), timeline, title)
     draw_memory(place(figure, LEFT, 0.5 + rows + 0.8, across, _MEMORY_HEIGHT), timeline)
     return figure
 
 
-def save_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str = "") -> None:
+def save_timeline(
+    timeline: Timeline | HasTimeline, path: str | os.PathLike[str], title: str = ""
+) -> None:
     """Writes the picture of a timeline; the file's ending (`.png`, `.svg`) is its format."""
     plot_timeline(timeline, title).savefig(path, dpi=110)
+
+
+def timeline_of(given: Timeline | HasTimeline) -> Timeline:
+    """A timeline, or that of what has one.
+
+    Raises:
+      OptionError: it has none.
+    """
+    found = getattr(given, "timeline", given)
+    if not isinstance(found, Timeline):
+        raise OptionError(
+            f"{given!r} has no timeline.",
+            where="plot_timeline",
+            hint="pass what plan.simulate() or step.profile(...) returns.",
+        )
+    return found
 
 
 def rows_height(timeline: Timeline) -> float:

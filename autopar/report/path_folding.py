@@ -44,6 +44,22 @@ def relative_path(path: str, category: str) -> str:
     return "/".join(names)
 
 
+def shortened(path: str, width: int) -> str:
+    """A path of so many letters at most: its middle is left out first, then ends of names.
+
+    >>> shortened("params/decoder/layers/mlp/kernel", 20)
+    'params/../mlp/kernel'
+    >>> shortened("{LayerNorm_0,attention_out}/", 12)
+    '{LayerNorm..'
+    """
+    names = path.split("/")
+    first, last = names[0], names[1:]
+    while len(path) > width and len(last) > 1:
+        del last[0]
+        path = "/".join([first, "..", *last])
+    return path if len(path) <= width else f"{path[: width - 2]}.."
+
+
 _Entries = dict[tuple[str, ...], list[str]]
 
 

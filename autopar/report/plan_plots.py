@@ -20,12 +20,14 @@ from autopar.report.tensor_tiles import draw_tiles, tiles_height
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from autopar.report.picture import Picture
+
 # Inches.
 _EDGE, _TITLE, _MEMORY = 0.4, 1.15, 1.2
 _ROW_OF_TILES, _BAR, _AROUND_BARS = 1.7, 0.385, 0.8
 
 
-def plot_plan(plan: PlanRecord) -> Figure:
+def plot_plan(plan: PlanRecord) -> Picture:
     """A picture of a plan, for `figure.savefig` or a notebook.
 
     A pipelined plan shows its stages, what crosses between them and the simulated step first.
@@ -42,7 +44,7 @@ def save_plot(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     plot_plan(plan).savefig(path, dpi=110)
 
 
-def _plot_one_mesh(plan: PlanRecord) -> Figure:
+def _plot_one_mesh(plan: PlanRecord) -> Picture:
     figure = _figure(9.6)
     _draw_title(figure, plan)
     draw_tiles(figure.add_axes((0.025, 0.02, 0.61, 0.835)), plan)
@@ -56,7 +58,7 @@ def _plot_one_mesh(plan: PlanRecord) -> Figure:
     return figure
 
 
-def _plot_stages(plan: PlanRecord) -> Figure:
+def _plot_stages(plan: PlanRecord) -> Picture:
     timeline = summaries.simulated(plan)
     cards = cards_height(plan)
     rows = 0.9 if isinstance(timeline, str) else gantt.rows_height(timeline) + _MEMORY + 1.45
@@ -84,10 +86,10 @@ def _plot_stages(plan: PlanRecord) -> Figure:
     return figure
 
 
-def _figure(height: float) -> Figure:
-    from matplotlib.figure import Figure
+def _figure(height: float) -> Picture:
+    from autopar.report.picture import Picture
 
-    return Figure(figsize=(WIDTH, height), facecolor="white")
+    return Picture(figsize=(WIDTH, height), facecolor="white")
 
 
 def _draw_step(figure: Figure, timeline: Timeline | str, top: float) -> None:

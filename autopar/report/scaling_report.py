@@ -21,7 +21,8 @@ from autopar.report.throughput import Throughput, throughput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from autopar.report.picture import Picture
 
 _WHY = 70  # letters of a reason in a table
 
@@ -93,11 +94,11 @@ class Scaling:
 
         return tuple(work(base) / work(row) if work(row) else None for row in self.rows)
 
-    def plot(self) -> Figure:
+    def plot(self) -> Picture:
         """A picture: steps a second against devices beside the ideal, and memory of a device."""
-        from matplotlib.figure import Figure
+        from autopar.report.picture import Picture
 
-        figure = Figure(figsize=(12, 4.6), facecolor="white", layout="constrained")
+        figure = Picture(figsize=(12, 4.6), facecolor="white", layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _draw_speed(left, self)
         _draw_peaks(right, self)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.base.plan_records import PlanRecord
 from autopar.report.palette import AXIS_COLORS, INK, MINE, OTHERS, QUIET, WHOLE
-from autopar.report.path_folding import relative_path
+from autopar.report.path_folding import relative_path, shortened
 from autopar.report.summaries import TensorGroup, fold_tensors, input_categories
 
 if TYPE_CHECKING:
@@ -179,21 +179,17 @@ def _cuts(
 
 
 def _name_lines(path: str, category: str, width: int = 26) -> list[str]:
-    """A path in at most two lines; what does not fit is cut at the front."""
-    names = relative_path(path, category).split("/")
-    lines = [names.pop()]
-    while names:
-        longer = f"{names[-1]}/{lines[0]}"
-        if len(longer) <= width:
-            lines[0] = longer
-            names.pop()
-        elif len(lines) < 2:
-            lines.insert(0, names.pop())
-            lines[0] += "/"
-        else:
-            lines[0] = f"../{lines[0]}"
-            break
-    return [line if len(line) <= width + 3 else f"..{line[-width:]}" for line in lines]
+    """A path in at most two lines; what does not fit is left out in its middle."""
+    whole = relative_path(path, category)
+    names = whole.split("/")
+    if len(whole) <= width or len(names) == 1:
+        return [shortened(whole, width)]
+    splits = (
+        (f"{'/'.join(names[:i])}/", "/".join(names[i:])) for i in range(len(names) - 1, 0, -1)
+    )
+    fitting = (lines for lines in splits if max(map(len, lines)) <= width)
+    best = next(fitting, (f"{'/'.join(names[:-1])}/", names[-1]))
+    return [shortened(line, width) for line in best]
 
 
 def _draw_legend(axes: Axes, plan: PlanRecord) -> None:
