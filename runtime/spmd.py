@@ -71,7 +71,9 @@ class _Device:
 
     def cuts(self, layout: Layout) -> tuple[DimCut | None, ...]:
         return tuple(
-            DimCut(num_parts(axes, self.mesh), self.index(axes)) if axes else None
+            DimCut(num_parts(axes, self.mesh), self.index(axes), axes=self.axes(axes))
+            if axes
+            else None
             for axes in layout.dims
         )
 

@@ -44,7 +44,9 @@ class Options:
         inside each node, nodes as replicas; over a logical mesh (nodes, devices per node)),
         "megatron" (heads, the width of MLPs and the vocabulary, along the last axis of the mesh),
         "megatron_sp" (and the residual stream along the sequence), "expert" (experts along the
-        last axis, the batch along all), "shard" (whatever the integer program finds).
+        last axis, the batch along all; rows of `jax.lax.ragged_dot` are sent to their experts by
+        all-to-alls where that is quicker than to gather them), "shard" (whatever the integer
+        program finds).
       microbatches: number of equal parts into which the batch is split in time, or "auto".
       batch_argnums: positions of the arguments that hold the batch along their leaves' leading
         dimension, or "auto": those that are neither returned as new state nor keys nor scalars;

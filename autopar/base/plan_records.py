@@ -279,6 +279,8 @@ class PlanRecord(Record):
       candidates: what was considered.
       pipeline: how the stages work together; a plan for one mesh is a pipeline of one stage.
       padding: sizes of dimensions that are padded inside the step, with their sizes there.
+      expert_blocks: rows of grouped products are sent to so many blocks of experts, each of which
+        has room for all of them; 0: they are not.
       later_loops: a step that needs the whole batch in its middle has several loops over the
         microbatches; the later ones "keep" or "recompute" what earlier ones computed of a row.
       interrupted: planning stopped before everything was tried, by Ctrl-C or `planning_time_limit`.
@@ -303,6 +305,7 @@ class PlanRecord(Record):
     candidates: tuple[Candidate, ...] = ()
     pipeline: PipelinePlan = PipelinePlan("one stage", 1, 1, (), False, 0.0, ())
     padding: tuple[tuple[int, int], ...] = ()
+    expert_blocks: int = 0
     later_loops: str = ""
     interrupted: bool = False
     written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)

@@ -59,6 +59,7 @@ def _causes(plan: PlanRecord, other: PlanRecord) -> Iterator[str]:
     yield from _pair("stages", _stages(plan), _stages(other))
     yield from _pair("recomputed", _remat(plan.stages), _remat(other.stages))
     yield from _pair("padded", _padding(plan), _padding(other))
+    yield from _pair("blocks of experts", *(str(p.expert_blocks) for p in (plan, other)))
     yield from _pair("later loops", plan.later_loops or "-", other.later_loops or "-")
     versions = [f"autopar {p.autopar_version}, jax {p.jax_version}" for p in (plan, other)]
     yield from _pair("made by", *versions)

@@ -102,6 +102,8 @@ class _Tables:
         if plan.padding:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
             add_row(grid, "padded", Text(text))
+        if plan.expert_blocks:
+            add_row(grid, "experts", f"rows are sent to {plan.expert_blocks} blocks of experts")
         add_row(grid, "step", self.step())
         if done := str(throughput(plan)):
             add_row(grid, "throughput", done)

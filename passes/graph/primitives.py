@@ -61,6 +61,7 @@ slice                       : cheap cut_anywhere linear_first rearranges updates
 split                       : cut_anywhere linear_first rearranges updates
 tile                        : cut_anywhere linear_first positional rearranges
 rev                         : linear_first rearranges updates
+exchange      : cut_anywhere keeps_zero linear_first moves opens_group positional unfused
 gather                      : linear_first opens_group rearranges unfused
 dynamic_slice               : linear_first opens_group rearranges updates
 dynamic_update_slice        : opens_group rearranges unfused updates
@@ -87,6 +88,7 @@ reduce_window reduce_window_max reduce_window_min select_and_scatter  : window
 reduce_window_sum select_and_gather_add  : linear_first window
 select_and_scatter_add  : linear_first opens_group unfused window
 conv_general_dilated dot_general  : cut_anywhere linear_each opens_group product unfused
+block_product           : cut_anywhere linear_each opens_group positional product unfused
 ragged_dot_general      : cut_anywhere linear_each opens_group positional product unfused
 fft                     : heavy linear_first
 sort                    : opens_group sorts unfused
@@ -130,6 +132,8 @@ _IMPLIED = {
 # Names that JAX 0.10.2 by itself does not have, and where they stand.
 OTHER_RELEASES: Mapping[str, str] = {
     "constrain": "autopar's own: what a user's sharding constraint says, see `constraints.py`",
+    "exchange": "autopar's own: rows to blocks of experts and back, see `exchanges.py`",
+    "block_product": "autopar's own: products in these blocks, see `block_products.py`",
     **dict.fromkeys(("one_minus_square", "polynomial"), "JAX 0.12"),
     "local_call": "autopar's own",
     "pallas_call": "jax.experimental.pallas",
@@ -266,3 +270,6 @@ FOREIGN = frozenset({"ffi_call", "call_exported", "cudnn_fusion"})
 IDENTITIES = _having("identity")
 SHARDING_HINTS = _having("hint")
 CONSTRAIN = "constrain"  # what is kept of it
+
+# What `autopar.passes.experts` writes for grouped products.
+EXCHANGE, BLOCK_PRODUCT = "exchange", "block_product"

@@ -77,7 +77,9 @@ class PieceCosts:
             versions = (*instruction.operands, *instruction.results)
             axes = {axis for version in versions for axis in version.layout.used}
             undivided = self.pricing.compute(eqn, self.rules[eqn])
-            return self.pricing.start(eqn) + undivided / num_parts(axes, self.pricing.mesh)
+            own = undivided / num_parts(axes, self.pricing.mesh)
+            exchanged = sum(self.pricing.exchange(eqn, *instruction.layouts))
+            return self.pricing.start(eqn) + own + exchanged
         if isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]
             return length * self.seconds(instruction.body)

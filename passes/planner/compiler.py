@@ -6,6 +6,7 @@ meshes run. Each pass is a function from values to values:
     graph      = with_casts_ahead(graph)           parameters are narrowed before they are gathered
     rules      = populate(jaxpr)                   what each equation's dimensions have in common
     graph      = padded_graph(graph, rules, dims)  tried beside it: loops that devices do not divide
+    graph      = in_blocks(graph, blocks)          tried beside it: experts on devices of their own
     step       = microbatch.split(graph, analysis) prologue, loop over microbatches, epilogue
 
 For each layout (how many stages, on how many devices) and number of microbatches that is tried:
@@ -36,7 +37,7 @@ from autopar.base.errors import (
     InexactMicrobatchError,
     PlanMismatchError,
 )
-from autopar.base.methods import BATCH_METHODS, LOOP_METHODS, WHOLE_PARAMETERS
+from autopar.base.methods import LOOP_METHODS, WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
 from autopar.base.plan_records import OutputCertificate, Recomputation
@@ -44,8 +45,6 @@ from autopar.passes import microbatch
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
-from autopar.passes.padding.pad import padded_graph
-from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import stage_layouts
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
@@ -64,6 +63,12 @@ from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.recomputing import recomputed_plans, recomputed_step
 from autopar.passes.planner.refusals import out_of_memory
+from autopar.passes.planner.rewritings import (
+    AS_WRITTEN,
+    Rewriting,
+    check_splits,
+    rewritten_steps,
+)
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.primitives.factor_rule import Rules
@@ -152,10 +157,10 @@ def _all_candidates(search: _LayoutSearch) -> tuple[list[PlannedStep], str]:
     options, cluster = search.options, search.cluster
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
-    for padded in search.padded():
+    for other in search.rewritten():
         best = _quickest(candidates)
-        candidates += padded.candidates(layout, optional=True)[0]
-        search = search if _quickest(candidates) is best else padded
+        candidates += other.candidates(layout, optional=True)[0]
+        search = search if _quickest(candidates) is best else other
     fits = any(candidate.fits for candidate in candidates)
     if not fits and options.remat in ("auto", "override") and not layout.is_pipeline:
         made = recomputed_plans(search.graph, search.split, layout, options, cluster, search.report)
@@ -233,7 +238,7 @@ class _LayoutSearch:
     options: Options
     cluster: Cluster
     report: Report
-    padding: tuple[tuple[int, int], ...] = ()
+    rewriting: Rewriting = AS_WRITTEN
     keep: Keep = lambda candidates: None
 
     @classmethod
@@ -246,33 +251,25 @@ class _LayoutSearch:
         rules = populate(graph.jaxpr)
         return cls(_labelled(graph, rules, options, cluster), rules, options, cluster, report)
 
-    def padded(self) -> Iterator[_LayoutSearch]:
-        """Searches for the same step with loops padded that the devices do not divide."""
-        options = self.options
-        devices = math.lcm(*asked_layout(options, self.cluster).devices)
-        if options.logical_mesh:
-            devices = math.prod(options.logical_mesh)
-        if options.methods.issubset(BATCH_METHODS):
-            return
-        for loops in loops_to_pad(self.graph, self.rules, devices):
-            padding = tuple((loop.size, loop.padded) for loop in loops)
-            self.report("padding " + ", ".join(f"{size} to {more}" for size, more in padding))
-            dims = {place: size for loop in loops for place, size in loop.dims.items()}
-            graph = padded_graph(self.graph, self.rules, dims)
-            rules = populate(graph.jaxpr)
-            yield replace(self, graph=graph, rules=rules, padding=padding)
+    def rewritten(self) -> Iterator[_LayoutSearch]:
+        """Searches for other programs of the same step."""
+        for found in rewritten_steps(self.graph, self.rules, self.options, self.cluster):
+            self.report(str(found))
+            rules = populate(found.graph.jaxpr)
+            yield replace(self, graph=found.graph, rules=rules, rewriting=found.rewriting)
 
     def following(self, plan: Plan) -> _LayoutSearch:
         """The search for the program that a plan was made for.
 
         Raises:
-          PlanMismatchError: it would be padded otherwise now.
+          PlanMismatchError: it would be rewritten otherwise now.
         """
-        searches = itertools.chain([self], self.padded())
-        found = next((search for search in searches if search.padding == plan.padding), None)
+        wanted = Rewriting(plan.padding, plan.expert_blocks)
+        searches = itertools.chain([self], self.rewritten())
+        found = next((search for search in searches if search.rewriting == wanted), None)
         if found is None:
             raise PlanMismatchError(
-                f"The plan pads {plan.padding}, which this program's loops are not.",
+                f"The plan is for the program with {wanted}, and this one is not written so.",
                 why="it was made by another version of autopar.",
                 hint="plan again.",
             )
@@ -295,9 +292,11 @@ class _LayoutSearch:
         if count == 1:
             whole = tuple(OutputCertificate(label.path, "whole batch") for label in graph.outputs)
             if not is_pipeline:
-                return SplitStep(in_phases(graph), self.rules, whole, padding=self.padding)
+                return SplitStep(in_phases(graph), self.rules, whole, rewriting=self.rewriting)
             step = microbatch.in_one_microbatch(graph, self.rules)
-            return SplitStep(step, populate(step.graph.jaxpr), whole, padding=self.padding)
+            rules = populate(step.graph.jaxpr)
+            return SplitStep(step, rules, whole, rewriting=self.rewriting)
+        check_splits(self.rewriting, count)
         self.report(f"splitting the batch into {count} microbatches")
         analyze = microbatch.analyze_one_loop if is_pipeline else microbatch.analyze
         analysis = analyze(
@@ -312,7 +311,7 @@ class _LayoutSearch:
         rules, later = populate(step.graph.jaxpr), ""
         if len(step.loops) > 1:
             later = "keep" if keeps else "recompute"
-        return SplitStep(step, rules, analysis.certificate, count, self.padding, later)
+        return SplitStep(step, rules, analysis.certificate, count, self.rewriting, later)
 
     def candidates(
         self, layout: StageLayout, *, optional: bool = False, bounded: bool = True

@@ -14,7 +14,7 @@ from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.planner.stage_shardings import PlannedStage, SplitStep
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import COLLECTIVES
-from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Relayout
+from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Relayout
 
 
 class _Moving(NamedTuple):
@@ -87,6 +87,9 @@ def _moving(block: Block, pricing: Pricing) -> _Moving:
     for instruction in block.instructions:
         if isinstance(instruction, Relayout):
             total = total.plus(_resharding(instruction, pricing))
+        elif isinstance(instruction, Compute):
+            exchanged = pricing.exchange(instruction.eqn, *instruction.layouts)
+            total = total.plus(_Moving(*exchanged))
         elif isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]
             total = total.plus(_moving(instruction.body, pricing), length)

@@ -37,6 +37,7 @@ from autopar.passes.planner.candidates import (
 )
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.plan_model import step_model
+from autopar.passes.planner.rewritings import AS_WRITTEN
 from autopar.passes.planner.runners_up import runners_up, seconds_per_gib
 from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.primitives.factor_rule import Rules
@@ -97,7 +98,8 @@ def write_plan(
         inputs=inputs,
         outputs=outputs,
         certificate=chosen.split.certificate,
-        padding=chosen.split.padding,
+        padding=chosen.split.rewriting.padding,
+        expert_blocks=chosen.split.rewriting.expert_blocks,
         later_loops=chosen.split.later_loops,
         recomputation=chosen.split.recomputation,
         estimates=Estimates(
@@ -192,7 +194,8 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
     notes = []
     if candidate.is_pipeline:
         notes.append(f"{candidate.schedule.num_stages} stages, {candidate.schedule.name}")
-    notes += [f"{size} padded to {padded}" for size, padded in candidate.split.padding]
+    if candidate.split.rewriting != AS_WRITTEN:
+        notes.append(str(candidate.split.rewriting))
     if candidate.split.later_loops:
         count = len(candidate.split.step.loops)
         does = {"keep": "kept", "recompute": "computed again"}[candidate.split.later_loops]

@@ -22,6 +22,7 @@ from autopar.passes.pieces.piece_costs import PieceCosts
 from autopar.passes.pieces.pieces import StagePiece
 from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.rewritings import AS_WRITTEN, Rewriting
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.build import build
@@ -50,7 +51,7 @@ MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exce
 class SplitStep:
     """A step with its batch split in time, its rules, and how each output is put together.
 
-    `padding` has the sizes of loops that are padded in it, with their sizes there; of a step with
+    `rewriting` says what is written otherwise in its program than in the user's; of a step with
     several loops over the microbatches, `later_loops` says what the later ones do with what earlier
     ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again.
     """
@@ -59,7 +60,7 @@ class SplitStep:
     rules: Rules
     certificate: tuple[OutputCertificate, ...] = ()
     num_microbatches: int = 1
-    padding: tuple[tuple[int, int], ...] = ()
+    rewriting: Rewriting = AS_WRITTEN
     later_loops: str = ""
     recomputation: Recomputation | None = None
 

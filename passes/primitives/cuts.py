@@ -25,12 +25,14 @@ class NotLocalError(Exception):
 class DimCut:
     """A dimension of `major * parts * rest` seen as [major, parts, rest]; we hold [:, index, :].
 
-    `index` is a Python int or a traced int32 scalar. The local size is `major * rest`.
+    `index` is a Python int or a traced int32 scalar. The local size is `major * rest`. Devices hold
+    the other parts along the mesh axes with these names; none: they come at other times.
     """
 
     parts: int
     index: Any
     major: int = 1
+    axes: tuple[str, ...] = ()
 
     def rest(self, size: int) -> int:
         """The length of the contiguous pieces in which a dimension of `size` is cut."""

@@ -38,12 +38,16 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
         kernel = shape_of(eqn.invars[1])
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * results * _size(eqn.invars[1]) // max(out_features, 1)
-    if name == "ragged_dot_general":  # every row meets the matrix of its own group
+    if name in ("ragged_dot_general", primitives.BLOCK_PRODUCT):
+        # Every row meets the matrix of its own group; in blocks, each is in one of them.
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (_, contracted), (_, batch) = numbers.dot_dimension_numbers
         gone = (*contracted, *batch, *numbers.rhs_group_dimensions)
-        columns = [n for dim, n in enumerate(shape_of(eqn.invars[1])) if dim not in gone]
-        return 2 * _size(eqn.invars[0]) * math.prod(columns)
+        left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+        if name == primitives.BLOCK_PRODUCT:
+            left, right = left[1:], right[1:]
+        columns = [n for dim, n in enumerate(right) if dim not in gone]
+        return 2 * math.prod(left) * math.prod(columns)
     if name in primitives.PRODUCTS:
         return 2 * math.prod(factor.size for factor in rule.factors)
     if name in primitives.REDUCTIONS or name in primitives.CUMULATIVE:

@@ -7,6 +7,7 @@ rows has group sizes of its own, and a slice of the groups has its rows somewher
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,11 +21,10 @@ from autopar.passes.primitives.own_rules import Loops
 from autopar.passes.primitives.shardings import shape_of
 
 
-class _RaggedDims:
-    """Where the loops of a grouped product are in its operands."""
+class RaggedDims:
+    """Where the loops of a grouped product are in its operands, of these ranks."""
 
-    def __init__(self, eqn: JaxprEqn):
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
+    def __init__(self, numbers: lax.RaggedDotDimensionNumbers, left_rank: int, right_rank: int):
         contracted, batch = numbers.dot_dimension_numbers
         (self.left_contracted, self.right_contracted), (self.left_batch, self.right_batch) = (
             contracted,
@@ -37,19 +37,32 @@ class _RaggedDims:
             self.right_contracted[self.left_contracted.index(self.rows)] if self.sums_rows else None
         )
         gone = (*self.left_contracted, *self.left_batch)
-        rank = len(shape_of(eqn.invars[0]))
-        self.left_kept = [dim for dim in range(rank) if dim not in gone]
-        rank = len(shape_of(eqn.invars[1]))
-        gone = (*self.right_contracted, *self.right_batch, self.groups)
-        self.right_kept = [dim for dim in range(rank) if dim not in gone]
+        self.left_kept = [dim for dim in range(left_rank) if dim not in gone]
+        groups = () if self.groups is None else (self.groups,)
+        gone = (*self.right_contracted, *self.right_batch, *groups)
+        self.right_kept = [dim for dim in range(right_rank) if dim not in gone]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> RaggedDims:
+        """Of a `ragged_dot_general`."""
+        left, right, _ = map(shape_of, eqn.invars)
+        return cls(eqn.params["ragged_dot_dimension_numbers"], len(left), len(right))
 
 
 def ragged_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
     """The rule of a grouped product; None where its rows are a batch, or groups are shared out."""
     left, right, sizes = map(shape_of, eqn.invars)
-    dims, loops = _RaggedDims(eqn), Loops()
+    dims = RaggedDims.of(eqn)
     if dims.rows in dims.left_batch or len(sizes) != 1 or eqn.params["group_offset"] is not None:
         return None
+    return ragged_rule_of(dims, left, right, sizes)
+
+
+def ragged_rule_of(
+    dims: RaggedDims, left: Sequence[int], right: Sequence[int], sizes: Sequence[int]
+) -> FactorRule:
+    """The rule of a grouped product of operands of these shapes."""
+    loops = Loops()
     # Where rows are summed every group has a result; else every row has one, from its group alone.
     groups = loops.new(sizes[0], "pass" if dims.sums_rows else "sum")
     left_dims: list[DimFactors] = [()] * len(left)
@@ -77,7 +90,7 @@ def ragged_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
 
 def ragged_on_slices(call: LocalCall) -> list[Any]:
     """A grouped product on slices: of its rows, its groups, or what `dot_general` has as well."""
-    dims = _RaggedDims(call.eqn)
+    dims = RaggedDims.of(call.eqn)
     left, right, sizes = call.operands
     left_cuts, right_cuts, _ = call.operand_cuts
     (result_cuts,) = call.result_cuts

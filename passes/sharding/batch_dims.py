@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph.graph import Atom, Graph
-from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.graph.primitives import CONTROL_FLOW, EXCHANGE
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.strategies import outer_factor
@@ -35,6 +35,9 @@ def batch_dims(graph: Graph, rules: Rules) -> BatchDims:
     def transfer(eqn: JaxprEqn, operands: Sequence[frozenset[int]]) -> list[frozenset[int]] | None:
         if eqn.primitive.name in CONTROL_FLOW:
             return None
+        if eqn.primitive.name == EXCHANGE:
+            # What is cut among devices are blocks of experts then; examples are their rows.
+            return [frozenset({int(eqn.params["to_blocks"])} if any(operands) else ())]
         rule = rules[eqn]
         factors = {
             outer_factor(rule, value, dim)

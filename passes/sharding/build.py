@@ -207,10 +207,11 @@ class _Walk(StrategyGraphBuilder):
         options = self.options(eqn, shape, heavy=eqn.primitive.name in OPENS_GROUP)
         label = f"{eqn.primitive.name} {eqn.source_info.name_stack}".strip()
         node = self.boundary(label, user_source(eqn), [o.results[0] for o in options], scope.times)
-        self.built.nodes[node].choices = options
+        self.built.nodes[node].choices, seconds = options, self.built.nodes[node].seconds
         for s, option in enumerate(options):
+            seconds[s] += scope.times * sum(self.pricing.exchange(eqn, *option[1:3]))
             if option.completed:
-                self.built.nodes[node].seconds[s] += scope.times * sum(
+                seconds[s] += scope.times * sum(
                     self.pricing.reshard(
                         a, b, aval_shape(var), itemsize(var.aval), self.built.sum_ratio(var)
                     )
@@ -232,13 +233,12 @@ class _Walk(StrategyGraphBuilder):
                 self.link(value, [s.operands[position] for s in found], node, scope.times)
         whole = scope.times * self.pricing.compute(eqn, shape.rule)
         start = scope.times * self.pricing.start(eqn)
-        seconds = self.built.nodes[node].seconds
         for s, strategy in enumerate(found):
-            seconds[s] += start + whole / strategy.division
-        fused = eqn.primitive.name not in UNFUSED
+            self.built.nodes[node].seconds[s] += start + whole / strategy.division
+        layouts = zip(*(s.results for s in found), strict=True)
         results: list[ScopeValue] = [
-            self.assigned(node, tuple(s.results[r] for s in found), v, fused)
-            for r, v in enumerate(eqn.outvars)
+            self.assigned(node, made, v, eqn.primitive.name not in UNFUSED)
+            for made, v in zip(layouts, eqn.outvars, strict=True)
         ]
         if all(math.prod(aval_shape(v)) <= 1 for v in eqn.outvars):
             results = [Replicated() for _ in eqn.outvars]

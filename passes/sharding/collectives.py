@@ -8,6 +8,8 @@ from functools import partial
 
 from autopar.base.plan_records import Collective
 from autopar.passes.graph.graph import user_source
+from autopar.passes.primitives.exchanges import EXPECTED_ROUNDS
+from autopar.passes.sharding.exchange_rounds import exchange_round
 from autopar.passes.sharding.reshard import COLLECTIVES
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -30,7 +32,8 @@ def collectives_of(
 ) -> Iterator[Collective]:
     """The collectives of a step: `bytes` is the larger of what one device puts in and gets out.
 
-    `times` counts a loop's trips; both branches of a cond are listed.
+    `times` counts a loop's trips; both branches of a cond are listed, and of an exchange of rows as
+    many rounds as are expected.
 
     Args:
       program: gives the mesh, and where in the user's code values are made.
@@ -58,6 +61,20 @@ def _walk(
                         source="" if is_literal(instruction.source) else source_of.get(atom, ""),
                         dtype=str(dtype),
                     )
+        elif isinstance(instruction, Compute):
+            operands, results = instruction.layouts
+            found = exchange_round(instruction.eqn, operands, results, program.mesh)
+            if found is not None:
+                step, size = found
+                yield Collective(
+                    kind=step.kind,
+                    axes=tuple(program.axis_names[a] for a in step.axes),
+                    bytes=size,
+                    times=times * EXPECTED_ROUNDS,
+                    purpose="activation",
+                    source=short_source(user_source(instruction.eqn)),
+                    dtype=str(instruction.eqn.invars[0].aval.dtype),
+                )
         elif isinstance(instruction, Loop):
             trips = instruction.eqn.params["length"]
             yield from _walk(instruction.body, times * trips, program, source_of)

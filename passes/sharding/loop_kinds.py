@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs
-from autopar.passes.graph.primitives import ADDS, CONTROL_FLOW, PRODUCTS
+from autopar.passes.graph.primitives import ADDS, BLOCK_PRODUCT, CONTROL_FLOW, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.sharding.batch_dims import BatchDims, batch_dims, made_from_state
 from autopar.passes.sharding.strategies import outer_factor
@@ -193,7 +193,12 @@ class _KindsWalk:
                     self.marks[self.dims.root((table, dim))].add(INNER)
 
     def groups(self, eqn: JaxprEqn, rule: FactorRule) -> Iterator[tuple[Place, int]]:
-        """Loops of a grouped product over its groups: of one operand alone, and summed."""
+        """Loops of a grouped product over its groups: of one operand alone, and summed.
+
+        Or over blocks of groups, which all values have.
+        """
+        if eqn.primitive.name == BLOCK_PRODUCT:
+            yield self.dims.root((eqn.invars[1], 0)), rule.operands[1][0][0]
         if eqn.primitive.name != "ragged_dot_general":
             return
         left, right = ({f for dim in value for f in dim} for value in rule.operands[:2])

@@ -9,7 +9,10 @@ lies as the search likes it.
 - `megatron_sp`: where nothing is inner, the tensor axis cuts the sequence: the residual stream with
   its norms and dropouts.
 - `expert`: the tensor axis cuts the experts in their products with activations, and the batch
-  elsewhere.
+  elsewhere. The rows of grouped products go to blocks of experts (`passes/experts/`) where that is
+  quicker than to gather them: of `k` experts a token on `n` devices, an even routing sends `k / n`
+  of the bytes that gathering all tokens takes (one and a half times that is priced), and each
+  device has places for all rows, as if it had gathered them.
 
 (Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in
 Large Transformer Models", MLSys 2023; Lepikhin et al., "GShard", ICLR 2021.)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from jax.extend.core import JaxprEqn
 from autopar.base.cluster import Cluster
 from autopar.base.costs import alpha_beta, roofline_seconds
 from autopar.passes.graph.primitives import KERNELS, PRODUCTS
+from autopar.passes.primitives.exchanges import EXPECTED_ROUNDS
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
+from autopar.passes.sharding.exchange_rounds import exchange_round
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, adding, reshard_steps
 from autopar.passes.sharding.traffic import MemoryTraffic, alone
@@ -81,6 +84,16 @@ class Pricing:
                 else (0.0, 1 / self.cluster.device.memory_bandwidth)
             )
         return self._alpha_beta[key]
+
+    def exchange(
+        self, eqn: JaxprEqn, operands: Sequence[Layout], results: Sequence[Layout]
+    ) -> tuple[float, float]:
+        """Seconds of what devices exchange inside an equation: latency, and moving bytes."""
+        found = exchange_round(eqn, operands, results, self.mesh)
+        if found is None:
+            return 0.0, 0.0
+        alpha, beta = self.step(found[0])
+        return EXPECTED_ROUNDS * alpha, EXPECTED_ROUNDS * beta * found[1]
 
     def compute(self, eqn: JaxprEqn, rule: FactorRule) -> float:
         """Seconds of one equation on one device, undivided, without starting its kernel."""

@@ -50,6 +50,11 @@ class Compute:
     task: Task | None = None
     movable: bool = False
 
+    @property
+    def layouts(self) -> tuple[list[Layout], list[Layout]]:
+        """How operands and results lie."""
+        return [v.layout for v in self.operands], [v.layout for v in self.results]
+
 
 @dataclass(frozen=True)
 class Relayout:

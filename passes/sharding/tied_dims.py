@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.graph import Atom, inner_jaxprs
-from autopar.passes.graph.primitives import CONTROL_FLOW, SCATTERS
+from autopar.passes.graph.primitives import CONTROL_FLOW, EXCHANGE, SCATTERS
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
 
@@ -63,7 +63,7 @@ def ties(
 
 
 def tied_factors(eqn: JaxprEqn, rule: FactorRule) -> Iterator[int]:
-    """Factors that are outermost wherever they occur, and pick no places."""
+    """Factors that are outermost wherever they occur, and pick no places or devices."""
     if any(is_key(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars)):
         return
     inner: set[int] = set()
@@ -72,6 +72,8 @@ def tied_factors(eqn: JaxprEqn, rule: FactorRule) -> Iterator[int]:
             inner.update(f for f in dim if f != outermost(rule, dim))
     if eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS:
         inner.update(f for dim in rule.operands[1] for f in dim)
+    if eqn.primitive.name == EXCHANGE:  # rows of any share go to any block
+        inner.update(rule.operands[0][0])
     for factor, about in enumerate(rule.factors):
         if about.size > 1 and about.kind != "replicated" and factor not in inner:
             yield factor

@@ -116,10 +116,11 @@ def scaled_mixture(experts: int, width: int, hidden: int) -> Weights:
     return {"scale": shaped(width), **mixture_shapes(experts, width, hidden)}
 
 
-def test_experts_are_sent_their_tokens() -> None:
+@pytest.mark.parametrize("loss", [mixture_loss, grouped(8)], ids=["one-hot", "ragged"])
+def test_experts_are_sent_their_tokens(loss: Any) -> None:
     x = shaped(16, 2048, 4096, dtype=jnp.bfloat16)
     weights = scaled_mixture(8, 4096, 14336)
-    moved, specs = large(descent(mixture_loss), weights, x, "expert")
+    moved, specs = large(descent(loss), weights, x, "expert")
     assert moved == {"all-to-all": 4}
     assert specs["up"] == specs["down"] == (("x",), (), ())
     assert specs["router"] == ((), ())

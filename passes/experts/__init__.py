@@ -1,0 +1,1 @@
+"""Expert parallelism of grouped products, written into the program."""

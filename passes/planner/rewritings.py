@@ -1,0 +1,95 @@
+"""Other programs of a step that are planned beside it: loops padded, experts in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import InexactMicrobatchError
+from autopar.base.methods import BATCH_METHODS
+from autopar.base.options import Options
+from autopar.passes.experts.blocks import in_blocks, num_groups
+from autopar.passes.graph.graph import Graph
+from autopar.passes.padding.pad import padded_graph
+from autopar.passes.padding.uneven import loops_to_pad
+from autopar.passes.planner.layouts import asked_layout, logical_meshes, submesh
+from autopar.passes.primitives.factor_rule import Rules
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """How a program is written: sizes of loops that are padded, and blocks of experts (0: none)."""
+
+    padding: tuple[tuple[int, int], ...] = ()
+    expert_blocks: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{size} padded to {more}" for size, more in self.padding]
+        if self.expert_blocks:
+            parts.append(f"rows sent to {self.expert_blocks} blocks of experts")
+        return ", ".join(parts) or "nothing changed"
+
+
+AS_WRITTEN = Rewriting()
+
+
+@dataclass(frozen=True)
+class RewrittenStep:
+    """A step, written otherwise."""
+
+    graph: Graph
+    rewriting: Rewriting
+
+    def __str__(self) -> str:
+        return f"the step with {self.rewriting}"
+
+
+def rewritten_steps(
+    graph: Graph, rules: Rules, options: Options, cluster: Cluster
+) -> Iterator[RewrittenStep]:
+    """The programs that are worth planning as well."""
+    if options.methods.issubset(BATCH_METHODS):
+        return
+    devices = math.lcm(*asked_layout(options, cluster).devices)
+    if options.logical_mesh:
+        devices = math.prod(options.logical_mesh)
+    for loops in loops_to_pad(graph, rules, devices):
+        padding = tuple((loop.size, loop.padded) for loop in loops)
+        dims = {place: size for loop in loops for place, size in loop.dims.items()}
+        yield RewrittenStep(padded_graph(graph, rules, dims), Rewriting(padding))
+    blocks = _expert_blocks(graph, options, cluster)
+    if blocks > 1:
+        yield RewrittenStep(in_blocks(graph, blocks), Rewriting(expert_blocks=blocks))
+
+
+def _expert_blocks(graph: Graph, options: Options, cluster: Cluster) -> int:
+    """One block for each device that can have experts; at most 1: it is not worth it.
+
+    Where experts are asked for, these are the devices of the last axis.
+    """
+    groups = num_groups(graph)
+    wants = options.methods & {"auto", "shard", "expert"}
+    if groups < 2 or not wants or options.microbatches not in ("auto", 1):
+        return 0
+    layout = asked_layout(options, cluster)
+    part = submesh(cluster, math.gcd(*layout.devices))
+    (mesh, *_) = logical_meshes(options, part, graph, of_stage=layout.is_pipeline)
+    if "expert" in wants:
+        return mesh[-1] if groups % mesh[-1] == 0 else 0
+    return math.gcd(groups, math.prod(mesh))
+
+
+def check_splits(rewriting: Rewriting, count: int) -> None:
+    """Refuse microbatches of a program that sorts the rows of the whole batch.
+
+    Raises:
+      InexactMicrobatchError: rows are sent to experts, and there are several microbatches.
+    """
+    if rewriting.expert_blocks and count > 1:
+        raise InexactMicrobatchError(
+            "Rows are sent to blocks of experts for the whole batch.",
+            why=f"they are sorted by expert, which {count} microbatches would do for each.",
+            hint="use microbatches=1.",
+        )
