@@ -17,8 +17,11 @@ endif
 
 CHOOSE := autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11
 
-# What the tests compute must not depend on the machine's accelerators.
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
+# What the tests compute must not depend on the machine's accelerators. They start many processes,
+# Ray's above all: without bytecode, which the environment comes without and which some machines
+# forbid to write next to sources, each would compile all of JAX's Python code anew.
+PYTEST := JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(ENV)/bytecode \
+  $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal
 
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
 SLOW := auto_stages backward_scans checkpoints collectives docs endings examples fuzz localize lower odd_steps \

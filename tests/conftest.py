@@ -1,5 +1,6 @@
 """What all tests share: eight virtual devices and narrow exceptions to "warnings are errors"."""
 
+import gc
 import os
 from importlib import metadata
 
@@ -25,6 +26,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # LLVM's expensive passes are three quarters of what is left. They change neither what XLA
 # partitions nor which collectives it keeps.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# Tracing and planning make many objects and few cycles. At its usual pace, Python's search for cycles
+# is a twelfth of the time; what a test leaves behind is found all the same, only later.
+gc.set_threshold(100_000, 20, 50)
 
 LIBRARY_WARNINGS: tuple[str, ...] = ()
 """Warnings that libraries of the programs raise about themselves, each with its reason."""
