@@ -27,8 +27,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # partitions nor which collectives it keeps.
 jax.config.update("jax_disable_most_optimizations", True)
 
-# Tracing and planning make many objects and few cycles. At its usual pace, Python's search for cycles
-# is a twelfth of the time; what a test leaves behind is found all the same, only later.
+# Tracing and planning make many objects and few cycles. At its usual pace, Python's search for
+# cycles is a twelfth of the time; what a test leaves behind is found all the same, only later.
 gc.set_threshold(100_000, 20, 50)
 
 LIBRARY_WARNINGS: tuple[str, ...] = ()

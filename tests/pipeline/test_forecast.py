@@ -74,7 +74,7 @@ def costs_of(parts: PipelineParts, meshes: int, data: st.DataObject | None = Non
     return StepCosts(runs, transfer_seconds, (2,) * meshes, inside)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 64), st.booleans(), st.data())
 def test_a_forecast_is_the_simulation_of_the_whole_list(
     named: tuple[str, int], meshes: int, count: int, weights: bool, data: st.DataObject
