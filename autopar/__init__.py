@@ -9,7 +9,8 @@ by an integer linear program and run on every device of a cluster:
     def train_step(state, batch): ...
 
 `parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any
-device, `scaling` compares clusters, and `Checkpoints` keeps its states in files.
+device, `scaling` compares clusters, `verify` asks the compiler of devices that are not there, and
+`Checkpoints` keeps states in files.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .local_functions import local
     from .plans.plan import Plan
     from .scaling_study import scaling
+    from .step_verification import verify
 else:
     __getattr__, __dir__ = _lazy.exports(
         __name__,
@@ -51,10 +53,12 @@ else:
             "parallelize": ".api",
             "plan": ".api",
             "scaling": ".scaling_study",
+            "verify": ".step_verification",
         },
     )
 
 __all__ = [
     "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "Stage", "__version__",
     "check_rule", "compile", "errors", "local", "parallelize", "plan", "scaling",
+    "verify",
 ]  # fmt: skip

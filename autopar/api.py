@@ -16,6 +16,7 @@ from autopar.base.user_code import shorten, shortens
 from autopar.passes.graph import jax_compat
 from autopar.passes.trace.graph_objects import objects_apart, signature_of_call
 from autopar.passes.trace.signature import Convention, Signature
+from autopar.plan_verification import Verifier
 from autopar.plans.plan import Plan
 from autopar.requests import (
     ClusterOrName,
@@ -321,7 +322,7 @@ def plan(
         traced = trace_step(fn, args, kwargs, request, progress)
         made = plan_traced(traced, request, *request.load(), progress).plan
         progress.conclude(in_brief(made))
-        return made
+        return made.knowing(Verifier(traced, request, name_of(fn)))
 
 
 def trace_step(

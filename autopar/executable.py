@@ -37,7 +37,6 @@ from autopar.call_checks import (
 )
 from autopar.initialize import initialize
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Input
 from autopar.passes.planner.compiler import Compiled
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.graph_objects import (
@@ -53,6 +52,7 @@ from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
 from autopar.requests import name_of
 from autopar.runtime import distributed
+from autopar.runtime.ahead import leaves_to_donate, twin
 from autopar.runtime.compiled_pieces import PIECE_MARK
 from autopar.runtime.local import LocalProgram, PipelineStep
 from autopar.runtime.same_plan import compare_processes
@@ -134,18 +134,13 @@ class Executable:
         """What a call needs to know, computed once."""
         signature, inputs = self._traced.signature, self._traced.graph.inputs
         shapes, leaves = signature.shapes, range(self._traced.num_arrays)
-
-        def is_donated(i: int) -> bool:
-            if not inputs[i].donated:
-                return False
-            result = self._out_shardings[_twin(inputs[i])]
-            return bool(self._in_shardings[i].is_equivalent_to(result, len(shapes[i].shape)))
-
-        self._donated = [i for i in leaves if is_donated(i)]
+        self._donated = leaves_to_donate(
+            inputs[: self._traced.num_arrays], shapes, self._in_shardings, self._out_shardings
+        )
         self._kept = sorted(set(leaves).difference(self._donated))
         self._pick_donated = picker([signature.array_positions[i] for i in self._donated])
         self._pick_kept = picker([signature.array_positions[i] for i in self._kept])
-        self._pick_next = picker([_twin(inputs[i]) for i in self._donated])
+        self._pick_next = picker([twin(inputs[i]) for i in self._donated])
         self._kept_shapes = [shapes[i].shape for i in self._kept]
         self._kept_weak = [shapes[i].weak_type for i in self._kept]
         sizes = [math.prod(shapes[i].shape) for i in self._donated]
@@ -521,8 +516,3 @@ class Executable:
 
     def __repr__(self) -> str:
         return f"<Executable {self._name}: {self.plan!r}>"
-
-
-def _twin(label: Input) -> int:
-    assert label.alias is not None, label
-    return label.alias

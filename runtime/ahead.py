@@ -8,10 +8,13 @@ program is called through `jax.jit`, which does not ask.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from autopar.passes.graph.graph import Input
 
 
 class AroundCompiled(abc.ABC):
@@ -46,6 +49,34 @@ class CalledByJit(AroundCompiled):
 
     def __call__(self, *args: Any) -> Any:
         return self._jitted(*args)
+
+
+def leaves_to_donate(
+    inputs: Sequence[Input],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    in_shardings: Sequence[Any],
+    out_shardings: Sequence[Any],
+) -> list[int]:
+    """The numbers of the leaves whose memory a step may take: the next ones lie where they lie.
+
+    Args:
+      inputs: the labels of a call's leaves.
+      shapes: those that it was compiled for.
+      in_shardings: where they are.
+      out_shardings: where the results are.
+    """
+    return [
+        i
+        for i, label in enumerate(inputs)
+        if label.donated
+        and in_shardings[i].is_equivalent_to(out_shardings[twin(label)], len(shapes[i].shape))
+    ]
+
+
+def twin(label: Input) -> int:
+    """The result that the next call takes in place of a leaf."""
+    assert label.alias is not None, label
+    return label.alias
 
 
 def compile_ahead(

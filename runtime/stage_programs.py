@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,14 +120,13 @@ class StagePrograms:
 
     def variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
         """A compiled function for every piece and every set of values that it donates."""
-        found: dict[tuple[str, tuple[int, ...]], Any] = {}
-        by_name = {piece.name: piece for piece in self.pieces.pieces}
-        for x in itertools.chain(*self.program.meshes):
-            if isinstance(x, Run) and x.stage in self.stage_meshes:
-                key = (x.piece, donated_numbers(x))
-                if key not in found:
-                    found[key] = self._compile(by_name[x.piece], key[1])
-        return found
+        own = (piece.name for piece in self.pieces.pieces if piece.stage in self.stage_meshes)
+        return {key: self.variant(key) for key in variants_of(self.program, own)}
+
+    def variant(self, key: tuple[str, tuple[int, ...]]) -> Any:
+        """One of them."""
+        piece = next(piece for piece in self.pieces.pieces if piece.name == key[0])
+        return self._compile(piece, key[1])
 
     def function_of(self, piece: StagePiece) -> PieceFunction:
         """A piece as a function of global arrays, to be called inside a `jax.jit`."""
@@ -198,6 +197,15 @@ class StagePrograms:
         outputs, values = set(self.pieces.outputs), self.program.value_of
         inner = [buffer for buffer in lasting if buffer.value not in outputs]
         return min(inner, key=lambda b: values[b.value].bytes_per_device, default=None)
+
+
+def variants_of(
+    program: PipelineProgram, pieces: Iterable[str]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Of these pieces every one with every set of values that it donates, as they first run."""
+    own = {*pieces}
+    runs = (x for x in itertools.chain(*program.meshes) if isinstance(x, Run) and x.piece in own)
+    return list(dict.fromkeys((x.piece, donated_numbers(x)) for x in runs))
 
 
 def donated_numbers(run: Run) -> tuple[int, ...]:

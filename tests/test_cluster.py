@@ -28,12 +28,13 @@ def test_docstrings(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
 
 
-def hardware() -> dict[str, Any]:
-    return tomllib.loads(resources.files("autopar").joinpath("base/data/hardware.toml").read_text())
+def data(name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("autopar").joinpath(f"base/data/{name}").read_text())
 
 
-def test_every_number_of_the_table_names_its_source() -> None:
-    table = hardware()
+@pytest.mark.parametrize("name", ["hardware.toml", "gpu_targets.toml"])
+def test_every_number_of_the_tables_names_its_source(name: str) -> None:
+    table = data(name)
     used = set()
 
     def visit(node: Any, where: str) -> None:
@@ -46,8 +47,8 @@ def test_every_number_of_the_table_names_its_source() -> None:
         else:
             assert isinstance(node, str), f"{where} is a number without a source"
 
-    visit(table["devices"], "devices")
-    visit(table["systems"], "systems")
+    for part in set(table) - {"sources", "aliases"}:
+        visit(table[part], part)
     assert used == set(table["sources"])
 
 

@@ -39,6 +39,7 @@ PUBLIC = {
     "errors",
     "local",
     "scaling",
+    "verify",
 }
 
 

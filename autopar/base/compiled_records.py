@@ -49,3 +49,38 @@ class ProgramMemory(Record):
             f"{total}: arguments {arguments}, results {outputs} (of which {aliased} in the memory "
             f"of arguments), temporary {temporaries}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCollective(Record):
+    """A collective in a compiled program, as in a plan's list: of `axes`, in so many trips.
+
+    `bytes` are those of one run, of all collectives of that kind, axes and number of trips.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFinding(Record):
+    """What a compiler made of one program, or why it made nothing of it.
+
+    Args:
+      memory: of one device.
+      flops, bytes_accessed: what the compiler counts, 0 where it does not.
+      collectives: what it keeps.
+      warnings: what JAX and the compiler said of it.
+      seconds: how long it compiled.
+      failure: the compiler's words where it failed; "" else.
+    """
+
+    memory: ProgramMemory | None = None
+    flops: float = 0.0
+    bytes_accessed: float = 0.0
+    collectives: tuple[CompiledCollective, ...] = ()
+    warnings: tuple[str, ...] = ()
+    seconds: float = 0.0
+    failure: str = ""

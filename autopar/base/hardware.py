@@ -14,7 +14,18 @@ from typing import Any
 @functools.cache
 def table() -> dict[str, Any]:
     """The hardware table, with plain numbers in place of numbers and their sources."""
-    file = resources.files("autopar").joinpath("base/data/hardware.toml")
+    return _plain_numbers("hardware.toml")
+
+
+@functools.cache
+def gpu_targets() -> dict[str, Any]:
+    """What XLA's GPU compiler is told of GPUs: `gpus` by their names, and `limits` of all."""
+    return _plain_numbers("gpu_targets.toml")
+
+
+def _plain_numbers(name: str) -> dict[str, Any]:
+    """A table of `base/data`, with plain numbers in place of numbers and their sources."""
+    file = resources.files("autopar").joinpath(f"base/data/{name}")
 
     def values(node: Any) -> Any:
         if not isinstance(node, dict):

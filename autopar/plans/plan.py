@@ -10,17 +10,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
+from autopar.base.errors import AutoparError
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import Differences, dump_json
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
+from autopar.base.user_code import shortens
 from autopar.passes.pipeline.what_if import Simulation, what_if
 
 if TYPE_CHECKING:
     from autopar.report.explanation import Explanation
     from autopar.report.throughput import Throughput
+    from autopar.report.verification_report import Verification
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,6 +100,56 @@ class Plan(PlanRecord):
         from autopar.report.reasons import explain
 
         return explain(self, name)
+
+    @shortens
+    def verify(
+        self,
+        target: str,
+        *,
+        cache: bool | str | os.PathLike[str] = True,
+        processes: int | None = None,
+        compile_seconds: float = 1800.0,
+    ) -> Verification:
+        """Compile every distinct piece for a target, whose devices need not be there, and compare.
+
+        Only for a plan that was made in this process, which knows its step. With one from a file,
+        `autopar.verify(step, *args, plan=plan, target=target)`.
+
+        Args:
+          target: "cpu", "gpu:h100", "gpu:h200", "gpu:a100" (these need `autopar[gpu-check]`), or a
+            slice of TPUs such as "tpu:v5e:2x4", "tpu:v4:2x2x1" (`autopar[tpu-check]`).
+          cache: whether what was compiled once is kept in the user's cache folder, or in which
+            folder.
+          processes: how many compile at a time; by default as many as there are cores.
+          compile_seconds: how long one program may take to compile.
+
+        Returns:
+          A `Verification`, which prints: of every stage the memory planned and compiled, of every
+          piece what the compiler says, the collectives planned and compiled, warnings, a verdict. A
+          compiler that fails is a finding with its words. After Ctrl-C it has what was compiled.
+
+        Raises:
+          OptionError: there is no such target; says which there are.
+          AutoparError: its compiler is not installed, or the plan does not know its step.
+          DeviceError: the target has fewer devices than the plan needs.
+        """
+        verifier: Callable[..., Verification] | None = self.__dict__.get("_verifier")
+        if verifier is None:
+            raise AutoparError(
+                "The plan does not know its step.",
+                why="it is from a file, or was changed, and a plan holds no program.",
+                hint=f"autopar.verify(step, *args, plan=plan, target={target!r}).",
+            )
+        more: dict[str, Any] = {"processes": processes, "compile_seconds": compile_seconds}
+        return verifier(self, target, cache=cache, **more)
+
+    def knowing(self, verifier: Callable[..., Verification]) -> Plan:
+        """This plan, which knows how its step is verified: beside its fields, in no file."""
+        self.__dict__["_verifier"] = verifier
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_verifier"}
 
     @property
     def throughput(self) -> Throughput:

@@ -10,7 +10,7 @@ import pytest
 from programs import PROGRAMS
 
 import autopar
-from sharding import hlo
+from autopar.runtime.verification import hlo_collectives as hlo
 
 METHODS = ("data", "zero1", "zero2", "zero3", "shard")
 

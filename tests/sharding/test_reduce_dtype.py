@@ -20,7 +20,7 @@ from autopar.passes.sharding.collectives import collectives
 from autopar.passes.trace.trace import trace
 from autopar.runtime.spmd import block_function, partition_spec
 from autopar.runtime.stage_programs import mesh_of
-from sharding import hlo
+from autopar.runtime.verification import hlo_collectives as hlo
 
 WIDTH, HIDDEN, BATCH = 32, 64, 64
 CLUSTER = autopar.Cluster.preset("dgx-h100")

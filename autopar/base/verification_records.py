@@ -1,0 +1,173 @@
+"""What a plan promised beside what a compiler made of it, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.base.compiled_records import ProgramFinding
+from autopar.base.records import Record
+
+TOLERANCE = 0.05
+"""By what share a device may need more than planned before a verdict says so."""
+
+SMALL_BYTES = 8 << 20
+"""What nobody counts: compilers round up, and a TPU's has some megabytes of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceCheck(Record):
+    """One compiled piece of a plan ("step": a plan of one piece).
+
+    Args:
+      piece: its name: "F0" is the forward task of stage 0; one that is compiled once more because
+        it donates other values has a number behind it.
+      stage: that runs it.
+      task: "prologue", "F", "B", "W" or "epilogue".
+      runs: how often in a step.
+      planned_inside: bytes per device that it was planned to need beside what it takes and returns.
+      same_as: another piece that is the same program, and was compiled for both; "" else.
+      known: its finding was kept from an earlier verification.
+      finding: what the compiler made of it; None: it was not compiled (interrupted).
+    """
+
+    piece: str
+    stage: int
+    task: str
+    runs: int
+    planned_inside: int
+    same_as: str = ""
+    known: bool = False
+    finding: ProgramFinding | None = None
+
+    @property
+    def failure(self) -> str:
+        """Why there is nothing of it; "" where there is."""
+        if self.finding is None:
+            return "not compiled"
+        return self.finding.failure
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCheck(Record):
+    """The memory of one device of a stage at its worst moment.
+
+    `compiled_bytes` are None where a piece of its mesh was not compiled; `limit_bytes` are what the
+    target's device has, None where nobody knows.
+    """
+
+    stage: int
+    mesh: int
+    planned_bytes: int
+    compiled_bytes: int | None
+    limit_bytes: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned over compiled."""
+        return self.planned_bytes / self.compiled_bytes if self.compiled_bytes else None
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        if self.compiled_bytes is None:
+            return "not compiled"
+        if self.limit_bytes is not None and self.compiled_bytes > self.limit_bytes:
+            return "does not fit"
+        if self.compiled_bytes - self.planned_bytes > max(
+            TOLERANCE * self.planned_bytes, SMALL_BYTES
+        ):
+            return "needs more than planned"
+        return "holds"
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveCheck(Record):
+    """Collectives of one kind over the same axes, in one kind of task of a stage.
+
+    Bytes are those of one run of all of them; they run `times` in a step, more than once in a loop
+    over layers or microbatches, or for every microbatch of a pipeline. `sources` are the lines that
+    the plan has for them.
+    """
+
+    stage: int
+    task: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    planned_bytes: int
+    compiled_bytes: int
+    sources: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the compiler keeps what was planned."""
+        return self.planned_bytes == self.compiled_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class VerificationRecord(Record):
+    """The fields of a `Verification`, and its JSON form.
+
+    Args:
+      target: what it was compiled for.
+      compiler: what that target's compiler calls itself.
+      autopar_version, jax_version: that compiled.
+      program_hash, decisions_hash: of the plan.
+      plan: the plan in one line.
+      pieces: every compiled piece.
+      stages: the memory of every stage.
+      collectives: those that are planned or compiled, by stage and task.
+      interrupted: Ctrl-C came before everything was compiled.
+    """
+
+    target: str
+    compiler: str
+    autopar_version: str
+    jax_version: str
+    program_hash: str
+    decisions_hash: str
+    plan: str
+    pieces: tuple[PieceCheck, ...]
+    stages: tuple[StageCheck, ...]
+    collectives: tuple[CollectiveCheck, ...]
+    interrupted: bool = False
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The compiler's words by piece, of those that failed."""
+        return {x.piece: x.failure for x in self.pieces if x.finding is not None and x.failure}
+
+    @property
+    def warnings(self) -> dict[str, tuple[str, ...]]:
+        """What JAX and the compiler said, by piece."""
+        told = {x.piece: x.finding.warnings for x in self.pieces if x.finding is not None}
+        return {piece: lines for piece, lines in told.items() if lines}
+
+    @property
+    def differences(self) -> tuple[CollectiveCheck, ...]:
+        """The collectives that the compiler does not keep as planned."""
+        return tuple(x for x in self.collectives if not x.agrees)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all that was compiled now, one after the other."""
+        return sum(
+            x.finding.seconds for x in self.pieces if x.finding and not x.known and not x.same_as
+        )
+
+    @property
+    def verdict(self) -> str:
+        """In a few words: "holds", or what does not."""
+        wrong = [x.verdict for x in self.stages if x.verdict not in ("holds", "not compiled")]
+        if self.failures:
+            wrong.append("the compiler failed")
+        if self.interrupted:
+            wrong.append("interrupted")
+        if self.differences:
+            wrong.append("other collectives than planned")
+        return ", ".join(dict.fromkeys(wrong)) or "holds"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the compiler keeps every promise of the plan."""
+        return self.verdict == "holds"

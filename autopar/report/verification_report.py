@@ -1,0 +1,137 @@
+"""`Verification`: what a compiler made of a plan, as tables, to save and to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from autopar.base.errors import PlanMismatchError
+from autopar.base.records import dump_json
+from autopar.base.units import format_bytes, format_seconds
+from autopar.base.user_code import shortens
+from autopar.base.verification_records import CollectiveCheck, VerificationRecord
+from autopar.report.rich_parts import add_row, as_text, captioned, new_table
+
+_WORDS = 600  # letters of a compiler's words in a report
+
+
+class Verification(VerificationRecord):
+    """A plan held against the compiler of a target; `print` shows it.
+
+    Its fields are those of `VerificationRecord`: `stages` with the memory planned and compiled,
+    `pieces` with what the compiler says of each, `collectives`, and `verdict` in a few words.
+    """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as JSON."""
+        Path(path).write_text(dump_json(self.to_dict()), encoding="utf-8")
+
+    @classmethod
+    @shortens
+    def load(cls, path: str | os.PathLike[str]) -> Verification:
+        """Reads a file that `save` wrote.
+
+        Raises:
+          PlanMismatchError: the file is no verification.
+          OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise PlanMismatchError(
+                "The file is not a verification.",
+                where=os.fspath(path),
+                why=f"{error}.",
+                hint="give a file that Verification.save wrote.",
+            ) from None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(f"{self.plan}\non {self.target}, by {self.compiler.splitlines()[0]}")
+        yield _memory_table(self)
+        yield _piece_table(self)
+        yield _collective_table(self)
+        for piece, words in self.failures.items():
+            yield Text(f"{piece} failed: {words[:_WORDS]}\n", style="red")
+        for piece, lines in self.warnings.items():
+            for line in lines:
+                yield Text(f"{piece}: {line[:_WORDS]}\n")
+        yield Text(f"Verdict: {self.verdict}.", style="bold" if self.holds else "bold red")
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Verification on {self.target}: {self.verdict}>"
+
+
+def _size(size: int | None) -> str:
+    return "-" if size is None else format_bytes(size)
+
+
+def _memory_table(made: VerificationRecord) -> Any:
+    right = ("mesh", "planned", "compiled", "planned / compiled", "of the device")
+    table = new_table("Memory of a device", "stage", *right, "verdict", right=right)
+    for stage in made.stages:
+        limit, found = stage.limit_bytes, stage.compiled_bytes
+        add_row(
+            table,
+            str(stage.stage),
+            str(stage.mesh),
+            _size(stage.planned_bytes),
+            _size(found),
+            "-" if stage.ratio is None else f"{stage.ratio:.2f}",
+            "-" if not limit or found is None else f"{found / limit:.0%}",
+            stage.verdict,
+            style="" if stage.verdict == "holds" else "red",
+        )
+    return table
+
+
+def _piece_table(made: VerificationRecord) -> Any:
+    right = ("runs", "arguments", "results", "aliased", "inside", "planned inside", "compiled in")
+    table = new_table("What the compiler made", "piece", *right, "", right=right)
+    for x in made.pieces:
+        memory = None if x.finding is None else x.finding.memory
+        if x.finding is None or memory is None:
+            add_row(table, x.piece, str(x.runs), *["-"] * 6, "failed" if x.finding else "missing")
+            continue
+        said = f"same as {x.same_as}" if x.same_as else "known before" if x.known else ""
+        add_row(
+            table,
+            x.piece,
+            str(x.runs),
+            *map(_size, (memory.arguments, memory.outputs, memory.aliased, memory.temporaries)),
+            _size(x.planned_inside),
+            "" if said else format_seconds(x.finding.seconds),
+            said,
+        )
+    return table
+
+
+def _collective_table(made: VerificationRecord) -> Any:
+    right = ("times", "planned", "compiled")
+    table = new_table("Collectives", "stage", "task", "kind", "axes", *right, "", right=right)
+    agreeing: defaultdict[tuple[int, str], list[CollectiveCheck]] = defaultdict(list)
+    for x in made.collectives:
+        agreeing[x.stage, x.task].append(x)
+    for (stage, task), checks in agreeing.items():
+        for x in checks:
+            add_row(
+                table,
+                str(stage),
+                task,
+                x.kind,
+                " ".join(x.axes),
+                str(x.times),
+                _size(x.planned_bytes),
+                _size(x.compiled_bytes),
+                "" if x.agrees else f"differs {' '.join(x.sources[:3])}".strip(),
+                style="" if x.agrees else "red",
+            )
+    return captioned(table, "Bytes of one run of all of a kind; times a step.")

@@ -1,0 +1,216 @@
+"""Holds a plan against a compiler: what was promised beside what the findings say."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from autopar.base.compiled_records import ProgramFinding
+from autopar.base.hardware import num_cores
+from autopar.base.verification_records import CollectiveCheck, PieceCheck, StageCheck
+from autopar.base.version import __version__
+from autopar.passes.graph.graph import Graph
+from autopar.passes.pieces.piece_costs import inner_bytes
+from autopar.passes.pieces.pieces import Runnable
+from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
+from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
+from autopar.plans.plan import Plan
+from autopar.report.summaries import memory_limit
+from autopar.report.verification_report import Verification
+from autopar.runtime.ray.transport import pickling
+from autopar.runtime.stage_programs import donated_numbers, variants_of
+from autopar.runtime.verification.compile_all import CompiledPrograms, Key, compile_all
+from autopar.runtime.verification.known_findings import KnownFindings
+from autopar.runtime.verification.targets import Target
+from autopar.runtime.verification.worker import StepToCompile
+
+LOOP_TASKS = ("F", "B", "W")
+SECONDS = 1800.0
+"""How long one program may take to compile, if nobody says otherwise."""
+
+
+def verify_step(
+    plan: Plan,
+    runnable: Runnable,
+    graph: Graph,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    target: Target,
+    *,
+    folder: Path | None,
+    processes: int | None = None,
+    seconds: float = SECONDS,
+    report: Callable[[str], None] = lambda message: None,
+) -> Verification:
+    """Compile every distinct piece of a plan, and compare.
+
+    Args:
+      plan: what was promised.
+      runnable: what its meshes run.
+      graph: the step as it was traced.
+      shapes: of a call's leaves.
+      target: what to compile for.
+      folder: where findings are kept from one process to the next; None: nowhere.
+      processes: how many compile at a time; by default as many as there are cores.
+      seconds: how long one program may take.
+      report: takes a line of progress.
+    """
+    meshes = {stage.mesh: stage.num_devices for stage in plan.stages}
+    target.require(sum(meshes.values()))
+    constants = tuple(
+        jax.ShapeDtypeStruct(typed.shape, typed.dtype, weak_type=typed.weak_type)
+        for typed in map(jax.typeof, graph.constants)
+    )
+    step = StepToCompile(
+        runnable,
+        graph.inputs[: len(shapes)],
+        tuple(shapes),
+        constants,
+        sum(meshes.values()),
+        target,
+    )
+    names = [piece.name for piece in runnable.pieces.pieces]
+    keys = variants_of(runnable.program, names)
+    made = compile_all(
+        pickling.dumps(step, "the step"),
+        keys,
+        target=target.name,
+        compiler=target.compiler,
+        environment=target.environment(),
+        known=KnownFindings(folder),
+        processes=processes or num_cores(),
+        seconds=seconds,
+        report=report,
+    )
+    pieces = _pieces(plan, runnable, keys, made)
+    return Verification(
+        target=target.name,
+        compiler=target.compiler,
+        autopar_version=__version__,
+        jax_version=jax.__version__,
+        program_hash=plan.program_hash,
+        decisions_hash=plan.decisions_hash,
+        plan=repr(plan),
+        pieces=pieces,
+        stages=_stages(plan, runnable, made.findings, target),
+        collectives=_collectives(plan, pieces),
+        interrupted=made.interrupted,
+    )
+
+
+def _pieces(
+    plan: Plan, runnable: Runnable, keys: Sequence[Key], made: CompiledPrograms
+) -> tuple[PieceCheck, ...]:
+    peaks = [stage.peak_bytes_per_device for stage in plan.stages]
+    inside = inner_bytes(runnable.pieces, peaks)
+    by_name = {piece.name: piece for piece in runnable.pieces.pieces}
+    often = 1 if not plan.is_pipeline else plan.num_microbatches
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    found = []
+    for key in keys:
+        piece = by_name[key[0]]
+        counts[piece.name] += 1
+        name = piece.name if counts[piece.name] == 1 else f"{piece.name} ({counts[piece.name]})"
+        digest = made.digests.get(key)
+        original = name if digest is None else first.setdefault(digest, name)
+        found.append(
+            PieceCheck(
+                piece=name,
+                stage=piece.stage,
+                task=piece.kind,
+                runs=often if piece.kind in LOOP_TASKS else 1,
+                planned_inside=inside[piece.name],
+                same_as="" if original == name else original,
+                known=key in made.known,
+                finding=made.findings.get(key),
+            )
+        )
+    return tuple(found)
+
+
+def _stages(
+    plan: Plan, runnable: Runnable, findings: Mapping[Key, ProgramFinding], target: Target
+) -> tuple[StageCheck, ...]:
+    limit = target.memory_bytes or memory_limit(plan)
+    peaks = _compiled_peaks(runnable.program, findings)
+    return tuple(
+        StageCheck(number, stage.mesh, stage.peak_bytes_per_device, peaks[stage.mesh], limit)
+        for number, stage in enumerate(plan.stages)
+    )
+
+
+def _compiled_peaks(
+    program: PipelineProgram, findings: Mapping[Key, ProgramFinding]
+) -> list[int | None]:
+    """By mesh, what one device needs; None where a piece was not compiled.
+
+    While a piece runs, that is what its compiler says, and all that it does not take as it was
+    planned.
+    """
+    rows = zip(program.meshes, live_bytes(program), input_bytes(program), strict=True)
+    return [_compiled_peak(program, findings, *row) for row in rows]
+
+
+def _compiled_peak(
+    program: PipelineProgram,
+    findings: Mapping[Key, ProgramFinding],
+    instructions: Sequence[Instruction],
+    row: Sequence[LiveBytes],
+    before: int,
+) -> int | None:
+    peak = before
+    for instruction, live in zip(instructions, row, strict=True):
+        needed = live.during
+        if isinstance(instruction, Run):
+            finding = findings.get((instruction.piece, donated_numbers(instruction)))
+            if finding is None or finding.memory is None:
+                return None
+            taken = sum(program.value_of[b.value].bytes_per_device for b in instruction.reads)
+            needed = before - taken + finding.memory.total
+        peak, before = max(peak, needed), live.after
+    return peak
+
+
+def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCheck, ...]:
+    """By stage, task, kind, axes and times, of what was compiled."""
+    Place = tuple[int, str, str, tuple[str, ...], int]
+    planned: Counter[Place] = Counter()
+    compiled: Counter[Place] = Counter()
+    sources: defaultdict[Place, dict[str, None]] = defaultdict(dict)
+    tasks: Mapping[tuple[int, str], list[PieceCheck]] = _by_task(pieces)
+    is_there = {
+        place: all(x.finding is not None and not x.failure for x in own)
+        for place, own in tasks.items()
+    }
+    for number, stage in enumerate(plan.stages):
+        for c in stage.collectives:
+            task = c.task if plan.is_pipeline else pieces[0].task
+            if is_there.get((number, task)):
+                place = (number, task, c.kind, c.axes, c.times)
+                planned[place] += c.bytes
+                sources[place][c.source] = None
+    seen: set[str] = set()
+    for x in pieces:
+        base = x.piece.partition(" (")[0]
+        if not is_there[x.stage, x.task] or base in seen:
+            continue  # another variant of a piece runs instead of the first, not beside it
+        seen.add(base)
+        assert isinstance(x.finding, ProgramFinding)
+        for kept in x.finding.collectives:
+            compiled[x.stage, x.task, kept.kind, kept.axes, kept.times * x.runs] += kept.bytes
+    return tuple(
+        CollectiveCheck(
+            *place, planned[place], compiled[place], tuple(filter(None, sources[place]))
+        )
+        for place in sorted({*planned, *compiled})
+    )
+
+
+def _by_task(pieces: Sequence[PieceCheck]) -> dict[tuple[int, str], list[PieceCheck]]:
+    found: defaultdict[tuple[int, str], list[PieceCheck]] = defaultdict(list)
+    for x in pieces:
+        found[x.stage, x.task].append(x)
+    return found

@@ -1,0 +1,154 @@
+"""A process that compiles pieces of a plan for a target, and says what its compiler made of them.
+
+A compiler that crashes, or takes all memory, ends this process and no other. It is told what to do
+over a connection whose file descriptor is its argument: first the step, then one program after the
+other; before it compiles one it says which it is, because another process may have compiled the
+same.
+
+python -m autopar.runtime.verification.worker 5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+
+from autopar.base.compiled_records import CompiledCollective, ProgramFinding, ProgramMemory
+from autopar.passes.graph.graph import Input
+from autopar.passes.pieces.pieces import Runnable
+from autopar.runtime.ahead import leaves_to_donate
+from autopar.runtime.compiled_pieces import program_text
+from autopar.runtime.local import LocalProgram
+from autopar.runtime.ray.transport import pickling
+from autopar.runtime.verification.hlo_collectives import collectives
+from autopar.runtime.verification.targets import Target
+
+Key = tuple[str, tuple[int, ...]]
+"""A piece by its name, and the values that it donates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepToCompile:
+    """What a process must know of a step.
+
+    Args:
+      runnable: what its meshes run.
+      inputs: the labels of a call's leaves.
+      shapes: of them.
+      constants: the shapes of the arrays that the function closed over.
+      num_devices: of all meshes.
+      target: what to compile for.
+    """
+
+    runnable: Runnable
+    inputs: tuple[Input, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    constants: tuple[jax.ShapeDtypeStruct, ...]
+    num_devices: int
+    target: Target
+
+
+class SkippedError(Exception):
+    """Another process has compiled the same program, or is about to."""
+
+
+class Prober:
+    """Takes the place of `compile_ahead`: asks before it compiles, and keeps what was said."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.lowered_warnings: list[str] = []
+
+    def __call__(
+        self, function: Any, *shapes: Any, compiler_options: Any = None, **settings: Any
+    ) -> Any:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            lowered = jax.jit(function, **settings).lower(*shapes)
+        self.lowered_warnings = [str(item.message) for item in told]
+        text = program_text(lowered, function.__name__)
+        self.connection.send(("lowered", f"{text}\n{compiler_options}"))
+        if self.connection.recv() == "skip":
+            raise SkippedError
+        self.began = time.monotonic()
+        return lowered.compile(compiler_options=compiler_options)
+
+
+def main(connection: Connection) -> None:
+    """Do what the connection says until it ends."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    step: StepToCompile = pickling.loads(connection.recv_bytes())
+    devices = step.target.devices(step.num_devices)
+    program = LocalProgram(step.runnable, devices)
+    program.compile_ahead = prober = Prober(connection)
+    connection.send(("ready", None))
+    while True:
+        try:
+            key: Key = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("found", _finding(step, program, prober, key)))
+        except SkippedError:
+            connection.send(("skipped", None))
+        except Exception as error:
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def _finding(
+    step: StepToCompile, program: LocalProgram, prober: Prober, key: Key
+) -> ProgramFinding:
+    piece = next(piece for piece in step.runnable.pieces.pieces if piece.name == key[0])
+    if program.program.schedule.num_stages > 1:
+        compiled = program.variant(key)
+    else:
+        compiled = _whole_step(step, program)
+    seconds = time.monotonic() - prober.began
+    mesh = step.runnable.pieces.programs[piece.stage]
+    text = str(compiled.as_text())
+    found = collectives(text, mesh.mesh, mesh.axis_names)
+    counts = compiled.cost_analysis() or {}
+    return ProgramFinding(
+        memory=ProgramMemory.of(compiled.memory_analysis()),
+        flops=float(counts.get("flops", 0.0)),
+        bytes_accessed=float(counts.get("bytes accessed", 0.0)),
+        collectives=tuple(
+            CompiledCollective(kind, axes, size, times)
+            for (kind, axes, times), size in sorted(found.items())
+        ),
+        warnings=tuple(prober.lowered_warnings),
+        seconds=seconds,
+    )
+
+
+def _whole_step(step: StepToCompile, program: LocalProgram) -> Any:
+    count = len(step.shapes)
+    places = program.in_shardings
+    donated = leaves_to_donate(step.inputs, step.shapes, places, program.out_shardings)
+    kept: Sequence[int] = sorted(set(range(count)).difference(donated))
+    constants = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
+        for x, place in zip(step.constants, places[count:], strict=True)
+    ]
+    program.are_absent = True  # nothing will run: no call needs a pace
+    return program.compile("step", donated, kept, step.shapes, constants)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it is gone; a compiler does not notice."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

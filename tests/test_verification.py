@@ -1,0 +1,276 @@
+"""Plans held against compilers: what is compiled, what one that fails leaves, what is told."""
+
+import copy
+import dataclasses
+import importlib.util
+import json
+import pickle
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.compiled_records import ProgramFinding, ProgramMemory
+from autopar.base.errors import AutoparError, DeviceError, OptionError, PlanMismatchError
+from autopar.base.verification_records import StageCheck
+from autopar.report.verification_report import Verification
+from autopar.runtime.verification.compile_all import CompiledPrograms, compile_all
+from autopar.runtime.verification.hlo_collectives import collectives
+from autopar.runtime.verification.known_findings import KnownFindings
+from autopar.runtime.verification.targets import gpu_target_text, target_named
+
+TABLE = np.arange(64, dtype=np.float32).reshape(8, 8)
+ROWS = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+WEIGHTS = {f"layer_{i}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(4)}
+PIPELINE: Any = {"method": "data", "stages": 4, "microbatches": 2, "schedule": "gpipe"}
+
+
+def step(weights: Any, rows: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        x = rows @ jnp.asarray(TABLE)
+        for w in weights.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    return autopar.plan(step, WEIGHTS, ROWS, cluster="8xh100", **PIPELINE)
+
+
+@pytest.fixture(scope="module")
+def verified(plan: autopar.Plan, tmp_path_factory: pytest.TempPathFactory) -> Verification:
+    return plan.verify("cpu", cache=tmp_path_factory.mktemp("known"), processes=1)
+
+
+def test_a_pipeline_is_compared_piece_by_piece(
+    verified: Verification, plan: autopar.Plan, tmp_path: Path
+) -> None:
+    assert verified.holds, str(verified)
+    pieces = {x.piece: x for x in verified.pieces}
+    assert {"F0", "B0", "F3", "B3"} <= set(pieces)
+    assert (pieces["F2"].same_as, pieces["F2"].runs) == ("F1", 2)
+    assert [x.planned_bytes for x in verified.stages] == [
+        stage.peak_bytes_per_device for stage in plan.stages
+    ]
+    made = autopar.compile(step, WEIGHTS, ROWS, **PIPELINE)
+    for name, memory in made.memory().items():
+        finding = pieces[name].finding
+        assert finding is not None and finding.memory is not None
+        assert finding.memory.arguments == memory.arguments
+        assert finding.memory.outputs == memory.outputs
+    planned = [c for stage in plan.stages for c in stage.collectives]
+    assert sum(x.planned_bytes for x in verified.collectives) == sum(c.bytes for c in planned)
+    assert {x.kind for x in verified.collectives} == {"all-reduce"}
+    verified.save(tmp_path / "made.json")
+    assert Verification.load(tmp_path / "made.json") == verified
+    text = str(verified)
+    assert "Verdict: holds." in text and "same as F1" in text
+    with pytest.raises(PlanMismatchError, match="not a verification"):
+        plan.save(tmp_path / "plan.json")
+        Verification.load(tmp_path / "plan.json")
+
+
+def test_verdicts() -> None:
+    big = 1 << 30
+    assert StageCheck(0, 0, big, int(1.04 * big), 2 * big).verdict == "holds"
+    assert StageCheck(0, 0, big, int(1.06 * big), 2 * big).verdict == "needs more than planned"
+    assert StageCheck(0, 0, big, 3 * big, 2 * big).verdict == "does not fit"
+    assert StageCheck(0, 0, 1000, 5000, None).verdict == "holds", "compilers round up"
+    assert StageCheck(0, 0, big, None, None).verdict == "not compiled"
+
+
+@pytest.mark.parametrize("name", ["gpu:h300", "h100", "tpu:v5e", "tpu:v9:2x2", None])
+def test_an_unknown_target_lists_those_that_exist(plan: autopar.Plan, name: Any) -> None:
+    with pytest.raises(OptionError, match=r"'gpu:a100'(.|\n)*tpu:v5e:2x4"):
+        plan.verify(name)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("gpu:h100", "gpu"), ("tpu:v5e:2x4", "tpu")])
+def test_a_missing_wheel_names_the_extra(
+    plan: autopar.Plan, name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AutoparError, match=rf"autopar\[{extra}-check\]"):
+        plan.verify(name)
+
+
+def test_a_slice_must_have_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(DeviceError, match="8 devices, and 'tpu:v4:2x2x1' has 4"):
+        target_named("tpu:v4:2x2x1").require(8)
+
+
+def test_a_plan_without_its_step_says_what_to_call(plan: autopar.Plan) -> None:
+    for other in (
+        pickle.loads(pickle.dumps(plan)),
+        copy.deepcopy(plan),
+        dataclasses.replace(plan),
+        autopar.Plan.from_json(plan.to_json()),
+    ):
+        assert other == plan
+        with pytest.raises(AutoparError, match=r"autopar.verify\(step"):
+            other.verify("cpu")
+
+
+def test_a_plan_for_another_program_is_refused(plan: autopar.Plan) -> None:
+    with pytest.raises(PlanMismatchError, match="another program"):
+        autopar.verify(
+            lambda w, x: step(w, 2 * x), WEIGHTS, ROWS, plan=plan, target="cpu", **PIPELINE
+        )
+
+
+@pytest.mark.parametrize("wrong", [{"processes": 0}, {"compile_seconds": -1.0}])
+def test_impossible_numbers(plan: autopar.Plan, wrong: Any) -> None:
+    with pytest.raises(OptionError, match="not possible"):
+        plan.verify("cpu", **wrong)
+
+
+def test_gpu_targets_are_told_by_their_fields() -> None:
+    text = gpu_target_text("a100")
+    assert "cuda_compute_capability { major: 8 }" in text and "core_count: 108" in text
+    assert text.count("{") == text.count("}")
+
+
+# The processes that compile: a stub speaks for the real one.
+
+STUB = """
+    import os, sys, time
+    from multiprocessing.connection import Connection
+    from autopar.base.compiled_records import ProgramFinding
+    connection = Connection(int(sys.argv[1]))
+    connection.recv_bytes()
+    connection.send(("ready", None))
+    while True:
+        try:
+            name, _ = connection.recv()
+        except EOFError:
+            break
+        if name == "early":
+            os.abort()
+        connection.send(("lowered", name.rstrip("'")))
+        if connection.recv() == "skip":
+            connection.send(("skipped", None))
+        elif name == "crash":
+            print("out of luck", file=sys.stderr, flush=True)
+            os._exit(3)
+        elif name == "slow":
+            time.sleep(100)
+        elif name == "fail":
+            connection.send(("failed", "XlaRuntimeError: too large"))
+        else:
+            print("[spmd] Involuntary full rematerialization", file=sys.stderr, flush=True)
+            connection.send(("found", ProgramFinding(seconds=1.0)))
+"""
+
+
+def compiled(
+    tmp_path: Path, *names: str, script: str = STUB, folder: Path | None = None, **more: Any
+) -> CompiledPrograms:
+    path = tmp_path / "stub.py"
+    path.write_text(textwrap.dedent(script))
+    settings: dict[str, Any] = {"processes": 1, "seconds": 60.0, **more}
+    return compile_all(
+        b"",
+        [(name, ()) for name in names],
+        target="none",
+        compiler="stub",
+        environment={},
+        known=KnownFindings(folder),
+        worker=(sys.executable, str(path)),
+        **settings,
+    )
+
+
+def test_what_fails_is_a_finding_and_the_rest_goes_on(tmp_path: Path) -> None:
+    made = compiled(tmp_path, "a", "crash", "early", "fail", "b", "a'", processes=2)
+    failures = {name: finding.failure for (name, _), finding in made.findings.items()}
+    assert "ended with 3" in failures["crash"] and "out of luck" in failures["crash"]
+    assert "SIGABRT" in failures["early"]
+    assert failures["fail"] == "XlaRuntimeError: too large"
+    assert failures["a"] == failures["b"] == failures["a'"] == ""
+    assert made.digests["a", ()] == made.digests["a'", ()]
+    assert "rematerialization" in made.findings["b", ()].warnings[0]
+
+
+def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
+    made = compiled(tmp_path, "slow", "a", seconds=1.5)
+    assert "longer than" in made.findings["slow", ()].failure
+    assert made.findings["a", ()].failure == ""
+
+
+def test_a_process_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    made = compiled(tmp_path, "a", "b", script="raise SystemExit('no such compiler')")
+    assert all("no such compiler" in x.failure for x in made.findings.values())
+    assert len(made.findings) == 2
+
+
+def test_what_was_compiled_is_kept_and_ctrl_c_ends_the_rest(tmp_path: Path) -> None:
+    def interrupted(message: str) -> None:
+        if message.startswith("b"):
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "known"
+    made = compiled(tmp_path, "a", "b", folder=folder, report=interrupted)
+    assert made.interrupted and set(made.findings) == {("a", ())}
+    again = compiled(tmp_path, "a", "b", folder=folder)
+    assert again.known == {("a", ())} and len(again.findings) == 2
+    (first, *_) = folder.glob("*.json")
+    first.write_text("{")
+    assert KnownFindings(folder).get(first.stem) is None
+
+
+def test_an_account_in_numbers() -> None:
+    memory = ProgramMemory(arguments=100, outputs=60, aliased=50, temporaries=7)
+    assert memory.total == 117
+    finding = ProgramFinding(memory=memory, warnings=("w",))
+    assert ProgramFinding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
+
+
+HLO = """
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = f32[8]{0} parameter(0)
+  %all-gather-start = (f32[8]{0}, f32[32]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]
+}
+
+%condition (p: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(6)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body
+  %reduce-scatter-start = ((f32[8]{0}), (f32[4]{0})) reduce-scatter-start(%a), replica_groups={}
+  %c = bf16[8]{0} collective-permute(%a), source_target_pairs={{0,4},{4,0}}
+  %s = f8e4m3fn[8]{0} all-reduce(%a), replica_groups={{0,5},{1,4}}
+}
+"""
+
+
+def test_collectives_as_accelerators_write_them() -> None:
+    assert dict(collectives(HLO, (2, 4), ("x", "y"))) == {
+        ("all-gather", ("y",), 6): 128,
+        ("reduce-scatter", ("x", "y"), 1): 32,
+        ("collective-permute", ("x",), 1): 32,
+        ("all-reduce", ("?",), 1): 32,
+    }
+
+
+@pytest.mark.parametrize("target", ["gpu:h100", "tpu:v5e:2x4"])
+def test_compilers_of_accelerators(plan: autopar.Plan, target: str) -> None:
+    try:
+        target_named(target).require(8)
+    except AutoparError:
+        pytest.skip("its compiler is not installed")
+    made = plan.verify(target, cache=False, processes=1)
+    assert not made.failures and not made.differences
+    assert made.stages[0].compiled_bytes
