@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from autopar.arrays.split_array import SplitArray, SplitSharding
 from autopar.base.compiled_records import ProgramMemory
+from autopar.base.displayed import Displayed
 from autopar.base.errors import DonatedBufferError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.user_code import shorten, shortens
@@ -69,7 +70,7 @@ class SignatureMismatch(Exception):
         self.signature = signature
 
 
-class Executable:
+class Executable(Displayed):
     """A planned and compiled step; `autopar.compile` makes it.
 
     It takes the arguments that the plain function takes, with the shapes and dtypes that it was
@@ -81,6 +82,7 @@ class Executable:
     """
 
     plan: Plan
+    page = ("small_pages", "step_page")
 
     def __init__(
         self,

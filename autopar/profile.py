@@ -9,8 +9,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from autopar.base.displayed import Displayed
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline, difference
@@ -22,7 +23,7 @@ Leaves = tuple[list[Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Displayed):
     """A measured step. `print(profile)` compares it with the expected one by instruction.
 
     Args:
@@ -39,6 +40,8 @@ class Profile:
     expected: Timeline
     seconds: Mapping[tuple[int, int], float] = dataclasses.field(hash=False)
     is_received: bool = False
+
+    page: ClassVar = ("small_pages", "profile_page")
 
     @property
     def step_seconds(self) -> float:

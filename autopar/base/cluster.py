@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from autopar.base.cluster_checks import impossible_numbers
 from autopar.base.cluster_names import is_cluster_file, read_name
 from autopar.base.device import Device, Link
 from autopar.base.direct_links import forwarded_bandwidth
+from autopar.base.displayed import Displayed
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.records import Record, dump_json, dump_toml
 from autopar.base.user_code import shortens
@@ -47,7 +48,7 @@ def axis_names(shape: Sequence[int]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster(Record):
+class Cluster(Displayed, Record):
     """Nodes of equal devices, the links that join them, and what they are known to do.
 
     Args:
@@ -88,6 +89,8 @@ class Cluster(Record):
     pair_bandwidth: tuple[tuple[float, ...], ...] = ()
     overlap: float = 0.0
     price_per_device_hour: float = 0.0
+
+    page: ClassVar = ("small_pages", "cluster_page")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+from autopar.base.displayed import Displayed
 from autopar.base.errors import MissingPlanError, PlanMismatchError, did_you_mean
 from autopar.base.records import Record, differences, dump_json
 from autopar.base.runner_up import RunnerUp
@@ -259,7 +260,7 @@ class Candidate(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanRecord(Record):
+class PlanRecord(Displayed, Record):
     """The fields of a `Plan`, its JSON form and its checks.
 
     Args:
@@ -311,6 +312,8 @@ class PlanRecord(Record):
     written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     recomputation: Recomputation | None = None
     format_version: int = FORMAT_VERSION
+
+    page: ClassVar = ("plan_page", "plan_page")
 
     @property
     def is_pipeline(self) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from autopar.base.displayed import Displayed
+
 
 class Record:
     """Base of frozen dataclasses of numbers, text, None, tuples, mappings and records.
@@ -70,13 +72,14 @@ def dump_toml(plain: Mapping[str, Any]) -> str:
     return "\n".join(_toml_lines(plain, "")) + "\n"
 
 
-class Differences(tuple[str, ...]):
+class Differences(Displayed, tuple[str, ...]):
     """What differs between two plans, a line for each cause; shown one below the other.
 
     `details` has a line for each field that differs, as `field: this value -> the other`.
     """
 
     details: tuple[str, ...] = ()
+    page = ("small_pages", "differences_page")
 
     def __repr__(self) -> str:
         return "\n".join(self) or "no differences"

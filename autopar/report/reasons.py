@@ -42,6 +42,16 @@ def explain(plan: PlanRecord, name: str) -> Explanation:
     return Explanation(name, tuple(found), price, _quicker(plan))
 
 
+def reasons_of_leaves(plan: PlanRecord) -> dict[str, LayoutReason]:
+    """Why every input of the step lies as it does, by its path."""
+    inputs = {tensor.path for tensor in plan.inputs}
+    found: dict[str, LayoutReason] = {}
+    for item in _decisions(plan):
+        if item.name in inputs and item.forced_by != "input":
+            found.setdefault(item.name, item)
+    return found
+
+
 def _unknown(name: str, everything: list[LayoutReason]) -> OptionError:
     names = [item.name if item.role != "computation" else place_of(item) for item in everything]
     near = near_names(name, filter(None, names))

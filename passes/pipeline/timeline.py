@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
+from autopar.base.displayed import Displayed
 from autopar.base.errors import ScheduleError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.passes.pipeline.buffer_memory import input_bytes, live_bytes
@@ -81,7 +82,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Displayed):
     """A program with the time of every instruction.
 
     Args:
@@ -95,6 +96,8 @@ class Timeline:
     events: tuple[Event, ...]
     devices_per_mesh: tuple[int, ...] | None = None
     temporary_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    page: ClassVar = ("small_pages", "timeline_page")
 
     def instruction(self, event: Event) -> Instruction:
         return self.program.meshes[event.mesh][event.index]
@@ -205,9 +208,16 @@ class Timeline:
 
 
 def difference(expected: Timeline, measured: Timeline) -> str:
+    """The rows of `compared` as text."""
+    heads = ("mesh", "instruction", "count", "expected", "measured", "difference")
+    return "\n".join(_aligned([heads, *compared(expected, measured)]))
+
+
+def compared(expected: Timeline, measured: Timeline) -> list[tuple[str, ...]]:
     """A table of two timelines of one program: how long each piece took, and the whole step.
 
-    What took no time in either (freeing, free transfers) is left out.
+    What took no time in either (freeing, free transfers) is left out. Its columns are mesh,
+    instruction, count, expected and measured time, and difference.
 
     Args:
       expected: the simulated one.
@@ -221,13 +231,13 @@ def difference(expected: Timeline, measured: Timeline) -> str:
             "Two timelines can only be compared if they are of the same instructions.",
             where=f"{expected.program.schedule.name} and {measured.program.schedule.name}",
         )
-    rows = [("mesh", "instruction", "count", "expected", "measured", "difference")]
+    rows: list[tuple[str, ...]] = []
     before, after = _totals(expected), _totals(measured)
     for (mesh, what), (count, seconds) in before.items():
         if seconds or after[mesh, what][1]:
             rows.append((str(mesh), what, str(count), *_compared(seconds, after[mesh, what][1])))
     rows.append(("", "step", "", *_compared(expected.step_seconds, measured.step_seconds)))
-    return "\n".join(_aligned(rows))
+    return rows
 
 
 def _totals(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:

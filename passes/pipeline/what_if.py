@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from autopar.base.cluster import Cluster, Link
 from autopar.base.costs import alpha_beta
+from autopar.base.displayed import Displayed
 from autopar.base.errors import OptionError, PlanMismatchError, ScheduleError
 from autopar.base.plan_records import PipelinePlan, PlanRecord
 from autopar.base.step_model import ModelPiece, StepModel
@@ -30,12 +31,14 @@ from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 
 
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Displayed):
     """A simulated step; its timeline says when every instruction would run."""
 
     parts: PipelineParts
     schedule: Schedule
     costs: StepCosts
+
+    page: ClassVar = ("small_pages", "simulation_page")
 
     @cached_property
     def forecast(self) -> Forecast:

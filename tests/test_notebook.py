@@ -1,0 +1,200 @@
+"""What notebooks show: every page says what the value says, and a browser shows it whole."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.displayed import Displayed
+from autopar.base.units import format_bytes, format_seconds
+from autopar.notebook.timeline_svg import timeline_rows
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WIDTHS = (400, 1000)
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def train_step(params: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for layer in params["layers"]:
+            h = h + jnp.tanh(h @ layer["<kernel>"])
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+PARAMS = {"layers": [{"<kernel>": shape(64, 64)} for _ in range(4)]}
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    return autopar.plan(
+        train_step, PARAMS, shape(64, 64), cluster="2x4 h100", stages=2, microbatches=4
+    )
+
+
+@pytest.fixture(scope="module")
+def step() -> autopar.Executable:
+    return autopar.compile(train_step, PARAMS, shape(64, 64), stages=2, microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def values(plan: autopar.Plan, step: autopar.Executable) -> dict[str, Displayed]:
+    one = autopar.plan(train_step, PARAMS, shape(64, 64), cluster="h100", method="zero3")
+    arrays = jax.tree.map(lambda x: jnp.ones(x.shape), PARAMS)
+    return {
+        "plan": plan,
+        "one mesh": one,
+        "step": step,
+        "simulation": plan.simulate(),
+        "timeline": plan.simulate(microbatches=32, schedule="1f1b").timeline,
+        "profile": step.profile(arrays, jnp.ones((64, 64))),
+        "differences": plan.diff(one),
+        "cluster": autopar.Cluster.named("8x8 h100"),
+    }
+
+
+class Words(HTMLParser):
+    """The text of a page, once its elements have been seen to be closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("wbr", "input", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def words(value: Displayed) -> str:
+    return " ".join(Words(value._repr_html_()).words)
+
+
+def test_every_page_is_html_without_files(values: dict[str, Displayed]) -> None:
+    for name, value in values.items():
+        page = value._repr_html_()
+        assert words(value), name
+        assert not re.search(r"<script|<link|<img|url\(|https?:", page), name
+        assert "<kernel>" not in page
+        assert len(page) < 300_000
+
+
+def test_a_plan_answers_at_a_glance(plan: autopar.Plan) -> None:
+    said = words(plan)
+    for expected in (
+        format_seconds(plan.estimates.step_seconds),
+        format_bytes(plan.estimates.peak_bytes_per_device),
+        "gap to the best",
+        f"{len(plan.certificate)} outputs",
+        "mesh 1",
+        "reduce" if "reduce" in str(plan) else "Communication",
+    ):
+        assert expected in said
+    page = plan._repr_html_()
+    found_by = html.unescape(" ".join(re.findall(r'data-s="([^"]*)"', page)))
+    assert "layers/3/<kernel>" in found_by, "a folded leaf is found by its own path"
+
+
+def test_a_diff_tells_both_sides(plan: autopar.Plan, values: dict[str, Displayed]) -> None:
+    page = values["differences"]._repr_html_()
+    assert re.search(r"<del>.*</del> → <ins>.*</ins>", page)
+    assert "No differences" in plan.diff(plan)._repr_html_()
+
+
+def test_long_timelines_are_folded(plan: autopar.Plan) -> None:
+    short, long = (
+        timeline_rows(plan.simulate(microbatches=count, schedule="1f1b").timeline)
+        for count in (8, 64)
+    )
+    assert "left out" in long and "left out" not in short
+    assert len(long) < 6 * len(short)
+
+
+def test_what_is_not_shown_is_not_loaded() -> None:
+    code = "import autopar.plans.plan, sys; print([m for m in sys.modules if 'notebook' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+PROBE = """
+window.onerror = message => { document.title = 'error: ' + message };
+window.onload = () => {
+  const found = {};
+  for (const frame of document.querySelectorAll('iframe')) {
+    const page = frame.contentDocument, view = page.querySelector('.apv');
+    for (const each of page.querySelectorAll('details')) each.open = true;
+    const wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
+    const search = page.querySelector('input[type=search]'), left = [];
+    if (search) {
+      search.value = 'layers/3';
+      search.dispatchEvent(new frame.contentWindow.Event('input'));
+      const rows = [...search.closest('details').querySelectorAll('tr[data-s]')];
+      left.push(rows.filter(row => !row.hidden).length, rows.length);
+    }
+    const colors = [frame.contentWindow.getComputedStyle(view).backgroundColor];
+    page.body.dataset.jpThemeLight = 'false';
+    colors.push(frame.contentWindow.getComputedStyle(view).backgroundColor);
+    found[frame.name] = {wide, left, colors, height: view.offsetHeight};
+  }
+  document.body.innerHTML = '<pre id="found">' + JSON.stringify(found) + '</pre>';
+};
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_shows_pages_whole(values: dict[str, Displayed], tmp_path: Path) -> None:
+    frames = [
+        f'<iframe name="{name} {width}" style="width:{width}px;height:800px" '
+        f'srcdoc="{html.escape("<!doctype html><body>" + value._repr_html_())}"></iframe>'
+        for name, value in values.items()
+        for width in WIDTHS
+    ]
+    file = tmp_path / "pages.html"
+    page = f"<!doctype html><meta charset=utf-8><script>{PROBE}</script>{''.join(frames)}"
+    file.write_text(page, encoding="utf-8")
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    done = subprocess.run(
+        [CHROMIUM, *options, folder, "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(re.findall(r'<pre id="found">(.*?)</pre>', done.stdout)[-1])
+    assert set(found) == {f"{name} {width}" for name in values for width in WIDTHS}
+    for name, seen in found.items():
+        assert seen["wide"] <= 0, f"{name} is cut off or scrolled"
+        assert seen["height"] > 60
+        assert seen["colors"] == ["rgb(255, 255, 255)", "rgb(22, 25, 29)"], name
+        if seen["left"]:
+            assert 0 < seen["left"][0] < seen["left"][1]
