@@ -1,5 +1,6 @@
 """What goes wrong in a step's own code is said for who wrote it: what, where, why, what to try."""
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -163,6 +164,14 @@ def test_values_of_the_trace_that_are_printed_or_kept(capsys: Any) -> None:
 
     with pytest.raises(TraceError, match="kept from an earlier trace"):
         autopar.plan(uses, W, BATCH)
+
+
+def test_a_program_that_keeps_its_trace_is_no_reason_to_search_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The derivative of `relu` is a function of the trace; to collect takes seconds in a large heap.
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("searched all memory for cycles"))
+    autopar.plan(step_with(lambda w, batch: jax.nn.relu(w)), W, BATCH)
 
 
 def test_state_that_is_not_returned() -> None:

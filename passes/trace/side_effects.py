@@ -39,6 +39,10 @@ class TraceWatch:
         """Note which trace it is; called by what is traced."""
         self._trace = jax_compat.current_trace()
 
+    def _kept(self) -> list[Any]:
+        trace = None if self._trace is None else self._trace()
+        return [] if trace is None else jax_compat.kept_values(trace)
+
     def tell(self, name: str) -> None:
         """Warn of what was printed and of what is kept, after the trace."""
         for file, line, function in dict.fromkeys(self.printed):
@@ -48,11 +52,11 @@ class TraceWatch:
                 "a step's Python code runs once, when it is planned, and never again.",
                 'jax.debug.print("{x}", x=x) prints each time that the step runs.',
             )
-        if self._trace is not None and self._trace() is not None:
+        if self._kept():
+            # They may be in a cycle that nothing holds. To search for those takes long where there
+            # is much in memory, and mostly it is the program that keeps the trace, not a value.
             gc.collect()
-            trace = self._trace()
-            values = [] if trace is None else jax_compat.kept_values(trace)
-            if values:
+            if values := self._kept():
                 frame = jax_compat.value_frame(values[0])
                 warn(
                     f"{name} keeps a value of the step ({values[0]}) outside of it.",
