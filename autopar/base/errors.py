@@ -88,6 +88,8 @@ class MemoryLimitError(AutoparError):
         would do and the largest tensors.
       least_bytes: the least bytes per device that some plan needs, or None where it is not known.
       largest_tensors: (path, bytes per device) of the largest tensors of that plan, largest first.
+      least_plan: what that plan is, in words.
+      would_fit: single changes with which a plan that fits was found, in words, cheapest first.
     """
 
     def __init__(
@@ -97,9 +99,12 @@ class MemoryLimitError(AutoparError):
         why: str | None = None,
         least_bytes: int | None = None,
         largest_tensors: Sequence[tuple[str, int]] = (),
+        least_plan: str = "",
+        would_fit: Sequence[str] = (),
         **told: str | None,
     ):
         self.least_bytes = least_bytes
+        self.least_plan, self.would_fit = least_plan, tuple(would_fit)
         self.largest_tensors = tuple((str(path), int(size)) for path, size in largest_tensors)
         super().__init__(what, why=self._reason() if why is None else why, **told)
 
@@ -107,7 +112,8 @@ class MemoryLimitError(AutoparError):
         lines = []
         if self.least_bytes is not None:
             least = f"{format_bytes(self.least_bytes)} per device ({self.least_bytes:,} bytes)"
-            lines.append(f"the least that would do is {least}.")
+            using = f", with {self.least_plan}" if self.least_plan else ""
+            lines.append(f"the least that was found to do is {least}{using}.")
         if self.largest_tensors:
             lines.append("the largest tensors per device are:")
             counts = Counter(self.largest_tensors)

@@ -101,6 +101,16 @@ class PlannedStep:
         return Runnable(self.pieces, self.parts, self.schedule, stages.leaves, stages.results)
 
 
+def quickest(candidates: Sequence[PlannedStep]) -> PlannedStep | None:
+    """The quickest one that fits; of equal ones one mesh, of the fewest axes, or the first."""
+
+    def key(candidate: PlannedStep) -> tuple[float, bool, int]:
+        axes = 0 if candidate.is_pipeline else len(candidate.planned[0].mesh)
+        return candidate.step_seconds, candidate.is_pipeline, axes
+
+    return min((c for c in candidates if c.fits), key=key, default=None)
+
+
 def plan_layout(
     split: SplitStep,
     layout: StageLayout,

@@ -47,7 +47,7 @@ from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.auto_stages import stage_layouts
-from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
+from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout, quickest
 from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layouts import (
@@ -63,6 +63,7 @@ from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.plan_writer import write_plan
 from autopar.passes.planner.recomputing import recomputed_plans, recomputed_step
 from autopar.passes.planner.refusals import out_of_memory
+from autopar.passes.planner.remedies import SECONDS, remedies
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
     Rewriting,
@@ -143,9 +144,10 @@ def compile_graph(
         if not watch.kept:
             raise
         candidates, reason, interrupted = watch.kept, "", True
-    chosen = _quickest(candidates)
+    chosen = quickest(candidates)
     if chosen is None:
-        raise out_of_memory(candidates, options, cluster, reason)
+        others = remedies(search, _LayoutSearch.within, candidates, watch.left(SECONDS))
+        raise out_of_memory(candidates, options, cluster, reason, others)
     meshes = [planned.mesh for planned in chosen.planned]
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
@@ -158,9 +160,9 @@ def _all_candidates(search: _LayoutSearch) -> tuple[list[PlannedStep], str]:
     layout = asked_layout(options, cluster)
     candidates, reason = search.candidates(layout)
     for other in search.rewritten():
-        best = _quickest(candidates)
+        best = quickest(candidates)
         candidates += other.candidates(layout, optional=True)[0]
-        search = search if _quickest(candidates) is best else other
+        search = search if quickest(candidates) is best else other
     fits = any(candidate.fits for candidate in candidates)
     if not fits and options.remat in ("auto", "override") and not layout.is_pipeline:
         made = recomputed_plans(search.graph, search.split, layout, options, cluster, search.report)
@@ -188,7 +190,7 @@ def compile_like(
     Args:
       graph: the step, traced for a smaller batch.
       options: those of the plan.
-      cluster: that of the plan.
+      cluster: its devices.
       plan: the known plan.
       rows: the size of its batch.
       report: takes a line of progress.
@@ -250,6 +252,10 @@ class _LayoutSearch:
             graph = with_casts_ahead(graph)
         rules = populate(graph.jaxpr)
         return cls(_labelled(graph, rules, options, cluster), rules, options, cluster, report)
+
+    def within(self, options: Options, cluster: Cluster) -> _LayoutSearch:
+        """The same search with other options and another cluster, silent."""
+        return replace(self, options=options, cluster=cluster, report=lambda message: None)
 
     def rewritten(self) -> Iterator[_LayoutSearch]:
         """Searches for other programs of the same step."""
@@ -387,13 +393,3 @@ class _LayoutSearch:
             least = min(max(candidate.peak_bytes) for candidate in found)
             target -= max(least - limit, limit // 100)
         return made
-
-
-def _quickest(candidates: Sequence[PlannedStep]) -> PlannedStep | None:
-    """The quickest one that fits; of equal ones one mesh, of the fewest axes, or the first."""
-
-    def key(candidate: PlannedStep) -> tuple[float, bool, int]:
-        axes = 0 if candidate.is_pipeline else len(candidate.planned[0].mesh)
-        return candidate.step_seconds, candidate.is_pipeline, axes
-
-    return min((c for c in candidates if c.fits), key=key, default=None)

@@ -8,19 +8,36 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import MemoryLimitError
 from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
 from autopar.base.options import Options
+from autopar.base.units import format_microbatches
 from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 
 
+def smallest(candidates: Sequence[PlannedStep]) -> PlannedStep:
+    """The candidate that needs least memory; of equal ones the first on one mesh."""
+    return min(candidates, key=lambda c: (max(c.peak_bytes), c.is_pipeline))
+
+
 def out_of_memory(
-    candidates: Sequence[PlannedStep], options: Options, cluster: Cluster, reason: str
+    candidates: Sequence[PlannedStep],
+    options: Options,
+    cluster: Cluster,
+    reason: str,
+    would_fit: Sequence[str] = (),
 ) -> MemoryLimitError:
-    """The error that says the least memory that would do, and what to try."""
+    """The error that says the least memory that would do, and what to try.
+
+    Args:
+      candidates: what was planned; none fits.
+      options: what was asked for.
+      cluster: all devices.
+      reason: why there are no more microbatches.
+      would_fit: changes with which a plan that fits was found.
+    """
     limit = memory_limit_of(options, cluster)
-    whole = [c for c in candidates if not c.is_pipeline]
-    best = min(whole or candidates, key=lambda c: max(c.peak_bytes))
+    best = smallest(candidates)
     what = f"No plan keeps within {limit:,} bytes per device"
-    if whole:
+    if not best.is_pipeline:
         hints = ["a smaller batch", "more devices"]
         if options.method in (*BATCH_METHODS, *LOOP_METHODS):
             hints.insert(0, "method='auto'")
@@ -42,6 +59,26 @@ def out_of_memory(
         use = "more stages, " if reason else "more stages, more microbatches, "
         hint = f"raise memory_limit, or use {use}or a schedule with fewer in flight (1f1b)."
     what += f" ({reason})." if reason else "."
+    if would_fit:
+        hint = "would fit, tried one by one: " + "; or ".join(would_fit) + "."
     return MemoryLimitError(
-        what, where=where, hint=hint, least_bytes=max(best.peak_bytes), largest_tensors=alive[:5]
+        what,
+        where=where,
+        hint=hint,
+        least_bytes=max(best.peak_bytes),
+        least_plan=_in_words(best),
+        largest_tensors=alive[:5],
+        would_fit=would_fit,
     )
+
+
+def _in_words(candidate: PlannedStep) -> str:
+    """What a candidate is, in a line."""
+    parts = [format_microbatches(candidate.split.num_microbatches)]
+    if candidate.is_pipeline:
+        parts.append(f"{candidate.schedule.num_stages} stages, {candidate.schedule.name}")
+    else:
+        parts.append("a mesh of " + " x ".join(map(str, candidate.planned[0].mesh)))
+    if candidate.split.recomputation is not None or any(candidate.remat):
+        parts.append("values computed again")
+    return ", ".join(parts)

@@ -29,6 +29,7 @@ from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.loop_kinds import loop_kinds
 from autopar.passes.sharding.lower import lower
+from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import MemoryRow, StageMemory, memory_rows, rows_peak
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.pins import resolve_pins
@@ -38,12 +39,13 @@ from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.sharding.traffic import MemoryTraffic
 from autopar.passes.slicing.stage_graphs import StageGraph
-from autopar.passes.solver import Infeasible, Solution, solve
+from autopar.passes.solver import Infeasible, Problem, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
 ENOUGH_GAP = 1e-3  # of the best cost, where a problem is large
 ENOUGH_MEMORY_GAP = 5e-3  # the same where memory may bind; to prove more takes long
 LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
+DEAR = (10.0, 1000.0)  # times a quickest plan's seconds over its bytes: prices of a byte
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -162,7 +164,7 @@ def plan_mesh(
       place: where it is a stage of a pipeline. With remat="auto", its forward pass is computed
         again where that is quicker than other shardings that fit.
     """
-    search = _MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
+    search = MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
     remats: Sequence[bool] = (options.remat == "full",)
     if options.remat not in ("none", "full"):
         remats = (False, True)
@@ -178,7 +180,8 @@ def plan_mesh(
     if any(x.fits for x in made):
         best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
     else:
-        best = min([*made, *search.least(remats[-1])], key=lambda x: x.peak.bytes)
+        made += [*search.small(made[len(remats) - 1]), *search.least(remats[-1])]
+        best = min(made, key=lambda x: x.peak.bytes)
     return best if best is first else replace(best, unlimited=first)
 
 
@@ -209,7 +212,7 @@ def plan_meshes(
         of = f", {number + 1} of {len(meshes)}" if len(meshes) > 1 else ""
         report(f"choosing shardings on a mesh of {_shape(mesh)}{of}")
         part = submesh(cluster, math.prod(mesh))
-        searches.append(_MeshSearch.of(split, mesh, options, part, None, None))
+        searches.append(MeshSearch.of(split, mesh, options, part, None, None))
         firsts.append(searches[-1].attempt(None, False))
         if firsts[-1].fits:
             fits(firsts[-1])
@@ -223,7 +226,7 @@ def plan_meshes(
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
         within = searches[i].tightened(firsts[i])
         if not within.fits:
-            made = [firsts[i], within, *searches[i].least(False)]
+            made = [firsts[i], within, *searches[i].small(firsts[i]), *searches[i].least(False)]
             within = min(made, key=lambda x: x.peak.bytes)
         if within is not firsts[i]:
             found[i] = replace(within, unlimited=firsts[i])
@@ -261,7 +264,7 @@ def _names(graph: Graph) -> dict[Var, str]:
 
 
 @dataclass(frozen=True)
-class _MeshSearch:
+class MeshSearch:
     """One stage on one logical mesh: what is solved again and again with other memory limits."""
 
     split: SplitStep
@@ -282,7 +285,7 @@ class _MeshSearch:
         cluster: Cluster,
         allowed_in: Callable[[StrategyGraph], Allowed] | None,
         place: PlaceInPipeline | None,
-    ) -> _MeshSearch:
+    ) -> MeshSearch:
         """The search, with the integer program built."""
         built, pricing, dims = prepare(split, mesh, options, cluster)
         allowed = None if allowed_in is None else allowed_in(built)
@@ -300,7 +303,26 @@ class _MeshSearch:
           Infeasible: there is none.
         """
         rows = None if memory is None else memory_rows(self.built, self.memory(remat))
-        solution = _solve(self.built, memory, self.options, self.allowed, rows)
+        return self.lowered(self.solved(to_problem(self.built, memory, rows)), remat)
+
+    def solved(self, problem: Problem) -> Solution:
+        """The problem's solution among what is allowed."""
+        enough = ENOUGH_GAP if problem.usage_limit is None else ENOUGH_MEMORY_GAP
+        allowed, time_limit = self.allowed, self.options.solver_time_limit
+        found = solve(
+            problem if allowed is None else problem.restricted(allowed),
+            time_limit=time_limit,
+            work_limit=None if time_limit else SOLVER_WORK,
+            enough_gap=enough if problem.num_nodes > LARGE_PROBLEM else 0.0,
+            seed=self.options.seed,
+        )
+        if allowed is None:
+            return found
+        assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
+        return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
+
+    def lowered(self, solution: Solution, remat: bool) -> PlannedStage:
+        """The program of a solution."""
         assignment, mesh = solution.assignment[: len(self.built.nodes)], self.built.mesh
         program = lower(
             self.split.step, self.built, assignment, self.pricing, axis_names(mesh), self.dims
@@ -347,6 +369,16 @@ class _MeshSearch:
         """The bytes that the rows count too many for a plan."""
         return rows_peak(self.built, rows, planned.solution.assignment) - planned.peak.bytes
 
+    def priced(self, price: float, remat: bool) -> PlannedStage:
+        """The plan that is best if every byte of a device costs so many seconds."""
+        rows = memory_rows(self.built, self.memory(remat))
+        return self.lowered(solve_at_price(self.built, rows, price, self.solved), remat)
+
+    def small(self, free: PlannedStage) -> list[PlannedStage]:
+        """Plans chosen for their bytes more than for their time, which `free` was chosen for."""
+        price = free.step_seconds / max(free.peak.bytes, 1)
+        return [self.priced(times * price, free.remat) for times in DEAR]
+
     def least(self, remat: bool) -> list[PlannedStage]:
         """The plan with the smallest memory limit that the solver can satisfy, if it finds one."""
         try:
@@ -355,28 +387,6 @@ class _MeshSearch:
             return (
                 [] if error.smallest_usage is None else [self.attempt(error.smallest_usage, remat)]
             )
-
-
-def _solve(
-    built: StrategyGraph,
-    memory: int | None,
-    options: Options,
-    allowed: Allowed | None,
-    rows: Sequence[MemoryRow] | None,
-) -> Solution:
-    problem = to_problem(built, memory, rows)
-    enough = ENOUGH_GAP if memory is None else ENOUGH_MEMORY_GAP
-    found = solve(
-        problem if allowed is None else problem.restricted(allowed),
-        time_limit=options.solver_time_limit,
-        work_limit=None if options.solver_time_limit else SOLVER_WORK,
-        enough_gap=enough if problem.num_nodes > LARGE_PROBLEM else 0.0,
-        seed=options.seed,
-    )
-    if allowed is None:
-        return found
-    assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
-    return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
 
 
 def memory_limit_of(options: Options, cluster: Cluster) -> int:

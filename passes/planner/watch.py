@@ -50,6 +50,10 @@ class PlanningWatch:
             message += f" (nearest so far: {format_bytes(self._missing)} a device too much)"
         self._report(message)
 
+    def left(self, most: float) -> float:
+        """Seconds until the time for planning is over, or `most` of them."""
+        return most if self._end is None else max(min(most, self._end - self._clock()), 0.0)
+
     def keep(self, candidates: Iterable[PlannedStep]) -> None:
         """Remembers those that fit, and how many bytes the others lack at least."""
         for candidate in candidates:

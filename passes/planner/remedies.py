@@ -1,0 +1,260 @@
+"""What would make a step fit that does not: each change by itself, cheapest first, and tried.
+
+A bound from below passes over what cannot fit. What is left is planned once, as small as that goes
+quickly: with as many microbatches as there may be, at a price of a byte that outweighs its seconds,
+and with the backward pass computing again what it may. Only what fits then is named.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from autopar.base.cluster import Cluster
+from autopar.base.errors import AutoparError, BatchArgumentError, InexactMicrobatchError
+from autopar.base.options import Options
+from autopar.passes.graph.graph import Graph
+from autopar.passes.planner.candidates import PlannedStep, plan_layout
+from autopar.passes.planner.layouts import (
+    StageLayout,
+    asked_layout,
+    logical_meshes,
+    microbatch_counts,
+    submesh,
+)
+from autopar.passes.planner.least_memory import LeastMemory
+from autopar.passes.planner.recomputing import recomputed_step
+from autopar.passes.planner.refusals import smallest
+from autopar.passes.planner.stage_shardings import MeshSearch, SplitStep, memory_limit_of
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.sharding.restrict import check_batch
+from autopar.passes.slicing.anatomy import bytes_of, held_leaves
+
+SECONDS = 6.0  # for all tries; the one that is going on is ended
+MOST_NAMED = 3
+DOUBLINGS = 6  # of the nodes
+
+
+class Searched(Protocol):
+    """A step for which plans are searched (`autopar.passes.planner.compiler`)."""
+
+    @property
+    def graph(self) -> Graph:
+        """The traced step."""
+
+    @property
+    def rules(self) -> Rules:
+        """Its equations' factor rules."""
+
+    @property
+    def options(self) -> Options:
+        """What the user asked for."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices."""
+
+    def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
+        """The step in so many microbatches."""
+
+
+S = TypeVar("S", bound=Searched)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change: in words, and the options and the cluster with it."""
+
+    words: str
+    options: Options
+    cluster: Cluster
+
+
+def remedies(
+    search: S,
+    within: Callable[[S, Options, Cluster], S],
+    candidates: Sequence[PlannedStep],
+    seconds: float = SECONDS,
+) -> tuple[str, ...]:
+    """Changes with which the step fits, in words.
+
+    Args:
+      search: for which nothing fits.
+      within: the same search with other options and another cluster.
+      candidates: what was planned.
+      seconds: of this process, after which no other change is tried.
+    """
+    begun, least = time.process_time(), LeastMemory.of(search.graph, search.rules)
+
+    def fitting(changes: Iterable[Remedy], most: int) -> list[str]:
+        found: list[str] = []
+        for remedy in changes:
+            if len(found) == most or time.process_time() - begun >= seconds:
+                break
+            if _fits(within(search, remedy.options, remedy.cluster), least):
+                found.append(remedy.words)
+        return found
+
+    options, cluster = search.options, search.cluster
+    free = _without_restrictions(options)
+    found = fitting(_option_changes(options, cluster), MOST_NAMED)
+    if not found and free is not None:
+        found = fitting([Remedy(f"all of {_told(free, options)}", free, cluster)], 1)
+    larger = fitting(_more_devices(options, cluster), 1)
+    if not found and not larger and free is not None:
+        larger = fitting(_more_devices(free, cluster, f" with {_told(free, options)}"), 1)
+    if len(found) < MOST_NAMED:  # these take longest to try
+        found += fitting(_more_stages(options, cluster), 1)
+    found += larger
+    least_bytes = max(smallest(candidates).peak_bytes)
+    device, limit = search.cluster.device, memory_limit_of(search.options, search.cluster)
+    if limit < least_bytes <= device.program_bytes:
+        found.append(f"memory_limit={format_bytes_up(least_bytes)!r}")
+    else:
+        needed = math.ceil(least_bytes / device.memory_fraction)
+        found.append(f"devices of {format_bytes_up(needed)}")
+    return tuple(found)
+
+
+def format_bytes_up(size: int) -> str:
+    """A size of at least so many bytes, as it is written in `memory_limit`.
+
+    >>> format_bytes_up(2**30 + 1), format_bytes_up(700)
+    ('1.01GiB', '1KiB')
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{math.ceil(size / scale * 100) / 100:g}{unit}"
+    return f"{max(math.ceil(size / 1024), 1)}KiB"
+
+
+_FREE = {"microbatches": "auto", "remat": "auto", "method": "auto", "logical_mesh": None}
+
+
+def _restrictions(options: Options) -> dict[str, Any]:
+    """What the options restrict, with the values that restrict nothing."""
+    changed = {name: free for name, free in _FREE.items() if getattr(options, name) != free}
+    if options.remat in ("full", "override"):
+        changed.pop("remat", None)
+    return changed
+
+
+def _without_restrictions(options: Options) -> Options | None:
+    """The options without all that they restrict, if that is more than one thing."""
+    changed = _restrictions(options)
+    if len(changed) < 2 or options.stages_by_hand:
+        return None
+    return replace(options, **changed)
+
+
+def _told(free: Options, options: Options) -> str:
+    """What one of two options says otherwise, as it is written."""
+    names = [name for name in _FREE if getattr(free, name) != getattr(options, name)]
+    return ", ".join(f"{name}={getattr(free, name)!r}" for name in names)
+
+
+def _option_changes(options: Options, cluster: Cluster) -> Iterator[Remedy]:
+    """One option that says something else."""
+
+    def changed(**one: Any) -> Remedy:
+        (word,) = (f"{name}={value!r}" for name, value in one.items())
+        more: dict[str, Any] = (
+            {"num_chunks": "auto", "schedule": "auto"} if one.get("stages") == 1 else {}
+        )
+        return Remedy(word, replace(options, **one, **more), cluster)
+
+    for name, free in _restrictions(options).items():
+        if name == "microbatches" or not options.stages_by_hand:
+            yield changed(**{name: free})
+    if options.stages not in ("auto", 1) and options.logical_mesh is None:
+        yield changed(stages=1)
+
+
+def _more_stages(options: Options, cluster: Cluster) -> Iterator[Remedy]:
+    """Twice as many stages, and four times."""
+    asked = 1 if options.stages == "auto" else options.stages
+    if options.logical_mesh is None and isinstance(asked, int):
+        for stages in (2 * asked, 4 * asked):
+            if stages <= cluster.num_devices and cluster.num_devices % stages == 0:
+                yield Remedy(f"stages={stages}", replace(options, stages=stages), cluster)
+
+
+def _more_devices(options: Options, cluster: Cluster, more: str = "") -> Iterator[Remedy]:
+    """Twice as many nodes, and so on."""
+    for doubled in range(1, DOUBLINGS + 1):
+        larger = replace(cluster, num_nodes=cluster.num_nodes << doubled)
+        words = f"{larger.num_nodes} nodes ({larger.num_devices} devices) instead of "
+        yield Remedy(f"{words}{cluster.num_nodes}{more}", options, larger)
+
+
+def _fits(search: Searched, least: LeastMemory) -> bool:
+    """Whether a step is found to fit; one that may fit otherwise is not looked for."""
+    options, cluster = search.options, search.cluster
+    try:
+        layout = asked_layout(options, cluster)
+        counts = list(microbatch_counts(search.graph, options, layout))
+        if not _possible(search, least, counts[-1], layout):
+            return False
+        if layout.is_pipeline:
+            return any(_pipelines(search, layout, counts))
+        return any(_one_mesh(search, counts))
+    except AutoparError:
+        return False
+
+
+def _possible(search: Searched, least: LeastMemory, count: int, layout: StageLayout) -> bool:
+    """Whether the bounds from below leave room."""
+    limit, devices = (
+        memory_limit_of(search.options, search.cluster),
+        search.cluster.num_devices,
+    )
+    if sum(map(bytes_of, held_leaves(search.graph))) > devices * limit:
+        return False
+    again = search.options.remat != "none" or layout.is_pipeline
+    return again or least.bytes(count, devices) <= limit
+
+
+def _one_mesh(search: Searched, counts: list[int]) -> Iterator[bool]:
+    """Of small plans on one mesh, whether they fit."""
+    options, cluster = search.options, search.cluster
+    (mesh, *_) = logical_meshes(options, cluster, search.graph, of_stage=False)
+    for count in reversed(counts):
+        try:
+            check_batch(search.graph, options.method, mesh, count)
+            split = search.split(count)
+        except (BatchArgumentError, InexactMicrobatchError):
+            continue
+        yield _small(split, mesh, options, cluster)
+        if options.remat in ("auto", "override"):
+            yield _small(
+                recomputed_step(search.split(count, True), cluster), mesh, options, cluster
+            )
+        break
+
+
+def _small(split: SplitStep, mesh: tuple[int, ...], options: Options, cluster: Cluster) -> bool:
+    """Whether a plan fits that is chosen for its bytes more than for its time."""
+    part = submesh(cluster, math.prod(mesh))
+    found = MeshSearch.of(split, mesh, options, part, None, None)
+    free = found.attempt(None, False)
+    return free.fits or any(planned.fits for planned in found.small(free))
+
+
+def _pipelines(search: Searched, layout: StageLayout, counts: list[int]) -> Iterator[bool]:
+    """Of pipelines with the most microbatches, whether they fit."""
+    options = search.options
+    if options.schedule == "auto":
+        options = replace(options, schedule="1f1b")
+    if options.remat == "auto":
+        options = replace(options, remat="full")
+    for count in reversed(counts):
+        try:
+            split = search.split(count, True)
+        except InexactMicrobatchError:
+            continue
+        made = plan_layout(split, layout, options, search.cluster, lambda message: None)
+        yield any(candidate.fits for candidate in made)
+        break

@@ -1,0 +1,81 @@
+"""A refusal names what would fit, and that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.errors import MemoryLimitError
+
+CLUSTER = autopar.Cluster.preset("p3.16xlarge", devices_per_node=2)
+WIDTH, ROWS = 16, 8
+STATE = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(2)}
+
+
+def step(state: dict[str, Any], x: jax.Array) -> Any:
+    def loss(state: dict[str, Any]) -> jax.Array:
+        y = x
+        for name in sorted(state):
+            y = jnp.tanh(y @ state[name])
+        return jnp.mean(y * y)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def planned(cluster: autopar.Cluster = CLUSTER, **options: Any) -> autopar.Plan:
+    return autopar.plan(step, STATE, jnp.ones((ROWS, WIDTH)), cluster=cluster, **options)
+
+
+def refused(**options: Any) -> MemoryLimitError:
+    with pytest.raises(MemoryLimitError) as caught:
+        planned(**options)
+    error = caught.value
+    assert error.would_fit and all(words in _joined(error) for words in error.would_fit)
+    assert error.least_plan in _joined(error)
+    return error
+
+
+def _joined(error: MemoryLimitError) -> str:
+    """Its text without line breaks."""
+    return " ".join(str(error).split())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"method": "data", "memory_limit": 4000}, "method='auto'"),
+        ({"method": "data", "memory_limit": 4000, "microbatches": 1}, "'auto'"),
+        ({"memory_limit": 2200}, "2 nodes (4 devices) instead of 1"),
+    ],
+)
+def test_all_that_is_named_fits(options: dict[str, Any], named: str) -> None:
+    options = {"stages": 1, **options}
+    error = refused(**options)
+    assert any(named in words for words in error.would_fit)
+    for words in error.would_fit:
+        nodes, of, _ = words.rpartition(" nodes ")
+        if of:
+            plan = planned(replace(CLUSTER, num_nodes=int(nodes)), **options)
+        else:
+            changed = eval(f"dict({words.removeprefix('all of ')})")
+            plan = planned(**{**options, **changed})
+        assert plan.estimates.peak_bytes_per_device
+
+
+def test_what_cannot_fit_is_not_named_and_no_time_is_spent_that_planning_has_not() -> None:
+    error = refused(stages=1, memory_limit=8)
+    assert error.would_fit == ("memory_limit='4KiB'",)
+    error = refused(stages=1, memory_limit=2200, planning_time_limit=1e-9)
+    assert error.would_fit == ("memory_limit='3KiB'",)
+
+
+def test_a_pipeline_is_told_that_one_mesh_would_do() -> None:
+    error = refused(stages=2, memory_limit=4000, microbatches=8, schedule="1f1b", remat="none")
+    assert "stages=1" in error.would_fit
+    planned(stages=1, memory_limit=4000, microbatches=8, remat="none")
