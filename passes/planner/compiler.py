@@ -37,7 +37,7 @@ from autopar.base.errors import (
     InexactMicrobatchError,
     PlanMismatchError,
 )
-from autopar.base.methods import LOOP_METHODS, WHOLE_PARAMETERS
+from autopar.base.methods import WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
 from autopar.base.plan_records import OutputCertificate, Recomputation
@@ -46,6 +46,7 @@ from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.pieces.pieces import Runnable
+from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.auto_stages import stage_layouts
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout, quickest
 from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
@@ -56,7 +57,6 @@ from autopar.passes.planner.layouts import (
     largest_count,
     logical_meshes,
     microbatch_counts,
-    submesh,
 )
 from autopar.passes.planner.least_memory import too_few
 from autopar.passes.planner.model_flops import model_flops
@@ -76,7 +76,6 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
 from autopar.passes.sharding.constraint_axes import warn_of_lost
-from autopar.passes.sharding.loop_methods import with_loops
 from autopar.passes.sharding.pins import check_pins
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
@@ -158,7 +157,14 @@ def _all_candidates(search: _LayoutSearch) -> tuple[list[PlannedStep], str]:
     """Everything that is tried, and why not more microbatches."""
     options, cluster = search.options, search.cluster
     layout = asked_layout(options, cluster)
-    candidates, reason = search.candidates(layout)
+    try:
+        candidates, reason = search.candidates(layout)
+    except BatchArgumentError:
+        # The devices of one mesh are too many for a microbatch; a stage has fewer.
+        candidates = search.automatic_pipelines() if options.stages == "auto" else []
+        if not candidates:
+            raise
+        return candidates, ""
     for other in search.rewritten():
         best = quickest(candidates)
         candidates += other.candidates(layout, optional=True)[0]
@@ -217,20 +223,6 @@ def compile_like(
     return None
 
 
-def _labelled(graph: Graph, rules: Rules, options: Options, cluster: Cluster) -> Graph:
-    """The graph, with the kinds of its loops where a method asks for them."""
-    if options.methods.isdisjoint(LOOP_METHODS):
-        return graph
-    layout = asked_layout(options, cluster)
-    for number in range(len(options.stages_by_hand) or 1):
-        own = options.of_stage(number)
-        if own.method in LOOP_METHODS:
-            part = submesh(cluster, layout.devices[number])
-            (mesh, *_) = logical_meshes(own, part, graph, of_stage=layout.is_pipeline)
-            graph = with_loops(graph, rules, own.method, mesh[-1])
-    return graph
-
-
 @dataclass(frozen=True)
 class _LayoutSearch:
     """What is tried for one graph."""
@@ -251,7 +243,8 @@ class _LayoutSearch:
         if not options.methods.issubset(WHOLE_PARAMETERS):
             graph = with_casts_ahead(graph)
         rules = populate(graph.jaxpr)
-        return cls(_labelled(graph, rules, options, cluster), rules, options, cluster, report)
+        graph = with_asked_loops(graph, rules, options, cluster)
+        return cls(graph, rules, options, cluster, report)
 
     def within(self, options: Options, cluster: Cluster) -> _LayoutSearch:
         """The same search with other options and another cluster, silent."""

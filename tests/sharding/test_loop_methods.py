@@ -15,7 +15,7 @@ from plain_jit import equals_plain_jit
 
 import autopar
 from autopar.base.cluster import Cluster
-from autopar.base.errors import OptionError
+from autopar.base.errors import BatchArgumentError, OptionError
 from sharding.layers import mixture, mixture_shapes, norm
 from sharding.steps import arrays, momentum_shapes, momentum_step, shaped
 
@@ -200,3 +200,21 @@ def test_loops_that_do_not_divide() -> None:
     with pytest.raises(OptionError, match="into 8 parts") as caught:
         autopar.plan(descent(mixture_loss), *shapes, cluster=H100, method="expert")
     assert "a loop of 4" in str(caught.value) and "logical_mesh" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["hsdp", "expert"])
+def test_stages_are_chosen_where_one_mesh_has_too_many_devices(method: str) -> None:
+    """Four microbatches of four examples do not divide among eight devices, but among four."""
+    nodes = Cluster.preset("cpu", nodes=2, devices_per_node=4)
+    one = scaled_mixture(8, 32, 64)
+    shapes = {"first": one, "second": one}, shaped(16, 16, 32)
+
+    def two_layers(weights: Weights, x: Any) -> Any:
+        return mixture_loss(weights["first"], mixture(weights["second"], x))
+
+    step = descent(two_layers)
+    options: dict[str, Any] = {"cluster": nodes, "method": method, "microbatches": 4}
+    plan = autopar.plan(step, *shapes, stages="auto", **options)
+    assert len(plan.stages) > 1
+    with pytest.raises(BatchArgumentError, match="among 8 devices"):
+        autopar.plan(step, *shapes, stages=1, **options)
