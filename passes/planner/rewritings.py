@@ -67,7 +67,7 @@ def rewritten_steps(
 def _expert_blocks(graph: Graph, options: Options, cluster: Cluster) -> int:
     """One block for each device that can have experts; at most 1: it is not worth it.
 
-    Where experts are asked for, these are the devices of the last axis.
+    Where experts are asked for and not all devices can, these are the devices of the last axis.
     """
     groups = num_groups(graph)
     wants = options.methods & {"auto", "shard", "expert"}
@@ -76,9 +76,10 @@ def _expert_blocks(graph: Graph, options: Options, cluster: Cluster) -> int:
     layout = asked_layout(options, cluster)
     part = submesh(cluster, math.gcd(*layout.devices))
     (mesh, *_) = logical_meshes(options, part, graph, of_stage=layout.is_pipeline)
-    if "expert" in wants:
+    blocks = math.gcd(groups, math.prod(mesh))
+    if "expert" in wants and blocks % math.prod(mesh):
         return mesh[-1] if groups % mesh[-1] == 0 else 0
-    return math.gcd(groups, math.prod(mesh))
+    return blocks
 
 
 def check_splits(rewriting: Rewriting, count: int) -> None:

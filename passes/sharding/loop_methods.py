@@ -1,7 +1,7 @@
 """Methods that say which loops each mesh axis cuts: Megatron's, and expert parallelism.
 
-The last axis of the mesh is the *tensor axis*; the others cut the batch, and along them the state
-lies as the search likes it.
+The last axis of the mesh is the *tensor axis*; the others cut the batch (or, as well, experts), and
+along them the state lies as the search likes it.
 
 - `megatron`: the tensor axis cuts inner loops (heads, the width of an MLP, the vocabulary), which
   are the columns of some weights and the rows of others; what the layers read and add to is whole
@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from autopar.base.errors import OptionError
 from autopar.passes.graph.graph import Atom, Graph
-from autopar.passes.graph.primitives import PRODUCTS
+from autopar.passes.graph.primitives import BLOCK_PRODUCT, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.loop_kinds import (
@@ -71,6 +71,8 @@ class LoopMethod:
                 factor = outer_factor(rule, value, dim)
                 if kind and factor is not None:
                     factors[kind].add(factor)
+        if eqn.primitive.name == BLOCK_PRODUCT:
+            factors.pop(BATCH, None)  # places for rows are whole: any axis may cut the blocks
         meets = eqn.primitive.name in PRODUCTS and self._meets_experts(eqn, rule, factors[EXPERT])
         allowed: list[frozenset[int] | None] = []
         must = set()
@@ -134,6 +136,8 @@ class LoopMethod:
         """
         has_batch = BATCH in found
         if axis != len(self.mesh) - 1:
+            if self.method == "expert" and has_batch and EXPERT in found:
+                return (BATCH, EXPERT), True
             return ((BATCH,), True) if has_batch else (None, False)
         if self.method == "expert":
             if EXPERT in found and (meets_experts or not has_batch):
