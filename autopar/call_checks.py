@@ -6,11 +6,12 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from autopar.base.errors import DonatedBufferError, TraceError
+from autopar.arrays.operators import WholeArray
+from autopar.base.errors import DeviceError, DonatedBufferError, TraceError
 from autopar.base.user_code import callers, calling_place, place, warn
 from autopar.mismatch import differences
 from autopar.passes.trace.signature import Key, Signature
@@ -151,11 +152,35 @@ def wrong_arguments(
     """The error for arguments that a step was not compiled for."""
     lines = differences(traced, args, kwargs)
     more = [f"- ... {len(lines)} differences in all"] if len(lines) > 6 else []
+    hint = (
+        "compile it for these arguments too, or use autopar.parallelize, which plans again when "
+        "shapes change."
+    )
+    if any("another " in line for line in lines):
+        hint = (
+            "build the state once, with one optimizer and one model, and pass on what the step "
+            "returns: another function object is another program."
+        )
     return TraceError(
         f"{name} was compiled for other arguments.",
         where=name,
         why="what it was compiled for, and what it was called with:\n"
         + "\n".join([*lines[:6], *more]),
-        hint="compile it for these arguments too, or use autopar.parallelize, which plans "
-        "again when shapes change.",
+        hint=hint,
+    )
+
+
+def not_for_jax(array: WholeArray) -> NoReturn:
+    """What JAX's own functions say of an array that lies on several meshes or on actors.
+
+    Raises:
+      DeviceError: always.
+    """
+    kind = type(array).__name__
+    place = "on several meshes" if kind == "SplitArray" else "on Ray actors"
+    raise DeviceError(
+        f"A {kind} lies {place}, and JAX's functions take arrays that it knows.",
+        where=f"{array.dtype.name}[{', '.join(map(str, array.shape))}]",
+        hint="step.apply(fn, state) runs a function such as optax.global_norm on a distributed "
+        "state; step.gather(tree) brings a tree together, jax.numpy.asarray(array) one array.",
     )

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
+from autopar.arrays.operators import WholeArray
 from autopar.arrays.split_array import SplitArray, SplitSharding
 from autopar.base.compiled_records import ProgramMemory
 from autopar.base.displayed import Displayed
@@ -28,6 +29,7 @@ from autopar.call_checks import (
     donated_earlier,
     explained,
     is_weak,
+    not_for_jax,
     picker,
     same_signature,
     same_static_arguments,
@@ -60,6 +62,9 @@ from autopar.runtime.same_plan import compare_processes
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
+
+
+jax_compat.when_traced(WholeArray, not_for_jax)
 
 
 class SignatureMismatch(Exception):

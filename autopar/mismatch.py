@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.passes.trace.arguments import Argument
@@ -30,8 +31,13 @@ def differences(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         old, new = (repr(values.get(path, "nothing")) for values in (olds, news))
         if old != new:
             lines.append(f"- {path}: {old}, {new}")
+    names = [traced.convention.name(i) for i in range(len(args))]
+    before_args, before_kwargs = planned
+    pairs = [*zip(names, before_args, args, strict=False)]
+    pairs += [(name, before_kwargs.get(name), value) for name, value in kwargs.items()]
+    lines += (f"- {line}" for pair in pairs for line in _static_differences(*pair))
     for argument, other in zip(traced.arguments, now, strict=False):
-        if argument.tree != other.tree:
+        if argument.tree != other.tree and not lines:
             lines.append(f"- {argument.name}: its structure differs in what is not a leaf")
     return lines or ["- a static leaf (a function, a string) differs"]
 
@@ -44,6 +50,42 @@ def leaf_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if old != new:
             lines.append(f"- {path or 'the whole'}: {old}, {new}")
     return lines
+
+
+def _static_differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """A line for what is no leaf and is another object; leaves are None in what was planned."""
+    if before is None or before is now or type(before) is not type(now):
+        return
+    if dataclasses.is_dataclass(before):
+        for field in dataclasses.fields(before):
+            old, new = getattr(before, field.name, None), getattr(now, field.name, None)
+            path, about = f"{name}.{field.name}", field.metadata
+            if about.get("pytree_node", True) and not about.get("static", False):
+                yield from _static_differences(path, old, new)
+            elif not _is_equal(old, new):
+                yield f"{path}: {_kind(old)}, {_kind(new, old)}"
+    elif isinstance(before, Mapping):
+        for key in before:
+            yield from _static_differences(f"{name}[{key!r}]", before[key], now.get(key))
+    elif isinstance(before, (list, tuple)):
+        keys = getattr(before, "_fields", range(len(before)))
+        for key, old, new in zip(keys, before, now, strict=False):
+            path = f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]"
+            yield from _static_differences(path, old, new)
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    try:
+        return bool(before == now)
+    except Exception:  # of arrays and what compares itself otherwise
+        return before is now
+
+
+def _kind(value: Any, other: Any = None) -> str:
+    """What people call an object; beside one that looks alike it is another one."""
+    named = getattr(value, "__qualname__", None) or type(value).__name__
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else named
+    return f"another {text}" if other is not None and text == _kind(other) else text
 
 
 def suffixes(argument: Argument) -> list[str]:

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 
+from autopar.base import hardware
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.options import Options
 from autopar.base.ray_options import Ray
 from autopar.base.units import format_bytes, format_seconds
+from autopar.base.user_code import warn_at_call
 from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
 
@@ -189,9 +191,12 @@ def check_devices(
 
     Raises:
       DeviceError: there are fewer devices than the plan needs.
+
+    Warns of a plan for other devices than those that will run it.
     """
     needed = cluster.num_devices if made is None else max(s.num_devices for s in made.stages)
-    visible = len(jax.devices() if devices is None else devices)
+    present = jax.devices() if devices is None else devices
+    visible = len(present)
     if needed > visible:
         what = f"The cluster {cluster.name!r} has" if made is None else "The plan needs"
         raise DeviceError(
@@ -202,4 +207,15 @@ def check_devices(
             hint="autopar.plan needs no devices; on a CPU, "
             f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used makes '
             "virtual ones.",
+        )
+    planned = cluster.device.name if made is None else made.cluster["device"]["name"]
+    kind = present[0].device_kind
+    preset = "cpu" if present[0].platform == "cpu" else hardware.preset_of(kind)
+    known = hardware.device_names()
+    if preset is not None and planned in known.values() and planned != known[preset]:
+        warn_at_call(
+            f"The plan is for {planned}, and {kind!r} devices will run it: the results are the "
+            "same, but it was chosen for others, and its seconds and bytes are theirs. Without "
+            "cluster= and plan=, autopar plans for the devices that are here.",
+            AutoparWarning,
         )

@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax import P
 
 import autopar
 from autopar.base.errors import (
     AutoparError,
+    AutoparWarning,
     BatchArgumentError,
     DeviceError,
     DonatedBufferError,
@@ -407,12 +410,15 @@ def test_plan_of_another_program(saved: Path) -> None:
         loss, gradients = jax.value_and_grad(loss_fn)(state, batch)
         return jax.tree.map(lambda p, g: p - 0.2 * g, state, gradients), loss
 
-    for step, batch in ((other_step, BATCH), (train_step, rows(8))):
+    for step, batch, why in (
+        (other_step, BATCH, "content hash"),
+        (train_step, rows(8), "[8, "),
+    ):
         raises(
             PlanMismatchError,
             lambda step=step, batch=batch: follow(saved, step, batch),  # type: ignore[misc]
             what="made for another program",
-            why="content hash",
+            why=why,
             hint="plan again",
         )
 
@@ -495,3 +501,33 @@ def test_fewer_devices_than_the_plan_needs(tmp_path: Path) -> None:
             where="jax.devices()",
             hint="jax_num_cpu_devices",
         )
+
+
+def test_another_optimizer_object_is_named() -> None:
+    def state() -> TrainState:
+        params = {"w": jnp.ones((4, 2))}
+        return TrainState.create(apply_fn=apply, params=params, tx=optax.sgd(0.1))
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["w"]
+
+    def step(state: TrainState, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(state.params)
+        return state.apply_gradients(grads=grads), jnp.mean(x)
+
+    rows = jnp.ones((8, 4))
+    compiled = autopar.compile(step, state(), rows, method="data", microbatches=1)
+    with pytest.raises(TraceError, match="build the state once") as caught:
+        compiled(state(), rows)
+    assert "state.tx: GradientTransformationExtraArgs, another" in str(caught.value)
+
+
+def test_a_plan_for_other_devices_warns_where_it_is_compiled() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return w + x.sum(0), x.mean()
+
+    shapes = jnp.ones(4), jnp.ones((8, 4))
+    options: dict[str, Any] = {"method": "data", "microbatches": 1}
+    plan = autopar.plan(step, *shapes, cluster="h100", **options)
+    with pytest.warns(AutoparWarning, match="The plan is for H100 SXM5 80GB, and 'cpu' devices"):
+        autopar.compile(step, *shapes, plan=plan, **options)

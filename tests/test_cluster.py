@@ -344,6 +344,14 @@ def test_impossible_links_are_refused(field: str, value: Any, message: str) -> N
         ("8xp5", "p5", 8, 8),
         ("16xtpu-v4", "tpu-v4", 4, 4),
         ("2xa100-40gb", "a100-40gb", 1, 2),
+        ("8 H100", "h100", 1, 8),
+        ("16 h100s", "h100", 2, 8),
+        ("h100:16", "h100", 2, 8),
+        ("2 nodes of 8 x H100", "h100", 2, 8),
+        ("8x NVIDIA H100 80GB GPUs", "h100", 1, 8),
+        ("4xA100 40GB", "a100-40gb", 1, 4),
+        ("H100 SXM5", "h100", 1, 8),
+        ("TPU v5e", "tpu-v5e", 1, 8),
     ],
 )
 def test_names_of_clusters(name: str, preset: str, nodes: int, devices: int) -> None:
@@ -358,6 +366,7 @@ def test_names_of_clusters(name: str, preset: str, nodes: int, devices: int) -> 
         ("8x8x8 h100", "not of the form"),
         ("8x8 h1000", "no cluster preset"),
         ("eight h100", "not of the form"),
+        ("8xH100-40GB", "no cluster preset"),
         ("", "not of the form"),
         ("0xh100", "less than 1"),
     ],

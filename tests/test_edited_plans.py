@@ -16,6 +16,8 @@ import pytest
 import autopar
 
 Edit = Callable[[dict[str, Any]], None]
+pytestmark = pytest.mark.filterwarnings("ignore:The plan is for H100")
+
 CLUSTER = autopar.Cluster.preset("h100", devices_per_node=4)
 
 

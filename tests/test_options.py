@@ -262,3 +262,25 @@ def test_equal_batch_axes_of_any_class_have_equal_json() -> None:
     assert json_of(Batch(0, None)) == json_of(Batch(0, None)) != json_of((0, None))
     with pytest.raises(OptionError, match="Model"):
         Options.from_dict(Options(batch_axes=Model(0)).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("fsdp", "method='zero3'"),
+        ("DDP", "method='data'"),
+        ("tensor-parallel", "method='megatron'"),
+        ("fsdp+tp", "megatron.*logical_mesh"),
+        ("PP", "stages=2"),
+        ("gpipe", "stages=2"),
+    ],
+)
+def test_other_names_of_methods_are_told_ours(name: str, hint: str) -> None:
+    with pytest.raises(OptionError, match=f"(?s){hint}"):
+        Options(method=name)
+
+
+@pytest.mark.parametrize("text", ["80 gigs", "80G", "80 gigabytes", "0.5t"])
+def test_sizes_of_memory_are_spelt_out(text: str) -> None:
+    with pytest.raises(OptionError, match=r"write '.*iB'"):
+        Options.from_kwargs(memory_limit=text)

@@ -310,6 +310,13 @@ def test_a_plan_for_other_options_or_another_program_is_refused() -> None:
     assert '- method: "auto" -> "data"' in str(caught.value)
     with pytest.raises(PlanMismatchError, match="another program"):
         plan.require(program_hash="fedcba", options=plan.options)
+    leaves = {tensor.path: tensor.value for tensor in plan.inputs}
+    (first, *_) = leaves
+    leaves |= {first: "float32[1]", "new": "int32[]"}
+    with pytest.raises(PlanMismatchError, match="arguments differ") as caught:
+        plan.require(program_hash="fedcba", options=plan.options, leaves=leaves)
+    assert "-> float32[1]" in str(caught.value)
+    assert "- new: nothing -> int32[]" in str(caught.value)
 
 
 def test_diff_names_what_differs() -> None:

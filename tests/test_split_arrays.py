@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.arrays.split_array import SplitArray, SplitSharding, put
-from autopar.base.errors import DonatedBufferError
+from autopar.base.errors import DeviceError, DonatedBufferError
 
 DEPTH, WIDTH, ROWS = 6, 8, 16
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
@@ -257,3 +257,14 @@ def test_an_array_in_parts_is_an_array(meshes: list[NamedSharding], axis: int) -
     assert not sharding.is_equivalent_to(meshes[0], 3)
     array.delete()
     assert array.is_deleted()
+
+
+def test_functions_of_jax_say_what_takes_a_split_state(step: autopar.Executable) -> None:
+    state, _ = step(init(jax.random.key(0)), *BATCH)
+    leaf = state["params"]["w"]
+    assert isinstance(leaf, SplitArray)
+    functions: list[Any] = [jnp.mean, jax.jit(jnp.sin), jax.typeof]
+    for fn in functions:
+        with pytest.raises(DeviceError, match=r"step\.apply\(fn, state\)"):
+            fn(leaf)
+    assert jnp.asarray(leaf).shape == leaf.shape

@@ -25,16 +25,24 @@ def read_name(text: str, data: Mapping[str, Any]) -> NamedCluster | str:
     """What a name says, or why it says nothing.
 
     Numbers stand before the preset: "8x8 h100" is eight nodes of eight, "2x dgx-h100" two nodes,
-    and "16xH100" sixteen devices in as many of the usual nodes as they fill.
+    and "16xH100" sixteen devices in as many of the usual nodes as they fill. "16 h100s", "h100:16"
+    and "2 nodes of 8 h100" are understood as well.
 
     Args:
       text: of the user.
       data: the hardware table.
     """
-    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*(?:(\d+)\s+(?:x\s*)?)?)?(\S+)", text.strip().lower())
-    if not found:
+    text = text.strip().lower()
+    if swapped := re.fullmatch(r"([a-z].*?)\s*[:*x]\s*(\d+)", text):
+        text = f"{swapped[2]}x{swapped[1]}"
+    if in_words := re.fullmatch(r"(\d+)\s*nodes?\s*(?:of|with|x)\s*(\d+)\s*x?\s*(\S.*)", text):
+        text = f"{in_words[1]}x{in_words[2]} {in_words[3]}"
+    form = r"(?:(\d+)(?:\s*[x*]\s*(?:(\d+)\s+(?:x\s*)?)?|\s+))?([a-z]\S*(?:\s\S+)*)"
+    found = re.fullmatch(form, text)
+    first, second, preset = found.groups() if found else (None, None, " ")
+    preset = _known(preset, data)
+    if " " in preset:
         return "it is not of the form '8x8 h100', '8xH100' or 'h100'"
-    first, second, preset = found.groups()
     if first is None or second is not None:
         return NamedCluster(preset, int(first or 1), None if second is None else int(second))
     count = int(first)
@@ -48,3 +56,27 @@ def read_name(text: str, data: Mapping[str, Any]) -> NamedCluster | str:
         example = f"{count // usual}x{usual} {preset}"
         return f"{count} devices do not fill nodes of {usual}; say for example {example!r}"
     return NamedCluster(preset, count // usual, usual)
+
+
+def _known(name: str, data: Mapping[str, Any]) -> str:
+    """The preset that a name means: "nvidia h100 80gb", "h100s", "v5e"; the name, if none."""
+    names = {*data["systems"], *data["aliases"]}
+    short = re.sub(r"^nvidia[\s-]+|[\s-]+(?:gpus?|chips?|sxm\d?)\b", "", name)
+    short = re.sub(r"\s+", "-", short)
+    bare = re.sub(r"-\d+gb$", "", short)
+    for each in (name, short, bare, f"tpu-{short}"):
+        for known in (each, each.removesuffix("s")):
+            if known in names and (each is not bare or _has_memory(short, known, data)):
+                return known
+    return name
+
+
+def _has_memory(asked: str, preset: str, data: Mapping[str, Any]) -> bool:
+    """Whether a preset's device has the memory that a name says."""
+    said = re.search(r"-(\d+)gb$", asked)
+    system = data["systems"][data["aliases"].get(preset, preset)]
+    size = data["devices"][system["device"]]["memory_bytes"]
+    return said is None or abs(int(said[1]) * 1e9 / size - 1) < _SAME_MEMORY
+
+
+_SAME_MEMORY = 0.1  # of datasheets in decimal and binary units

@@ -38,6 +38,13 @@ def _plain_numbers(name: str) -> dict[str, Any]:
     return plain
 
 
+def device_names() -> dict[str, str]:
+    """The name of the device of each preset."""
+    data = table()
+    systems = data["systems"] | {alias: data["systems"][x] for alias, x in data["aliases"].items()}
+    return {name: data["devices"][system["device"]]["name"] for name, system in systems.items()}
+
+
 _KINDS = (
     (r"V100", "v100"),
     (r"A100.*40 ?GB", "a100-40gb"),

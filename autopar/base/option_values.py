@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,12 +87,26 @@ def memory_limit(value: Any) -> int | None:
         try:
             number = float(parse_bytes(value))
         except ValueError:
-            raise impossible("memory_limit", value, why) from None
+            raise impossible("memory_limit", value, why, _bytes_hint(value)) from None
     else:
         number = _real(value) or 0.0
     if not 1 <= number < math.inf:
         raise impossible("memory_limit", value, why)
     return int(number)
+
+
+def _bytes_hint(text: str) -> str | None:
+    """How to write what looks like so many gigabytes."""
+    words = r"(?:i|igs?|egs?|(?:ilo|ega|iga|era|eta|ibi|ebi)?bytes?)?"
+    found = re.fullmatch(rf"\s*(\d*\.?\d+)\s*([kmgtp]){words}\s*", text, re.IGNORECASE)
+    if found is None:
+        return None
+    number, letter = found[1], found[2].upper()
+    power = "KMGTP".index(letter) + 1
+    return (
+        f"write '{number}{letter}iB' ({number} x 2**{10 * power} bytes) or "
+        f"'{number}{letter}B' ({number} x 10**{3 * power})."
+    )
 
 
 def share(value: Any, name: str) -> float:

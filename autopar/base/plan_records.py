@@ -22,7 +22,7 @@ from autopar.base.step_model import StepModel
 from autopar.base.units import format_bytes, format_mesh, format_seconds, without_rows
 from autopar.base.user_code import shortens
 
-_SHOWN_FILES = 5
+_SHOWN_FILES, _SHOWN_LEAVES = 5, 6
 
 FORMAT_VERSION = 3
 """Of the JSON form; a file of another format version is refused."""
@@ -59,6 +59,11 @@ class TensorPlan(Record):
     bytes_per_device: int
     donated: bool = False
     stages: tuple[int, ...] = (0,)
+
+    @property
+    def value(self) -> str:
+        """Its dtype and shape: `float32[8, 4]`."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,11 +399,19 @@ class PlanRecord(Displayed, Record):
             raise _not_a_plan(os.fspath(path), "it is not UTF-8 text.") from None
         return cls.from_json(text, where=os.fspath(path))
 
-    def require(self, *, program_hash: str, options: Mapping[str, Any]) -> None:
+    def require(
+        self,
+        *,
+        program_hash: str,
+        options: Mapping[str, Any],
+        leaves: Mapping[str, str] | None = None,
+    ) -> None:
         """Checks that this plan was made for a program and options (those of `Options.to_dict`).
 
+        `leaves` are the program's, each path with its dtype and shape: `float32[8, 4]`.
+
         Raises:
-          PlanMismatchError: it was made for others; says which options differ.
+          PlanMismatchError: it was made for others; says which options or leaves differ.
         """
         differing = differences(dict(self.options), dict(options))
         if differing:
@@ -408,13 +421,34 @@ class PlanRecord(Displayed, Record):
                 hint="pass the options of the plan, or plan again.",
             )
         if self.program_hash != program_hash:
+            changed = self._changed(leaves or {})
+            if changed:
+                raise PlanMismatchError(
+                    "The plan was made for another program.",
+                    why="its arguments differ, in the plan and now:\n" + "\n".join(changed),
+                    hint="plan again for these arguments, or call it with those of the plan.",
+                )
+            same = "; the arguments have the shapes of the plan" if leaves else ""
             raise PlanMismatchError(
                 "The plan was made for another program.",
                 why=f"the plan's program has the content hash {self.program_hash[:12]}, this one "
-                f"{program_hash[:12]}: the code, the shapes or dtypes of the arguments, or a "
-                f"library changed (the plan was made with jax {self.jax_version}).",
+                f"{program_hash[:12]}: the code or a library changed (the plan was made with jax "
+                f"{self.jax_version}){same}.",
                 hint="plan again for this program.",
             )
+
+    def _changed(self, leaves: Mapping[str, str]) -> list[str]:
+        """A line for each leaf that another program has otherwise; runs of layers are no leaves."""
+        own = [x for x in self.inputs if x.role != "constant"]
+        known = {x.path: x.value for x in own if x.path == without_rows(x.path)}
+        parts = {without_rows(x.path) for x in own} - known.keys()
+        lines = []
+        for path in dict.fromkeys((*known, *leaves)) if leaves else ():
+            before, now = (named.get(path, "nothing") for named in (known, leaves))
+            if before != now and path not in parts:
+                lines.append(f"- {path}: {before} -> {now}")
+        more = len(lines) - _SHOWN_LEAVES
+        return [*lines[:_SHOWN_LEAVES], f"- and {more} more"] if more > 0 else lines
 
 
 def check(plan: PlanRecord) -> None:

@@ -9,7 +9,7 @@ import gc
 import inspect
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
@@ -336,3 +336,9 @@ try:
     from jax._src.literals import TypedNdArray as _TypedNdArray
 except ImportError:  # other releases may not have it
     _TypedNdArray = None
+
+
+def when_traced(kind: type, told: Callable[[Any], Any]) -> None:
+    """What JAX calls where one of its functions meets an array of a class that it does not know."""
+    known: dict[type, Any] = getattr(core, "pytype_aval_mappings", {})
+    known[kind] = told

@@ -60,7 +60,7 @@ from autopar.passes.planner.layouts import (
 )
 from autopar.passes.planner.least_memory import too_few
 from autopar.passes.planner.model_flops import model_flops
-from autopar.passes.planner.plan_writer import write_plan
+from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans, recomputed_step
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
@@ -121,7 +121,8 @@ def compile_graph(
     options = options if plan is None else with_pins_of(plan, options)
     check_pins(graph, options.pins)
     if plan is not None:
-        plan.require(program_hash=program_hash, options=options.to_dict())
+        asked = options.to_dict()
+        plan.require(program_hash=program_hash, options=asked, leaves=leaf_types(graph))
         is_pipeline = len(plan.stages) > 1
         keeps, again = plan.later_loops == "keep", plan.recomputation
         split = search.following(plan).split(plan.num_microbatches, is_pipeline, keeps, again)

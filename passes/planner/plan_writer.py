@@ -28,7 +28,7 @@ from autopar.base.plan_records import (
 from autopar.base.units import format_bytes, without_rows
 from autopar.base.version import __version__
 from autopar.passes.graph.first_readers import first_readers
-from autopar.passes.graph.graph import inner_jaxprs
+from autopar.passes.graph.graph import Graph, inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.validate import LOOP_KINDS
@@ -249,6 +249,16 @@ def _tensor_plan(
         donated=donated,
         stages=stages,
     )
+
+
+def leaf_types(graph: Graph) -> dict[str, str]:
+    """The dtype and shape of each of the user's leaves by its path: `float32[8, 4]`."""
+    named = zip(graph.inputs, graph.jaxpr.invars, strict=True)
+    return {
+        label.path: f"{var.aval.dtype}[{', '.join(map(str, aval_shape(var)))}]"
+        for label, var in named
+        if label.role != "constant"
+    }
 
 
 def output_specs(pieces: Pieces) -> list[Spec]:
