@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from factors import equations
-from factors.slices import check_slices, check_whole, evaluate, host_take, rule_cuts, trace
+from factors.slices import (
+    Way,
+    check_slices,
+    check_whole,
+    evaluate,
+    host_take,
+    rule_cuts,
+    trace,
+    ways_to_cut,
+    ways_with_one_pair,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -18,6 +28,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.primitives.cuts import DimCut, NotLocalError, local_shape, positions, take
+from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.local_random import counters
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.primitives.populate import populate
@@ -27,6 +38,16 @@ EQUATIONS = equations.all_equations()
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_slices_make_up_the_whole(name: str) -> None:
+    check_equations(name, ways_with_one_pair)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_slices_along_any_two_factors_make_up_the_whole(name: str) -> None:
+    check_equations(name, ways_to_cut)
+
+
+def check_equations(name: str, ways_of: Callable[[FactorRule], list[Way]]) -> None:
     function, arguments = EQUATIONS[name]
     jaxpr = trace(function, *arguments)
     assert not any(eqn.primitive.name in CONTROL_FLOW for eqn in jaxpr.eqns)
@@ -35,7 +56,7 @@ def test_slices_make_up_the_whole(name: str) -> None:
     evaluated = evaluate(jaxpr, leaves)
     for eqn, _, _ in evaluated:
         check_whole(eqn, rules[eqn])
-    check_slices(evaluated, rules)
+    check_slices(evaluated, rules, ways_of)
 
 
 def equation(function: Callable[..., Any], *arguments: Any) -> JaxprEqn:

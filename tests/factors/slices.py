@@ -105,6 +105,12 @@ def ways_to_cut(rule: FactorRule) -> list[Way]:
     return ways
 
 
+def ways_with_one_pair(rule: FactorRule) -> list[Way]:
+    """Those of `ways_to_cut`, but only one pair of factors."""
+    ways = ways_to_cut(rule)
+    return [way for way in ways if len(way) == 1] + [way for way in ways if len(way) == 2][-1:]
+
+
 def in_halves(rule: FactorRule) -> list[Way]:
     """Each cuttable factor of even size, or of size 3, alone."""
     return [

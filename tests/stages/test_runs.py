@@ -1,6 +1,7 @@
 """Scans over layers cut between iterations, with everything that is stacked by layer."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -275,8 +276,15 @@ PICKS = {
 }
 
 
-@pytest.mark.parametrize("where", ["in the loss", "in the update"])
-@pytest.mark.parametrize("name", PICKS)
+def picks() -> Iterator[Any]:
+    """Every pick in one of the two places, in turn; the other is marked `full`."""
+    places = ("in the loss", "in the update")
+    for (number, name), (turn, where) in itertools.product(enumerate(PICKS), enumerate(places)):
+        marks = () if number % 2 == turn else pytest.mark.full
+        yield pytest.param(name, where, id=f"{name}-{where}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "where"), list(picks()))
 def test_what_must_see_several_layers_sees_them(name: str, where: str) -> None:
     """Whatever is done along the layers' dimension, the numbers stay right."""
 
