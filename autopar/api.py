@@ -28,6 +28,7 @@ from autopar.requests import (
     make_request,
     name_of,
     read_arguments,
+    shows_options,
 )
 
 # What traces, plans and runs is imported when it is used: importing this module stays light.
@@ -212,7 +213,7 @@ def parallelize(
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
-@shortens
+@shows_options
 def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
@@ -255,7 +256,7 @@ def parallelize(
     return Parallelized(fn, make_request(options, cluster, plan))
 
 
-@shortens
+@shows_options
 def compile(
     fn: Callable[..., Any],
     *args: Any,
@@ -299,7 +300,7 @@ def compile(
     return _build(fn, args, kwargs, request)
 
 
-@shortens
+@shows_options
 def plan(
     fn: Callable[..., Any],
     *args: Any,

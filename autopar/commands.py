@@ -20,7 +20,7 @@ from rich.text import Text
 from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.methods import METHODS
-from autopar.base.options import SCHEDULES
+from autopar.base.options import SCHEDULES, Options
 from autopar.base.units import format_seconds
 from autopar.command_line import (
     NO,
@@ -57,6 +57,18 @@ def _schedules(typed: str) -> list[str]:
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan's file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+Step = Annotated[
+    str, typer.Argument(metavar="MODULE:FUNCTION", help="The train step, as train.py:train_step.")
+]
+Example = Annotated[
+    str,
+    typer.Option(
+        "--args",
+        metavar="MODULE:NAME",
+        help="A function without arguments that returns the step's, as a tuple (or a dict of "
+        "keywords), or such a tuple. Shapes will do: jax.eval_shape.",
+    ),
+]
 OtherCluster = Annotated[
     str | None,
     typer.Option(
@@ -80,19 +92,8 @@ def _global() -> None:
 @app.command()
 @answers
 def plan(
-    step: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="The train step, as train.py:train_step."),
-    ],
-    example: Annotated[
-        str,
-        typer.Option(
-            "--args",
-            metavar="MODULE:NAME",
-            help="A function without arguments that returns the step's, as a tuple (or a dict of "
-            "keywords), or such a tuple. Shapes will do: jax.eval_shape.",
-        ),
-    ],
+    step: Step,
+    example: Example,
     cluster: OtherCluster = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the plan here.")
@@ -140,6 +141,44 @@ def plan(
     show(summary_tables(made))
     if output is not None:
         note(f"Saved to {output}; autopar show {output} has everything.")
+
+
+@app.command()
+@answers
+def verify(
+    step: Step,
+    example: Example,
+    target: Annotated[
+        str,
+        typer.Option(metavar="NAME", help='"gpu:h100", "tpu:v5e:2x4", "cpu".'),
+    ],
+    file: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="By default one is made.")
+    ] = None,
+    cluster: OtherCluster = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a plan for devices that need not be here; exit code 1 if they do not confirm it."""
+    import autopar
+
+    made = None if file is None else Plan.load(file)
+    args, kwargs = read_example(example)
+    options = {} if made is None else vars(Options.from_dict(made.options))
+    found = autopar.verify(
+        find_object(step, "the step"),
+        *args,
+        target=target,
+        plan=made,
+        cluster=cluster,
+        **{name: value for name, value in options.items() if name not in ("progress", "runtime")},
+        **kwargs,
+    )
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        show(found)
+    if not found.holds:
+        raise typer.Exit(NO)
 
 
 @app.command("show")

@@ -1,6 +1,7 @@
 """`parallelize`, `compile` and `plan`: signatures, options, decorators, transformations."""
 
 import functools
+import inspect
 import threading
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import autopar
 from autopar.base.errors import AutoparError, AutoparWarning, OptionError
+from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.passes.planner.compiler import compile_graph
 
@@ -342,3 +344,12 @@ def test_parallelizing_twice_changes_options() -> None:
     assert_equal(step(W, X), expected())
     assert (step.plan.method, step.plan.num_microbatches) == ("zero1", 1)
     assert step.__wrapped__ is train_step
+
+
+def test_signatures_show_the_options() -> None:
+    for function, own in ((autopar.parallelize, ()), (autopar.compile, ("kwargs",))):
+        shown = inspect.signature(function).parameters
+        names = set(shown) - {"fn", "args", "cluster", "plan", "devices"}
+        assert names == {*Options.names(), *own}
+        assert shown["microbatches"].default == "auto"
+        assert shown["progress"].default is None

@@ -178,6 +178,8 @@ def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         (["diff", "one.json"], 2, "Missing argument"),
         (["explain", "one.json", "hiden"], 2, "did you mean"),
         (["simulate", "one.json", "--schedule", "gpipe"], 2, "A plan of one stage has no schedule"),
+        (["verify", "small_train.py:train_step", "--args", "small_train.py:shapes", "--plan",
+          "two.json", "--target", "gpu"], 2, "the targets are"),
         (["presets", "h1000"], 2, "did you mean 'h100'?"),
         (["plan", "small_train.py", "--args", "small_train.py:shapes"], 2, "MODULE:NAME"),
         (["plan", "smal.py:f", "--args", "small_train.py:shapes"], 2, "There is no file"),
@@ -190,7 +192,7 @@ def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
             ["plan", "small_train.py:train_step", "--args", "small_train.py:shapes", "--cluster",
              "h100", "--method", "data", "--memory-limit", "1KiB"],
             1,
-            "the least that would do",
+            "No plan keeps within",
         ),
     ],
 )  # fmt: skip
