@@ -75,6 +75,8 @@ def test_a_pipeline_is_compared_piece_by_piece(
     assert Verification.load(tmp_path / "made.json") == verified
     text = str(verified)
     assert "Verdict: holds." in text and "same as F1" in text
+    assert "tune" not in text
+    assert "tune" in str(dataclasses.replace(verified, target="gpu:h100"))
     with pytest.raises(PlanMismatchError, match="not a verification"):
         plan.save(tmp_path / "plan.json")
         Verification.load(tmp_path / "plan.json")

@@ -149,6 +149,13 @@ class VerificationRecord(Record):
         return tuple(x for x in self.collectives if not x.agrees)
 
     @property
+    def note(self) -> str:
+        """What could not be as on the target's own machines; "" where all is."""
+        if not self.target.startswith("gpu:"):
+            return ""
+        return "No GPU was there to tune kernels on: they are those that XLA takes by default."
+
+    @property
     def compile_seconds(self) -> float:
         """Of all that was compiled now, one after the other."""
         return sum(

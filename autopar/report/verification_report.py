@@ -61,6 +61,8 @@ class Verification(VerificationRecord):
         for piece, lines in self.warnings.items():
             for line in lines:
                 yield Text(f"{piece}: {line[:_WORDS]}\n")
+        if self.note:
+            yield Text(self.note)
         yield Text(f"Verdict: {self.verdict}.", style="bold" if self.holds else "bold red")
 
     def __str__(self) -> str:
