@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend.core import Literal, Var
@@ -137,6 +139,10 @@ def plan_layout(
         return _plan_one(split, options, cluster, report, keep)
     names = _schedules(options)
     made = [_plan_stages(split, names[0], layout, options, cluster, report)]
+    if chunks_of(options) > 1 and not made[0].fits:
+        report("sharing out the memory of each mesh among its stages")
+        limits = _shared_out(made[0])
+        made.append(_plan_stages(split, names[0], layout, options, cluster, report, limits))
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and not made[0].stages.forward_only:
@@ -184,6 +190,7 @@ def _plan_stages(
     options: Options,
     cluster: Cluster,
     report: Report,
+    limits: Mapping[int, int] = MappingProxyType({}),
 ) -> PlannedStep:
     meshes, chunks, count = len(layout.devices), chunks_of(options), split.num_microbatches
     splits = isinstance(name, str) and name.startswith("zb")
@@ -202,17 +209,33 @@ def _plan_stages(
     for number, stage in enumerate(label_batch(stages)):
         like, part = alike[number], parts[number % len(parts)]
         place = PlaceInPipeline(stage, in_flight(schedule, number))
+        own = options.of_stage(number)
+        if number in limits:
+            own = replace(own, memory_limit=limits[number])
         if like.number < number:
             known = taken_over(planned[like.number], stage, like.names)
-            fitting = _elsewhere(known, place, options, cluster)
+            fitting = _elsewhere(known, place, own, cluster)
             if fitting is not None:
                 planned.append(fitting)
                 continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
-        planned.append(plan_stage(place, options.of_stage(number), part))
+        planned.append(plan_stage(place, own, part))
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
+
+
+def _shared_out(step: PlannedStep) -> dict[int, int]:
+    """For stages of a mesh that holds too much: bytes of it, in proportion to what each needs."""
+    homes, peaks = step.schedule.mesh_of_stage, [stage.peak.bytes for stage in step.planned]
+    together = Counter[int]()
+    for mesh, size in zip(homes, peaks, strict=True):
+        together[mesh] += size
+    return {
+        stage: step.limit * peaks[stage] // together[mesh]
+        for stage, mesh in enumerate(homes)
+        if step.peak_bytes[mesh] > step.limit
+    }
 
 
 def sliced(
