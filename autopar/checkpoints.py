@@ -23,6 +23,7 @@ from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.runtime.checkpoint_files import (
     StoredLeaf,
     begin,
+    damaged,
     name_of,
     orbax,
     read_contents,
@@ -195,12 +196,29 @@ class Checkpoints:
         paths, leaves = flat(like)
         check_fit(stored, paths, leaves, step)
         read = functools.cache(functools.partial(_read_item, self.directory / name_of(step)))
+        needed = {piece for path in paths for piece in stored[path].pieces}
+        wrong = {piece for piece in needed if piece.name in read(piece.item)[1]}
+        if wrong:
+            raise self._damaged(step, [x for x in paths if not wrong.isdisjoint(stored[x].pieces)])
         found = [
             placed_leaf(path, _stored_numbers(stored[path], leaf, read), leaf)
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         tree: Any = jax.tree.structure(like)
         return Checkpoint(step, objects_of(tree.unflatten(found)), extra)
+
+    def _damaged(self, step: int, paths: Sequence[str]) -> CheckpointError:
+        earlier = [each for each in self.steps if each < step]
+        more = f", and of {len(paths) - 1} leaves more" if len(paths) > 1 else ""
+        return CheckpointError(
+            f"The checkpoint of step {step} is damaged.",
+            where=str(self.directory / name_of(step)),
+            why=f"the numbers of {paths[0]}{more} are not those that were written: their checksums "
+            "differ.",
+            hint=f"restore(state, step={earlier[-1]}) takes the one before."
+            if earlier
+            else "it is the only one here; take a copy of it, if there is one.",
+        )
 
     @shortens
     def extra(self, step: int | None = None) -> Any:
@@ -230,23 +248,26 @@ class Checkpoints:
         )
 
 
-def _stored_numbers(
-    stored: StoredLeaf, like: Any, read: Callable[[str], dict[str, np.ndarray]]
-) -> np.ndarray:
+_Item = tuple[dict[str, np.ndarray], frozenset[str]]
+"""The arrays of an item by name, and the names of those that are damaged."""
+
+
+def _stored_numbers(stored: StoredLeaf, like: Any, read: Callable[[str], _Item]) -> np.ndarray:
     """The numbers of a leaf, from the items that `read` gives by their names."""
     if len(stored.pieces) == 1:
         (piece,) = stored.pieces
-        return read(piece.item)[piece.name]
+        return read(piece.item)[0][piece.name]
     whole = np.zeros(*plain(np.shape(like), like.dtype))
     for item, name, start in stored.pieces:
-        part = read(item)[name]
+        part = read(item)[0][name]
         whole[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=False))] = part
     return whole
 
 
-def _read_item(folder: Path, name: str) -> dict[str, np.ndarray]:
+def _read_item(folder: Path, name: str) -> _Item:
     try:
-        return read_item(folder / name)
+        arrays = read_item(folder / name)
+        return arrays, damaged(folder / name, arrays)
     except CheckpointError:
         raise
     except Exception as error:

@@ -7,7 +7,8 @@
         driver/ plan_0_actor_1.../  items: arrays by name, each written by one process (Orbax)
       step_00000030.writing-1f3a/   half-written: ignored, and removed when a step is saved
 
-An item says nothing of meshes, so any plan can read it.
+An item says nothing of meshes, so any plan can read it. It has checksums of its arrays, since what
+a disk or a copy changes may still be readable.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ import numpy as np
 from autopar.base.errors import CheckpointError
 
 MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 2
+CHECKSUMS = "autopar_checksums.json"
 _STEP = re.compile(r"step_(\d+)")
 _HALF = re.compile(r"step_\d+\.writing-[0-9a-f]+")
 
@@ -85,6 +88,22 @@ def write_item(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     ocp = orbax()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
         writer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
+    sums = {name: _checksum(array) for name, array in arrays.items()}
+    _write(folder / CHECKSUMS, json.dumps(sums, indent=1))
+
+
+def damaged(folder: Path, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
+    """Names of an item's arrays that are not those that were written; items of old have no sums."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text())
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(name for name, array in arrays.items() if sums.get(name) != _checksum(array))
+
+
+def _checksum(array: np.ndarray) -> int:
+    """CRC-32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def read_item(folder: Path) -> dict[str, np.ndarray]:

@@ -158,6 +158,35 @@ def test_a_damaged_checkpoint(tmp_path: Path, what: str) -> None:
         checkpoints.restore(jnp.zeros(3))
 
 
+def test_flipped_bytes_are_named(tmp_path: Path) -> None:
+    state = {"kept": jnp.zeros(3), "w": jax.random.normal(jax.random.key(0), (64, 64))}
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, half)
+    data = (tmp_path / "step_00000002" / "driver").rglob("*")
+    file = max((f for f in data if f.is_file()), key=lambda f: f.stat().st_size)
+    content, named = file.read_bytes(), 0
+    for place in (len(content) // 3, len(content) // 2, 2 * len(content) // 3):
+        flipped = bytearray(content)
+        flipped[place] ^= 4
+        file.write_bytes(flipped)
+        try:
+            read = checkpoints.restore(half).state
+        except CheckpointError as error:
+            if "is damaged" in str(error):
+                named += 1
+                assert "['w']" in str(error) and "['kept']" not in str(error)
+                assert "step=1" in str(error)
+        else:  # of what nobody reads
+            np.testing.assert_array_equal(read["w"], half["w"])
+    assert named
+    np.testing.assert_array_equal(checkpoints.restore(half, step=1).state["w"], half["w"])
+    file.write_bytes(content)
+    (tmp_path / "step_00000002" / "driver" / "autopar_checksums.json").unlink()  # of an old version
+    np.testing.assert_array_equal(checkpoints.restore(half).state["w"], half["w"])
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     checkpoints = autopar.Checkpoints(tmp_path / "run")
     gone = jnp.ones(3)
