@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -147,7 +147,15 @@ def _without_restrictions(options: Options) -> Options | None:
     changed = _restrictions(options)
     if len(changed) < 2 or options.stages_by_hand:
         return None
-    return replace(options, **changed)
+    return _with(options, changed)
+
+
+def _with(options: Options, changed: Mapping[str, Any]) -> Options | None:
+    """The options with some changed; None if they do not go together then."""
+    try:
+        return replace(options, **changed)
+    except AutoparError:
+        return None
 
 
 def _told(free: Options, options: Options) -> str:
@@ -158,19 +166,19 @@ def _told(free: Options, options: Options) -> str:
 
 def _option_changes(options: Options, cluster: Cluster) -> Iterator[Remedy]:
     """One option that says something else."""
-
-    def changed(**one: Any) -> Remedy:
-        (word,) = (f"{name}={value!r}" for name, value in one.items())
-        more: dict[str, Any] = (
-            {"num_chunks": "auto", "schedule": "auto"} if one.get("stages") == 1 else {}
-        )
-        return Remedy(word, replace(options, **one, **more), cluster)
-
-    for name, free in _restrictions(options).items():
-        if name == "microbatches" or not options.stages_by_hand:
-            yield changed(**{name: free})
+    changes = [
+        {name: free}
+        for name, free in _restrictions(options).items()
+        if name == "microbatches" or not options.stages_by_hand
+    ]
     if options.stages not in ("auto", 1) and options.logical_mesh is None:
-        yield changed(stages=1)
+        changes.append({"stages": 1})
+    for changed in changes:
+        ((name, value),) = changed.items()
+        alone = {"num_chunks": "auto", "schedule": "auto"} if value == 1 else {}
+        other = _with(options, {**changed, **alone})
+        if other is not None:
+            yield Remedy(f"{name}={value!r}", other, cluster)
 
 
 def _more_stages(options: Options, cluster: Cluster) -> Iterator[Remedy]:
@@ -178,8 +186,9 @@ def _more_stages(options: Options, cluster: Cluster) -> Iterator[Remedy]:
     asked = 1 if options.stages == "auto" else options.stages
     if options.logical_mesh is None and isinstance(asked, int):
         for stages in (2 * asked, 4 * asked):
-            if stages <= cluster.num_devices and cluster.num_devices % stages == 0:
-                yield Remedy(f"stages={stages}", replace(options, stages=stages), cluster)
+            other = _with(options, {"stages": stages})
+            if cluster.num_devices % stages == 0 and other is not None:
+                yield Remedy(f"stages={stages}", other, cluster)
 
 
 def _more_devices(options: Options, cluster: Cluster, more: str = "") -> Iterator[Remedy]:
