@@ -13,10 +13,11 @@ import pytest
 import autopar
 from autopar.base.options import Options
 from autopar.base.progress import Progress
-from autopar.passes.planner import candidates, compiler
+from autopar.passes.planner import candidates, layout_search
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
-from autopar.passes.planner.stage_shardings import PlannedStage, plan_mesh
+from autopar.passes.planner.mesh_choice import plan_mesh
+from autopar.passes.planner.stage_shardings import PlannedStage
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge")
 ROWS, WIDTH = 32, 16
@@ -60,7 +61,7 @@ def everything(
     options: Options,
     cluster: autopar.Cluster,
     report: Any,
-    fits: Any,
+    *_: Any,
 ) -> list[PlannedStage]:
     """Every mesh by itself: the quickest that fits, or what needs least."""
     return [plan_mesh(split, mesh, options, submesh(cluster, math.prod(mesh))) for mesh in meshes]
@@ -68,7 +69,7 @@ def everything(
 
 def in_turn(patch: pytest.MonkeyPatch) -> None:
     """All numbers of microbatches, and all meshes, one after the other."""
-    patch.setattr(compiler._LayoutSearch, "_too_few", lambda self, counts: [])
+    patch.setattr(layout_search.LayoutSearch, "_too_few", lambda self, counts: [])
     patch.setattr(candidates, "plan_meshes", everything)
 
 
@@ -103,13 +104,13 @@ def test_the_bound_is_below_every_plan(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LeastMemory] = []
-    real = compiler._LayoutSearch._too_few
+    real = layout_search.LayoutSearch._too_few
 
     def kept(self: Any, counts: Sequence[int]) -> list[int]:
         seen.append(LeastMemory.of(self.graph, self.rules))
         return real(self, counts)
 
-    monkeypatch.setattr(compiler._LayoutSearch, "_too_few", kept)
+    monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", kept)
     with pytest.raises(autopar.errors.MemoryLimitError):
         planned(name, 300, method=method)
     bounds = {count: seen[0].bytes(count, CLUSTER.num_devices) for count in (1, 4)}

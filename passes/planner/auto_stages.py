@@ -1,17 +1,22 @@
 """Stages chosen automatically: layers, submeshes and logical meshes by an exact dynamic program.
 
-Every layer is sliced and planned alone on every size of submesh, identical layers once; a stage
-costs what its layers cost, and what crosses its end. It may keep what its forward pass made, or
-compute it again. No candidate split is planned or compiled itself; the chosen one is planned
-afterwards as a whole.
+The model is cut into units (layers, or blocks of them), and every kind of unit is planned alone on
+every size of submesh: on each logical mesh as if memory were free, and again with a price for every
+byte. A stage of some units is run in one of these ways, on one mesh and at one price; it costs what
+its units cost, and what crosses its end. It may keep what its forward pass made, or compute it
+again. No candidate split is planned or compiled itself; the chosen one is planned afterwards as a
+whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
@@ -19,22 +24,35 @@ from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.candidates import label_batch, plan_stage
-from autopar.passes.planner.layouts import StageLayout, submesh
+from autopar.passes.planner.candidates import label_batch, stage_options
+from autopar.passes.planner.layouts import StageLayout, logical_meshes, submesh
 from autopar.passes.planner.stage_choice import StageOption, best_stages
-from autopar.passes.planner.stage_shardings import PlaceInPipeline, SplitStep
+from autopar.passes.planner.stage_shardings import (
+    MeshSearch,
+    PlaceInPipeline,
+    PlannedStage,
+    SplitStep,
+    memory_limit_of,
+)
+from autopar.passes.planner.units import unit_starts
+from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
-from autopar.passes.sharding.memory_rows import StageMemory
+from autopar.passes.sharding.integer_program import to_problem
+from autopar.passes.sharding.memory_price import solve_at_price
+from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
 from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import Block, Loop
+from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 from autopar.passes.slicing.slice_stages import slice_stages
-from autopar.passes.slicing.stage_graphs import Layer, StageGraph, Stages
+from autopar.passes.slicing.stage_graphs import Stages
 
-MAX_UNITS = 24  # more layers than this are put together in equal runs before the search
+# What all of a device's memory costs, in the time of a step with which the devices share the work:
+# where memory is short, plans are looked for that are smaller, though slower.
+PRICES = (0.25, 4.0)
 
 
-class _LayerCost(NamedTuple):
-    """One run of layers on one submesh: per microbatch, once a step, and memory per device.
+class UnitCost(NamedTuple):
+    """A unit on one mesh: per microbatch, once a step, and memory per device.
 
     `forward_seconds` are the part of `seconds` that computing the forward pass again would add;
     `bytes_fixed` are there all the time, `bytes_working` at the worst moment beside them.
@@ -47,72 +65,165 @@ class _LayerCost(NamedTuple):
     bytes_per_microbatch: int
     bytes_working: int
 
+    def joined(self, other: UnitCost) -> UnitCost:
+        """Both, one after the other."""
+        *added, _ = map(sum, zip(self, other, strict=True))
+        return UnitCost(*added, max(self.bytes_working, other.bytes_working))
 
-def stage_layouts(
-    split: SplitStep, options: Options, cluster: Cluster, report: Callable[[str], None]
-) -> Callable[[int], StageLayout | None]:
-    """A function that gives, for a memory limit, the stages with the least step time that fit.
+    def with_rows(self, part: float) -> UnitCost:
+        """As if time and memory of a microbatch shrank with its rows, to a part of them."""
+        return UnitCost(
+            self.seconds * part,
+            self.forward_seconds * part,
+            self.once_seconds,
+            self.bytes_fixed,
+            math.floor(self.bytes_per_microbatch * part),
+            math.floor(self.bytes_working * part),
+        )
 
-    It gives None where one stage is best, or nothing fits.
+    def options(self, transfers: float, received: int, remat: str) -> tuple[StageOption, ...]:
+        """A stage that costs this, with what its transfers take and what it receives."""
+        fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
+        seconds = self.seconds + transfers
+        kept = StageOption(seconds, fixed, each, False, self.once_seconds)
+        # Computed again: the input stays, and the rest is there for one microbatch at a time.
+        seconds += self.forward_seconds
+        again = StageOption(seconds, fixed + each, received, True, self.once_seconds)
+        if remat in ("auto", "override"):
+            return (kept, again)
+        return (again,) if remat == "full" else (kept,)
+
+
+Kind = tuple[str, ...]
+"""The digests of a unit's layers."""
+
+Way = tuple[UnitCost, ...]
+"""What each unit costs on one mesh at one price of memory."""
+
+
+@dataclass(frozen=True)
+class StageSearch:
+    """The units of a step with its batch split, and what they cost on submeshes.
 
     Args:
-      split: the program with its batch split.
-      options: method, pins, memory limit and so on; `stages` is "auto".
+      starts: the layers at which units begin.
+      num_layers: layers of the step.
+      crossing: what passes from each unit to the next, in bytes of one microbatch.
+      ways: for each size of submesh.
+      num_microbatches: of the step.
       cluster: all devices.
-      report: takes a line of progress.
+      remat: as in the options.
     """
-    try:
-        whole = slice_stages(split.step, split.rules, 1)
-    except OptionError:
-        return lambda limit: None
-    step = math.ceil(len(whole.layers) / MAX_UNITS)
-    starts = list(range(0, len(whole.layers), step))
-    if len(starts) < 2 or cluster.num_devices < 2:
-        return lambda limit: None
-    report(f"slicing into {len(starts)} layers")
-    units = slice_stages(split.step, split.rules, starts[1:])
-    sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
-    costs = _costs(units, sizes, options, cluster, report)
-    ends = [*starts[1:], len(whole.layers)]
-    crossing = [whole.layers.layers[end - 1].cut_bytes for end in ends]
 
-    def oracle(start: int, stop: int, size: int) -> Sequence[StageOption]:
-        total = _LayerCost(*map(sum, zip(*costs[size][start:stop], strict=True)))
-        moved = crossing[stop - 1] if stop < len(starts) else 0
-        transfers = 2 * seconds_to_next(cluster, size, moved) if moved else 0.0
-        working = max(cost.bytes_working for cost in costs[size][start:stop])
-        needs = total.bytes_fixed + working, total.bytes_per_microbatch
-        kept = StageOption(total.seconds + transfers, *needs, once_seconds=total.once_seconds)
-        # Computed again: the input stays, and the rest is there for one microbatch at a time.
-        again = dataclasses.replace(
-            kept,
-            seconds=kept.seconds + total.forward_seconds,
-            bytes_fixed=kept.bytes_fixed + kept.bytes_per_microbatch,
-            bytes_per_microbatch=math.ceil(crossing[start - 1] / size) if start else 0,
-            remat=True,
-        )
-        if options.remat == "auto":
-            return (kept, again)
-        return (again,) if options.remat == "full" else (kept,)
+    starts: tuple[int, ...]
+    num_layers: int
+    crossing: tuple[int, ...]
+    ways: dict[int, list[Way]]
+    num_microbatches: int
+    cluster: Cluster
+    remat: str
 
-    def within(limit: int) -> StageLayout | None:
+    @classmethod
+    def of(
+        cls, split: SplitStep, options: Options, cluster: Cluster, report: Callable[[str], None]
+    ) -> StageSearch | None:
+        """The search for a step; None where it cannot be cut.
+
+        Args:
+          split: the program with its batch split.
+          options: method, pins, memory limit and so on; `stages` is "auto".
+          cluster: all devices.
+          report: takes a line of progress.
+        """
+        try:
+            whole = slice_stages(split.step, split.rules, 1)
+        except OptionError:
+            return None
+        layers = whole.layers.layers
+        starts = unit_starts([layer.digest for layer in layers])
+        if len(starts) < 2 or cluster.num_devices < 2:
+            return None
+        report(f"slicing into {len(starts)} layers")
+        units = slice_stages(split.step, split.rules, starts[1:])
+        crossing = [layers[end - 1].cut_bytes for end in (*starts[1:], len(layers))]
+        costs = _Costs(units, options, cluster, split.num_microbatches)
+        ways = {}
+        for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
+            report(f"costs of {len(costs.firsts)} kinds of layers on {size} devices")
+            ways[size] = costs.ways(size)
+        remat = options.remat
+        count = split.num_microbatches
+        return cls(tuple(starts), len(layers), tuple(crossing), ways, count, cluster, remat)
+
+    def within(self, limit: int) -> StageLayout | None:
+        """The stages with the least step time that fit; None where none do.
+
+        Args:
+          limit: bytes that a device may hold.
+        """
         choice = best_stages(
-            len(starts),
-            sizes,
-            cluster.num_devices,
-            oracle,
-            num_microbatches=split.num_microbatches,
+            len(self.starts),
+            [size for size, ways in self.ways.items() if ways],
+            self.cluster.num_devices,
+            lambda start, stop, size: self._options[start, stop, size],
+            num_microbatches=self.num_microbatches,
             memory_limit=limit,
         )
         if choice is None or len(choice.stages) < 2:
             return None
         return StageLayout(
-            tuple(starts[stage.start] for stage in choice.stages[1:]),
+            tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
         )
 
-    return within
+    def with_microbatches(self, count: int) -> StageSearch:
+        """The search as if everything but the state shrank with the rows of a microbatch.
+
+        What does not fit so will not fit with so many microbatches.
+        """
+        fewer = self.num_microbatches / count
+        ways = {
+            size: [tuple(unit.with_rows(fewer) for unit in way) for way in ways]
+            for size, ways in self.ways.items()
+        }
+        return dataclasses.replace(self, ways=ways, num_microbatches=count)
+
+    @cached_property
+    def _options(self) -> dict[tuple[int, int, int], tuple[StageOption, ...]]:
+        """The ways to run the units from a first to a last one on a size of submesh."""
+        count = len(self.starts)
+        found = {}
+        for size, ways in self.ways.items():
+            for start in range(count):
+                totals = [UnitCost(0.0, 0.0, 0.0, 0, 0, 0) for _ in ways]
+                for stop in range(start + 1, count + 1):
+                    totals = [x.joined(way[stop - 1]) for x, way in zip(totals, ways, strict=True)]
+                    moved = self.crossing[stop - 1] if stop < count else 0
+                    transfers = 2 * seconds_to_next(self.cluster, size, moved) if moved else 0.0
+                    received = math.ceil(self.crossing[start - 1] / size) if start else 0
+                    options = [
+                        option
+                        for total in totals
+                        for option in total.options(transfers, received, self.remat)
+                    ]
+                    found[start, stop, size] = _not_dominated(options)
+        return found
+
+
+def _not_dominated(options: Sequence[StageOption]) -> tuple[StageOption, ...]:
+    """Those that no other is as good as in everything; of equal ones the first."""
+    best: list[StageOption] = []
+    order = sorted(options, key=lambda x: (x.seconds, x.once_seconds, x.bytes_fixed))
+    for option in order:
+        if not any(
+            other.once_seconds <= option.once_seconds
+            and other.bytes_fixed <= option.bytes_fixed
+            and other.bytes_per_microbatch <= option.bytes_per_microbatch
+            for other in best
+        ):
+            best.append(option)
+    return tuple(best)
 
 
 def _sizes(cluster: Cluster) -> list[int]:
@@ -123,56 +234,117 @@ def _sizes(cluster: Cluster) -> list[int]:
     return sorted(inside | whole | {cluster.num_devices})
 
 
-def _costs(
-    units: Stages,
-    sizes: Sequence[int],
-    options: Options,
-    cluster: Cluster,
-    report: Callable[[str], None],
-) -> dict[int, list[_LayerCost]]:
-    """For every size of submesh, what each unit costs."""
-    labelled = label_batch(units)
-    ends = (0, *units.boundaries, len(units.layers))
-    runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
-    kinds = [tuple(layer.digest for layer in run) for run in runs]
-    firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
-    found: dict[int, list[_LayerCost]] = {}
-    for size in sizes:
-        report(f"costs of {len(firsts)} kinds of layers on {size} devices")
-        part = submesh(cluster, size)
-        known = {i: _cost(labelled[i], runs[i], options, part) for i in firsts.values()}
-        found[size] = [known[firsts[kind]] for kind in kinds]
-    return found
+class _Costs:
+    """What units cost: those that are alike are planned once."""
+
+    def __init__(
+        self, units: Stages, options: Options, cluster: Cluster, num_microbatches: int
+    ) -> None:
+        labelled = label_batch(units)
+        ends = (0, *units.boundaries, len(units.layers))
+        runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
+        kinds = [tuple(layer.digest for layer in run) for run in runs]
+        self.firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
+        self._kinds, self._runs = kinds, runs
+        self._labelled, self._options, self._cluster = labelled, options, cluster
+        self._num_microbatches = num_microbatches
+
+    def ways(self, size: int) -> list[Way]:
+        """For each logical mesh of so many devices, and each price of memory that pays."""
+        part, options = submesh(self._cluster, size), self._options
+        limit = memory_limit_of(options, self._cluster)
+        held = (
+            sum(map(bytes_of, held_leaves(self._labelled[i].graph))) for i in self.firsts.values()
+        )
+        if min(held) > size * limit:
+            return []  # not even the smallest unit's state fits
+        places = {kind: self._place(kind) for kind in self.firsts}
+        meshes = [
+            logical_meshes(options, part, place.graph.graph, of_stage=True)
+            for place in places.values()
+        ]
+        common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
+        searches = {
+            mesh: {kind: self._search(place, mesh, part) for kind, place in places.items()}
+            for mesh in common
+        }
+        free = {
+            mesh: {kind: self._free(search) for kind, search in by_kind.items()}
+            for mesh, by_kind in searches.items()
+        }
+        found = [self._way(planned, part) for planned in free.values()]
+        most = [_joined(way) for way in found]
+        if all(self._needs(total) <= limit for total in most):
+            return found
+        step = min(self._step_seconds(total) for total in most) * size / self._cluster.num_devices
+        for price, mesh in itertools.product(PRICES, common):
+            known = free[mesh]
+            priced = {}
+            for kind, search in searches[mesh].items():
+                rows = memory_rows(search.built, search.memory(False))
+                of_byte = price * step / limit
+                solution = solve_at_price(search.built, rows, of_byte, search.hurried)
+                same = solution.assignment == known[kind].solution.assignment
+                priced[kind] = known[kind] if same else search.program(solution, False)
+            if any(priced[kind] is not known[kind] for kind in priced):
+                found.append(self._way(priced, part))
+        return found
+
+    def _place(self, kind: Kind) -> PlaceInPipeline:
+        return PlaceInPipeline(self._labelled[self.firsts[kind]], ONE_IN_FLIGHT)
+
+    def _search(self, place: PlaceInPipeline, mesh: tuple[int, ...], part: Cluster) -> MeshSearch:
+        stage = place.graph
+        own = dataclasses.replace(stage_options(stage, self._options), remat="none")
+        split = SplitStep(stage.step, populate(stage.graph.jaxpr))
+        return MeshSearch.of(split, mesh, own, part, None, place)
+
+    def _free(self, search: MeshSearch) -> PlannedStage:
+        """The quickest plan with any memory."""
+        return search.program(search.hurried(to_problem(search.built, None)), False)
+
+    def _way(self, planned: Mapping[Kind, PlannedStage], part: Cluster) -> Way:
+        known = {kind: self._cost(kind, planned[kind], part) for kind in self.firsts}
+        return tuple(known[kind] for kind in self._kinds)
+
+    def _cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
+        """What the first unit of a kind costs by a plan."""
+        first = self.firsts[kind]
+        stage, layers = self._labelled[first], self._runs[first]
+        total = sum(layer.flops for layer in layers)
+        forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
+        program, prices = planned.program, planned.costs(part)
+        block, scan = program.block, None if stage.loop is None else stage.loop.scan
+        loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
+        outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
+        inside = sum(prices.seconds(loop.body) for loop in loops)
+        held = [
+            version
+            for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
+            if label.role in ("state", "constant")
+        ]
+        passed = frozenset() if stage.loop is None else stage.loop.passed
+        held += (v for loop in loops for v in loop.results if v.atom not in passed)
+        account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
+        fixed = sum(local_bytes(version, program.mesh) for version in held)
+        kept = sum(account.between_tasks.values())
+        return UnitCost(
+            seconds=inside,
+            forward_seconds=inside * forward,
+            once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
+            bytes_fixed=fixed,
+            bytes_per_microbatch=kept,
+            bytes_working=max(account.peak({}).bytes - fixed - kept, 0),
+        )
+
+    def _needs(self, total: UnitCost) -> int:
+        """Bytes per device of all units in one stage, with all microbatches in flight."""
+        each = total.bytes_per_microbatch * self._num_microbatches
+        return total.bytes_fixed + total.bytes_working + each
+
+    def _step_seconds(self, total: UnitCost) -> float:
+        return total.seconds * self._num_microbatches + total.once_seconds
 
 
-def _cost(
-    stage: StageGraph, layers: Sequence[Layer], options: Options, part: Cluster
-) -> _LayerCost:
-    """What a run of layers costs."""
-    total = sum(layer.flops for layer in layers)
-    forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
-    place = PlaceInPipeline(stage, ONE_IN_FLIGHT)
-    planned = plan_stage(place, dataclasses.replace(options, remat="none"), part)
-    program, prices = planned.program, planned.costs(part)
-    block, scan = program.block, None if stage.loop is None else stage.loop.scan
-    loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
-    outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
-    inside = sum(prices.seconds(loop.body) for loop in loops)
-    held = [
-        version
-        for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
-        if label.role in ("state", "constant")
-    ]
-    passed = frozenset() if stage.loop is None else stage.loop.passed
-    held += (v for loop in loops for v in loop.results if v.atom not in passed)
-    account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
-    fixed = sum(local_bytes(version, program.mesh) for version in held)
-    kept = sum(account.between_tasks.values())
-    return _LayerCost(
-        seconds=inside,
-        forward_seconds=inside * forward,
-        once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
-        bytes_fixed=fixed,
-        bytes_per_microbatch=kept,
-        bytes_working=max(planned.peak.bytes - fixed - kept, 0),
-    )
+def _joined(way: Way) -> UnitCost:
+    return functools.reduce(UnitCost.joined, way)

@@ -32,14 +32,13 @@ from autopar.passes.planner.alike_stages import (
     with_shared_programs,
 )
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
+from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_on_any
 from autopar.passes.planner.stage_shardings import (
     PlaceInPipeline,
     PlannedStage,
     SplitStep,
     in_pipeline,
     memory_limit_of,
-    plan_mesh,
-    plan_meshes,
 )
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import in_flight
@@ -120,6 +119,7 @@ def plan_layout(
     cluster: Cluster,
     report: Report,
     keep: Keep = lambda candidates: None,
+    others: SearchSoFar = NOTHING_SO_FAR,
 ) -> list[PlannedStep]:
     """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
 
@@ -130,13 +130,14 @@ def plan_layout(
       cluster: all devices.
       report: takes a line of progress.
       keep: takes candidates as they are found.
+      others: what is known from elsewhere, for one stage.
 
     Raises:
       OptionError: the program has fewer layers than stages, or the devices do not divide.
       ScheduleError: the schedule does not exist or needs more microbatches.
     """
     if not layout.is_pipeline:
-        return _plan_one(split, options, cluster, report, keep)
+        return _plan_one(split, options, cluster, report, keep, others)
     names = _schedules(options)
     made = [_plan_stages(split, names[0], layout, options, cluster, report)]
     if chunks_of(options) > 1 and not made[0].fits:
@@ -163,7 +164,12 @@ def plan_layout(
 
 
 def _plan_one(
-    split: SplitStep, options: Options, cluster: Cluster, report: Report, keep: Keep
+    split: SplitStep,
+    options: Options,
+    cluster: Cluster,
+    report: Report,
+    keep: Keep,
+    others: SearchSoFar,
 ) -> list[PlannedStep]:
     stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
     meshes = logical_meshes(options, cluster, split.graph, of_stage=False)
@@ -174,7 +180,8 @@ def _plan_one(
     def fits(planned: PlannedStage) -> None:
         keep([assembled(planned)])
 
-    return [*map(assembled, plan_meshes(split, meshes, options, cluster, report, fits))]
+    planned = plan_meshes(split, meshes, options, cluster, report, fits, others)
+    return [*map(assembled, planned)]
 
 
 def _schedules(options: Options) -> tuple[str | Callable[..., Any], ...]:
@@ -268,7 +275,7 @@ def plan_stage(place: PlaceInPipeline, options: Options, part: Cluster) -> Plann
     own = stage_options(stage, options)
     one = SplitStep(stage.step, populate(stage.graph.jaxpr))
     meshes = logical_meshes(own, part, stage.graph, of_stage=True)
-    candidates = [plan_mesh(one, mesh, own, part, place=place) for mesh in meshes]
+    candidates = plan_on_any(one, meshes, own, part, place)
     fitting = [c for c in candidates if c.fits] or candidates
 
     def key(planned: PlannedStage) -> tuple[float, int]:

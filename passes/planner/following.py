@@ -23,13 +23,13 @@ from autopar.passes.planner.candidates import (
     take_apart,
 )
 from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.plan_writer import choice_text, node_names
 from autopar.passes.planner.stage_shardings import (
     PlaceInPipeline,
     PlannedStage,
     SplitStep,
     memory_limit_of,
-    plan_mesh,
     prepare,
 )
 from autopar.passes.primitives.populate import populate

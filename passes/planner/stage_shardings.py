@@ -15,7 +15,6 @@ from autopar.base.costs import PICOSECONDS
 from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
-from autopar.base.units import format_bytes
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.microbatched import InFlight, Microbatched
 from autopar.passes.pieces.piece_costs import PieceCosts
@@ -46,6 +45,8 @@ ENOUGH_GAP = 1e-3  # of the best cost, where a problem is large
 ENOUGH_MEMORY_GAP = 5e-3  # the same where memory may bind; to prove more takes long
 LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
 DEAR = (10.0, 1000.0)  # times a quickest plan's seconds over its bytes: prices of a byte
+HURRIED_GAP = 2e-3  # what is enough where many problems are solved to choose among them,
+HURRIED_WORK = 0.2  # or so much deterministic work
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -101,6 +102,11 @@ class PlannedStage:
         """What the integer program expects of a step."""
         return self.solution.cost / PICOSECONDS + self.again_seconds
 
+    @property
+    def least_seconds(self) -> float:
+        """No plan on this mesh takes less, however much memory it has."""
+        return (self.unlimited or self).solution.lower_bound / PICOSECONDS
+
     def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
         """What a run of one of its pieces takes; of all of it, what it was chosen by.
 
@@ -143,105 +149,6 @@ class PlaceInPipeline(NamedTuple):
 
     graph: StageGraph
     in_flight: InFlight
-
-
-def plan_mesh(
-    split: SplitStep,
-    mesh: tuple[int, ...],
-    options: Options,
-    cluster: Cluster,
-    allowed_in: Callable[[StrategyGraph], Allowed] | None = None,
-    place: PlaceInPipeline | None = None,
-) -> PlannedStage:
-    """The cheapest program that fits; if none does, the one that needs least memory.
-
-    Args:
-      split: the step, or a stage of it.
-      mesh: the logical mesh.
-      options: method, pins, memory limit, remat and so on.
-      cluster: the devices of the mesh.
-      allowed_in: restricts what the nodes may choose; None: nothing does.
-      place: where it is a stage of a pipeline. With remat="auto", its forward pass is computed
-        again where that is quicker than other shardings that fit.
-    """
-    search = MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
-    remats: Sequence[bool] = (options.remat == "full",)
-    if options.remat not in ("none", "full"):
-        remats = (False, True)
-    if place is None or "B" not in place.graph.tasks:
-        remats = (False,)
-    first = search.attempt(None, remats[0])
-    if first.fits:
-        return first
-    made = [first, *(search.rematerialized(first) for _ in remats[1:])]
-    made += [search.tightened(first)]
-    if not any(x.fits for x in made) and len(made) > 2:
-        made.append(search.tightened(made[1]))
-    if any(x.fits for x in made):
-        best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
-    else:
-        made += [*search.small(made[len(remats) - 1]), *search.least(remats[-1])]
-        best = min(made, key=lambda x: x.peak.bytes)
-    return best if best is first else replace(best, unlimited=first)
-
-
-def plan_meshes(
-    split: SplitStep,
-    meshes: Sequence[tuple[int, ...]],
-    options: Options,
-    cluster: Cluster,
-    report: Callable[[str], None],
-    fits: Callable[[PlannedStage], None] = lambda planned: None,
-) -> list[PlannedStage]:
-    """`plan_mesh` for each mesh, as far as that can be the cheapest of all that fit.
-
-    A mesh whose cheapest program exceeds the memory and costs more than one that fits elsewhere is
-    not planned within the limit: that would only cost more.
-
-    Args:
-      split: the whole step.
-      meshes: logical shapes.
-      options: method, memory limit and so on.
-      cluster: the devices; a mesh may have fewer.
-      report: takes a line of progress.
-      fits: takes what fits, as it is found.
-    """
-    limit = memory_limit_of(options, cluster)
-    searches, firsts = [], []
-    for number, mesh in enumerate(meshes):
-        of = f", {number + 1} of {len(meshes)}" if len(meshes) > 1 else ""
-        report(f"choosing shardings on a mesh of {_shape(mesh)}{of}")
-        part = submesh(cluster, math.prod(mesh))
-        searches.append(MeshSearch.of(split, mesh, options, part, None, None))
-        firsts.append(searches[-1].attempt(None, False))
-        if firsts[-1].fits:
-            fits(firsts[-1])
-    found = list(firsts)
-    exceeding = [i for i, planned in enumerate(found) if not planned.fits]
-    for i in sorted(exceeding, key=lambda i: firsts[i].solution.lower_bound):
-        best = min((_whole_seconds(x, cluster) for x in found if x.fits), default=math.inf)
-        if firsts[i].solution.lower_bound / PICOSECONDS > best:
-            continue
-        missing = format_bytes(firsts[i].peak.bytes - limit)
-        report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
-        within = searches[i].tightened(firsts[i])
-        if not within.fits:
-            made = [firsts[i], within, *searches[i].small(firsts[i]), *searches[i].least(False)]
-            within = min(made, key=lambda x: x.peak.bytes)
-        if within is not firsts[i]:
-            found[i] = replace(within, unlimited=firsts[i])
-            if within.fits:
-                fits(found[i])
-    return found
-
-
-def _whole_seconds(planned: PlannedStage, cluster: Cluster) -> float:
-    """With what no node decides."""
-    return planned.step_seconds + planned.costs(cluster).scalar_sums(planned.program.block)
-
-
-def _shape(mesh: Sequence[int]) -> str:
-    return " x ".join(map(str, mesh))
 
 
 def in_pipeline(
@@ -321,17 +228,22 @@ class MeshSearch:
         assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
         return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
 
+    def hurried(self, problem: Problem) -> Solution:
+        """A good solution among all strategies, soon."""
+        return solve(problem, work_limit=HURRIED_WORK, enough_gap=HURRIED_GAP)
+
     def lowered(self, solution: Solution, remat: bool) -> PlannedStage:
-        """The program of a solution."""
+        """The program of a solution, with its peak."""
+        return self.checked(self.program(solution, remat))
+
+    def program(self, solution: Solution, remat: bool) -> PlannedStage:
+        """The program of a solution; without its peak."""
         assignment, mesh = solution.assignment[: len(self.built.nodes)], self.built.mesh
         program = lower(
             self.split.step, self.built, assignment, self.pricing, axis_names(mesh), self.dims
         )
-        return self.checked(
-            PlannedStage(
-                mesh, self.split, self.built, solution, program, MemoryPeak(0, ()), False, remat
-            )
-        )
+        nothing = MemoryPeak(0, ())
+        return PlannedStage(mesh, self.split, self.built, solution, program, nothing, False, remat)
 
     def checked(self, planned: PlannedStage) -> PlannedStage:
         """A plan with its peak, and with what computing the forward pass again takes."""
@@ -342,6 +254,28 @@ class MeshSearch:
         donated = [label.donated for label in graph.inputs]
         worst = peak(planned.program, _names(graph), donated)
         return replace(planned, peak=worst, fits=worst.bytes <= self.limit)
+
+    @property
+    def remats(self) -> Sequence[bool]:
+        """Whether the backward pass computes the forward pass again: what may be, in turn."""
+        if self.place is None or "B" not in self.place.graph.tasks:
+            return (False,)
+        if self.options.remat in ("none", "full"):
+            return (self.options.remat == "full",)
+        return (False, True)
+
+    def within(self, first: PlannedStage) -> PlannedStage:
+        """The cheapest plan that fits, where the cheapest of all does not; or the smallest."""
+        made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
+        made += [self.tightened(first)]
+        if not any(x.fits for x in made) and len(made) > 2:
+            made.append(self.tightened(made[1]))
+        if any(x.fits for x in made):
+            best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
+        else:
+            made += [*self.small(made[len(self.remats) - 1]), *self.least(self.remats[-1])]
+            best = min(made, key=lambda x: x.peak.bytes)
+        return best if best is first else replace(best, unlimited=first)
 
     def rematerialized(self, planned: PlannedStage) -> PlannedStage:
         """The same program whose backward pass computes the forward pass again."""

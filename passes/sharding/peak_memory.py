@@ -1,8 +1,9 @@
 """How many bytes one device holds at the worst point of a step, from the program's live ranges.
 
 XLA fuses elementwise chains, so a value that an elementwise equation makes and only nearby
-elementwise equations read takes no memory of its own; everything else does, from its definition to
-its last use.
+elementwise equations read takes no memory of its own. A broadcast is written into every fusion that
+reads it, however far away (`InstructionFusion` in XLA copies what is cheap): the mask that all
+layers share is never there as a whole. Everything else is, from its definition to its last use.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from autopar.passes.sharding.spmd_program import (
 
 # Instructions over which an elementwise value is taken to be fused into its reader.
 FUSION_REACH = 32
+# What is fused into its readers at any distance.
+COPIED = frozenset({"broadcast_in_dim", "iota"})
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def _block_peak(
             passed.update((made, passed.get(v, v)) for made, v in pairs if not is_literal(v))
     for version in (*(v for v in block.outputs if not is_literal(v)), *kept):
         last[passed.get(version, version)] = end
+    copied = _copied(instructions, last, readers, passed, end)
     free_at: dict[int, list[ShardedValue]] = defaultdict(list)
     for version, time in last.items():
         free_at[time].append(version)
@@ -95,7 +99,7 @@ def _block_peak(
     for time, instruction in enumerate(instructions):
         inner = _inner_peak(instruction, mesh, names)
         for version in writes(instruction):
-            if version not in last or version in alive:
+            if version not in last or version in alive or version in copied:
                 continue
             is_near = last[version] < end and last[version] - time <= FUSION_REACH
             if is_near and _is_fused(instruction, readers[version]):
@@ -111,6 +115,29 @@ def _block_peak(
     there = {v: size for v, size in sizes.items() if born[v] <= at <= gone.get(v, end)}
     best_alive: dict[str | ShardedValue, int] = {**there, **dict(beside.alive)}
     return MemoryPeak.of(best, [(label_of(k, names), size) for k, size in best_alive.items()])
+
+
+def _copied(
+    instructions: Sequence[Instruction],
+    last: dict[ShardedValue, int],
+    readers: dict[ShardedValue, list[Instruction]],
+    passed: dict[ShardedValue, ShardedValue],
+    end: int,
+) -> set[ShardedValue]:
+    """The values that every reader makes for itself; what they are made of lives on, in `last`."""
+    found: set[ShardedValue] = set()
+    for instruction in reversed(instructions):
+        if not isinstance(instruction, Compute) or instruction.eqn.primitive.name not in COPIED:
+            continue
+        (made,) = instruction.results
+        until = last.get(made, end)
+        if until < end and _is_fused(instruction, readers[made]):
+            found.add(made)
+            for version in instruction.operands:
+                held = version if is_literal(version) else passed.get(version, version)
+                if not is_literal(held):
+                    last[held] = max(last[held], until)
+    return found
 
 
 def label_of(key: str | ShardedValue, names: dict[Var, str]) -> str:
