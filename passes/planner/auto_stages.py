@@ -25,6 +25,7 @@ from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.candidates import label_batch, stage_options
+from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import StageLayout, logical_meshes, submesh
 from autopar.passes.planner.stage_choice import StageOption, best_stages
 from autopar.passes.planner.stage_shardings import (
@@ -34,7 +35,6 @@ from autopar.passes.planner.stage_shardings import (
     SplitStep,
     memory_limit_of,
 )
-from autopar.passes.planner.units import unit_starts
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem
@@ -67,8 +67,14 @@ class UnitCost(NamedTuple):
 
     def joined(self, other: UnitCost) -> UnitCost:
         """Both, one after the other."""
-        *added, _ = map(sum, zip(self, other, strict=True))
-        return UnitCost(*added, max(self.bytes_working, other.bytes_working))
+        return UnitCost(
+            self.seconds + other.seconds,
+            self.forward_seconds + other.forward_seconds,
+            self.once_seconds + other.once_seconds,
+            self.bytes_fixed + other.bytes_fixed,
+            self.bytes_per_microbatch + other.bytes_per_microbatch,
+            max(self.bytes_working, other.bytes_working),
+        )
 
     def with_rows(self, part: float) -> UnitCost:
         """As if time and memory of a microbatch shrank with its rows, to a part of them."""
@@ -81,7 +87,9 @@ class UnitCost(NamedTuple):
             math.floor(self.bytes_working * part),
         )
 
-    def options(self, transfers: float, received: int, remat: str) -> tuple[StageOption, ...]:
+    def options(
+        self, transfers: float, received: int, remat: str | None
+    ) -> tuple[StageOption, ...]:
         """A stage that costs this, with what its transfers take and what it receives."""
         fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
         seconds = self.seconds + transfers
@@ -121,7 +129,7 @@ class StageSearch:
     ways: dict[int, list[Way]]
     num_microbatches: int
     cluster: Cluster
-    remat: str
+    remat: str | None
 
     @classmethod
     def of(
@@ -155,8 +163,8 @@ class StageSearch:
         count = split.num_microbatches
         return cls(tuple(starts), len(layers), tuple(crossing), ways, count, cluster, remat)
 
-    def within(self, limit: int) -> StageLayout | None:
-        """The stages with the least step time that fit; None where none do.
+    def within(self, limit: int) -> tuple[StageLayout, float] | None:
+        """The stages with the least step time that fit, and that time; None where none do.
 
         Args:
           limit: bytes that a device may hold.
@@ -171,11 +179,12 @@ class StageSearch:
         )
         if choice is None or len(choice.stages) < 2:
             return None
-        return StageLayout(
+        layout = StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
         )
+        return layout, choice.step_seconds
 
     def with_microbatches(self, count: int) -> StageSearch:
         """The search as if everything but the state shrank with the rows of a microbatch.

@@ -46,6 +46,7 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
+WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
 @dataclass(frozen=True)
@@ -226,20 +227,24 @@ class LayoutSearch:
         return made
 
     def _within(self, stages: StageSearch, split: SplitStep) -> list[PlannedStep]:
-        """Pipelines of the stages that are found, with less and less memory until one fits."""
+        """Pipelines of the stages that are found, with less and less memory.
+
+        The search adds up what layers need, which is not all: until a pipeline fits, or one that
+        fits takes about as long as the search takes the next one to do at the least.
+        """
         made: list[PlannedStep] = []
         limit = target = memory_limit_of(self.options, self.cluster)
-        for _ in range(STAGES_TRIED):  # the search adds up what layers need, which is not all
-            layout = stages.within(target)
-            if layout is None:
+        for _ in range(STAGES_TRIED):
+            found = stages.within(target)
+            if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
                 break
-            options, cluster = self.options, self.cluster
-            found = plan_layout(split, layout, options, cluster, self.report, self.keep)
-            made += found
-            if any(candidate.fits for candidate in found):
+            layout, options, cluster = found[0], self.options, self.cluster
+            planned = plan_layout(split, layout, options, cluster, self.report, self.keep)
+            made += planned
+            if all(candidate.fits for candidate in planned):
                 break
-            least = min(max(candidate.peak_bytes) for candidate in found)
-            target -= max(least - limit, limit // 100)
+            most = max(max(candidate.peak_bytes) for candidate in planned)
+            target -= max(most - limit, limit // 50)
         return made
 
 
