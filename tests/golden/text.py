@@ -35,6 +35,8 @@ def plan_text(plan: Plan) -> str:
 def error_text(error: AutoparError) -> str:
     """An error of planning: its class and its message, without folders of the machine."""
     message = str(error)
+    if hasattr(error, "would_fit"):  # what would fit is tried as long as there is time
+        message = message.partition("\n  try:")[0]
     for folder in (str(TESTS.parent), str(Path(os.__file__).parent)):
         message = message.replace(f"{folder}{os.sep}", "")
     return "".join(f"{line}\n" for line in [type(error).__name__, *message.splitlines()])
