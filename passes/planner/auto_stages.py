@@ -11,102 +11,34 @@ whole.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
-from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.candidates import label_batch, stage_options
 from autopar.passes.planner.layer_units import unit_starts
-from autopar.passes.planner.layouts import StageLayout, logical_meshes, submesh
-from autopar.passes.planner.stage_choice import StageOption, best_stages
-from autopar.passes.planner.stage_shardings import (
-    MeshSearch,
-    PlaceInPipeline,
-    PlannedStage,
-    SplitStep,
-    memory_limit_of,
+from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.stage_choice import (
+    StageChoice,
+    StageOption,
+    StageRange,
+    best_stages,
 )
-from autopar.passes.primitives.populate import populate
-from autopar.passes.schedules.flight import ONE_IN_FLIGHT
-from autopar.passes.sharding.integer_program import to_problem
-from autopar.passes.sharding.memory_price import solve_at_price
-from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
-from autopar.passes.sharding.peak_memory import local_bytes
-from autopar.passes.sharding.spmd_program import Block, Loop
-from autopar.passes.slicing.anatomy import bytes_of, held_leaves
+from autopar.passes.planner.stage_shardings import (
+    SplitStep,
+)
+from autopar.passes.planner.unit_costs import UnitCost, UnitCosts, Way
 from autopar.passes.slicing.slice_stages import slice_stages
-from autopar.passes.slicing.stage_graphs import Stages
 
-# What all of a device's memory costs, in the time of a step with which the devices share the work:
-# where memory is short, plans are looked for that are smaller, though slower.
-PRICES = (0.25, 4.0)
-
-
-class UnitCost(NamedTuple):
-    """A unit on one mesh: per microbatch, once a step, and memory per device.
-
-    `forward_seconds` are the part of `seconds` that computing the forward pass again would add;
-    `bytes_fixed` are there all the time, `bytes_working` at the worst moment beside them.
-    """
-
-    seconds: float
-    forward_seconds: float
-    once_seconds: float
-    bytes_fixed: int
-    bytes_per_microbatch: int
-    bytes_working: int
-
-    def joined(self, other: UnitCost) -> UnitCost:
-        """Both, one after the other."""
-        return UnitCost(
-            self.seconds + other.seconds,
-            self.forward_seconds + other.forward_seconds,
-            self.once_seconds + other.once_seconds,
-            self.bytes_fixed + other.bytes_fixed,
-            self.bytes_per_microbatch + other.bytes_per_microbatch,
-            max(self.bytes_working, other.bytes_working),
-        )
-
-    def with_rows(self, part: float) -> UnitCost:
-        """As if time and memory of a microbatch shrank with its rows, to a part of them."""
-        return UnitCost(
-            self.seconds * part,
-            self.forward_seconds * part,
-            self.once_seconds,
-            self.bytes_fixed,
-            math.floor(self.bytes_per_microbatch * part),
-            math.floor(self.bytes_working * part),
-        )
-
-    def options(
-        self, transfers: float, received: int, remat: str | None
-    ) -> tuple[StageOption, ...]:
-        """A stage that costs this, with what its transfers take and what it receives."""
-        fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
-        seconds = self.seconds + transfers
-        kept = StageOption(seconds, fixed, each, False, self.once_seconds)
-        # Computed again: the input stays, and the rest is there for one microbatch at a time.
-        seconds += self.forward_seconds
-        again = StageOption(seconds, fixed + each, received, True, self.once_seconds)
-        if remat in ("auto", "override"):
-            return (kept, again)
-        return (again,) if remat == "full" else (kept,)
-
-
-Kind = tuple[str, ...]
-"""The digests of a unit's layers."""
-
-Way = tuple[UnitCost, ...]
-"""What each unit costs on one mesh at one price of memory."""
+# Of many units, stages that are alike are taken where they are about as good: they are planned
+# once, and people can read them.
+MANY_UNITS = 16
+ABOUT_AS_GOOD = 1.03
 
 
 @dataclass(frozen=True)
@@ -154,7 +86,7 @@ class StageSearch:
         report(f"slicing into {len(starts)} layers")
         units = slice_stages(split.step, split.rules, starts[1:])
         crossing = [layers[end - 1].cut_bytes for end in (*starts[1:], len(layers))]
-        costs = _Costs(units, options, cluster, split.num_microbatches)
+        costs = UnitCosts(units, options, cluster, split.num_microbatches)
         ways = {}
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.firsts)} kinds of layers on {size} devices")
@@ -179,12 +111,46 @@ class StageSearch:
         )
         if choice is None or len(choice.stages) < 2:
             return None
+        if len(self.starts) >= MANY_UNITS:
+            regular = self._regular(limit)
+            if regular is not None and regular.step_seconds <= ABOUT_AS_GOOD * choice.step_seconds:
+                choice = regular
         layout = StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
         )
         return layout, choice.step_seconds
+
+    def _regular(self, limit: int) -> StageChoice | None:
+        """The best of the choices whose stages have equally many units and devices."""
+        found = []
+        for size, ways in self.ways.items():
+            stages, left = divmod(self.cluster.num_devices, size)
+            if not ways or left or not 2 <= stages <= len(self.starts):
+                continue
+            cuts = _equal_runs(len(self.starts), stages)
+            runs = [(start, stop, size) for start, stop in itertools.pairwise(cuts)]
+            flights = [min(stages - place, self.num_microbatches) for place in range(stages)]
+            fitting = [
+                [
+                    option
+                    for option in self._options[run]
+                    if option.bytes_fixed + flight * option.bytes_per_microbatch <= limit
+                ]
+                for run, flight in zip(runs, flights, strict=True)
+            ]
+            if all(fitting):
+                chosen = [min(options, key=self._own_seconds) for options in fitting]
+                ranges = (StageRange(*run, x) for run, x in zip(runs, chosen, strict=True))
+                seconds = sum(x.seconds for x in chosen)
+                slowest = max(self._own_seconds(x) - x.seconds for x in chosen)
+                found.append(StageChoice(tuple(ranges), seconds + slowest))
+        return min(found, key=lambda choice: choice.step_seconds, default=None)
+
+    def _own_seconds(self, option: StageOption) -> float:
+        """What a stage does in a step."""
+        return self.num_microbatches * option.seconds + option.once_seconds
 
     def with_microbatches(self, count: int) -> StageSearch:
         """The search as if everything but the state shrank with the rows of a microbatch.
@@ -220,6 +186,19 @@ class StageSearch:
         return found
 
 
+def _equal_runs(count: int, parts: int) -> list[int]:
+    """Where so many runs of about equally many units begin and end; the first and last are short.
+
+    What comes before the first block and after the last is a unit as well, but not a block.
+
+    >>> _equal_runs(14, 4)
+    [0, 4, 7, 10, 14]
+    """
+    inner = max(count - 2, parts)
+    ends = [math.ceil(inner * part / parts) + (count > inner) for part in range(1, parts)]
+    return [0, *ends, count]
+
+
 def _not_dominated(options: Sequence[StageOption]) -> tuple[StageOption, ...]:
     """Those that no other is as good as in everything; of equal ones the first."""
     best: list[StageOption] = []
@@ -241,119 +220,3 @@ def _sizes(cluster: Cluster) -> list[int]:
     nodes = (2**i for i in range(1, cluster.num_nodes.bit_length()))
     whole = {n * cluster.devices_per_node for n in nodes}
     return sorted(inside | whole | {cluster.num_devices})
-
-
-class _Costs:
-    """What units cost: those that are alike are planned once."""
-
-    def __init__(
-        self, units: Stages, options: Options, cluster: Cluster, num_microbatches: int
-    ) -> None:
-        labelled = label_batch(units)
-        ends = (0, *units.boundaries, len(units.layers))
-        runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
-        kinds = [tuple(layer.digest for layer in run) for run in runs]
-        self.firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
-        self._kinds, self._runs = kinds, runs
-        self._labelled, self._options, self._cluster = labelled, options, cluster
-        self._num_microbatches = num_microbatches
-
-    def ways(self, size: int) -> list[Way]:
-        """For each logical mesh of so many devices, and each price of memory that pays."""
-        part, options = submesh(self._cluster, size), self._options
-        limit = memory_limit_of(options, self._cluster)
-        held = (
-            sum(map(bytes_of, held_leaves(self._labelled[i].graph))) for i in self.firsts.values()
-        )
-        if min(held) > size * limit:
-            return []  # not even the smallest unit's state fits
-        places = {kind: self._place(kind) for kind in self.firsts}
-        meshes = [
-            logical_meshes(options, part, place.graph.graph, of_stage=True)
-            for place in places.values()
-        ]
-        common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
-        searches = {
-            mesh: {kind: self._search(place, mesh, part) for kind, place in places.items()}
-            for mesh in common
-        }
-        free = {
-            mesh: {kind: self._free(search) for kind, search in by_kind.items()}
-            for mesh, by_kind in searches.items()
-        }
-        found = [self._way(planned, part) for planned in free.values()]
-        most = [_joined(way) for way in found]
-        if all(self._needs(total) <= limit for total in most):
-            return found
-        step = min(self._step_seconds(total) for total in most) * size / self._cluster.num_devices
-        for price, mesh in itertools.product(PRICES, common):
-            known = free[mesh]
-            priced = {}
-            for kind, search in searches[mesh].items():
-                rows = memory_rows(search.built, search.memory(False))
-                of_byte = price * step / limit
-                solution = solve_at_price(search.built, rows, of_byte, search.hurried)
-                same = solution.assignment == known[kind].solution.assignment
-                priced[kind] = known[kind] if same else search.program(solution, False)
-            if any(priced[kind] is not known[kind] for kind in priced):
-                found.append(self._way(priced, part))
-        return found
-
-    def _place(self, kind: Kind) -> PlaceInPipeline:
-        return PlaceInPipeline(self._labelled[self.firsts[kind]], ONE_IN_FLIGHT)
-
-    def _search(self, place: PlaceInPipeline, mesh: tuple[int, ...], part: Cluster) -> MeshSearch:
-        stage = place.graph
-        own = dataclasses.replace(stage_options(stage, self._options), remat="none")
-        split = SplitStep(stage.step, populate(stage.graph.jaxpr))
-        return MeshSearch.of(split, mesh, own, part, None, place)
-
-    def _free(self, search: MeshSearch) -> PlannedStage:
-        """The quickest plan with any memory."""
-        return search.program(search.hurried(to_problem(search.built, None)), False)
-
-    def _way(self, planned: Mapping[Kind, PlannedStage], part: Cluster) -> Way:
-        known = {kind: self._cost(kind, planned[kind], part) for kind in self.firsts}
-        return tuple(known[kind] for kind in self._kinds)
-
-    def _cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
-        """What the first unit of a kind costs by a plan."""
-        first = self.firsts[kind]
-        stage, layers = self._labelled[first], self._runs[first]
-        total = sum(layer.flops for layer in layers)
-        forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
-        program, prices = planned.program, planned.costs(part)
-        block, scan = program.block, None if stage.loop is None else stage.loop.scan
-        loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
-        outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
-        inside = sum(prices.seconds(loop.body) for loop in loops)
-        held = [
-            version
-            for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
-            if label.role in ("state", "constant")
-        ]
-        passed = frozenset() if stage.loop is None else stage.loop.passed
-        held += (v for loop in loops for v in loop.results if v.atom not in passed)
-        account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
-        fixed = sum(local_bytes(version, program.mesh) for version in held)
-        kept = sum(account.between_tasks.values())
-        return UnitCost(
-            seconds=inside,
-            forward_seconds=inside * forward,
-            once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
-            bytes_fixed=fixed,
-            bytes_per_microbatch=kept,
-            bytes_working=max(account.peak({}).bytes - fixed - kept, 0),
-        )
-
-    def _needs(self, total: UnitCost) -> int:
-        """Bytes per device of all units in one stage, with all microbatches in flight."""
-        each = total.bytes_per_microbatch * self._num_microbatches
-        return total.bytes_fixed + total.bytes_working + each
-
-    def _step_seconds(self, total: UnitCost) -> float:
-        return total.seconds * self._num_microbatches + total.once_seconds
-
-
-def _joined(way: Way) -> UnitCost:
-    return functools.reduce(UnitCost.joined, way)

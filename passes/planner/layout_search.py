@@ -46,6 +46,7 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
+ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
 WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
@@ -210,7 +211,7 @@ class LayoutSearch:
         limit = memory_limit_of(options, self.cluster)
         if options.logical_mesh is not None or not sizes:
             return []
-        counts = [int(asked)] if asked != "auto" else [*_doubled(sizes, enough)]
+        counts: Sequence[int] = [*_doubled(sizes, enough)] if asked == "auto" else [int(asked)]
         made: list[PlannedStep] = []
         while counts and counts[0] >= 2 and not any(candidate.fits for candidate in made):
             try:
@@ -221,9 +222,7 @@ class LayoutSearch:
             if stages is None:
                 break
             made += self._within(stages, split)
-            counts = counts[1:]
-            while counts and stages.with_microbatches(counts[0]).within(limit) is None:
-                counts = counts[1:]
+            counts = _worth_trying(stages, counts[1:], limit)
         return made
 
     def _within(self, stages: StageSearch, split: SplitStep) -> list[PlannedStep]:
@@ -246,6 +245,15 @@ class LayoutSearch:
             most = max(max(candidate.peak_bytes) for candidate in planned)
             target -= max(most - limit, limit // 50)
         return made
+
+
+def _worth_trying(stages: StageSearch, counts: Sequence[int], limit: int) -> Sequence[int]:
+    """Of more and more microbatches: from the first that may fit and is about as good as any."""
+    found = {count: stages.with_microbatches(count).within(limit) for count in counts}
+    seconds = {count: choice[1] for count, choice in found.items() if choice is not None}
+    best = min(seconds.values(), default=math.inf)
+    good = [count for count, each in seconds.items() if each <= ENOUGH * best]
+    return [count for count in counts if good and count >= good[0]]
 
 
 def _doubled(sizes: set[int], enough: int) -> Iterator[int]:

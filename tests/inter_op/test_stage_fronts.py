@@ -1,0 +1,65 @@
+"""Stages found from what units cost on submeshes, at several prices of memory."""
+
+import dataclasses
+
+import pytest
+
+import autopar
+from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.layout_search import _doubled
+from autopar.passes.planner.unit_costs import UnitCost
+
+CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
+QUICK = UnitCost(1.0, 0.25, 0.0, 40, 10, 20)
+SMALL = UnitCost(1.5, 0.25, 0.0, 10, 10, 20)
+
+
+def search(units: int, *ways: tuple[UnitCost, ...], count: int = 8) -> StageSearch:
+    """On eight devices a unit takes half of what it takes on four."""
+    halved = [tuple(x._replace(seconds=x.seconds / 2) for x in way) for way in ways]
+    starts, crossing = tuple(range(units)), (0,) * units
+    known = {4: list(ways), 8: halved}
+    return StageSearch(starts, units, crossing, known, count, CLUSTER, "none")
+
+
+def test_units_are_run_smaller_only_where_memory_is_short() -> None:
+    found = search(4, (QUICK,) * 4, (SMALL,) * 4)
+    free = found.within(10_000)
+    assert free is not None
+    assert free[0].devices == (8, 8)
+    assert free[1] == 8 * 1.0 + 1.0  # eight microbatches of two units, then the other stage
+    # Two units of the quick kind: 80 + 20, and two microbatches in flight of 20 each.
+    assert found.within(140) == free
+    tight = found.within(139)
+    assert tight is not None
+    assert free[1] < tight[1] <= 8 * 1.5 + 1.5
+    assert found.within(20) is None
+
+
+def test_more_microbatches_may_fit() -> None:
+    found = search(4, (SMALL,) * 4)
+    assert found.within(59) is None  # one unit needs 30 and 10 for each in flight, two need 60
+    assert found.with_microbatches(32).within(59) is not None
+    assert [*_doubled({64}, 8)] == [8, 16, 32, 64]
+    assert [*_doubled({24}, 8)] == [8]
+
+
+@pytest.mark.parametrize(("odd", "regular"), [(1.04, True), (6.0, False)])
+def test_stages_of_many_units_are_alike_where_that_is_about_as_good(
+    odd: float, regular: bool
+) -> None:
+    """One unit takes a little longer, or so long that its stage must have fewer."""
+    units = [QUICK] * 34
+    units[5] = QUICK._replace(seconds=odd)
+    found = search(34, tuple(units)).within(10_000)
+    assert found is not None
+    assert (found[0].boundaries == (17,)) is regular
+
+
+def test_computing_again_needs_what_it_says() -> None:
+    found = dataclasses.replace(search(4, (QUICK,) * 4), remat="auto")
+    free, tight = found.within(140), found.within(99)
+    assert free is not None and tight is not None
+    assert not any(free[0].remat)
+    assert any(tight[0].remat)
+    assert tight[1] > free[1]
