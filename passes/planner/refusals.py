@@ -58,7 +58,7 @@ def out_of_memory(
         alive = tuple(sorted(tensors, key=lambda item: -item[1]))
         use = "more stages, " if reason else "more stages, more microbatches, "
         hint = f"raise memory_limit, or use {use}or a schedule with fewer in flight (1f1b)."
-    what += f" ({reason})." if reason else "."
+    what += f" ({reason.removesuffix('.')})." if reason else "."
     if would_fit:
         hint = "would fit, tried one by one: " + "; or ".join(would_fit) + "."
     return MemoryLimitError(

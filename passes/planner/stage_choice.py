@@ -75,7 +75,7 @@ def best_stages(
 
     Args:
       num_layers: how many layers there are, in a row.
-      submeshes: the numbers of devices that a stage may have, ascending.
+      submeshes: the numbers of devices that a stage may have, ascending; maybe none.
       num_devices: the devices that the stages share.
       oracle: called once for every range of layers and every size of submesh.
       num_microbatches: M.
@@ -87,6 +87,8 @@ def best_stages(
     >>> [stage[:3] for stage in best.stages], best.step_seconds
     ([(0, 2, 1), (2, 6, 2)], 10.0)
     """
+    if not submeshes:
+        return None
     options = {
         (start, stop, size): tuple(oracle(start, stop, size))
         for size in submeshes

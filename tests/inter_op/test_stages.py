@@ -185,6 +185,7 @@ def test_rematerialization_is_bought_only_where_memory_needs_it() -> None:
 
 def test_layers_that_no_submesh_can_run() -> None:
     assert best_stages(3, [1], 3, lambda *_: [], num_microbatches=1, memory_limit=None) is None
+    assert best_stages(3, [], 3, lambda *_: [], num_microbatches=1, memory_limit=None) is None
 
 
 def test_stages_that_cost_nothing() -> None:
