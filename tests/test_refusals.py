@@ -52,6 +52,8 @@ def _joined(error: MemoryLimitError) -> str:
         ({"method": "data", "memory_limit": 4000}, "method='auto'"),
         ({"method": "data", "memory_limit": 4000, "microbatches": 1}, "'auto'"),
         ({"memory_limit": 2200}, "2 nodes (4 devices) instead of 1"),
+        # Not even the state of one layer fits.
+        ({"memory_limit": 100, "stages": "auto"}, "memory_limit="),
     ],
 )
 def test_all_that_is_named_fits(options: dict[str, Any], named: str) -> None:

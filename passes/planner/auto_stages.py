@@ -101,9 +101,12 @@ class StageSearch:
         Args:
           limit: bytes that a device may hold.
         """
+        sizes = [size for size, ways in self.ways.items() if ways]
+        if not sizes:
+            return None
         choice = best_stages(
             len(self.starts),
-            [size for size, ways in self.ways.items() if ways],
+            sizes,
             self.cluster.num_devices,
             lambda start, stop, size: self._options[start, stop, size],
             num_microbatches=self.num_microbatches,
