@@ -149,8 +149,12 @@ def _load_module(where: str, what: str) -> types.ModuleType:
             ) from None
     file = Path(where)
     if not file.is_file():
+        folder = file.absolute().parent
         raise OptionError(
-            f"There is no file {where!r}.", where=what, why=f"looked in {Path.cwd()}."
+            f"There is no file {where!r}.",
+            where=what,
+            why=f"looked in {folder}.",
+            hint=did_you_mean(file.name, (each.name for each in folder.glob("*.py"))),
         )
     file = file.resolve()
     known = sys.modules.get(file.stem)

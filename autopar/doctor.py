@@ -34,9 +34,9 @@ WHEELS = {
     "NVIDIA": (
         r"jax-cuda\d+-plugin",
         "NVIDIA GPUs, also to compile for some that are not here",
-        "'jax[cuda13]'",
+        "'jax[cuda13]', or only to compile 'autopar[gpu-check]'",
     ),
-    "TPU": ("libtpu", "TPUs, also to compile for some that are not here", "'jax[tpu]'"),
+    "TPU": ("libtpu", "TPUs, also to compile for some that are not here", "'autopar[tpu-check]'"),
 }
 """Compilers of accelerators: how their distributions are called, what for, what to install."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -74,13 +74,18 @@ class PlanRequest:
         Raises:
           OptionError: they are no devices, or the step shall run on Ray actors.
         """
-        given = tuple(devices)
+        given = tuple(devices) if isinstance(devices, Iterable) else ()
         if not given or not all(isinstance(device, jax.Device) for device in given):
             raise OptionError(
                 f"devices={devices!r} is not possible.",
                 why="it must be a sequence of jax.Devices, one at least.",
                 hint="devices=jax.devices()[:4], or those of a topology of "
                 "jax.experimental.topologies.",
+            )
+        if len(set(given)) < len(given):
+            twice = next(device for device in given if given.count(device) > 1)
+            raise OptionError(
+                f"devices={devices!r} is not possible.", why=f"{twice} is there twice."
             )
         if isinstance(self.options.runtime, Ray):
             raise OptionError(

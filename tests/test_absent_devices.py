@@ -51,7 +51,7 @@ def test_a_step_runs_on_the_devices_that_are_given() -> None:
         made.hlo(1)
 
 
-@pytest.mark.parametrize("devices", [[], ["cpu:0"]])
+@pytest.mark.parametrize("devices", [[], ["cpu:0"], 2, 2 * jax.devices()[:1]])
 def test_what_is_no_device_is_refused(devices: Any) -> None:
     with pytest.raises(OptionError, match="devices="):
         autopar.compile(step, WEIGHTS, ROWS, devices=devices)

@@ -140,6 +140,8 @@ def test_layers_lines_and_folded_names() -> None:
         plan.explain("block_0/upp")
     assert "no leaf, layer or line called 'block_0/upp'" in str(caught.value)
     assert "block_0/up'" in str(caught.value)
+    with pytest.raises(autopar.AutoparError, match=line):
+        plan.explain(f"{line}0000")
     with pytest.raises(autopar.AutoparError, match="explain takes a name"):
         plan.explain(3)  # type: ignore[arg-type]
 

@@ -57,7 +57,7 @@ def save_timeline(
     timeline: Timeline | HasTimeline, path: str | os.PathLike[str], title: str = ""
 ) -> None:
     """Writes the picture of a timeline; the file's ending (`.png`, `.svg`) is its format."""
-    plot_timeline(timeline, title).savefig(path, dpi=110)
+    plot_timeline(timeline, title).save(path)
 
 
 def timeline_of(given: Timeline | HasTimeline) -> Timeline:

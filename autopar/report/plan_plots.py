@@ -41,7 +41,7 @@ def plot_plan(plan: PlanRecord) -> Picture:
 
 def save_plot(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Writes the picture of a plan; the file's ending (`.png`, `.svg`, `.pdf`) is its format."""
-    plot_plan(plan).savefig(path, dpi=110)
+    plot_plan(plan).save(path)
 
 
 def _plot_one_mesh(plan: PlanRecord) -> Picture:

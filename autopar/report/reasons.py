@@ -54,6 +54,7 @@ def reasons_of_leaves(plan: PlanRecord) -> dict[str, LayoutReason]:
 
 def _unknown(name: str, everything: list[LayoutReason]) -> OptionError:
     names = [item.name if item.role != "computation" else place_of(item) for item in everything]
+    names += dict.fromkeys(item.source for item in everything)
     near = near_names(name, filter(None, names))
     some = list(fold_paths(item.name for item in everything if item.role == "state"))[:4]
     return OptionError(

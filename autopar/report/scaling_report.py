@@ -106,7 +106,7 @@ class Scaling:
 
     def save_plot(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture; the file's ending (`.png`, `.svg`, `.pdf`) is its format."""
-        self.plot().savefig(path, dpi=110)
+        self.plot().save(path)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rate, unit = _rate(self.rows)
