@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.base.options import Options
 from autopar.base.progress import Progress
-from autopar.passes.planner import candidates, layout_search
+from autopar.passes.planner import candidates, layout_search, stage_shardings
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
@@ -129,3 +129,36 @@ def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(passed) == 5 and "at least" in passed[0]
     splits = [line for line in lines if "splitting" in line]
     assert splits == ["splitting the batch into 32 microbatches"]
+
+
+@pytest.mark.parametrize("remat", ["none", "auto"])
+def test_large_stages_are_planned_at_prices_of_a_byte(
+    remat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fit, and say how far they may be from the best: not below what is proven."""
+    state = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}
+    x = jnp.ones((8 * ROWS, WIDTH))
+
+    def plan(limit: int | None) -> autopar.Plan:
+        options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "gpipe"}
+        options |= {"cluster": CLUSTER, "remat": remat, "memory_limit": limit}
+        return autopar.plan(perceptron, state, x, **options)
+
+    free = plan(None)
+    limit = max(stage.peak_bytes_per_device for stage in free.stages) * 3 // 4
+    exact = plan(limit)
+    made: list[PlannedStage] = []
+    real = stage_shardings.MeshSearch.at_least_price
+
+    def kept(self: Any, free: PlannedStage) -> PlannedStage:
+        made.append(real(self, free))
+        return made[-1]
+
+    monkeypatch.setattr(stage_shardings.MeshSearch, "at_least_price", kept)
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
+    found = plan(limit)
+    assert any(stage.fits for stage in made)
+    for stage in made:
+        assert 0 < stage.solution.lower_bound <= stage.solution.cost
+    assert max(stage.peak_bytes_per_device for stage in found.stages) <= limit
+    assert found.estimates.step_seconds <= 1.15 * exact.estimates.step_seconds

@@ -47,6 +47,8 @@ LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
 DEAR = (10.0, 1000.0)  # times a quickest plan's seconds over its bytes: prices of a byte
 HURRIED_GAP = 2e-3  # what is enough where many problems are solved to choose among them,
 HURRIED_WORK = 0.2  # or so much deterministic work
+PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory cost a step's time
+ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -267,8 +269,15 @@ class MeshSearch:
     def within(self, first: PlannedStage) -> PlannedStage:
         """The cheapest plan that fits, where the cheapest of all does not; or the smallest."""
         made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
+        if self.place is not None and len(self.built.nodes) > LARGE_PROBLEM:
+            ways = [*made, *(self.at_least_price(x) for x in made if not x.fits)]
+            fitting = [x for x in ways if x.fits]
+            best = min(fitting, key=lambda x: x.step_seconds, default=first)
+            if fitting and best.step_seconds * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:
+                return replace(best, unlimited=first)
+            made += fitting
         made += [self.tightened(first)]
-        if not any(x.fits for x in made) and len(made) > 2:
+        if not any(x.fits for x in made) and len(self.remats) > 1:
             made.append(self.tightened(made[1]))
         if any(x.fits for x in made):
             best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
@@ -307,6 +316,29 @@ class MeshSearch:
         """The plan that is best if every byte of a device costs so many seconds."""
         rows = memory_rows(self.built, self.memory(remat))
         return self.lowered(solve_at_price(self.built, rows, price, self.solved), remat)
+
+    def at_least_price(self, free: PlannedStage) -> PlannedStage:
+        """The plan at the least price of a byte, of a few, at which it fits; else the dearest.
+
+        Its cost is proven against that of `free`, which no plan within a limit is below.
+        """
+        rows, bound = memory_rows(self.built, self.memory(free.remat)), free.solution.lower_bound
+        once = free.step_seconds / max(free.peak.bytes, 1)
+        prices = [once * PRICE_STEP**power for power in range(-PRICE_POWERS, PRICE_POWERS)]
+
+        def planned(price: float) -> PlannedStage:
+            found = solve_at_price(self.built, rows, price, self.hurried)
+            gap = 1 - bound / found.cost if found.cost else 0.0
+            return self.lowered(replace(found, lower_bound=bound, gap=gap), free.remat)
+
+        best, low, high = planned(prices[-1]), 0, len(prices) - 1
+        while best.fits and low < high:
+            middle = (low + high) // 2
+            tried = planned(prices[middle])
+            low, high = (low, middle) if tried.fits else (middle + 1, high)
+            if tried.fits and tried.step_seconds <= best.step_seconds:
+                best = tried
+        return best
 
     def small(self, free: PlannedStage) -> list[PlannedStage]:
         """Plans chosen for their bytes more than for their time, which `free` was chosen for."""
