@@ -6,15 +6,22 @@ number for each strategy of a node, so the program is as quickly solved as one w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.passes.sharding.integer_program import PICOSECONDS, to_problem
 from autopar.passes.sharding.memory_rows import MemoryRow
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-from autopar.passes.solver import Problem, Solution
+from autopar.passes.solver import FORBIDDEN, Problem, Solution
+from autopar.passes.solver.flat import Flat
+
+Floats = NDArray[np.float64]
+
+MOST_COST = FORBIDDEN // 10  # of all bytes: a strategy that costs more than that is none
 
 
 def solve_at_price(
@@ -34,23 +41,31 @@ def solve_at_price(
       solved: solves a problem.
     """
     free = to_problem(built, None)
-    problem = _with_price(free, built, rows, price)
-    found = solved(problem)
-    both = zip(problem.node_costs, free.node_costs, found.assignment, strict=True)
-    paid = sum(int(with_bytes[s] - alone[s]) for with_bytes, alone, s in both)
-    return replace(found, cost=found.cost - paid, lower_bound=0, gap=1.0)
+    found = solved(_with_price(free, built, rows, price))
+    cost = Flat(free).cost(np.array(found.assignment, np.int64))
+    assert cost is not None, "what is forbidden is so with a price as well"
+    return replace(found, cost=cost, lower_bound=0, gap=1.0)
 
 
 def _with_price(
     problem: Problem, built: StrategyGraph, rows: Sequence[MemoryRow], price: float
 ) -> Problem:
-    costs = list(problem.node_costs)
-    known: dict[tuple[object, ...], np.ndarray] = {}
+    """The problem with prices; its costs are in a larger unit where they would be too large."""
+    known: dict[tuple[object, ...], Floats] = {}
+    keys = []
     for row in rows:
         value = row.value
-        key = (value.shape, value.itemsize, value.layouts, row.times)
-        if key not in known:
+        keys.append((value.shape, value.itemsize, value.layouts, row.times))
+        if keys[-1] not in known:
             sizes = [row.bytes_in(layout, built.mesh) for layout in value.layouts]
-            known[key] = np.rint(np.array(sizes) * (price * PICOSECONDS)).astype(np.int64)
-        costs[value.node] = costs[value.node] + known[key]
-    return replace(problem, node_costs=tuple(costs))
+            known[keys[-1]] = np.array(sizes, np.float64)
+    of_byte = price * PICOSECONDS
+    unit = math.ceil(sum(known[key].max() for key in keys) * of_byte / MOST_COST) or 1
+    costs = [node // unit for node in problem.node_costs]
+    for row, key in zip(rows, keys, strict=True):
+        added = np.rint(known[key] * (of_byte / unit)).astype(np.int64)
+        costs[row.value.node] = costs[row.value.node] + added
+    if unit == 1:
+        return replace(problem, node_costs=tuple(costs))
+    between = [np.where(x < FORBIDDEN, x // unit, FORBIDDEN) for x in problem.edge_costs]
+    return replace(problem, node_costs=tuple(costs), edge_costs=tuple(between))
