@@ -39,7 +39,7 @@ DOUBLINGS = 6  # of the nodes
 
 
 class Searched(Protocol):
-    """A step for which plans are searched (`autopar.passes.planner.compiler`)."""
+    """A step for which plans are searched (`autopar.passes.planner.layout_search`)."""
 
     @property
     def graph(self) -> Graph:
