@@ -115,7 +115,7 @@ def test_batch_that_the_mesh_does_not_divide(method: str) -> None:
 def test_microbatches_that_the_mesh_does_not_divide() -> None:
     raises(
         BatchArgumentError,
-        lambda: autopar.plan(train_step, STATE, BATCH, method="data", microbatches=4),
+        lambda: autopar.plan(train_step, STATE, BATCH, method="data", microbatches=4, stages=1),
         what="cannot be divided",
         where="batch",
         why="microbatch",

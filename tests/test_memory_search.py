@@ -142,6 +142,7 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
     def plan(limit: int | None) -> autopar.Plan:
         options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "gpipe"}
         options |= {"cluster": CLUSTER, "remat": remat, "memory_limit": limit}
+        options["logical_mesh"] = (4,)
         return autopar.plan(perceptron, state, x, **options)
 
     free = plan(None)
