@@ -28,14 +28,14 @@ from autopar.base.plan_records import (
 from autopar.base.units import format_bytes, without_rows
 from autopar.base.version import __version__
 from autopar.passes.graph.first_readers import first_readers
-from autopar.passes.graph.graph import Graph, inner_jaxprs
+from autopar.passes.graph.graph import Graph, batch_sizes, inner_jaxprs
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.planner.candidates import (
     PlannedStep,
 )
-from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.layouts import largest_count, submesh
 from autopar.passes.planner.plan_model import step_model
 from autopar.passes.planner.rewritings import AS_WRITTEN
 from autopar.passes.planner.runners_up import runners_up, seconds_per_gib
@@ -221,10 +221,12 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
 def _reason(chosen: PlannedStep, options: Options) -> str:
     if options.microbatches != "auto":
         return "as asked"
-    if chosen.is_pipeline:
-        meshes = chosen.schedule.num_meshes
-        return f"four for each of the {meshes} meshes, as far as the batch divides"
     limit = format_bytes(chosen.limit)
+    if chosen.is_pipeline:
+        meshes, sizes = chosen.schedule.num_meshes, batch_sizes(chosen.split.graph)
+        if chosen.split.num_microbatches == largest_count(sizes, 4 * meshes):
+            return f"four for each of the {meshes} meshes, as far as the batch divides"
+        return f"the first tried with which a pipeline fits {limit} per device"
     if chosen.split.num_microbatches == 1:
         return f"the whole batch at once fits {limit} per device"
     return f"the fewest with which a step fits {limit} per device"
