@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_steps import with_a_table as step
 
 import autopar
 from autopar import compiled_only
@@ -14,20 +15,8 @@ from autopar.base.compiled_records import ProgramMemory
 from autopar.base.errors import DeviceError, OptionError
 from autopar.runtime import compiled_pieces
 
-TABLE = np.arange(64, dtype=np.float32).reshape(8, 8)
 ROWS = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 WEIGHTS = {f"layer_{i}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(4)}
-
-
-def step(weights: Any, rows: Any) -> Any:
-    def loss(weights: Any) -> Any:
-        x = rows @ jnp.asarray(TABLE)
-        for w in weights.values():
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
 def test_a_step_runs_on_the_devices_that_are_given() -> None:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
+from small_steps import perceptron as step
 
 import autopar
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", devices_per_node=4)
 WIDTH = 64
-
-
-def step(state: dict[str, Any], x: jax.Array) -> Any:
-    def loss(state: dict[str, Any]) -> jax.Array:
-        y = x
-        for name in sorted(state):
-            y = jnp.tanh(y @ state[name])
-        return jnp.mean(y * y)
-
-    value, gradients = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
 
 def planned(memory_limit: int | None) -> autopar.Plan:

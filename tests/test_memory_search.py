@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from small_steps import perceptron
 
 import autopar
 from autopar.base.options import Options
@@ -21,17 +22,6 @@ from autopar.passes.planner.stage_shardings import PlannedStage
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge")
 ROWS, WIDTH = 32, 16
-
-
-def perceptron(state: dict[str, Any], x: jax.Array) -> Any:
-    def loss(state: dict[str, Any]) -> jax.Array:
-        y = x
-        for name in sorted(state):
-            y = jnp.tanh(y @ state[name])
-        return jnp.mean(y * y)
-
-    value, gradients = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
 
 def scanned(state: jax.Array, x: jax.Array) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
+from small_steps import perceptron as step
 
 import autopar
 from autopar.base.errors import MemoryLimitError
@@ -15,17 +15,6 @@ from autopar.base.errors import MemoryLimitError
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", devices_per_node=2)
 WIDTH, ROWS = 16, 8
 STATE = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(2)}
-
-
-def step(state: dict[str, Any], x: jax.Array) -> Any:
-    def loss(state: dict[str, Any]) -> jax.Array:
-        y = x
-        for name in sorted(state):
-            y = jnp.tanh(y @ state[name])
-        return jnp.mean(y * y)
-
-    value, gradients = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
 
 def planned(cluster: autopar.Cluster = CLUSTER, **options: Any) -> autopar.Plan:

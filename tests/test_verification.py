@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from small_steps import with_a_table as step
 
 import autopar
 from autopar.base.compiled_records import ProgramFinding, ProgramMemory
@@ -25,21 +25,9 @@ from autopar.runtime.verification.hlo_collectives import collectives
 from autopar.runtime.verification.known_findings import KnownFindings
 from autopar.runtime.verification.targets import gpu_target_text, target_named
 
-TABLE = np.arange(64, dtype=np.float32).reshape(8, 8)
 ROWS = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 WEIGHTS = {f"layer_{i}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(4)}
 PIPELINE: Any = {"method": "data", "stages": 4, "microbatches": 2, "schedule": "gpipe"}
-
-
-def step(weights: Any, rows: Any) -> Any:
-    def loss(weights: Any) -> Any:
-        x = rows @ jnp.asarray(TABLE)
-        for w in weights.values():
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,6 @@ class StageSearch:
 
     Args:
       starts: the layers at which units begin.
-      num_layers: layers of the step.
       crossing: what passes from each unit to the next, in bytes of one microbatch.
       ways: for each size of submesh.
       num_microbatches: of the step.
@@ -56,7 +55,6 @@ class StageSearch:
     """
 
     starts: tuple[int, ...]
-    num_layers: int
     crossing: tuple[int, ...]
     ways: dict[int, list[Way]]
     num_microbatches: int
@@ -93,7 +91,7 @@ class StageSearch:
             ways[size] = costs.ways(size)
         remat = options.remat
         count = split.num_microbatches
-        return cls(tuple(starts), len(layers), tuple(crossing), ways, count, cluster, remat)
+        return cls(tuple(starts), tuple(crossing), ways, count, cluster, remat)
 
     def within(self, limit: int) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.

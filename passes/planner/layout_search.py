@@ -213,7 +213,7 @@ class LayoutSearch:
             return []
         counts: Sequence[int] = [*_doubled(sizes, enough)] if asked == "auto" else [int(asked)]
         made: list[PlannedStep] = []
-        while counts and counts[0] >= 2 and not any(candidate.fits for candidate in made):
+        while counts and counts[0] >= 2:
             try:
                 split = self.split(counts[0], is_pipeline=True)
             except (InexactMicrobatchError, BatchArgumentError):
@@ -222,6 +222,8 @@ class LayoutSearch:
             if stages is None:
                 break
             made += self._within(stages, split)
+            if any(candidate.fits for candidate in made):
+                break
             counts = _worth_trying(stages, counts[1:], limit)
         return made
 
