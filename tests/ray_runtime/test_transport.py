@@ -1,7 +1,9 @@
 """Messages between processes, here between two ends in one."""
 
+import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -139,3 +141,20 @@ def test_nobody_there() -> None:
     other.close()
     assert reason(lambda: end.connect({1: other.address}, 1)) == "lost"
     end.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_closed_leaves_neither_threads_nor_sockets() -> None:
+    before = set(threading.enumerate())
+    for _ in range(20):  # also where a peer's greeting is read after the end
+        one, other = Sockets(0, "127.0.0.1", TOKEN), Sockets(1, "127.0.0.1", TOKEN)
+        one.connect({1: other.address}, 10)
+        other.connect({0: one.address}, 10)
+        one.close()
+        other.close()
+    end = time.monotonic() + 30
+    for thread in set(threading.enumerate()) - before:
+        thread.join(max(0.0, end - time.monotonic()))
+    assert set(threading.enumerate()) <= before
+    del one, other
+    gc.collect()

@@ -94,16 +94,24 @@ class Sockets:
             if peer in self._outboxes:
                 continue
             try:
-                connection = socket.create_connection(address, timeout=deadline)
-                connection.sendall(_HELLO.pack(self._token, self.actor))
-                connection.settimeout(None)
+                connection = self._call(address, deadline)
             except OSError as error:
                 raise TransportError("lost", peer, f"{address}: {error}") from error
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._outboxes[peer] = outbox
             self._sockets.append(connection)
             _thread(self._write, peer, connection, outbox)
+
+    def _call(self, address: Address, deadline: float) -> socket.socket:
+        connection = socket.create_connection(address, timeout=deadline)
+        try:
+            connection.sendall(_HELLO.pack(self._token, self.actor))
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
     def send(self, to: int, step: int, tag: int, size: int, data: Bytes) -> Ticket:
         """Start to send; returns at once."""
@@ -166,10 +174,12 @@ class Sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait there
             each.close()
+        for outbox in self._outboxes.values():
+            outbox.put(None)
 
     def _write(self, peer: int, connection: socket.socket, outbox: Any) -> None:
-        while not self._closed:
-            ticket, step, tag, size, data = outbox.get()
+        while (message := outbox.get()) is not None:
+            ticket, step, tag, size, data = message
             try:
                 parts = list(data())
             except Exception as error:
@@ -183,7 +193,7 @@ class Sockets:
                 self.sent_bytes += size
             except OSError as error:
                 ticket.error = TransportError("lost", peer, str(error))
-            del parts, data
+            del parts, data, message
             self._end(ticket)
 
     def _end(self, ticket: Ticket) -> None:
@@ -211,7 +221,8 @@ class Sockets:
             connection.close()
             return
         self._sockets.append(connection)
-        self._read(source, connection)
+        with connection:  # `close` may have been before it was there
+            self._read(source, connection)
 
     def _read(self, source: int, connection: socket.socket) -> None:
         try:
