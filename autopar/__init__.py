@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .base.version import __version__
     from .checkpoints import Checkpoints
     from .executable import Executable
+    from .followers import follow
+    from .interruption import interruptible
     from .local_checks import check_rule
     from .local_functions import local
     from .plans.plan import Plan
@@ -49,6 +51,8 @@ else:
             "compile": ".api",
             "check_rule": ".local_checks",
             "errors": ".errors",
+            "follow": ".followers",
+            "interruptible": ".interruption",
             "local": ".local_functions",
             "parallelize": ".api",
             "plan": ".api",
@@ -59,6 +63,7 @@ else:
 
 __all__ = [
     "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "Stage", "__version__",
-    "check_rule", "compile", "errors", "local", "parallelize", "plan", "scaling",
+    "check_rule", "compile", "errors", "follow", "interruptible",
+    "local", "parallelize", "plan", "scaling",
     "verify",
 ]  # fmt: skip

@@ -124,6 +124,11 @@ class Executable(Displayed):
         """The trace of the function that was planned."""
         return self._traced
 
+    @property
+    def program(self) -> Any:
+        """What runs on the devices, as the runtime holds it."""
+        return self._program
+
     def another(self, traced: Traced, compiled: Compiled, progress: Progress) -> Executable:
         """The same function compiled for other shapes, to take turns with this one."""
         return type(self)(self._fn, traced, compiled, progress, self._devices)

@@ -62,7 +62,7 @@ def read_digits() -> tuple[Batch, Batch]:
 
 
 def make_steps(graphdef: Any, method: str, microbatches: int | str) -> tuple[Any, Any]:
-    """A train step and a step that classifies, both parallelized."""
+    """A parallelized train step, and a function that classifies where its parameters lie."""
 
     @autopar.parallelize(method=method, microbatches=microbatches)
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, dict[str, jax.Array]]:
@@ -77,8 +77,7 @@ def make_steps(graphdef: Any, method: str, microbatches: int | str) -> tuple[Any
         optimizer.update(model, gradients)
         return nnx.state(training), {"loss": loss}
 
-    # Nothing that comes back from this step tells which argument is the batch, so it is named.
-    @autopar.parallelize(method=method, microbatches=1, batch_argnums=1)
+    @autopar.follow(train_step)
     def classify(state: nnx.State, images: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)["model"]
         model.eval()

@@ -13,12 +13,9 @@ The model, the optimizer and `train_step` are what anyone would write for one de
 import contextlib
 import math
 import shutil
-import signal
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,7 +125,7 @@ def mean_loss(logits: jax.Array, targets: jax.typing.ArrayLike) -> jax.Array:
 def make_steps(
     model: GPT, optimizer: optax.GradientTransformation, method: str, **options: Any
 ) -> tuple[Any, Any]:
-    """A train step and an evaluation step, both parallelized; the options are the train step's."""
+    """A parallelized train step with these options, and an evaluation of parameters."""
 
     @autopar.parallelize(method=method, **options)
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -145,12 +142,10 @@ def make_steps(
         state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
         return state, {"loss": loss}
 
-    # Nothing that comes back from this step tells which argument is the batch, so it is named.
-    @autopar.parallelize(method=method, microbatches=1, batch_argnums=1)
-    def eval_step(params: Any, batch: Batch) -> jax.Array:
+    def evaluate(params: Any, batch: Batch) -> jax.Array:
         return mean_loss(model.apply({"params": params}, batch["inputs"]), batch["targets"])
 
-    return train_step, eval_step
+    return train_step, evaluate
 
 
 def generate(model: GPT, params: Any, prompt: bytes, length: int, temperature: float) -> bytes:
@@ -170,34 +165,16 @@ def generate(model: GPT, params: Any, prompt: bytes, length: int, temperature: f
     return bytes(np.asarray(sample(jax.device_get(params), window, keys), np.uint8))
 
 
-def restore(
-    checkpoints: autopar.Checkpoints, state: State, settings: dict[str, Any]
-) -> tuple[State, dict[str, Any]]:
-    """The latest checkpoint of a run with these settings, placed as `state` is."""
+def saved_progress(checkpoints: autopar.Checkpoints, settings: dict[str, Any]) -> dict[str, Any]:
+    """How far a run with these settings had come when it saved last."""
     if checkpoints.latest is None:
         raise typer.BadParameter(f"there is no checkpoint in {checkpoints.directory}.")
-    progress = checkpoints.extra()
+    progress: dict[str, Any] = checkpoints.extra()
     for name, value in settings.items():
         if progress["settings"][name] != value:
             was = progress["settings"][name]
             raise typer.BadParameter(f"the checkpoint was made with {name}={was}, not {value}.")
-    return checkpoints.restore(state).state, progress
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that training stops between two steps; the second one raises."""
-    event = threading.Event()
-
-    def stop(*_: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return progress
 
 
 def readable(text: bytes) -> str:
@@ -295,7 +272,6 @@ def main(
 
     model = GPT(layers, width, heads, context, dropout)
     optimizer = make_optimizer(lr, steps)
-    state = initial_state(model, optimizer, seed)
     settings = {
         "layers": layers,
         "width": width,
@@ -310,30 +286,34 @@ def main(
     }
     progress: dict[str, Any] = {"settings": settings, "position": 0, "losses": [], "validation": []}
 
+    checkpoints = autopar.Checkpoints(out / "checkpoints", keep)
+    if resume:
+        progress = saved_progress(checkpoints, settings)
+
     parts = int(microbatches) if microbatches.isdecimal() else microbatches
-    train_step, eval_step = make_steps(
+    train_step, evaluate = make_steps(
         model, optimizer, method, microbatches=parts, stages=stages, schedule=schedule
     )
     console.print("planning and compiling ...")
-    preparing = 0.0
-    if stages > 1:
-        # Stages have their own devices: every leaf is made, saved and restored on those of its own.
-        started = time.perf_counter()
-        tokens = jax.ShapeDtypeStruct((batch, context), jnp.int32)
-        train_step = autopar.compile(train_step, state, {"inputs": tokens, "targets": tokens})
-        state = train_step.initialize(lambda: initial_state(model, optimizer, seed))
-        preparing = time.perf_counter() - started
+    started = time.perf_counter()
 
-    checkpoints = autopar.Checkpoints(out / "checkpoints", keep)
+    def init() -> State:
+        return initial_state(model, optimizer, seed)
+
+    tokens = jax.ShapeDtypeStruct((batch, context), jnp.int32)
+    shapes = {"inputs": tokens, "targets": tokens}
+    train_step = autopar.compile(train_step, jax.eval_shape(init), shapes)
+    eval_step = autopar.follow(train_step, evaluate)  # the parameters stay where training has them
+    state = train_step.initialize(init)
+    preparing = time.perf_counter() - started
+
     if resume:
-        state, progress = restore(checkpoints, state, settings)
+        state = checkpoints.restore(state).state
         console.print(f"continuing after step {int(state.step)}")
 
     batches = TrainingBatches(training, context, batch, seed, progress["position"])
 
     def validate(params: Any) -> float:
-        if stages > 1:
-            params = train_step.gather(params)
         return float(np.mean([eval_step(params, rows) for rows in held_out])) / math.log(2)
 
     first = step = int(state.step)
@@ -344,8 +324,8 @@ def main(
     bits = validate(state.params)
     console.print(f"step {step:5}: {bits:.3f} bits per byte on the validation text")
     bar = training_bar(console)
-    with interruptible() as interrupted, contextlib.ExitStack() as shown:
-        while step < last and not interrupted.is_set():
+    with autopar.interruptible() as interrupted, contextlib.ExitStack() as shown:
+        while step < last and not interrupted:
             started = time.perf_counter()
             state, metrics = train_step(state, next(batches))
             loss = float(metrics["loss"])
@@ -369,7 +349,7 @@ def main(
                 bits = validate(state.params)
                 progress["validation"].append((step, bits))
                 console.print(f"step {step:5}: {bits:.3f} bits per byte on the validation text")
-            if step % save_every == 0 or step == last or interrupted.is_set():
+            if step % save_every == 0 or step == last or interrupted:
                 checkpoints.save(step, state, extra=progress)
     checkpoints.close()
     if step < steps:

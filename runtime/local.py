@@ -65,6 +65,11 @@ class LocalProgram(StagePrograms):
         ends = [rows.stop for rows in group if rows.stop is not None]
         return SplitSharding(group[0].axis, tuple(ends), shardings) if ends else shardings[0]
 
+    def stages_of_leaf(self, leaf: int) -> tuple[int, ...]:
+        """The stage of an input leaf, or of each of its parts; the first one that reads it."""
+        numbers = (self.pieces.inputs[rows.number][0] for rows in self.leaves[leaf])
+        return tuple(self.program.value_of[number].stage for number in numbers)
+
     def compile(
         self,
         name: str,

@@ -13,6 +13,7 @@ Accelerators have queues in order and no such pool: there nothing waits.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,19 +30,32 @@ _calls = itertools.count(1)  # its next() is atomic
 class Paced(AroundCompiled):
     """A compiled program that waits for its own results every few calls.
 
-    Its results are a list, not an empty one.
+    Its results are a list.
     """
 
     def __call__(self, *args: Any) -> Any:
         results = self._compiled(*args)
-        if next(_calls) % CALLS == 0:
-            results[0].block_until_ready()
+        _wait_in_turn(results)
         return results
+
+
+def _wait_in_turn(results: Sequence[Any]) -> None:
+    if next(_calls) % CALLS == 0 and results:
+        results[0].block_until_ready()
+
+
+def keep_pace(results: Sequence[Any], mesh: Mesh) -> None:
+    """After a call of a program on a mesh: wait for its results if it is its turn to wait."""
+    if _is_paced(mesh):
+        _wait_in_turn(results)
+
+
+def _is_paced(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
 
 def paced(
     compiled: jax.stages.Compiled | CalledByJit, mesh: Mesh
 ) -> jax.stages.Compiled | AroundCompiled:
     """The program, paced if it runs on several virtual CPU devices."""
-    device = mesh.devices.flat[0]
-    return Paced(compiled) if device.platform == "cpu" and mesh.size > 1 else compiled
+    return Paced(compiled) if _is_paced(mesh) else compiled

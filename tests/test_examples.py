@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,10 +85,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def restored(gpt: ModuleType, out: Path) -> tuple[Any, dict[str, Any]]:
     """State and progress of the last checkpoint in a folder."""
     state = gpt.initial_state(*model_and_optimizer(gpt), seed=0)
-    found: tuple[Any, dict[str, Any]] = gpt.restore(
-        autopar.Checkpoints(out / "checkpoints"), state, settings={}
-    )
-    return found
+    saved = autopar.Checkpoints(out / "checkpoints").restore(state)
+    return saved.state, saved.extra
 
 
 def model_and_optimizer(gpt: ModuleType) -> tuple[Any, Any]:
@@ -206,21 +203,6 @@ def test_gpt_refuses_to_resume_another_run(
 def test_gpt_needs_a_checkpoint_to_resume(gpt: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="there is no checkpoint"):
         gpt.main(**SMALL, out=tmp_path, resume=True)
-
-
-def test_gpt_stops_between_steps_when_interrupted(gpt: ModuleType) -> None:
-    # A shell that starts the suite in the background has the signal ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with gpt.interruptible() as interrupted:
-            assert not interrupted.is_set()
-            signal.raise_signal(signal.SIGINT)
-            assert interrupted.is_set()
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_gpt_decays_matrices_only_and_clips(gpt: ModuleType) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -65,3 +69,46 @@ def test_the_clock_interrupts_once_there_is_a_plan(monkeypatch: pytest.MonkeyPat
     assert plan.interrupted and plan.options["planning_time_limit"] == 1.0
     assert len(plan.candidates) == 1
     assert not planned(planning_time_limit=1e6).interrupted
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell that starts the suite in the background has the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_loop_is_asked_to_end_and_then_made_to(hears_ctrl_c: None) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with autopar.interruptible() as interrupted:
+        assert not interrupted and repr(interrupted) == "<not interrupted>"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupted and interrupted.signal is signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is before
+        with pytest.raises(KeyboardInterrupt):  # the second one does as always
+            signal.raise_signal(signal.SIGINT)
+    assert repr(interrupted) == "<interrupted by SIGTERM>"
+
+
+def test_signals_are_as_they_were_after_a_loop_that_fails(hears_ctrl_c: None) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), autopar.interruptible():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+        _ = 1 / 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_loop_in_a_thread_is_asked_by_hand() -> None:
+    steps: list[int] = []
+
+    def loop() -> None:
+        with autopar.interruptible() as interrupted:
+            while not interrupted:
+                steps.append(1)
+                interrupted.set()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join(10)
+    assert steps == [1]

@@ -37,6 +37,8 @@ PUBLIC = {
     "Stage",
     "check_rule",
     "errors",
+    "follow",
+    "interruptible",
     "local",
     "scaling",
     "verify",
