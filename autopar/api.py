@@ -8,13 +8,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from autopar.base.cluster import Cluster
+from autopar.around_step import AroundStep
 from autopar.base.errors import AutoparError, OptionError
 from autopar.base.progress import Progress
-from autopar.base.ray_options import Ray
 from autopar.base.user_code import shorten, shortens
+from autopar.building import build, plan_traced, trace_step
 from autopar.passes.graph import jax_compat
-from autopar.passes.trace.graph_objects import objects_apart, signature_of_call
+from autopar.passes.trace.graph_objects import signature_of_call
 from autopar.passes.trace.signature import Convention, Signature
 from autopar.plan_verification import Verifier
 from autopar.plans.plan import Plan
@@ -23,7 +23,6 @@ from autopar.requests import (
     PlanOrPath,
     PlanRequest,
     Requested,
-    check_devices,
     in_brief,
     make_request,
     name_of,
@@ -36,12 +35,10 @@ if TYPE_CHECKING:
     import jax
 
     from autopar.executable import Executable
-    from autopar.passes.planner.compiler import Compiled
-    from autopar.passes.trace.trace import Traced
     from autopar.profile import Profile
 
 
-class Parallelized(Requested):
+class Parallelized(Requested, AroundStep):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
@@ -125,7 +122,7 @@ class Parallelized(Requested):
                         new_shapes.tell_following(name, guide, followed, cuts)
                     return followed
             new_shapes.tell_planning(name, self._planned, signature)
-            executable = _build(self._fn, args, kwargs, self._request)
+            executable = build(self._fn, args, kwargs, self._request)
         except AutoparError as error:
             if guide is not None:
                 error.add_note(new_shapes.leave_out(name, guide))
@@ -179,6 +176,9 @@ class Parallelized(Requested):
         """`Executable.profile` of these arguments, which are planned first if they are new."""
         signature = signature_of_call(self._convention, args, kwargs)
         return self._find(signature, args, kwargs).profile(*args, **kwargs)
+
+    def _compiled_steps(self) -> tuple[Executable, ...]:
+        return tuple(self._executables.values())
 
     def gather(self, tree: Any) -> Any:
         """`Executable.gather` of what ran last."""
@@ -297,7 +297,7 @@ def compile(
     fn, request, kwargs = read_arguments(fn, cluster, plan, options_and_kwargs, "compile")
     if devices is not None:
         request = request.on(devices)
-    return _build(fn, args, kwargs, request)
+    return build(fn, args, kwargs, request)
 
 
 @shows_options
@@ -324,76 +324,3 @@ def plan(
         made = plan_traced(traced, request, *request.load(), progress).plan
         progress.conclude(in_brief(made))
         return made.knowing(Verifier(traced, request, name_of(fn)))
-
-
-def trace_step(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    request: PlanRequest,
-    progress: Progress,
-    is_smaller: bool = False,
-) -> Traced:
-    """The traced step; of a smaller batch than was planned for nobody asks how it divides."""
-    from autopar.passes.trace.trace import trace
-
-    progress.report("tracing")
-    options = request.options
-    with objects_apart(Convention.of(fn, options.static_argnums), args, kwargs) as call:
-        if call is not None:
-            fn, args, kwargs = call.pure(fn), call.args, call.kwargs
-        return trace(
-            fn,
-            args,
-            kwargs,
-            static_argnums=options.static_argnums,
-            donate_argnums=options.donate_argnums,
-            batch_argnums=options.batch_argnums,
-            batch_axes=options.batch_axes,
-            microbatches="auto" if is_smaller else options.microbatches,
-            method="auto" if is_smaller else options.method,
-            constraints=options.constraints,
-        )
-
-
-def plan_traced(
-    traced: Traced, request: PlanRequest, cluster: Cluster, made: Plan | None, progress: Progress
-) -> Compiled:
-    """What a traced step comes to on a cluster: planned, or as a plan that was made."""
-    from autopar.passes.graph.logical import no_mesh
-    from autopar.passes.planner.compiler import compile_graph
-
-    with no_mesh():
-        return compile_graph(traced.graph, request.options, cluster, made, progress.report)
-
-
-def _build(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: PlanRequest
-) -> Executable:
-    with Progress(f"compiling {name_of(fn)}", request.progress) as progress:
-        cluster, made = request.load()
-        runtime = request.options.runtime
-        if not isinstance(runtime, Ray):
-            check_devices(cluster, made, request.devices)
-        traced = trace_step(fn, args, kwargs, request, progress)
-        compiled = plan_traced(traced, request, cluster, made, progress)
-        progress.conclude(in_brief(compiled.plan))
-        if isinstance(runtime, Ray):
-            from autopar.ray_executable import RayExecutable
-            from autopar.runtime.ray.recovery.replan import replan
-
-            def again(traced: Traced, compiled: Compiled, num_actors: int) -> Compiled:
-                with Progress(f"planning {name_of(fn)} again", request.progress) as progress:
-                    return replan(
-                        traced.graph,
-                        request.options,
-                        cluster,
-                        compiled,
-                        num_actors,
-                        progress.report,
-                    )
-
-            return RayExecutable(fn, traced, compiled, progress, runtime, again)
-        from autopar.compiled_only import executable_for
-
-        return executable_for(request.devices)(fn, traced, compiled, progress, request.devices)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
+from autopar.around_step import AroundStep
 from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from autopar.arrays.operators import WholeArray
 from autopar.arrays.split_array import SplitArray, SplitSharding
@@ -75,7 +76,7 @@ class SignatureMismatch(Exception):
         self.signature = signature
 
 
-class Executable(Displayed):
+class Executable(Displayed, AroundStep):
     """A planned and compiled step; `autopar.compile` makes it.
 
     It takes the arguments that the plain function takes, with the shapes and dtypes that it was
@@ -128,6 +129,9 @@ class Executable(Displayed):
     def program(self) -> Any:
         """What runs on the devices, as the runtime holds it."""
         return self._program
+
+    def _compiled_steps(self) -> tuple[Executable, ...]:
+        return (self,)
 
     def another(self, traced: Traced, compiled: Compiled, progress: Progress) -> Executable:
         """The same function compiled for other shapes, to take turns with this one."""
@@ -486,6 +490,11 @@ class Executable(Displayed):
         if any_deleted(donated) or any_deleted(kept):
             raise self._deleted(donated, kept)
         return donated, kept
+
+    @property
+    def leaf_shardings(self) -> tuple[Any, ...]:
+        """Where each array leaf of the arguments lies, in their order."""
+        return tuple(self._in_shardings)
 
     @shortens
     def gather(self, tree: Any) -> Any:

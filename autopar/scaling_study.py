@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.api import plan_traced, trace_step
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, OptionError, TraceError
 from autopar.base.progress import Progress
 from autopar.base.user_code import shortens
+from autopar.building import plan_traced, trace_step
 from autopar.report.scaling_report import ScaledStep, Scaling
 from autopar.requests import ClusterOrName, make_request, name_of, read_arguments
 

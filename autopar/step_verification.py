@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autopar.api import plan_traced, trace_step
 from autopar.base.progress import Progress
 from autopar.base.user_code import shortens
+from autopar.building import plan_traced, trace_step
 from autopar.plan_verification import Verifier
 from autopar.requests import ClusterOrName, PlanOrPath, name_of, read_arguments
 

@@ -1,0 +1,75 @@
+"""What a loop does around a planned step, whether it was compiled ahead or plans itself."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autopar.base.user_code import shortens
+
+# What is used by few is imported when it is used: importing this module stays light.
+if TYPE_CHECKING:
+    from autopar.prefetching import CompiledStep, Prefetch
+
+
+class AroundStep(abc.ABC):
+    """Base of steps: reading batches ahead."""
+
+    @abc.abstractmethod
+    def _compiled_steps(self) -> Sequence[CompiledStep]:
+        """What is compiled by now, for one signature each."""
+
+    @shortens
+    def prefetch(
+        self,
+        source: Any,
+        *,
+        size: int = 2,
+        ragged: str = "follow",
+        mask: str | None = None,
+        position: Any = None,
+    ) -> Prefetch:
+        """The batches of a source, placed where the plan wants them, ahead of time on a thread.
+
+        A batch that is placed is not sent during the step. What is read before the step has a plan
+        is placed by the step. On Ray actors the driver sends every
+        batch with the call, as without this; it is only read ahead. Of several processes that
+        compute together each gives a source of the same whole batches, and copies what its own
+        devices hold.
+
+        Args:
+          source: an iterable of what the step takes as its batch (of several arguments: tuples of
+            them): a generator, a list or another sequence of batches, a loader of PyTorch, Grain or
+            TensorFlow; leaves of NumPy, JAX, PyTorch, TensorFlow. Each is copied.
+          size: how many batches are read ahead; each takes its memory on the devices.
+          ragged: what becomes of a batch with fewer examples than a full one, such as the last:
+            "follow": it goes to the step, which compiles for it once; "drop": it is left out;
+            "pad": its last example is repeated, and every batch comes with a mask.
+          mask: with "pad", the entry of the batch, a dict, that is bool[examples] and false for
+            what was added. None: items are pairs of the batch and this mask.
+          position: where to begin: the `position` of an earlier `Prefetch`. It is a number of
+            batches, which are skipped (by index where the source has indices), or what the source's
+            own iterator says (`get_state` and `set_state`).
+
+        Returns:
+          A `Prefetch`: an iterator with `position` and `close()`. What the source raises is raised
+          by the loop, with its traceback.
+
+        Raises:
+          OptionError: an argument has an impossible value.
+          BatchArgumentError: the source is nothing to iterate over.
+
+        >>> import jax, jax.numpy as jnp, numpy as np, autopar
+        >>> step = autopar.parallelize(lambda w, x: (w + x.sum(0), x.mean()), method="data")
+        >>> w = jnp.zeros(4)
+        >>> with step.prefetch([np.ones((8, 4), np.float32)] * 3) as batches:
+        ...     for x in batches:
+        ...         w, mean = step(w, x)
+        >>> batches.position, float(w[0])
+        (3, 24.0)
+        """
+        from autopar.prefetching import prefetch
+
+        asked: Any = {"size": size, "ragged": ragged, "mask": mask, "position": position}
+        return prefetch(self._compiled_steps, source, **asked)

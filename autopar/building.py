@@ -1,0 +1,98 @@
+"""From a request to a trace, a plan and an executable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autopar.base.cluster import Cluster
+from autopar.base.progress import Progress
+from autopar.base.ray_options import Ray
+from autopar.passes.trace.graph_objects import objects_apart
+from autopar.passes.trace.signature import Convention
+from autopar.plans.plan import Plan
+from autopar.requests import PlanRequest, check_devices, in_brief, name_of
+
+# What traces, plans and runs is imported when it is used: importing this module stays light.
+if TYPE_CHECKING:
+    from autopar.executable import Executable
+    from autopar.passes.planner.compiler import Compiled
+    from autopar.passes.trace.trace import Traced
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    request: PlanRequest,
+    progress: Progress,
+    is_smaller: bool = False,
+) -> Traced:
+    """The traced step; of a smaller batch than was planned for nobody asks how it divides."""
+    from autopar.passes.trace.trace import trace
+
+    progress.report("tracing")
+    options = request.options
+    with objects_apart(Convention.of(fn, options.static_argnums), args, kwargs) as call:
+        if call is not None:
+            fn, args, kwargs = call.pure(fn), call.args, call.kwargs
+        return trace(
+            fn,
+            args,
+            kwargs,
+            static_argnums=options.static_argnums,
+            donate_argnums=options.donate_argnums,
+            batch_argnums=options.batch_argnums,
+            batch_axes=options.batch_axes,
+            microbatches="auto" if is_smaller else options.microbatches,
+            method="auto" if is_smaller else options.method,
+            constraints=options.constraints,
+        )
+
+
+def plan_traced(
+    traced: Traced, request: PlanRequest, cluster: Cluster, made: Plan | None, progress: Progress
+) -> Compiled:
+    """What a traced step comes to on a cluster: planned, or as a plan that was made."""
+    from autopar.passes.graph.logical import no_mesh
+    from autopar.passes.planner.compiler import compile_graph
+
+    with no_mesh():
+        return compile_graph(traced.graph, request.options, cluster, made, progress.report)
+
+
+def build(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: PlanRequest
+) -> Executable:
+    """The step planned, or as a plan that was made, and compiled.
+
+    Raises:
+      AutoparError: see `autopar.compile`.
+    """
+    with Progress(f"compiling {name_of(fn)}", request.progress) as progress:
+        cluster, made = request.load()
+        runtime = request.options.runtime
+        if not isinstance(runtime, Ray):
+            check_devices(cluster, made, request.devices)
+        traced = trace_step(fn, args, kwargs, request, progress)
+        compiled = plan_traced(traced, request, cluster, made, progress)
+        progress.conclude(in_brief(compiled.plan))
+        if isinstance(runtime, Ray):
+            from autopar.ray_executable import RayExecutable
+            from autopar.runtime.ray.recovery.replan import replan
+
+            def again(traced: Traced, compiled: Compiled, num_actors: int) -> Compiled:
+                with Progress(f"planning {name_of(fn)} again", request.progress) as progress:
+                    return replan(
+                        traced.graph,
+                        request.options,
+                        cluster,
+                        compiled,
+                        num_actors,
+                        progress.report,
+                    )
+
+            return RayExecutable(fn, traced, compiled, progress, runtime, again)
+        from autopar.compiled_only import executable_for
+
+        return executable_for(request.devices)(fn, traced, compiled, progress, request.devices)
