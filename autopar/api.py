@@ -100,6 +100,7 @@ class Parallelized(Requested, AroundStep):
             executable = self._executables.get(signature)
             if executable is None:
                 executable = self._executables[signature] = self._new(signature, args, kwargs)
+                executable.watched_by(self._loop)
             self._last = executable
             return executable
 
@@ -179,6 +180,9 @@ class Parallelized(Requested, AroundStep):
 
     def _compiled_steps(self) -> tuple[Executable, ...]:
         return tuple(self._executables.values())
+
+    def _last_plan(self) -> Plan:
+        return self.plan
 
     def gather(self, tree: Any) -> Any:
         """`Executable.gather` of what ran last."""

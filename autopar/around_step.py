@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.user_code import shortens
 
 # What is used by few is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
     from autopar.prefetching import CompiledStep, Prefetch
+    from autopar.step_metrics import LoopWatch, StepMetrics
 
 
 class AroundStep(abc.ABC):
-    """Base of steps: reading batches ahead."""
+    """Base of steps: reading batches ahead, and what the calls of a loop take."""
+
+    @functools.cached_property
+    def _loop(self) -> LoopWatch:
+        from autopar.step_metrics import LoopWatch
+
+        return LoopWatch()
+
+    @abc.abstractmethod
+    def _last_plan(self) -> Plan:
+        """The plan that ran last."""
 
     @abc.abstractmethod
     def _compiled_steps(self) -> Sequence[CompiledStep]:
@@ -73,3 +86,47 @@ class AroundStep(abc.ABC):
 
         asked: Any = {"size": size, "ragged": ragged, "mask": mask, "position": position}
         return prefetch(self._compiled_steps, source, **asked)
+
+    @property
+    @shortens
+    def metrics(self) -> StepMetrics:
+        """Seconds, examples and tokens a second, MFU and memory of the last 100 calls.
+
+        Reading it waits for nothing. Its seconds are those between calls, so a loop that never
+        looks at a result runs ahead of the devices, and has to look (`float(loss)`) or to use
+        `on_step` for true ones. What a step was planned and compiled for is not counted, and a
+        batch of another size begins anew.
+
+        Raises:
+          AutoparError: the step has no plan yet.
+
+        >>> import jax.numpy as jnp, autopar
+        >>> step = autopar.parallelize(lambda w, x: (w + x.sum(0), x.mean()), method="data")
+        >>> w = jnp.zeros(4)
+        >>> for _ in range(3):
+        ...     w, mean = step(w, jnp.ones((8, 4)))
+        >>> step.metrics.steps, step.metrics.window, step.metrics.examples_per_second > 0
+        (3, 2, True)
+        """
+        return self._loop.metrics(self._last_plan())
+
+    @shortens
+    def on_step(
+        self, callback: Callable[[StepMetrics], Any], every: int = 10
+    ) -> Callable[[], None]:
+        """Call a function with the metrics after every so many calls, once their results are there.
+
+        Only those calls wait for their results. What the function raises becomes a warning, for the
+        call must return the new state: the old one is consumed.
+
+        Args:
+          callback: such as `lambda m: wandb.log(m.as_dict(), step=m.steps)`.
+          every: after how many calls, 1 at least.
+
+        Returns:
+          A function that ends it.
+
+        Raises:
+          OptionError: an argument is impossible.
+        """
+        return self._loop.watch(callback, every)

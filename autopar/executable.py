@@ -63,6 +63,7 @@ from autopar.runtime.same_plan import compare_processes
 
 if TYPE_CHECKING:
     from autopar.profile import Profile
+    from autopar.step_metrics import LoopWatch
 
 
 jax_compat.when_traced(WholeArray, not_for_jax)
@@ -132,6 +133,13 @@ class Executable(Displayed, AroundStep):
 
     def _compiled_steps(self) -> tuple[Executable, ...]:
         return (self,)
+
+    def _last_plan(self) -> Plan:
+        return self.plan
+
+    def watched_by(self, loop: LoopWatch) -> None:
+        """Count its calls among those of a step that has several such as it."""
+        self._loop = loop
 
     def another(self, traced: Traced, compiled: Compiled, progress: Progress) -> Executable:
         """The same function compiled for other shapes, to take turns with this one."""
@@ -253,6 +261,7 @@ class Executable(Displayed, AroundStep):
             self._keeps_types = self._same_weak(following)
             self._only_arrays = len(set(map(type, following))) == 1
         self._returned.remember(following)
+        self._loop.stepped(self, self._last_plan, results)
         return traced.result(results)
 
     def _same_weak(self, donated: Sequence[Any]) -> bool:
