@@ -25,12 +25,12 @@ PYTEST := JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDI
 
 # What `make check` leaves to `make test`: files that compile many programs or start processes.
 SLOW := auto_stages backward_scans checkpoints collectives docs endings examples fuzz localize lower odd_steps \
-  pace packaging pipelines profile program programs properties random ray ray_faults ray_recovery \
+  pace packaging pages pipelines profile program programs properties random ray ray_faults ray_recovery \
   ray_groups ray_replan real_steps report runs shared_cases slicing solve split_arrays
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all fuzz test-oldest check format clean help
+.PHONY: demo test test-all fuzz test-oldest docs check format clean help
 
 demo: $(ENV)/examples.stamp  ## train a small GPT on eight virtual CPU devices
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -46,6 +46,10 @@ fuzz: $(ENV)/dev.stamp  ## compare random train steps with plain jax.jit; ARGS="
 
 test-oldest:  ## run the suite with every dependency at its lower bound
 	$(MAKE) test OLDEST=1
+
+docs: $(ENV)/dev.stamp  ## build the documentation as a site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "Open build/site/index.html"
 
 check: $(ENV)/dev.stamp  ## lint, formatting, types and the fast part of the suite
 	$(BIN)/ruff check

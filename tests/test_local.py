@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -213,18 +212,6 @@ def test_values_of_the_step_are_arguments() -> None:
         with pytest.raises(OptionError, match=r"closes over one, float32\[2,3\]"):
             function(normal(2, 3), normal(4, 2))
     autopar.local(lambda x: x @ np.ones((2, 3)), "b k -> b n", cut="b")(normal(4, 2))
-
-
-def test_the_page_about_kernels_is_true() -> None:
-    text = (Path(__file__).parent.parent / "docs/kernels.md").read_text()
-    q, k, v = normal(3, 4, 6, 2, 3)
-    weights, batch = normal(3, 8, 4, 2, seed=1), normal(16, 4, 8, seed=2)
-    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "flash_attention": kernel}
-    names |= {"q": q, "k": k, "v": v, "weights": weights, "batch": batch}
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        exec(compile(block, "kernels.md", "exec"), names)
-    q, k, v = jnp.einsum("btm,nmhd->nbthd", batch, normal(3, 8, 4, 2, seed=1))
-    np.testing.assert_allclose(names["value"], jnp.mean(kernel(q, k, v) ** 2), rtol=1e-5)
 
 
 @autopar.local("b t d, d e -> b t e", cut="b t")
