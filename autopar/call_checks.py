@@ -14,6 +14,7 @@ from autopar.arrays.operators import WholeArray
 from autopar.base.errors import DeviceError, DonatedBufferError, TraceError
 from autopar.base.user_code import callers, calling_place, place, warn
 from autopar.mismatch import differences
+from autopar.passes.graph import jax_compat
 from autopar.passes.trace.signature import Key, Signature
 from autopar.passes.trace.trace import Traced
 
@@ -183,4 +184,13 @@ def not_for_jax(array: WholeArray) -> NoReturn:
         where=f"{array.dtype.name}[{', '.join(map(str, array.shape))}]",
         hint="step.apply(fn, state) runs a function such as optax.global_norm on a distributed "
         "state; step.gather(tree) brings a tree together, jax.numpy.asarray(array) one array.",
+    )
+
+
+def tell_of_donation() -> None:
+    """Let JAX's error for a deleted array say how a step may have come to its memory."""
+    jax_compat.when_deleted(
+        "autopar: a parallelized step writes its new state into the memory of the old one. If this "
+        "array was part of what was passed to one, go on with what the step returned, or pass "
+        "donate_argnums=() to keep the old state, at the price of its memory."
     )

@@ -16,8 +16,8 @@ from jax.extend.core.primitives import convert_element_type_p
 from autopar.arrays.ray_array import RayArray, key_implementation
 from autopar.arrays.split_array import put
 from autopar.arrays.typed_keys import is_key
-from autopar.base.errors import CheckpointError
-from autopar.base.user_code import shortens
+from autopar.base.errors import AutoparWarning, CheckpointError, DamagedCheckpointError
+from autopar.base.user_code import shortens, warn_at_call
 from autopar.checkpoint_writing import PYTHON, WritingCheckpoint, check_leaf, dtype_name, flat
 from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.runtime.checkpoint_files import (
@@ -173,13 +173,15 @@ class Checkpoints:
     # Restoring
 
     @shortens
-    def restore(self, like: Any, step: int | None = None) -> Checkpoint:
+    def restore(self, like: Any, step: int | None = None, *, fallback: bool = False) -> Checkpoint:
         """A saved state, placed as another one is.
 
         Args:
           like: the state as it is now, whose leaves say where the new ones shall be (they may have
             been consumed), or `jax.ShapeDtypeStruct`s, which may have shardings.
           step: which; None: the last.
+          fallback: take the one before a checkpoint that is damaged, or cannot be read, with a
+            warning that names both. One of another state is no such checkpoint.
 
         Returns:
           The number of the step, the state, and what was saved with it. The leaves are of the
@@ -187,10 +189,32 @@ class Checkpoints:
 
         Raises:
           CheckpointError: there is no such checkpoint, or it has other leaves than `like`, or
-            leaves of other shapes or dtypes; says which.
+            leaves of other shapes or dtypes; says which. Or it is damaged, and with `fallback` all
+            before it are.
         """
         self.wait()
         step = self._existing(step)
+        first: DamagedCheckpointError | None = None
+        for each in reversed([each for each in self.steps if each <= step]):
+            try:
+                found = self._restored(like, each)
+            except DamagedCheckpointError as error:
+                first = first or error
+                if not fallback:
+                    raise self._hinting(error, each) from None
+            else:
+                if first is not None:
+                    warn_at_call(
+                        f"The checkpoint of step {each} is restored, for that of step {step} "
+                        f"cannot be used: {first.why}",
+                        AutoparWarning,
+                    )
+                return found
+        assert first is not None, "its step is one of them"
+        first.add_note("autopar: all earlier checkpoints are damaged as well.")
+        raise first
+
+    def _restored(self, like: Any, step: int) -> Checkpoint:
         stored, extra = read_contents(self.directory, step)
         like = states_of(like)
         paths, leaves = flat(like)
@@ -199,7 +223,8 @@ class Checkpoints:
         needed = {piece for path in paths for piece in stored[path].pieces}
         wrong = {piece for piece in needed if piece.name in read(piece.item)[1]}
         if wrong:
-            raise self._damaged(step, [x for x in paths if not wrong.isdisjoint(stored[x].pieces)])
+            broken = [x for x in paths if not wrong.isdisjoint(stored[x].pieces)]
+            raise self._damaged(step, broken)
         found = [
             placed_leaf(path, _stored_numbers(stored[path], leaf, read), leaf)
             for path, leaf in zip(paths, leaves, strict=True)
@@ -207,18 +232,25 @@ class Checkpoints:
         tree: Any = jax.tree.structure(like)
         return Checkpoint(step, objects_of(tree.unflatten(found)), extra)
 
-    def _damaged(self, step: int, paths: Sequence[str]) -> CheckpointError:
-        earlier = [each for each in self.steps if each < step]
+    def _damaged(self, step: int, paths: Sequence[str]) -> DamagedCheckpointError:
         more = f", and of {len(paths) - 1} leaves more" if len(paths) > 1 else ""
-        return CheckpointError(
+        return DamagedCheckpointError(
             f"The checkpoint of step {step} is damaged.",
             where=str(self.directory / name_of(step)),
             why=f"the numbers of {paths[0]}{more} are not those that were written: their checksums "
             "differ.",
-            hint=f"restore(state, step={earlier[-1]}) takes the one before."
-            if earlier
-            else "it is the only one here; take a copy of it, if there is one.",
         )
+
+    def _hinting(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
+        """The same error, with what to do."""
+        earlier = [each for each in self.steps if each < step]
+        hint = (
+            f"restore(state, fallback=True) takes the one before, of step {earlier[-1]}; so does "
+            f"restore(state, step={earlier[-1]})."
+            if earlier
+            else "it is the only one here; take a copy of it, if there is one."
+        )
+        return DamagedCheckpointError(error.what, where=error.where, why=error.why, hint=hint)
 
     @shortens
     def extra(self, step: int | None = None) -> Any:
@@ -271,7 +303,7 @@ def _read_item(folder: Path, name: str) -> _Item:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             "A checkpoint cannot be read.",
             where=str(folder / name),
             why=f"{type(error).__name__}: {error}",

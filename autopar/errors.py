@@ -7,6 +7,7 @@ from autopar.base.errors import (
     CheckpointError,
     ClusterError,
     ConstraintWarning,
+    DamagedCheckpointError,
     DeviceError,
     DonatedBufferError,
     DonationWarning,
@@ -25,7 +26,8 @@ from autopar.base.errors import (
 
 __all__ = [
     "AutoparError", "AutoparWarning", "BatchArgumentError", "CheckpointError", "ClusterError",
-    "ConstraintWarning", "DeviceError", "DonatedBufferError", "DonationWarning",
+    "ConstraintWarning", "DamagedCheckpointError", "DeviceError", "DonatedBufferError",
+    "DonationWarning",
     "InexactMicrobatchError", "LostActorError", "MemoryLimitError", "MissingPlanError",
     "OptionError", "PinError", "PlanMismatchError", "ScheduleError", "StageError", "TraceError",
     "UnknownPrimitiveWarning",

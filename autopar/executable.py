@@ -36,6 +36,7 @@ from autopar.call_checks import (
     same_static_arguments,
     same_statics,
     tell_notebook,
+    tell_of_donation,
     tell_transformed,
     wrong_arguments,
 )
@@ -177,6 +178,8 @@ class Executable(Displayed, AroundStep):
         self._keeps_types = self._only_arrays = False
         self._strays: set[int] = set()  # kept leaves that once came in another sharding
         self._told = not self._donated
+        if self._donated:
+            tell_of_donation()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.base.errors import CheckpointError
+from autopar.base.errors import CheckpointError, DamagedCheckpointError
 
 MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 2
 CHECKSUMS = "autopar_checksums.json"
@@ -200,7 +200,7 @@ def read_contents(directory: Path, step: int) -> tuple[dict[str, StoredLeaf], An
     """The leaves of a checkpoint by path, and what else was saved with them.
 
     Raises:
-      CheckpointError: it cannot be read.
+      DamagedCheckpointError: it cannot be read.
     """
     file = directory / name_of(step) / CONTENTS
     try:
@@ -210,7 +210,7 @@ def read_contents(directory: Path, step: int) -> tuple[dict[str, StoredLeaf], An
         leaves = [StoredLeaf.from_dict(plain) for plain in contents["leaves"]]
         return {leaf.path: leaf for leaf in leaves}, contents["extra"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"The checkpoint of step {step} cannot be read.",
             where=str(file),
             why=f"{type(error).__name__}: {error}",

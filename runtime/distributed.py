@@ -7,7 +7,7 @@ which is where a function of the whole tree can run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,8 +15,29 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.arrays.split_array import DEVICES, SplitArray, mesh_of, put
+from autopar.passes.graph import jax_compat
 
-__all__ = ["apply", "gather", "mesh_of"]
+__all__ = ["apply", "gather", "mesh_of", "name_stages"]
+
+_stages: set[frozenset[jax.Device]] = set()
+
+
+def name_stages(meshes: Iterable[Mesh]) -> None:
+    """Let JAX's error for arrays of different stages say what brings them together."""
+    if not _stages:
+        jax_compat.when_devices_differ(_of_stages)
+    _stages.update(frozenset(mesh.devices.flat) for mesh in meshes)
+
+
+def _of_stages(places: list[frozenset[jax.Device]]) -> str:
+    if _stages.isdisjoint(places):
+        return ""
+    return (
+        "\nautopar: these arrays lie on the devices of different stages of a pipeline, where its "
+        "steps need them. step.apply(fn, state) runs a function such as optax.global_norm on all "
+        "of them, step.gather(tree) brings a tree together, and autopar.follow(step) runs a "
+        "forward pass stage by stage."
+    )
 
 
 def gather(tree: Any, mesh: Mesh) -> Any:

@@ -27,6 +27,7 @@ from autopar.passes.slicing.stage_graphs import LeafRows
 from autopar.runtime import stage_programs as stages
 from autopar.runtime.ahead import AroundCompiled
 from autopar.runtime.compiled_pieces import CompiledPieces
+from autopar.runtime.distributed import name_stages
 from autopar.runtime.pace import paced
 from autopar.runtime.stage_programs import Action, Pace, StagePrograms, donated_numbers
 
@@ -47,6 +48,8 @@ class LocalProgram(StagePrograms):
         pieces, program = runnable.pieces, runnable.program
         self.leaves, self.results = runnable.leaves, runnable.results
         self.meshes = _meshes(pieces.programs, program.schedule.mesh_of_stage, devices)
+        if len(self.meshes) > 1:
+            name_stages(self.meshes)
         super().__init__(pieces, program, dict(enumerate(self.meshes)))
         self.in_shardings = tuple(
             self._sharding(group, [pieces.inputs[rows.number][0] for rows in group])

@@ -16,7 +16,7 @@ from ray_runtime.small_step import layers_step
 import autopar
 from autopar import checkpoint_writing as module
 from autopar.arrays.split_array import SplitArray
-from autopar.base.errors import CheckpointError
+from autopar.base.errors import AutoparWarning, CheckpointError
 
 STATE = {
     "matrix": jnp.arange(6.0).reshape(2, 3),
@@ -154,8 +154,12 @@ def test_a_damaged_checkpoint(tmp_path: Path, what: str) -> None:
         for file in (tmp_path / "step_00000001" / "driver").rglob("*"):
             if file.is_file():
                 file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read") as found:
         checkpoints.restore(jnp.zeros(3))
+    assert "it is the only one here" in str(found.value)
+    with pytest.raises(CheckpointError, match="cannot be read") as found:
+        checkpoints.restore(jnp.zeros(3), fallback=True)
+    assert "all earlier checkpoints" in found.value.__notes__[0]
 
 
 def test_flipped_bytes_are_named(tmp_path: Path) -> None:
@@ -177,7 +181,11 @@ def test_flipped_bytes_are_named(tmp_path: Path) -> None:
             if "is damaged" in str(error):
                 named += 1
                 assert "['w']" in str(error) and "['kept']" not in str(error)
-                assert "step=1" in str(error)
+                assert "fallback=True" in str(error) and "step=1" in str(error)
+                with pytest.warns(AutoparWarning, match=r"step 1 is restored.*step 2.*\['w'\]"):
+                    found = checkpoints.restore(half, fallback=True)
+                assert found.step == 1
+                np.testing.assert_array_equal(found.state["w"], half["w"])
         else:  # of what nobody reads
             np.testing.assert_array_equal(read["w"], half["w"])
     assert named

@@ -172,6 +172,9 @@ def test_a_donated_state_is_gone(sharded: autopar.Executable) -> None:
     assert error.where == "state['opt_state'][0].count"
     for part in ("leaves", "donated", "donate_argnums=()", "train_step writes the new state"):
         assert part in str(error)
+    with pytest.raises(RuntimeError, match="has been deleted") as outside:
+        jnp.sum(state["params"]["w"])
+    assert "donate_argnums=()" in outside.value.__notes__[0]
     again, _ = sharded(kept, make_batch(1))
     assert_equal(again, newer, rtol=0)
 

@@ -118,6 +118,25 @@ def test_gather_and_apply(step: autopar.Executable) -> None:
     state, _ = step({**state, "params": halved}, *BATCH)
 
 
+def test_functions_of_jax_say_what_brings_arrays_together(step: autopar.Executable) -> None:
+    state, _ = step(step.initialize(init, jax.random.key(0)), *BATCH)
+    split = next(x for x in jax.tree.leaves(state) if isinstance(x, SplitArray))
+    functions: list[Any] = [jnp.mean, jax.lax.neg, jax.jit(jnp.sum), jax.vmap(jnp.sum)]
+    for fn in functions:
+        with pytest.raises(DeviceError, match=r"step\.apply"):
+            fn(split)
+    with pytest.raises(ValueError, match=r"step\.apply"):  # of JAX's own arrays, on two meshes
+        jnp.add(split.parts[0].sum(), split.parts[1].sum())
+    devices = jax.devices()
+    meshes = [
+        Mesh(np.array(pair), "x") for pair in ([devices[0], devices[5]], [devices[1], devices[6]])
+    ]
+    elsewhere = [jax.device_put(1.0, NamedSharding(mesh, PartitionSpec())) for mesh in meshes]
+    with pytest.raises(ValueError, match="incompatible devices") as found:
+        jnp.add(*elsewhere)
+    assert "autopar" not in str(found.value), "no business of ours"
+
+
 def test_a_checkpoint_goes_on_with_other_stages(step: autopar.Executable, tmp_path: Path) -> None:
     """Written from one plan, read into another number of stages and into one mesh."""
     state = step.initialize(init, jax.random.key(0))

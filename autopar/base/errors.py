@@ -169,6 +169,10 @@ class CheckpointError(AutoparError, ValueError):
     """A checkpoint cannot be written or read, or does not fit the state."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's files are not as they were written, or cannot be read."""
+
+
 class DonatedBufferError(AutoparError, RuntimeError):
     """A buffer that an earlier call consumed (donated) is used again."""
 

@@ -11,12 +11,20 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core, custom_partitioning_sharding_rule, distributed, source_info_util
+from jax._src import (
+    array,
+    core,
+    custom_partitioning_sharding_rule,
+    distributed,
+    dtypes,
+    source_info_util,
+    stages,
+)
 from jax._src.interpreters import mlir
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -340,5 +348,48 @@ except ImportError:  # other releases may not have it
 
 def when_traced(kind: type, told: Callable[[Any], Any]) -> None:
     """What JAX calls where one of its functions meets an array of a class that it does not know."""
-    known: dict[type, Any] = getattr(core, "pytype_aval_mappings", {})
-    known[kind] = told
+    for place, name in (
+        (core, "pytype_aval_mappings"),
+        (dtypes, "canonicalize_value_handlers"),
+    ):
+        known: dict[type, Any] = getattr(place, name, {})
+        known[kind] = told
+
+
+def when_devices_differ(more: Callable[[list[frozenset[Any]]], str]) -> None:
+    """Let a function say more, where JAX refuses arguments that lie on different devices.
+
+    It is given the devices of each argument, and its text is put after JAX's own; only where JAX
+    makes that text can it be found out what the arguments were.
+    """
+    plain = getattr(stages, "_device_assignment_mismatch_error", None)
+    if plain is None:  # another release
+        return
+
+    def with_more(fun_name: Any, fails: Any, args_flat: Any, *rest: Any, **named: Any) -> str:
+        text: str = plain(fun_name, fails, args_flat, *rest, **named)
+        shardings = (getattr(x, "sharding", None) for x in args_flat)
+        return text + more([frozenset(x.device_set) for x in shardings if x is not None])
+
+    stages._device_assignment_mismatch_error = with_more
+
+
+def when_deleted(note: str) -> None:
+    """Put a note to JAX's error for an array whose memory was given away.
+
+    The error is made in a method of a class without a public name, and says nothing of who did.
+    """
+    kind: Any = getattr(array, "ArrayImpl", None)
+    plain = getattr(kind, "_check_if_deleted", None)
+    if plain is None or hasattr(plain, "__wrapped__"):  # another release; it is there already
+        return
+
+    @wraps(plain)
+    def with_note(self: Any) -> None:
+        try:
+            plain(self)
+        except RuntimeError as error:
+            error.add_note(note)
+            raise
+
+    kind._check_if_deleted = with_note
