@@ -11,7 +11,7 @@ from autopar.base.ray_options import Ray
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
-from autopar.requests import PlanRequest, check_devices, in_brief, name_of
+from autopar.requests import PlanRequest, check_devices, for_processes, in_brief, name_of
 
 # What traces, plans and runs is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def build(
         runtime = request.options.runtime
         if not isinstance(runtime, Ray):
             check_devices(cluster, made, request.devices)
+            request = for_processes(request, made, name_of(fn))
         traced = trace_step(fn, args, kwargs, request, progress)
         compiled = plan_traced(traced, request, cluster, made, progress)
         progress.conclude(in_brief(compiled.plan))

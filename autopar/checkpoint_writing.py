@@ -200,7 +200,12 @@ def check_leaf(path: str, leaf: Any) -> None:
             )
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise CheckpointError(
-                "A leaf of the state lies on devices of other processes.", where=path
+                "A leaf of the state lies on devices of other processes.",
+                where=path,
+                why="autopar's checkpoints are written by one process, or by the actors of "
+                "runtime='ray'.",
+                hint="orbax.checkpoint.StandardCheckpointer, called by all processes, writes what "
+                "each of them holds.",
             )
         return
     is_known = type(leaf) in PYTHON or isinstance(leaf, (np.ndarray, np.generic))

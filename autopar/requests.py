@@ -207,6 +207,29 @@ def in_brief(made: Plan) -> str:
     return f"{format_seconds(estimates.step_seconds)} a step expected, {memory}"
 
 
+def for_processes(request: PlanRequest, made: Plan | None, name: str) -> PlanRequest:
+    """What can run on the devices of several processes that compute together: one mesh.
+
+    Raises:
+      DeviceError: stages were asked for.
+    """
+    devices = jax.devices() if request.devices is None else request.devices
+    count = len({device.process_index for device in devices})
+    if count == 1:
+        return request
+    stages = request.options.stages
+    if stages not in ("auto", 1) or (made is not None and made.is_pipeline):
+        raise DeviceError(
+            f"{name} cannot have stages here: its devices are those of {count} processes.",
+            where="jax.distributed.initialize()",
+            why="each of these processes runs the whole step on one mesh of all devices; what one "
+            "stage sends to the next would have to go from process to process.",
+            hint="runtime='ray' runs stages on several hosts: start this script once, without "
+            "jax.distributed. Here, stages=1 plans one mesh.",
+        )
+    return replace(request, options=replace(request.options, stages=1))
+
+
 def check_devices(
     cluster: Cluster, made: Plan | None, devices: Sequence[jax.Device] | None
 ) -> None:

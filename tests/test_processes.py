@@ -54,6 +54,20 @@ try:  # batches of other sizes, which follow the known plan
     followed(state, x[: 4 + 2 * own])
 except autopar.errors.PlanMismatchError as error:
     print("followed:", *str(error).split(), flush=True)
+train = autopar.parallelize(step, method="zero3")
+evaluate = autopar.follow(train, lambda w, x: jnp.mean((x @ w) ** 2))
+state = plain = w
+for batch in train.prefetch(x + i for i in range(3)):
+    state, _ = train(state, batch)
+for i in range(3):
+    plain, _ = jax.jit(step)(plain, x + i)
+batch, *_ = train.prefetch([x])
+assert isinstance(batch, jax.Array) and not batch.is_fully_addressable
+print("evaluated", float(evaluate(state, x)), float(jnp.mean((x @ plain) ** 2)), flush=True)
+try:
+    autopar.compile(step, w, x, stages=2)
+except autopar.errors.DeviceError as error:
+    print(*str(error).split(), flush=True)
 if own == 0:  # the other one does not
     same_plan.DEADLINE_SECONDS = 0.5
     refused(step)
@@ -82,4 +96,7 @@ def test_two_processes() -> None:
         assert any(f"{pair} another program." in line for line in lines)
         assert any(f"followed: {pair} another program." in line for line in lines)
         assert any(f"{pair} another option method." in line for line in lines)
+        numbers = next(line.split()[1:] for line in lines if line.startswith("evaluated"))
+        assert abs(float(numbers[0]) - float(numbers[1])) < 1e-5
+        assert any("2 processes." in line and "runtime='ray'" in line for line in lines)
     assert any("Process 1 has not come to where process 0 is." in line for line in said[0])
