@@ -181,8 +181,8 @@ class Parallelized(Requested, AroundStep):
     def _compiled_steps(self) -> tuple[Executable, ...]:
         return tuple(self._executables.values())
 
-    def _last_plan(self) -> Plan:
-        return self.plan
+    def _last_compiled(self) -> Executable:
+        return self.executable
 
     def gather(self, tree: Any) -> Any:
         """`Executable.gather` of what ran last."""

@@ -11,7 +11,6 @@ from autopar.base.user_code import shortens
 
 # What is used by few is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
     from autopar.prefetching import CompiledStep, Prefetch
     from autopar.step_metrics import LoopWatch, StepMetrics
 
@@ -26,8 +25,8 @@ class AroundStep(abc.ABC):
         return LoopWatch()
 
     @abc.abstractmethod
-    def _last_plan(self) -> Plan:
-        """The plan that ran last."""
+    def _last_compiled(self) -> CompiledStep:
+        """What ran last, or was compiled."""
 
     @abc.abstractmethod
     def _compiled_steps(self) -> Sequence[CompiledStep]:
@@ -108,7 +107,7 @@ class AroundStep(abc.ABC):
         >>> step.metrics.steps, step.metrics.window, step.metrics.examples_per_second > 0
         (3, 2, True)
         """
-        return self._loop.metrics(self._last_plan())
+        return self._loop.metrics(self._last_compiled().plan)
 
     @shortens
     def on_step(
@@ -130,3 +129,47 @@ class AroundStep(abc.ABC):
           OptionError: an argument is impossible.
         """
         return self._loop.watch(callback, every)
+
+    @shortens
+    def load_weights(
+        self,
+        like: Any,
+        source: Any,
+        names: Callable[[str], str | tuple[str, Sequence[int]]] | None = None,
+    ) -> Any:
+        """A tree with weights from files, each leaf where the plan has it.
+
+        Leaf by leaf, each device is given its part of the file, so that no process holds a model
+        whole, nor a leaf that its devices share; of .npz files and Orbax's folders one leaf at a
+        time is read whole. For Ray actors the driver reads leaf by leaf.
+
+        Args:
+          like: the parameters, as (a part of) an argument of the step has them, such as
+            `state.params`: arrays, or `jax.ShapeDtypeStruct`s. It may have been consumed.
+          source: a .safetensors or .npz file, a folder with .safetensors files, .npy files or what
+            Orbax wrote; its path may be one of `gs://` or `s3://` (by `etils.epath` and the file
+            system's package). Or a mapping of names to arrays, such as a PyTorch `state_dict()`.
+          names: which array a leaf is: a function of the leaf's path ("block_0.dense.kernel") that
+            returns the array's name, or its name and the order of its dimensions: `(name, (1, 0))`
+            for a matrix that is transposed there. None: the path is the name.
+
+        Returns:
+          A tree as `like`. Numbers are converted to its dtypes, floats to floats.
+
+        Raises:
+          CheckpointError: the file cannot be read, or lacks an array, or has it in another shape.
+          TraceError: the step takes no such leaf.
+          AutoparError: the step has no plan yet.
+
+        >>> import jax, jax.numpy as jnp, numpy as np, autopar
+        >>> like = {"w": jax.ShapeDtypeStruct((4, 2), np.float32)}
+        >>> step = autopar.compile(lambda p, x: ({"w": p["w"] + x.sum()}, x.mean()), like,
+        ...                        jax.ShapeDtypeStruct((8, 4), np.float32), method="data")
+        >>> weights = {"linear.weight": np.ones((2, 4))}
+        >>> step.load_weights(like, weights, lambda path: ("linear.weight", (1, 0)))["w"].shape
+        (4, 2)
+        """
+        from autopar.weight_loading import load_weights
+
+        compiled = self._last_compiled()
+        return load_weights(compiled.traced, compiled.place_leaf, like, source, names)

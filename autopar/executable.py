@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from autopar.around_step import AroundStep
 from autopar.arrays.buffers import Returned, any_deleted, copy_to, memory_of, share_a_leaf
 from autopar.arrays.operators import WholeArray
-from autopar.arrays.split_array import SplitArray, SplitSharding
+from autopar.arrays.split_array import SplitArray, SplitSharding, assembled
 from autopar.base.compiled_records import ProgramMemory
 from autopar.base.displayed import Displayed
 from autopar.base.errors import DonatedBufferError, OptionError
@@ -135,8 +136,18 @@ class Executable(Displayed, AroundStep):
     def _compiled_steps(self) -> tuple[Executable, ...]:
         return (self,)
 
-    def _last_plan(self) -> Plan:
-        return self.plan
+    def _last_compiled(self) -> Executable:
+        return self
+
+    def place_leaf(self, index: int, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        """An array leaf of the arguments where the step wants it, from what reads its parts.
+
+        Args:
+          index: the leaf's number among them.
+          read: gives the rows of a slice for each dimension.
+        """
+        shape = self._traced.signature.shapes[index].shape
+        return assembled(shape, self._in_shardings[index], read)
 
     def watched_by(self, loop: LoopWatch) -> None:
         """Count its calls among those of a step that has several such as it."""
@@ -264,7 +275,7 @@ class Executable(Displayed, AroundStep):
             self._keeps_types = self._same_weak(following)
             self._only_arrays = len(set(map(type, following))) == 1
         self._returned.remember(following)
-        self._loop.stepped(self, self._last_plan, results)
+        self._loop.stepped(self, results)
         return traced.result(results)
 
     def _same_weak(self, donated: Sequence[Any]) -> bool:

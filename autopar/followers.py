@@ -19,7 +19,8 @@ from autopar.base.errors import OptionError
 from autopar.base.user_code import shorten
 from autopar.call_checks import donated_earlier
 from autopar.executable import Executable
-from autopar.held_leaves import HeldLeaves, held_leaves, path_parts
+from autopar.held_leaves import HeldLeaves, held_leaves
+from autopar.leaf_paths import path_parts
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.trace.graph_objects import objects_apart

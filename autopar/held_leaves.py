@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,10 @@ from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import DeviceError
 from autopar.compiled_only import CompiledOnly
 from autopar.executable import Executable
+from autopar.leaf_paths import common_parts, path_parts
 from autopar.passes.trace.signature import shape_of
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.on_meshes import Cut, HeldRows, Home
-
-_PART = re.compile(r"\[[^\]]*\]|\.\w+")
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ class HeldLeaves:
         shape, dtype = np.shape(leaf), shape_of(leaf).dtype
         alike = [x for x in self.state if x.shape == shape and x.dtype == dtype]
         here = [x for x in alike if shape and _is_placed(leaf) and _lies_as(leaf, x)]
-        named = [x for x in here or alike if _common(x.path, path)] or here
-        named = named or [x for x in alike if _common(x.path, path)]
-        return max(named, key=lambda x: _common(x.path, path), default=None)
+        named = [x for x in here or alike if common_parts(x.path, path)] or here
+        named = named or [x for x in alike if common_parts(x.path, path)]
+        return max(named, key=lambda x: common_parts(x.path, path), default=None)
 
     def cut(self, path: tuple[str, ...], leaf: Any, rows: set[int]) -> Cut | None:
         """How an array that is no parameter is cut among the devices.
@@ -125,23 +123,6 @@ def _is_placed(leaf: Any) -> bool:
 
 def _lies_as(leaf: Any, held: HeldLeaf) -> bool:
     return bool(held.sharding.is_equivalent_to(leaf.sharding, leaf.ndim))
-
-
-def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many parts of two paths are equal, counted from their ends."""
-    count = 0
-    for a, b in zip(reversed(one), reversed(other), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
-def path_parts(text: str) -> tuple[str, ...]:
-    """The parts of a path, keys and attributes written alike; an argument's name is the first."""
-    name = _PART.split(text, maxsplit=1)[0]
-    parts = (part.strip("[].").strip("'\"") for part in _PART.findall(text))
-    return (name, *parts)
 
 
 def held_leaves(executable: Executable, name: str) -> HeldLeaves:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from autopar.arrays.foreign import on_host
 from autopar.base.errors import BatchArgumentError, OptionError, did_you_mean
-from autopar.host_batches import Axes, on_host, padded, rows_of, with_axes
+from autopar.host_batches import Axes, padded, rows_of, with_axes
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.trace.trace import Traced
+from autopar.plans.plan import Plan
 
 RAGGED = ("follow", "drop", "pad")
 
@@ -27,6 +29,13 @@ class CompiledStep(Protocol):
     @property
     def traced(self) -> Traced:
         """Its trace, which knows the batch."""
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+
+    def place_leaf(self, index: int, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        """An array leaf where the step wants it, from what reads its parts."""
 
     @property
     def leaf_shardings(self) -> tuple[Any, ...]:

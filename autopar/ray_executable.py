@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from autopar.arrays.ray_array import LeafPlace, RayArray, RaySharding
 from autopar.base.progress import Progress
@@ -109,6 +110,13 @@ class RayExecutable(Executable):
         """A copy for each donated leaf on an actor that another leaf uses as well."""
         leaves = dict(zip(self._donated, donated, strict=True))
         return list(apart(leaves, kept, self._compiled.place).values())
+
+    def place_leaf(self, index: int, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        """See `Executable.place_leaf`; the driver reads the leaf whole and sends it."""
+        self._follow()
+        shape = self._traced.signature.shapes[index].shape
+        whole = read(tuple(slice(0, size) for size in shape))
+        return self._compiled.place(whole, LeafPlace("argument", index))
 
     # Trees of arrays on actors
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -72,6 +72,14 @@ class _Watcher:
         self.callback, self.every = callback, every
 
 
+class HasPlan(Protocol):
+    """Something that was planned."""
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided."""
+
+
 class LoopWatch:
     """When the calls of a step were made; one for all that is compiled of it.
 
@@ -84,7 +92,7 @@ class LoopWatch:
         self._owner: int | None = None
         self._watchers: list[_Watcher] = []
 
-    def stepped(self, owner: object, plan: Callable[[], Plan], results: Any) -> None:
+    def stepped(self, owner: HasPlan, results: Any) -> None:
         """A call was made of what was compiled for one signature, the `owner`."""
         self.steps += 1
         if self._owner != id(owner):
@@ -96,7 +104,7 @@ class LoopWatch:
         self._times.append(time.perf_counter())
         for each in due:
             try:
-                each.callback(self.metrics(plan()))
+                each.callback(self.metrics(owner.plan))
             except Exception as error:  # raised, it would take the new state with it
                 name = getattr(each.callback, "__name__", type(each.callback).__name__)
                 warn_at_call(

@@ -20,7 +20,13 @@ from ray_runtime.told import noted_messages
 
 import autopar
 from autopar.arrays.ray_array import RayArray
-from autopar.base.errors import AutoparWarning, DonatedBufferError, OptionError, TraceError
+from autopar.base.errors import (
+    AutoparWarning,
+    DeviceError,
+    DonatedBufferError,
+    OptionError,
+    TraceError,
+)
 from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.driver.step_queue import StepQueue
 
@@ -297,6 +303,30 @@ def test_gather_and_apply(step: RayExecutable) -> None:
     assert halved["params"][0]["w"].sharding == state["params"][0]["w"].sharding
     assert_close(step(halved, BATCH), jax.jit(train_step)(halve(gathered), BATCH))
     assert step.apply(lambda tree: tree["step"] + 1, state) == 2
+
+
+def test_what_a_loop_does_around_a_step(step: RayExecutable) -> None:
+    """Weights from a file, batches read ahead, metrics; what only JAX's own arrays can have."""
+    plain, told = init(jax.random.key(0)), list[int]()
+    names = jax.tree_util.tree_leaves_with_path(plain["params"])
+    weights = {".".join(str(k).strip("[]'") for k in path): np.asarray(x) for path, x in names}
+    params = step.load_weights(plain["params"], weights)
+    assert all(isinstance(x, RayArray) for x in jax.tree.leaves(params))
+    state = {**init(jax.random.key(0)), "params": params}
+    end = step.on_step(lambda found: told.append(found.window), every=2)
+    for batch in step.prefetch([BATCH] * 4):
+        state, _ = step(state, batch)
+        plain, _ = jax.jit(train_step)(plain, BATCH)
+    end()
+    assert_close(state["params"], plain["params"])
+    assert len(told) == 2 and step.metrics.step_seconds
+    evaluate = autopar.follow(step, lambda params: params[0]["w"].sum())
+    with pytest.raises(DeviceError, match=r"on\s+Ray\s+actors"):
+        evaluate(state["params"])
+    functions: list[Any] = [jnp.mean, jnp.sin, jax.lax.neg, jax.jit(jnp.sum)]
+    for fn in functions:
+        with pytest.raises(DeviceError, match=r"step\.apply"):
+            fn(state["params"][0]["w"])
 
 
 def test_wrong_arguments_are_named(step: RayExecutable) -> None:

@@ -8,7 +8,7 @@ meshes, so such a leaf of the state is a `SplitArray` between steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,42 @@ def put(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
     return (
         joined(leaf, sharding) if isinstance(leaf, SplitArray) else jax.device_put(leaf, sharding)
     )
+
+
+def assembled(
+    shape: tuple[int, ...],
+    sharding: Sharding | SplitSharding,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array | SplitArray:
+    """An array of which each device is given its part, as `read` reads it.
+
+    Only the parts of this process's devices are read, one after the other.
+    """
+    if not isinstance(sharding, SplitSharding):
+        known: dict[Any, np.ndarray] = {}
+
+        def part(rows: tuple[slice, ...] | None) -> np.ndarray:
+            rows = rows or ()
+            bounds = tuple(rows[d].indices(n)[:2] for d, n in enumerate(shape))
+            if bounds not in known:
+                known.clear()  # replicas come one after the other, or are read again
+                known[bounds] = read(tuple(slice(*pair) for pair in bounds))
+            return known[bounds]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+    parts: list[Any] = []
+    for start, stop, where in zip((0, *sharding.ends), sharding.ends, sharding.parts, strict=False):
+
+        def moved(rows: tuple[slice, ...], start: int = start) -> np.ndarray:
+            own = list(rows)
+            own[sharding.axis] = slice(
+                rows[sharding.axis].start + start, rows[sharding.axis].stop + start
+            )
+            return read(tuple(own))
+
+        sizes = (*shape[: sharding.axis], stop - start, *shape[sharding.axis + 1 :])
+        parts.append(assembled(sizes, where, moved))
+    return SplitArray(parts, sharding.axis)
 
 
 def put_parts(leaf: Any, sharding: SplitSharding) -> list[jax.Array]:
