@@ -30,7 +30,7 @@ SLOW := auto_stages backward_scans checkpoints collectives docs endings examples
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all fuzz test-oldest docs check format clean help
+.PHONY: demo test test-all fuzz test-oldest docs notebooks check format clean help
 
 demo: $(ENV)/examples.stamp  ## train a small GPT on eight virtual CPU devices
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -50,6 +50,9 @@ test-oldest:  ## run the suite with every dependency at its lower bound
 docs: $(ENV)/dev.stamp  ## build the documentation as a site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "Open build/site/index.html"
+
+notebooks: $(ENV)/notebook.stamp  ## run the notebooks of examples/ again, and keep what they show
+	JAX_PLATFORMS=cpu $(BIN)/python examples/run_notebooks.py $(ARGS)
 
 check: $(ENV)/dev.stamp  ## lint, formatting, types and the fast part of the suite
 	$(BIN)/ruff check
@@ -71,6 +74,10 @@ help:  ## show this list
 $(ENV)/examples.stamp: $(ENV)/created.stamp
 	@echo "Installing autopar with what its examples need; the first time takes a few minutes."
 	$(INSTALL) --editable '.[examples]'
+	@touch $@
+
+$(ENV)/notebook.stamp: $(ENV)/created.stamp
+	$(INSTALL) --editable '.[examples,notebook]'
 	@touch $@
 
 $(ENV)/dev.stamp: $(ENV)/created.stamp

@@ -1,6 +1,7 @@
 """The documentation is true: its code runs and prints what it says, and nothing is left out."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -129,6 +130,33 @@ def test_the_page_of_measurements_is_made_of_them() -> None:
     for each in figures:
         script = each["command"].split()[1]
         assert (ROOT / script).exists(), script
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_was_run_from_top_to_bottom(path: Path) -> None:
+    text = path.read_text()
+    assert len(text) < 500_000
+    assert not re.search(r"/(?:tmp|home|root|work|Users)/", text)
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    shown = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in shown} <= {
+        "display_data", "execute_result", "stream"
+    }  # fmt: skip
+    assert "stderr" not in {output.get("name") for output in shown}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, reader: None, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), path.name, "exec"), names)
 
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
