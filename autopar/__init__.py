@@ -9,8 +9,9 @@ by an integer linear program and run on every device of a cluster:
     def train_step(state, batch): ...
 
 `parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any
-device, `scaling` compares clusters, `verify` asks the compiler of devices that are not there, and
-`Checkpoints` keeps states in files.
+device, `scaling` compares clusters, `verify` asks the compiler of devices that are not there,
+`verify_numerics` compares a plan's numbers with the plain function's, and `Checkpoints` keeps
+states in files.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .local_functions import local
     from .plans.plan import Plan
     from .scaling_study import scaling
+    from .step_numerics import verify_numerics
     from .step_verification import verify
 else:
     __getattr__, __dir__ = _lazy.exports(
@@ -58,6 +60,7 @@ else:
             "plan": ".api",
             "scaling": ".scaling_study",
             "verify": ".step_verification",
+            "verify_numerics": ".step_numerics",
         },
     )
 
@@ -65,5 +68,5 @@ __all__ = [
     "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "Stage", "__version__",
     "check_rule", "compile", "errors", "follow", "interruptible",
     "local", "parallelize", "plan", "scaling",
-    "verify",
+    "verify", "verify_numerics",
 ]  # fmt: skip

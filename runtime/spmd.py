@@ -23,6 +23,7 @@ from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import ReshardStep
+from autopar.passes.sharding.run_order import Tie, ties
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -36,10 +37,13 @@ Env = dict[ShardedValue, Any]
 
 
 def block_function(
-    mesh: tuple[int, ...], axis_names: tuple[str, ...], block: Block
+    mesh: tuple[int, ...], axis_names: tuple[str, ...], block: Block, *, in_order: bool = False
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """The function of local arrays that `jax.shard_map` runs on every device of the mesh."""
-    return lambda arrays: _Device(mesh, axis_names).block(block, arrays)
+    """The function of local arrays that `jax.shard_map` runs on every device of the mesh.
+
+    With `in_order`, compilers must keep to the block's order where that saves memory (`run_order`).
+    """
+    return lambda arrays: _Device(mesh, axis_names, in_order).block(block, arrays)
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
@@ -55,8 +59,8 @@ def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
 class _Device:
     """One device's view: its place on the mesh, and how it evaluates instructions."""
 
-    def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...]):
-        self.mesh, self.names = mesh, names
+    def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...], in_order: bool):
+        self.mesh, self.names, self.in_order = mesh, names, in_order
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
@@ -86,7 +90,10 @@ class _Device:
 
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
-        for instruction in block.instructions:
+        waiting = ties(block, self.mesh) if self.in_order else {}
+        for number, instruction in enumerate(block.instructions):
+            if number in waiting:
+                self.wait(env, waiting[number])
             if isinstance(instruction, Relayout):
                 value = self.read(env, instruction.source)
                 env[instruction.target] = self.relayout(instruction, value)
@@ -97,6 +104,11 @@ class _Device:
             else:
                 self.branch(env, instruction)
         return [self.read(env, version) for version in block.outputs]
+
+    def wait(self, env: Env, tie: Tie) -> None:
+        values = [tie.operand, *tie.results]
+        passed = lax.optimization_barrier([env[v] for v in values])
+        env.update(zip(values, passed, strict=True))
 
     def read(self, env: Env, version: ShardedValue) -> Any:
         if not isinstance(version.atom, jex_core.Literal):

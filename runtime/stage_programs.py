@@ -28,6 +28,7 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
 )
+from autopar.passes.sharding.compiler_rules import RULES, backend_of
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
@@ -132,7 +133,10 @@ class StagePrograms:
         """A piece as a function of global arrays, to be called inside a `jax.jit`."""
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
-        run = block_function(program.mesh, program.axis_names, piece.block)
+        rules = RULES[backend_of(mesh.devices.flat[0].platform)]
+        run = block_function(
+            program.mesh, program.axis_names, piece.block, in_order=rules.keeps_order
+        )
 
         def size(port: Port) -> int:
             return count if port.stacked else 1

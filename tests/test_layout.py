@@ -25,6 +25,7 @@ STOREYS = (
 """Whole subpackages from the ground to the face; each may only import its own and lower ones."""
 
 PUBLIC = {
+    "verify_numerics",
     "parallelize",
     "Checkpoints",
     "compile",

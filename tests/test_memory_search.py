@@ -97,7 +97,7 @@ def test_the_bound_is_below_every_plan(
     real = layout_search.LayoutSearch._too_few
 
     def kept(self: Any, counts: Sequence[int]) -> list[int]:
-        seen.append(LeastMemory.of(self.graph, self.rules))
+        seen.append(LeastMemory.of(self.graph, self.rules, CLUSTER.device.name))
         return real(self, counts)
 
     monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", kept)

@@ -68,6 +68,6 @@ def test_what_cannot_fit_is_not_named_and_no_time_is_spent_that_planning_has_not
 
 
 def test_a_pipeline_is_told_that_one_mesh_would_do() -> None:
-    error = refused(stages=2, memory_limit=4000, microbatches=8, schedule="1f1b", remat="none")
+    error = refused(stages=2, memory_limit=3500, microbatches=8, schedule="gpipe", remat="none")
     assert "stages=1" in error.would_fit
-    planned(stages=1, memory_limit=4000, microbatches=8, remat="none")
+    planned(stages=1, memory_limit=3500, microbatches=8, remat="none")

@@ -11,7 +11,7 @@ from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.peak_memory import local_bytes, peak
+from autopar.passes.sharding.peak_memory import peak
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
@@ -23,6 +23,7 @@ from autopar.passes.sharding.spmd_program import (
     Relayout,
     SpmdProgram,
     is_literal,
+    local_bytes,
 )
 
 

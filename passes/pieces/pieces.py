@@ -20,8 +20,13 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.schedules.schedule import Schedule
-from autopar.passes.sharding.peak_memory import local_bytes
-from autopar.passes.sharding.spmd_program import Block, Instruction, ShardedValue, SpmdProgram
+from autopar.passes.sharding.spmd_program import (
+    Block,
+    Instruction,
+    ShardedValue,
+    SpmdProgram,
+    local_bytes,
+)
 from autopar.passes.slicing.stage_graphs import Rows
 
 

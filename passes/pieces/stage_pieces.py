@@ -14,13 +14,13 @@ from autopar.passes.pieces.rounds import AFTER_LOOP, Level, Rounds
 from autopar.passes.pieces.wiring import has_effect, made_by, needed, read_by
 from autopar.passes.pipeline.instructions import PieceKind
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
     Relayout,
     ShardedValue,
     is_literal,
+    local_bytes,
     reads,
     writes,
 )

@@ -198,7 +198,8 @@ class LayoutSearch:
         """The first of these numbers of microbatches with which no plan for one mesh can fit."""
         meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
         devices, limit = max(map(math.prod, meshes)), memory_limit_of(self.options, self.cluster)
-        return too_few(self.graph, self.rules, counts, devices, limit, self.report)
+        device = self.cluster.device.name
+        return too_few(self.graph, self.rules, device, counts, devices, limit, self.report)
 
     def automatic_pipelines(self) -> list[PlannedStep]:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.

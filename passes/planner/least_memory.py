@@ -22,6 +22,7 @@ from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import batch_dims
+from autopar.passes.sharding.compiler_rules import CompilerRules, rules_of
 from autopar.passes.sharding.peak_memory import FUSION_REACH
 from autopar.passes.sharding.scopes import value_bytes
 
@@ -47,9 +48,9 @@ class LeastMemory:
     all_sums: int
 
     @classmethod
-    def of(cls, graph: Graph, rules: Rules) -> LeastMemory:
-        """Counts what a traced step must hold."""
-        return _count(graph, rules)
+    def of(cls, graph: Graph, rules: Rules, device: str) -> LeastMemory:
+        """Counts what a traced step must hold on that kind of device."""
+        return _count(graph, rules, rules_of(device))
 
     def bytes(self, num_microbatches: int, num_devices: int) -> int:
         """What at least one device holds at the worst moment of a step."""
@@ -65,6 +66,7 @@ class LeastMemory:
 def too_few(
     graph: Graph,
     rules: Rules,
+    device: str,
     counts: Sequence[int],
     num_devices: int,
     limit: int,
@@ -75,7 +77,7 @@ def too_few(
     The last is never one of them: of that, a plan says what is missing.
     """
     found: list[int] = []
-    memory = LeastMemory.of(graph, rules) if len(counts) > 1 else None
+    memory = LeastMemory.of(graph, rules, device) if len(counts) > 1 else None
     for count in counts[:-1]:
         assert memory is not None
         least = memory.bytes(count, num_devices)
@@ -88,7 +90,7 @@ def too_few(
     return found
 
 
-def _count(graph: Graph, rules: Rules) -> LeastMemory:
+def _count(graph: Graph, rules: Rules, compiler: CompilerRules) -> LeastMemory:
     jaxpr, dims = graph.jaxpr, batch_dims(graph, rules)
     eqns, end = jaxpr.eqns, len(jaxpr.eqns)
     same: dict[Var, Var] = {}  # what passes a barrier is the same buffer
@@ -132,6 +134,7 @@ def _count(graph: Graph, rules: Rules) -> LeastMemory:
     all_sums, inputs = 0, set(jaxpr.invars)
     for var, stop in last.items():
         lives_long = var in solid and steps[stop] - made_at[var] > FUSION_REACH
+        lives_long = lives_long and not compiler.fuses_anywhere  # then readers may make it again
         if var not in written and not lives_long:
             continue
         if var in inputs:

@@ -44,9 +44,8 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.collectives import collectives_of, short_source
 from autopar.passes.sharding.layout import Layout, describe
-from autopar.passes.sharding.peak_memory import local_bytes
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import is_literal
+from autopar.passes.sharding.spmd_program import is_literal, local_bytes
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.plans.plan import Plan
 

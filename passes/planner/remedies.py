@@ -87,7 +87,8 @@ def remedies(
       candidates: what was planned.
       seconds: of this process, after which no other change is tried.
     """
-    begun, least = time.process_time(), LeastMemory.of(search.graph, search.rules)
+    begun, name = time.process_time(), search.cluster.device.name
+    least = LeastMemory.of(search.graph, search.rules, name)
 
     def fitting(changes: Iterable[Remedy], most: int) -> list[str]:
         found: list[str] = []

@@ -29,8 +29,7 @@ from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
-from autopar.passes.sharding.peak_memory import local_bytes
-from autopar.passes.sharding.spmd_program import Block, Loop
+from autopar.passes.sharding.spmd_program import Block, Loop, local_bytes
 from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 from autopar.passes.slicing.stage_graphs import Stages
 

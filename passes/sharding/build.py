@@ -19,6 +19,7 @@ from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
+from autopar.passes.sharding.scope_memory import settle
 from autopar.passes.sharding.scopes import (
     Assigned,
     Entry,
@@ -102,7 +103,7 @@ class _Walk(StrategyGraphBuilder):
     ) -> dict[Task, int]:
         """Add a scope's equations, and what they make to `env`; when each of the tasks begins."""
         self._starts |= starts_of_sums(scope.jaxpr)
-        begins: dict[Task, int] = {}
+        begins, ends = dict[Task, int](), list[int]()
         for number, eqn in enumerate(scope.jaxpr.eqns):
             self.built.time += 1
             if tasks:
@@ -123,6 +124,8 @@ class _Walk(StrategyGraphBuilder):
                 for var, value in zip(eqn.outvars, results, strict=True)
                 if not isinstance(var, jex_core.DropVar)
             )
+            ends.append(self.built.time)
+        settle(self.compiler, scope.jaxpr, env, ends)
         return begins
 
     def equation(
@@ -285,8 +288,7 @@ class _Walk(StrategyGraphBuilder):
         inner = Scope(parts.body, times, scope.microbatch or loop is not None)
         env: dict[Var, ScopeValue] = {}
         label = f"scan {eqn.source_info.name_stack}".strip()
-        boundaries: list[int | None] = []
-        entered: list[Assigned] = []
+        boundaries, entered = list[int | None](), list[Assigned]()
 
         def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
             if math.prod(aval_shape(var)) <= 1 or isinstance(value, Replicated):
@@ -312,8 +314,7 @@ class _Walk(StrategyGraphBuilder):
                 entered.append(inner)
 
         start = self.built.time
-        given = list(zip(parts.body.invars, values, strict=True))
-        consts, carries, slices = parts.operands(given)
+        consts, carries, slices = parts.operands(list(zip(parts.body.invars, values, strict=True)))
         for var, value in consts:
             enter(var, value, "constant")
         for (var, value), is_sum in zip(carries, accumulating(eqn), strict=True):
@@ -322,8 +323,7 @@ class _Walk(StrategyGraphBuilder):
             enter(var, value, "slice")
         begins = self.walk(inner, env, () if loop is None else loop.tasks)
         results: list[ScopeValue] = []
-        made = list(zip(parts.body.outvars, eqn.outvars, strict=True))
-        carried, rows = parts.results(made)
+        carried, rows = parts.results(list(zip(parts.body.outvars, eqn.outvars, strict=True)))
         for (atom, var), node in zip(carried, parts.operands(boundaries)[1], strict=True):
             if node is None:
                 results.append(Replicated())

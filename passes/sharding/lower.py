@@ -17,6 +17,7 @@ from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import adding, reshard_steps
@@ -66,7 +67,7 @@ def lower(
             layout = without_partial(lowering.home(atom))
         outputs.append(lowering.get(atom, layout))
     block = Block(inputs, tuple(lowering.instructions), tuple(outputs))
-    return SpmdProgram(built.mesh, axis_names, block)
+    return SpmdProgram(built.mesh, axis_names, block, rules_of(pricing.cluster.device.name))
 
 
 @dataclass(frozen=True)

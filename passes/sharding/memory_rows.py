@@ -68,7 +68,7 @@ def rows_peak(built: StrategyGraph, rows: Sequence[MemoryRow], assignment: Seque
 
 def _row(value: Assigned, built: StrategyGraph, memory: StageMemory | None) -> MemoryRow | None:
     live, body = value.live, built.body
-    if live.absent or live.last <= live.first:
+    if live.absent or live.made_again or live.last <= live.first:
         return None
     is_inside = body is not None and body.start < live.first <= live.last <= body.end
     if memory is not None and body is not None and is_inside:

@@ -8,19 +8,15 @@ layers share is never there as a whole. Everything else is, from its definition 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jax.extend import core as jex_core
 from jax.extend.core import Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ENDS_FUSION, UNFUSED
-from autopar.passes.sharding.layout import local_shape
-from autopar.passes.sharding.reshard import adding
-from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
+from autopar.passes.sharding.fused_peak import fused_peak, sum_bytes
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -31,6 +27,7 @@ from autopar.passes.sharding.spmd_program import (
     ShardedValue,
     SpmdProgram,
     is_literal,
+    local_bytes,
     reads,
     writes,
 )
@@ -54,17 +51,12 @@ class MemoryPeak:
         return cls(size, tuple(sorted(alive, key=lambda item: (-item[1], item[0]))[:20]))
 
 
-def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
-    """Bytes that one device holds of a version."""
-    if isinstance(version.atom, jex_core.Literal):
-        return 0
-    shape = local_shape(aval_shape(version.atom), version.layout, mesh)
-    return math.prod(shape) * itemsize(version.atom.aval)
-
-
 def peak(program: SpmdProgram, names: dict[Var, str], donated: Sequence[bool]) -> MemoryPeak:
     """The peak of a step. `names` label input variables; a donated input dies at its last use."""
     kept = [v for v, gone in zip(program.block.inputs, donated, strict=True) if not gone]
+    if program.rules.fuses_anywhere:
+        size, alive = fused_peak(program.block, program.mesh, program.rules, kept)
+        return MemoryPeak.of(size, [(label_of(v, names), bytes_) for v, bytes_ in alive.items()])
     return _block_peak(program.block, program.mesh, names, set(kept))
 
 
@@ -168,17 +160,9 @@ def _inner_peak(
 
 
 def _sum_peak(relayout: Relayout, mesh: tuple[int, ...]) -> MemoryPeak:
-    """What is added in another dtype is there before and after the sum in that dtype as well."""
-    moves = list(relayout.moves()) if relayout.sum_dtype else []
-    inside = [moves[place] for place in adding(relayout.steps)] if moves else []
-    if not inside:
+    beside = sum_bytes(relayout, mesh)
+    if not beside:
         return MemoryPeak(0, ())
-    whole = math.prod(aval_shape(relayout.source.atom))
-    (first, dtype, _), (last, *_) = inside[0], inside[-1]
-    before, after = (
-        dtype_bytes(dtype) * (whole // parts) for parts in (first.parts_in, last.parts_out)
-    )
-    beside = max(before + after - local_bytes(relayout.target, mesh), after)
     return MemoryPeak(beside, ((f"sums of a gradient in {relayout.sum_dtype}", beside),))
 
 

@@ -76,7 +76,8 @@ class LiveRange:
 
     `entering`: it is one microbatch's slice of a stack, there from its first use. `absent`: it is a
     stack of which a stage only ever has what belongs to a few microbatches. `same_as`: in the
-    layout of that value, it is that value's buffer.
+    layout of that value, it is that value's buffer. `made_again`: it is no buffer, because all who
+    read it compute it.
     """
 
     first: int
@@ -84,6 +85,7 @@ class LiveRange:
     fused: bool
     entering: bool = False
     absent: bool = False
+    made_again: bool = False
     same_as: Assigned | None = None
 
 

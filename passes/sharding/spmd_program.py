@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from jax.extend.core import DropVar, JaxprEqn, Literal
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.sharding.layout import Layout, describe
+from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules
+from autopar.passes.sharding.layout import Layout, describe, local_shape
 from autopar.passes.sharding.reshard import ReshardStep, adding
-from autopar.passes.sharding.scopes import aval_shape, dtype_bytes
+from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 
 
 class ShardedValue(NamedTuple):
@@ -117,11 +118,15 @@ class Block:
 
 @dataclass(frozen=True)
 class SpmdProgram:
-    """One mesh's program: its logical shape, its axes' names, and the block that a step runs."""
+    """One mesh's program: its logical shape, its axes' names, and the block that a step runs.
+
+    `rules` say what the compiler of its devices makes of it.
+    """
 
     mesh: tuple[int, ...]
     axis_names: tuple[str, ...]
     block: Block
+    rules: CompilerRules = RULES[CPU]
 
     def __str__(self) -> str:
         # Short, stable names for variables, in the order in which they are printed.
@@ -182,3 +187,11 @@ def writes(instruction: Instruction) -> tuple[ShardedValue, ...]:
 def is_literal(version: ShardedValue) -> bool:
     """Whether it is a constant, which nothing has to make."""
     return isinstance(version.atom, Literal)
+
+
+def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
+    """Bytes that one device holds of a version."""
+    if is_literal(version):
+        return 0
+    shape = local_shape(aval_shape(version.atom), version.layout, mesh)
+    return math.prod(shape) * itemsize(version.atom.aval)

@@ -15,6 +15,7 @@ from autopar.passes.graph.primitives import ADDS
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding import strategies as st
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
@@ -75,6 +76,7 @@ class StrategyGraphBuilder:
     ):
         self.rules, self.mesh = rules, mesh
         self.pricing, self.restriction = pricing, restriction
+        self.compiler = rules_of(pricing.cluster.device.name)
         self.built = StrategyGraph(mesh, sum_dtypes=restriction.sum_dtypes)
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
         self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}

@@ -66,7 +66,7 @@ def test_a_stage_knows_what_the_timeline_says(
 ) -> None:
     _, made = planned(monkeypatch, 64, microbatches=16, schedule=schedule, remat=remat)
     (step,) = made
-    above = 1.25 if schedule == "zb_h1" else 1.06  # not all that is in flight is so at once
+    above = 1.25 if schedule == "zb_h1" else 1.1  # not all that is in flight is so at once
     for stage, (known, real) in enumerate(zip(step.planned, step.peak_bytes, strict=True)):
         assert real <= known.peak.bytes <= above * real
         memory = StageMemory(in_flight(step.schedule, stage), known.remat)

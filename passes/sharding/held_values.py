@@ -1,0 +1,164 @@
+"""Which values of a program are buffers, and of which buffers those who read the others make them.
+
+One account for the lowered program and for the integer program's rows: both hand in their
+equations. The rules are those of `compiler_rules`, for compilers that fuse at any distance.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.sharding.compiler_rules import (
+    BYTES_PER_SECOND,
+    OPERATIONS_PER_SECOND,
+    is_same_buffer,
+    may_be_fused,
+    operations,
+    takes_in,
+)
+
+SMALL_BYTES = 4096
+"""What is smaller is computed again without asking."""
+
+V = TypeVar("V", bound=Hashable)
+
+
+class InstructionValues(NamedTuple, Generic[V]):
+    """One instruction: its equation (None: it reads and writes buffers), operands and results.
+
+    An operand that nothing makes (a literal) is None.
+    """
+
+    eqn: JaxprEqn | None
+    operands: tuple[V | None, ...]
+    results: tuple[V, ...]
+
+
+@dataclass(frozen=True)
+class HeldValues(Generic[V]):
+    """What of a program is in memory.
+
+    Args:
+      buffer_of: a value that is another one's buffer under a new name, and that one.
+      made_of: of every buffer, itself; of every other value, the buffers it is computed from.
+    """
+
+    buffer_of: Mapping[V, V]
+    made_of: Mapping[V, frozenset[V]]
+
+    def root(self, value: V) -> V:
+        """The value whose buffer this one is."""
+        return self.buffer_of.get(value, value)
+
+    def is_held(self, value: V) -> bool:
+        """Whether a value is a buffer of its own."""
+        return value not in self.buffer_of and self.made_of.get(value) == frozenset((value,))
+
+    def read_by(self, operands: Sequence[V | None]) -> set[V]:
+        """The buffers that an instruction reads."""
+        found: set[V] = set()
+        for value in operands:
+            if value is not None:
+                found |= self.made_of.get(self.root(value), frozenset())
+        return found
+
+
+def held_values(
+    program: Sequence[InstructionValues[V]],
+    inputs: Collection[V],
+    outputs: Collection[V],
+    num_bytes: Callable[[V], int],
+    num_elements: Callable[[V], int],
+) -> HeldValues[V]:
+    """What of a program is in memory.
+
+    Args:
+      program: its instructions in order.
+      inputs: buffers from the beginning.
+      outputs: what must be a buffer at the end.
+      num_bytes: of a value.
+      num_elements: of a value.
+    """
+    buffer_of = _names(program, num_bytes)
+
+    def root(value: V) -> V:
+        return buffer_of.get(value, value)
+
+    readers: dict[V, list[InstructionValues[V]]] = defaultdict(list)
+    refusing: set[V] = {root(value) for value in outputs}
+    for made in program:
+        places = [None if v is None else root(v) for v in made.operands]
+        if made.results and all(v in buffer_of for v in made.results):
+            if made.eqn is not None and is_barrier(made.eqn):
+                refusing.update(v for v in places if v is not None)
+            continue
+        for value in dict.fromkeys(v for v in places if v is not None):
+            readers[value].append(made)
+        for place, read in enumerate(places):
+            if read is not None and (made.eqn is None or not takes_in(made.eqn, place)):
+                refusing.add(read)
+
+    made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
+    roots = dict(made_of)  # as if everything that can be fused were
+    chain: dict[V, float] = defaultdict(float)  # operations for all elements, from the buffers on
+
+    def is_quicker_again(value: V, sources: frozenset[V], work: float) -> bool:
+        size, often = num_bytes(value), len(readers[value])
+        moved = 0
+        for reader in readers[value]:
+            beside: set[V] = set()
+            for other in reader.operands:
+                if other is not None and root(other) != value:
+                    beside |= roots.get(root(other), frozenset())
+            moved += sum(num_bytes(v) for v in sources - beside)
+        again = (often - 1) * work / OPERATIONS_PER_SECOND + moved / BYTES_PER_SECOND
+        first = sum(map(num_bytes, sources))
+        return again <= (first + (1 + often) * size) / BYTES_PER_SECOND
+
+    for made in program:
+        if made.results and all(v in buffer_of for v in made.results):
+            continue
+        own = [root(v) for v in made.operands if v is not None]
+        sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+        fusible = made.eqn is not None and may_be_fused(made.eqn)
+        for value in made.results:
+            made_of[value] = roots[value] = frozenset((value,))
+            if not fusible or value in refusing:
+                continue
+            assert made.eqn is not None
+            roots[value] = frozenset[V]().union(*(roots.get(v, frozenset()) for v in own))
+            work = num_elements(value) * operations(made.eqn) + sum(chain[v] for v in set(own))
+            small = num_bytes(value) <= SMALL_BYTES or made.eqn.primitive.name in _ALWAYS
+            if small or is_quicker_again(value, sources, work):
+                made_of[value], chain[value] = sources, work
+    return HeldValues(buffer_of, made_of)
+
+
+_ALWAYS = ("broadcast_in_dim", "iota")
+
+
+def _names(program: Sequence[InstructionValues[V]], num_bytes: Callable[[V], int]) -> dict[V, V]:
+    """The values that are others' buffers."""
+    found: dict[V, V] = {}
+    for made in program:
+        if made.eqn is None:
+            continue
+        if is_barrier(made.eqn):
+            pairs = list(zip(made.results, made.operands, strict=True))
+        elif len(made.results) == 1 and len(made.operands) == 1:
+            pairs = [(made.results[0], made.operands[0])]
+            operand = made.operands[0]
+            if operand is None:
+                continue
+            if not is_same_buffer(made.eqn, num_bytes(operand), num_bytes(made.results[0])):
+                continue
+        else:
+            continue
+        found.update((new, found.get(old, old)) for new, old in pairs if old is not None)
+    return found

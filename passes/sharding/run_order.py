@@ -1,0 +1,150 @@
+"""What a program waits for before it goes on, where its compiler may run it in any order.
+
+XLA's scheduler for GPUs may leave a product that nothing waits for, a weight's gradient, to the end
+of the step, and then all that it reads stays until then: the activations of every layer, in spite
+of `jax.checkpoint`. It also combines collectives, and a gradient stays whole until the last of
+those with which its reduce-scatter was combined: ZeRO without its memory. So the next product waits
+for such a result: it reads an operand after a barrier that also has the result (XLA:GPU takes
+barriers away after it has scheduled). Collectives of gradients are waited for in buckets, as
+PyTorch's DDP has them (Li et al., "PyTorch Distributed", VLDB 2020): small ones can still be
+combined. Measured with jax 0.10.2 for H100s, by `benchmarks/compilers.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from autopar.passes.graph.primitives import ELEMENTWISE, PRODUCTS, REDUCTIONS
+from autopar.passes.sharding.compiler_rules import writes_buffer
+from autopar.passes.sharding.spmd_program import (
+    Block,
+    Compute,
+    Instruction,
+    Relayout,
+    ShardedValue,
+    is_literal,
+    local_bytes,
+    reads,
+    writes,
+)
+
+BUCKET_BYTES = 64 << 20
+"""Of gradients on a device, whose collectives are waited for together."""
+
+LARGE_BYTES = 1 << 20
+"""What is smaller may stay as long as it likes."""
+
+PRODUCTS_AHEAD = 2
+"""A product's result waits if so many further products do not read what is made of it."""
+
+
+class Tie(NamedTuple):
+    """What a product reads only when other values are there.
+
+    Args:
+      operand: that it reads.
+      results: the values.
+      sources: what is in memory until then, because the collectives that read it may run then.
+    """
+
+    operand: ShardedValue
+    results: tuple[ShardedValue, ...]
+    sources: tuple[ShardedValue, ...]
+
+
+def ties(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
+    """By the numbers of a block's instructions, what these wait for."""
+    instructions = block.instructions
+    products = [t for t, x in enumerate(instructions) if _is_product(x)]
+    if len(products) <= PRODUCTS_AHEAD:
+        return {}
+    readers: dict[ShardedValue, list[int]] = defaultdict(list)
+    for time, instruction in enumerate(instructions):
+        for value in reads(instruction):
+            readers[value].append(time)
+    ranks: dict[ShardedValue, int] = {}  # of what may be held back without a copy: least is best
+    found: dict[int, Tie] = {}
+    results: list[ShardedValue] = []
+    sources: list[ShardedValue] = []
+    bucket: list[Relayout] = []
+    for time, instruction in enumerate(instructions):
+        rank = _rank(instruction, ranks)
+        if rank is not None:
+            ranks.update(dict.fromkeys(writes(instruction), rank))
+        if isinstance(instruction, Relayout) and _is_gradient_sum(instruction):
+            bucket.append(instruction)
+            if sum(local_bytes(x.source, mesh) for x in bucket) >= BUCKET_BYTES:
+                results += [x.target for x in bucket]
+                sources += [x.source for x in bucket]
+                bucket = []
+        if _is_large_sum(instruction, mesh):
+            ahead = products[bisect_right(products, time) :][:PRODUCTS_AHEAD]
+            (result,) = writes(instruction) or (None,)
+            if result and ahead and not _is_read(result, ahead[-1], instructions, readers):
+                results.append(result)
+        if not _is_product(instruction):
+            continue
+        buffers = [v for v in reads(instruction) if v in ranks and v not in results]
+        if results and buffers:
+            best = min(buffers, key=ranks.__getitem__)
+            found[time] = Tie(best, tuple(results), tuple(sources))
+            results, sources = [], []
+        (result,) = writes(instruction) or (None,)
+        ahead = products[bisect_right(products, time) :][:PRODUCTS_AHEAD]
+        if result is not None and ahead and not _is_read(result, ahead[-1], instructions, readers):
+            results.append(result)
+    return found
+
+
+def _rank(instruction: Instruction, ranks: Mapping[ShardedValue, int]) -> int | None:
+    """How well what an instruction makes can be an operand after a barrier.
+
+    What is a buffer anyway; what a product makes one; the same under another shape. Of what is cut
+    out of a larger buffer, a barrier would make a copy in that order of dimensions.
+    """
+    if not isinstance(instruction, Compute) or writes_buffer(instruction.eqn):
+        return 0
+    if instruction.eqn.primitive.name in ELEMENTWISE:
+        return 1
+    if instruction.eqn.primitive.name in ("reshape", "squeeze"):
+        return 2 if all(v in ranks for v in reads(instruction)) else None
+    return None
+
+
+def _is_product(instruction: Instruction) -> bool:
+    return isinstance(instruction, Compute) and instruction.eqn.primitive.name in PRODUCTS
+
+
+def _is_large_sum(instruction: Instruction, mesh: Sequence[int]) -> bool:
+    """Whether an instruction reduces something large, as the gradients of biases do."""
+    if not isinstance(instruction, Compute) or instruction.eqn.primitive.name not in REDUCTIONS:
+        return False
+    return any(local_bytes(v, mesh) >= LARGE_BYTES for v in instruction.operands)
+
+
+def _is_gradient_sum(relayout: Relayout) -> bool:
+    kinds = {step.kind for step in relayout.steps}
+    is_sum = bool(kinds & {"reduce-scatter", "all-reduce"})
+    return relayout.purpose == "gradient" and is_sum and not is_literal(relayout.source)
+
+
+def _is_read(
+    result: ShardedValue,
+    horizon: int,
+    instructions: Sequence[Instruction],
+    readers: dict[ShardedValue, list[int]],
+) -> bool:
+    """Whether a product up to the horizon reads a result, or what is made of it."""
+    waiting, seen = [result], set[int]()
+    while waiting:
+        for time in readers[waiting.pop()]:
+            if time > horizon or time in seen:
+                continue
+            if _is_product(instructions[time]):
+                return True
+            seen.add(time)
+            waiting += writes(instructions[time])
+    return False

@@ -1,0 +1,66 @@
+"""Programs that are told their order compute the same, and wait for what nothing else waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.passes.sharding import run_order
+from autopar.passes.sharding.compiler_rules import CPU, RULES
+from autopar.passes.sharding.run_order import ties
+from autopar.passes.sharding.spmd_program import Relayout
+from sharding.steps import compiled, graph_of, shaped, sharded
+
+WIDTH, DEPTH = 16, 4
+
+
+def train_step(weights: Any, x: Any) -> Any:
+    def loss_fn(weights: Any) -> Any:
+        y = x
+        for name in sorted(weights):
+            y = jax.checkpoint(lambda y, w: jnp.tanh(y @ w["in"] + w["bias"]))(y, weights[name])
+        return jnp.mean(jnp.square(y))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+LAYER = {"in": shaped(WIDTH, WIDTH), "bias": shaped(WIDTH)}
+SHAPES = ({f"layer_{i}": LAYER for i in range(DEPTH)}, shaped(32, WIDTH))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_order, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(run_order, "LARGE_BYTES", 1)
+
+
+def test_weight_gradients_and_their_sums_are_waited_for(small: None) -> None:
+    program = sharded(compiled(graph_of(train_step, *SHAPES), method="zero3", microbatches=1))
+    found = ties(program.block, program.mesh)
+    waited = [value for tie in found.values() for value in tie.results]
+    assert len(waited) == len(set(waited))
+    instructions = program.block.instructions
+    made = {v: t for t, x in enumerate(instructions) for v in getattr(x, "results", ())}
+    sums = {x.target: t for t, x in enumerate(instructions) if isinstance(x, Relayout)}
+    for time, tie in found.items():
+        assert all({**made, **sums}[value] < time for value in tie.results)
+        assert tie.operand not in tie.results
+    assert sum(tie.sources != () for tie in found.values()) >= 1
+    assert any(value.layout.partial for value in waited), "products of weights' gradients"
+
+
+def test_the_numbers_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
+    random = np.random.default_rng(0)
+    weights, x = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), SHAPES)
+    wanted = jax.jit(train_step)(weights, x)
+    step = autopar.compile(train_step, weights, x, method="zero3", microbatches=1)
+    found = step(weights, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
