@@ -17,7 +17,6 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.methods import METHODS
 from autopar.base.options import SCHEDULES, Options
@@ -33,6 +32,7 @@ from autopar.command_line import (
     show,
     show_json,
 )
+from autopar.device_commands import AsJson, calibrate, doctor, preset_names, presets
 from autopar.plans.plan import Plan
 
 app = typer.Typer(
@@ -41,10 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _presets(typed: str) -> list[str]:
-    return [name for name in Cluster.presets() if name.startswith(typed)]
 
 
 def _methods(typed: str) -> list[str]:
@@ -56,7 +52,6 @@ def _schedules(typed: str) -> list[str]:
 
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan's file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Step = Annotated[
     str, typer.Argument(metavar="MODULE:FUNCTION", help="The train step, as train.py:train_step.")
 ]
@@ -75,7 +70,7 @@ OtherCluster = Annotated[
         "--cluster",
         metavar="NAME|FILE",
         help='Devices, such as "8x8 h100", 64xh100 or cluster.toml.',
-        autocompletion=_presets,
+        autocompletion=preset_names,
     ),
 ]
 OtherSchedule = Annotated[
@@ -308,43 +303,8 @@ def trace(
         note("Open it at https://ui.perfetto.dev or chrome://tracing.")
 
 
-@app.command()
-@answers
-def presets(
-    name: Annotated[
-        str | None,
-        typer.Argument(help='One cluster: h100, "8x8 h100", a file.', autocompletion=_presets),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The clusters that autopar has numbers of, or one of them."""
-    from autopar.report.cluster_tables import cluster_card, presets_table
-
-    if name is not None:
-        cluster = Cluster.named(name)
-        if as_json:
-            show_json(cluster.to_dict())
-        else:
-            show(cluster_card(cluster))
-    elif as_json:
-        show_json({known: Cluster.preset(known).to_dict() for known in Cluster.presets()})
-    else:
-        show(presets_table())
-
-
-@app.command()
-@answers
-def doctor(as_json: AsJson = False) -> None:
-    """What is installed and what is missing: versions, devices, Ray, wheels."""
-    from autopar.doctor import examine, findings_table
-
-    found = examine()
-    if as_json:
-        show_json([dataclasses.asdict(item) for item in found])
-    else:
-        show(findings_table(found))
-    if any(item.state == "needed" for item in found):
-        raise typer.Exit(NO)
+for _command in (calibrate, presets, doctor):
+    app.command()(answers(_command))
 
 
 def _summary(made: Plan) -> dict[str, Any]:

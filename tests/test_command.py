@@ -13,8 +13,9 @@ import pytest
 testing = pytest.importorskip("typer.testing")
 
 import autopar  # noqa: E402
-from autopar import __main__  # noqa: E402
+from autopar import __main__, calibration  # noqa: E402
 from autopar.commands import app  # noqa: E402
+from autopar.report.cluster_tables import measured_table  # noqa: E402
 from autopar.report.rich_parts import add_row, as_text, captioned, new_table  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -226,3 +227,23 @@ def test_it_is_a_module_and_a_script() -> None:
     assert json.loads(done.stdout)["device"]["name"] == "CPU core"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"autopar": "autopar.__main__:main"}
+
+
+def test_calibrate_measures_what_is_here(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(calibration._LARGEST, "cpu", 128)
+    monkeypatch.setitem(calibration._BYTES, "cpu", (1 << 10, 1 << 14))
+    file = tmp_path / "cluster.toml"
+    done = run("calibrate", "--seconds", "0.1", "--json", "-o", str(file))
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    measured = autopar.Cluster.load(file)
+    assert found["cluster"] == measured.to_dict()
+    names = {number["name"] for number in found["measured"]}
+    assert {"peak_flops.float32", "memory_bandwidth", "intra_node.bandwidth"} <= names
+    assert all(number["value"] > 0 for number in found["measured"])
+    assert "measured by autopar calibrate" in measured.source
+    assert measured.num_devices == autopar.Cluster.local().num_devices
+    table = as_text(measured_table("here", [("kernel_seconds", 2e-6, 1e-6, "s")]), 60)
+    assert "kernel_seconds" in table and "2 us" in table
+    refused = run("calibrate", "--cluster", "h100")
+    assert refused.exit_code == 2 and "leave --cluster out" in " ".join(refused.output.split())

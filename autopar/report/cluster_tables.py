@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.panel import Panel
 from rich.table import Table
 
@@ -35,6 +37,20 @@ def presets_table() -> Table:
         "devices: of a node; within a node, between nodes: of one device in one direction.\n"
         'several nodes: "4x dgx-h100" or "4x8 h100"; so many devices: "64xh100"; others: a file.',
     )
+
+
+def measured_table(title: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
+    """What was measured beside what was known: name, both values, and their unit, row by row."""
+    table = new_table(title, "number", "measured", "before", right=("measured", "before"))
+    for name, value, before, unit in rows:
+        add_row(table, name, *(_number(x, unit) for x in (value, before)))
+    return table
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "s":
+        return format_seconds(value)
+    return f"{format_count(value)}{unit}"
 
 
 def cluster_without_names(cluster: Cluster) -> Cluster:
