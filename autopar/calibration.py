@@ -38,7 +38,7 @@ _BYTES = {"cpu": (1 << 12, 1 << 22), "gpu": (1 << 14, 1 << 28), "tpu": (1 << 14,
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredNumber:
     """One number of a cluster.
 
     Args:
@@ -59,7 +59,7 @@ class Calibration:
     """What was measured: the cluster with it, and the numbers one by one."""
 
     cluster: Cluster
-    numbers: tuple[Measured, ...]
+    numbers: tuple[MeasuredNumber, ...]
 
 
 def calibrate(
@@ -135,22 +135,24 @@ def _written(
         source += f"; links {'between nodes' if links else ''} of {base.source}".replace("  ", " ")
     cluster = dataclasses.replace(base, source=source, **changes)
     rows = [
-        Measured(
+        MeasuredNumber(
             f"peak_flops.{name}", rates[name], old.peak_flops[name] * old.max_efficiency, "FLOP/s"
         )
         for old in (before.device,)
         for name in rates
     ]
     rows += [
-        Measured("memory_bandwidth", bandwidth, before.device.memory_bandwidth, "B/s"),
-        Measured("kernel_seconds", kernel, before.device.kernel_seconds, "s"),
+        MeasuredNumber("memory_bandwidth", bandwidth, before.device.memory_bandwidth, "B/s"),
+        MeasuredNumber("kernel_seconds", kernel, before.device.kernel_seconds, "s"),
     ]
     if links is not None:
-        link, start = links
+        (link, start), was = links, before.intra_node
         rows += [
-            Measured("intra_node.bandwidth", link.bandwidth, before.intra_node.bandwidth, "B/s"),
-            Measured("intra_node.latency", link.latency, before.intra_node.latency, "s"),
-            Measured("collective_seconds", start, before.collective_seconds, "s"),
+            MeasuredNumber(
+                "intra_node.bandwidth", link.bandwidth, before.intra_node.bandwidth, "B/s"
+            ),
+            MeasuredNumber("intra_node.latency", link.latency, was.latency, "s"),
+            MeasuredNumber("collective_seconds", start, before.collective_seconds, "s"),
         ]
     return Calibration(cluster, tuple(rows))
 

@@ -14,6 +14,7 @@ from autopar.base.errors import (
     InexactMicrobatchError,
     LostActorError,
     MemoryLimitError,
+    MissingClusterError,
     MissingPlanError,
     OptionError,
     PinError,
@@ -28,7 +29,8 @@ __all__ = [
     "AutoparError", "AutoparWarning", "BatchArgumentError", "CheckpointError", "ClusterError",
     "ConstraintWarning", "DamagedCheckpointError", "DeviceError", "DonatedBufferError",
     "DonationWarning",
-    "InexactMicrobatchError", "LostActorError", "MemoryLimitError", "MissingPlanError",
+    "InexactMicrobatchError", "LostActorError", "MemoryLimitError", "MissingClusterError",
+    "MissingPlanError",
     "OptionError", "PinError", "PlanMismatchError", "ScheduleError", "StageError", "TraceError",
     "UnknownPrimitiveWarning",
 ]  # fmt: skip

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from autopar.base import axis_links, direct_links
 from autopar.base import cluster as cluster_module
 from autopar.base.cluster import Cluster, Device, Link, axis_names
-from autopar.base.errors import AutoparWarning, DeviceError, OptionError
+from autopar.base.errors import (
+    AutoparWarning,
+    DeviceError,
+    MissingClusterError,
+    MissingPlanError,
+    OptionError,
+)
+from autopar.plans.plan import Plan
 
 
 @pytest.mark.parametrize("module", [cluster_module, axis_links, direct_links])
@@ -391,3 +398,17 @@ def test_shares_are_shares(share: float) -> None:
         plain["device"] |= field.pop("device", {})
         with pytest.raises(OptionError, match="not a share"):
             Cluster.from_dict(plain | field)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.trace.json").write_text("{}")  # a timeline
+    with pytest.raises(MissingClusterError, match="no cluster file") as found:
+        Cluster.named(tmp_path / "rack.toml")
+    assert "has no .toml or .json file at all" in " ".join(str(found.value).split())
+    assert isinstance(found.value, FileNotFoundError) and isinstance(found.value, OptionError)
+    Cluster.preset("h100").save(tmp_path / "racks.toml")
+    with pytest.raises(MissingClusterError, match=r"'racks\.toml'"):
+        Cluster.named(tmp_path / "rack.toml")
+    with pytest.raises(MissingPlanError) as missing:
+        Plan.load(tmp_path / "plan.json")
+    assert "has no .json file at all" in " ".join(str(missing.value).split())

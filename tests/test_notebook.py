@@ -16,7 +16,9 @@ import pytest
 
 import autopar
 from autopar.base.displayed import Displayed
+from autopar.base.records import Differences
 from autopar.base.units import format_bytes, format_seconds
+from autopar.notebook.small_pages import differences_page
 from autopar.notebook.timeline_svg import timeline_rows
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -198,3 +200,13 @@ def test_a_browser_shows_pages_whole(values: dict[str, Displayed], tmp_path: Pat
         assert seen["colors"] == ["rgb(255, 255, 255)", "rgb(22, 25, 29)"], name
         if seen["left"]:
             assert 0 < seen["left"][0] < seen["left"][1]
+
+
+def test_names_and_lines_of_differences_keep_together() -> None:
+    found = Differences(["step: 1 ms -> 2 ms", "and 3 kinds of leaves"])
+    found.details = ("stages[layers 0 0].strategies[1: state[1]].choice: a -> b",)
+    shown = differences_page(found)
+    assert "<b>stages[layers 0 0].strategies[1: state[1]].choice</b>" in shown
+    assert "<del>a</del> → <ins>b</ins>" in shown
+    assert "<i>and 3 kinds of leaves</i>" in shown
+    assert "<b></b>" not in shown

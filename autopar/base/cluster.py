@@ -29,6 +29,7 @@ from autopar.base.device import Device, Link
 from autopar.base.direct_links import forwarded_bandwidth
 from autopar.base.displayed import Displayed
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
+from autopar.base.missing_files import missing_cluster
 from autopar.base.records import Record, dump_json, dump_toml
 from autopar.base.user_code import shortens
 
@@ -226,9 +227,12 @@ class Cluster(Displayed, Record):
         """Reads a file that `save` wrote, or that was written by hand in the same form.
 
         Raises:
+          MissingClusterError: there is no such file; it is a `FileNotFoundError` too.
           OptionError: the file is not such a cluster; says which field is missing or wrong.
           OSError: the file cannot be read.
         """
+        if not Path(path).exists():
+            raise missing_cluster(Path(path))
         text = Path(path).read_text(encoding="utf-8")
         try:
             plain = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)

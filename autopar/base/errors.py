@@ -139,6 +139,14 @@ class MissingPlanError(PlanMismatchError, FileNotFoundError):
         return FileNotFoundError.__new__(cls)
 
 
+class MissingClusterError(OptionError, FileNotFoundError):
+    """There is no cluster's file of that name."""
+
+    def __new__(cls, *args: Any, **told: Any) -> MissingClusterError:
+        """As that of `MissingPlanError`."""
+        return FileNotFoundError.__new__(cls)
+
+
 class DeviceError(AutoparError, RuntimeError):
     """There are fewer devices than the plan needs, or they are of the wrong kind."""
 

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from autopar.base.displayed import Displayed
-from autopar.base.errors import MissingPlanError, PlanMismatchError, did_you_mean
+from autopar.base.errors import PlanMismatchError
+from autopar.base.missing_files import missing_plan
 from autopar.base.records import Record, differences, dump_json
 from autopar.base.runner_up import RunnerUp
 from autopar.base.step_model import StepModel
 from autopar.base.units import format_bytes, format_mesh, format_seconds, without_rows
 from autopar.base.user_code import shortens
 
-_SHOWN_FILES, _SHOWN_LEAVES = 5, 6
+_SHOWN_LEAVES = 6
 
 FORMAT_VERSION = 3
 """Of the JSON form; a file of another format version is refused."""
@@ -392,7 +393,7 @@ class PlanRecord(Displayed, Record):
         try:
             content = Path(path).read_bytes()
         except FileNotFoundError:
-            raise _no_such_file(Path(path)) from None
+            raise missing_plan(Path(path)) from None
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
@@ -515,19 +516,6 @@ def _with_sizes(plan: _P) -> _P:
 
     inputs, outputs = (tuple(map(sized, leaves)) for leaves in (plan.inputs, plan.outputs))
     return dataclasses.replace(plan, inputs=inputs, outputs=outputs)
-
-
-def _no_such_file(path: Path) -> MissingPlanError:
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        why, hint = f"there is no folder {os.fspath(folder)!r}.", None
-    else:
-        names = sorted(file.name for file in folder.glob("*.json"))
-        shown = ", ".join(names[:_SHOWN_FILES]) + ", .." * (len(names) > _SHOWN_FILES)
-        has = f"has {shown}" if names else "has no .json file at all"
-        why, hint = f"{os.fspath(folder)!r} {has}.", did_you_mean(path.name, names)
-    hint = hint or "plan.save(path) writes one, autopar.plan(...) makes a plan."
-    return MissingPlanError(f"There is no plan file {os.fspath(path)!r}.", why=why, hint=hint)
 
 
 def _not_a_plan(where: str | None, why: str) -> PlanMismatchError:

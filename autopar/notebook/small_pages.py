@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.base.cluster import Cluster
@@ -139,9 +140,12 @@ def _step_tile(name: str, timeline: Timeline) -> str:
 
 def _difference(line: str) -> tuple[Any, Any]:
     """`what: before -> after` with its parts told apart."""
-    name, colon, rest = line.partition(": ")
-    if not colon:
-        return "", line
+    # A name may have a colon of its own inside its brackets: strategies[1: state].choice.
+    ends = (match.start() for match in re.finditer(": ", line))
+    end = next((n for n in ends if line.count("[", 0, n) == line.count("]", 0, n)), None)
+    if end is None:
+        return Cell(f"<i>{text(line)}</i>"), ""
+    name, rest = line[:end], line[end + 2 :]
     before, arrow, after = rest.partition(" -> ")
     shown = text(rest.replace(" -> ", " → "))
     if arrow and " -> " not in after:

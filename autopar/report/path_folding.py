@@ -31,17 +31,17 @@ def short_path(path: str) -> str:
 
 
 def relative_path(path: str, category: str) -> str:
-    """What follows a category in a short path, without leading numbers.
+    """What follows a category in a short path, without leading numbers; a place alone as one.
 
-    >>> relative_path("state/opt_state/0/mu/w", "opt_state")
-    'mu/w'
+    >>> relative_path("state/opt_state/0/mu/w", "opt_state"), relative_path("state/1", "state")
+    ('mu/w', '[1]')
     """
     names = path.split("/")
     if category in names[:-1]:
         names = names[names.index(category) + 1 :]
     while len(names) > 1 and names[0].isdigit():
         del names[0]
-    return "/".join(names)
+    return f"[{names[0]}]" if len(names) == 1 and names[0].isdigit() else "/".join(names)
 
 
 def shortened(path: str, width: int) -> str:
