@@ -32,10 +32,8 @@ class TaskLook:
 
 TASKS = {
     "F": TaskLook("forward", TASK_COLORS[0], "bold white on blue", "━", "blue on blue"),
-    "B": TaskLook("backward", TASK_COLORS[1], "bold black on green", "═", "green on green"),
-    "W": TaskLook(
-        "weight gradients", TASK_COLORS[2], "bold black on yellow", "─", "yellow on yellow"
-    ),
+    "B": TaskLook("backward", TASK_COLORS[1], "bold black on yellow", "═", "yellow on yellow"),
+    "W": TaskLook("weight gradients", TASK_COLORS[2], "bold black on green", "─", "green on green"),
     "once": TaskLook("once a step", TASK_COLORS[3], "black on magenta", "▒", "magenta on magenta"),
     "move": TaskLook("moving data", TASK_COLORS[4], "black on cyan", "░", "cyan on cyan"),
 }
