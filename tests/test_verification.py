@@ -62,6 +62,10 @@ def test_a_pipeline_is_compared_piece_by_piece(
     verified.save(tmp_path / "made.json")
     assert Verification.load(tmp_path / "made.json") == verified
     text = str(verified)
+    backward = pieces["B1"].finding
+    assert backward is not None and backward.buffers
+    assert any("small_steps.py:" in x.source for x in backward.buffers), backward.buffers
+    assert "Largest temporaries of" in text
     assert "Verdict: holds." in text and "same as F1" in text
     assert "tune" not in text
     assert "tune" in str(dataclasses.replace(verified, target="gpu:h100"))

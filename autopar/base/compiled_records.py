@@ -65,6 +65,25 @@ class CompiledCollective(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledBuffer(Record):
+    """Buffers that are alike in a program's temporary memory at its worst moment.
+
+    Args:
+      bytes: of one, on a device.
+      shape: as XLA writes it.
+      operation: that makes it, with the names of what it stands in.
+      count: how many there are.
+      source: the user's line, "" where none is known.
+    """
+
+    bytes: int
+    shape: str
+    operation: str
+    count: int
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class ProgramFinding(Record):
     """What a compiler made of one program, or why it made nothing of it.
 
@@ -72,6 +91,7 @@ class ProgramFinding(Record):
       memory: of one device.
       flops, bytes_accessed: what the compiler counts, 0 where it does not.
       collectives: what it keeps.
+      buffers: its temporaries at the worst moment; none where nobody says.
       warnings: what JAX and the compiler said of it.
       seconds: how long it compiled.
       failure: the compiler's words where it failed; "" else.
@@ -81,6 +101,7 @@ class ProgramFinding(Record):
     flops: float = 0.0
     bytes_accessed: float = 0.0
     collectives: tuple[CompiledCollective, ...] = ()
+    buffers: tuple[CompiledBuffer, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     failure: str = ""

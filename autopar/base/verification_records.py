@@ -48,11 +48,21 @@ class PieceCheck(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedBuffer(Record):
+    """So many values of so many bytes each, in words."""
+
+    bytes: int
+    label: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
 class StageCheck(Record):
     """The memory of one device of a stage at its worst moment.
 
     `compiled_bytes` are None where a piece of its mesh was not compiled; `limit_bytes` are what the
-    target's device has, None where nobody knows.
+    target's device has, None where nobody knows. `planned_buffers` are the largest values that were
+    planned to be there, in words; of a pipeline's stages none.
     """
 
     stage: int
@@ -60,6 +70,7 @@ class StageCheck(Record):
     planned_bytes: int
     compiled_bytes: int | None
     limit_bytes: int | None
+    planned_buffers: tuple[PlannedBuffer, ...] = ()
 
     @property
     def ratio(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Verification(VerificationRecord):
         yield Text(f"{self.plan}\non {self.target}, by {self.compiler.splitlines()[0]}")
         yield _memory_table(self)
         yield _piece_table(self)
+        yield from _buffer_tables(self)
         yield _collective_table(self)
         for piece, words in self.failures.items():
             yield Text(f"{piece} failed: {words[:_WORDS]}\n", style="red")
@@ -114,6 +116,29 @@ def _piece_table(made: VerificationRecord) -> Any:
             said,
         )
     return table
+
+
+def _buffer_tables(made: VerificationRecord) -> Iterator[Any]:
+    """What there is at the worst moment: of the largest piece, and as planned."""
+    found = [x for x in made.pieces if x.finding and x.finding.memory and x.finding.buffers]
+    if found:
+        largest = max(found, key=lambda x: x.finding.memory.total if x.finding else 0)  # type: ignore[union-attr]
+        title = f"Largest temporaries of {largest.piece} at its worst moment"
+        right = ("together", "number")
+        table = new_table(title, *right, "buffer", "made by", "line", right=right)
+        assert largest.finding is not None
+        for x in largest.finding.buffers:
+            size = format_bytes(x.bytes * x.count)
+            add_row(table, size, str(x.count), x.shape, x.operation, x.source)
+        yield table
+    for stage in made.stages:
+        if found and stage.planned_buffers:
+            right = ("together", "number")
+            table = new_table("Largest values planned to be there", *right, "value", right=right)
+            for planned in stage.planned_buffers[:12]:
+                size = format_bytes(planned.bytes * planned.count)
+                add_row(table, size, str(planned.count), planned.label)
+            yield table
 
 
 def _collective_table(made: VerificationRecord) -> Any:

@@ -7,21 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+from jax.extend.core import Var
 
 from autopar.base.compiled_records import ProgramFinding
 from autopar.base.hardware import num_cores
-from autopar.base.verification_records import CollectiveCheck, PieceCheck, StageCheck
+from autopar.base.verification_records import (
+    CollectiveCheck,
+    PieceCheck,
+    PlannedBuffer,
+    StageCheck,
+)
 from autopar.base.version import __version__
 from autopar.passes.graph.graph import Graph
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
+from autopar.passes.sharding.peak_memory import peak
 from autopar.plans.plan import Plan
 from autopar.report.summaries import memory_limit
 from autopar.report.verification_report import Verification
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.stage_programs import donated_numbers, variants_of
+from autopar.runtime.verification.buffer_sources import BufferSources, with_lines
 from autopar.runtime.verification.compile_all import CompiledPrograms, Key, compile_all
 from autopar.runtime.verification.known_findings import KnownFindings
 from autopar.runtime.verification.targets import Target
@@ -94,7 +102,7 @@ def verify_step(
         decisions_hash=plan.decisions_hash,
         plan=repr(plan),
         pieces=pieces,
-        stages=_stages(plan, runnable, made.findings, target),
+        stages=_stages(plan, runnable, graph, made.findings, target),
         collectives=_collectives(plan, pieces),
         interrupted=made.interrupted,
     )
@@ -107,6 +115,7 @@ def _pieces(
     inside = inner_bytes(runnable.pieces, peaks)
     by_name = {piece.name: piece for piece in runnable.pieces.pieces}
     often = 1 if not plan.is_pipeline else plan.num_microbatches
+    sources = BufferSources([program.block for program in runnable.pieces.programs])
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     found = []
@@ -125,21 +134,43 @@ def _pieces(
                 planned_inside=inside[piece.name],
                 same_as="" if original == name else original,
                 known=key in made.known,
-                finding=made.findings.get(key),
+                finding=with_lines(made.findings.get(key), sources),
             )
         )
     return tuple(found)
 
 
 def _stages(
-    plan: Plan, runnable: Runnable, findings: Mapping[Key, ProgramFinding], target: Target
+    plan: Plan,
+    runnable: Runnable,
+    graph: Graph,
+    findings: Mapping[Key, ProgramFinding],
+    target: Target,
 ) -> tuple[StageCheck, ...]:
     limit = target.memory_bytes or memory_limit(plan)
     peaks = _compiled_peaks(runnable.program, findings)
     return tuple(
-        StageCheck(number, stage.mesh, stage.peak_bytes_per_device, peaks[stage.mesh], limit)
+        StageCheck(
+            number,
+            stage.mesh,
+            stage.peak_bytes_per_device,
+            peaks[stage.mesh],
+            limit,
+            () if plan.is_pipeline else _planned_buffers(runnable, graph),
+        )
         for number, stage in enumerate(plan.stages)
     )
+
+
+def _planned_buffers(runnable: Runnable, graph: Graph) -> tuple[PlannedBuffer, ...]:
+    """The largest values at the worst moment of a step on one mesh, those alike as one."""
+    (program,) = runnable.pieces.programs
+    donated = [label.donated for label in graph.inputs]
+    inputs = {v.atom: "an argument" for v in program.block.inputs}
+    found = peak(program, {v: x for v, x in inputs.items() if isinstance(v, Var)}, donated)
+    counts = Counter((size, label) for label, size in found.alive)
+    made = (PlannedBuffer(*key, count) for key, count in counts.items())
+    return tuple(sorted(made, key=lambda x: (-x.bytes * x.count, x.label)))
 
 
 def _compiled_peaks(

@@ -13,16 +13,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from autopar.base.compiled_records import CompiledCollective, ProgramFinding, ProgramMemory
+from autopar.base.compiled_records import (
+    CompiledBuffer,
+    CompiledCollective,
+    ProgramFinding,
+    ProgramMemory,
+)
 from autopar.passes.graph.graph import Input
 from autopar.passes.pieces.pieces import Runnable
 from autopar.runtime.ahead import leaves_to_donate
@@ -30,6 +37,7 @@ from autopar.runtime.compiled_pieces import program_text
 from autopar.runtime.local import LocalProgram
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.verification.hlo_collectives import collectives
+from autopar.runtime.verification.peak_buffers import peak_buffers
 from autopar.runtime.verification.targets import Target
 
 Key = tuple[str, tuple[int, ...]]
@@ -64,8 +72,9 @@ class SkippedError(Exception):
 class Prober:
     """Takes the place of `compile_ahead`: asks before it compiles, and keeps what was said."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    def __init__(self, connection: Connection, platform: str) -> None:
+        self.connection, self.platform = connection, platform
+        self.buffers: tuple[CompiledBuffer, ...] = ()
         self.lowered_warnings: list[str] = []
 
     def __call__(
@@ -80,7 +89,13 @@ class Prober:
         if self.connection.recv() == "skip":
             raise SkippedError
         self.began = time.monotonic()
-        return lowered.compile(compiler_options=compiler_options)
+        if self.platform == "tpu":  # what libtpu writes of its buffers is not read
+            return lowered.compile(compiler_options=compiler_options)
+        with tempfile.TemporaryDirectory() as folder:
+            dumping: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            made = lowered.compile(compiler_options={**(compiler_options or {}), **dumping})
+            self.buffers = peak_buffers(Path(folder))
+        return made
 
 
 def main(connection: Connection) -> None:
@@ -89,7 +104,7 @@ def main(connection: Connection) -> None:
     step: StepToCompile = pickling.loads(connection.recv_bytes())
     devices = step.target.devices(step.num_devices)
     program = LocalProgram(step.runnable, devices)
-    program.compile_ahead = prober = Prober(connection)
+    program.compile_ahead = prober = Prober(connection, step.target.platform)
     connection.send(("ready", None))
     while True:
         try:
@@ -125,6 +140,7 @@ def _finding(
             CompiledCollective(kind, axes, size, times)
             for (kind, axes, times), size in sorted(found.items())
         ),
+        buffers=prober.buffers,
         warnings=tuple(prober.lowered_warnings),
         seconds=seconds,
     )
