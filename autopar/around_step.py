@@ -11,7 +11,8 @@ from autopar.base.user_code import shortens
 
 # What is used by few is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
-    from autopar.prefetching import CompiledStep, Prefetch
+    from autopar.batch_targets import CompiledStep
+    from autopar.prefetching import Prefetch
     from autopar.step_metrics import LoopWatch, StepMetrics
 
 
@@ -45,8 +46,10 @@ class AroundStep(abc.ABC):
         """The batches of a source, placed where the plan wants them, ahead of time on a thread.
 
         A batch that is placed is not sent during the step. What is read before the step has a plan
-        is placed by the step. On Ray actors the driver sends every
-        batch with the call, as without this; it is only read ahead. Of several processes that
+        is placed by the step. On Ray actors, each reads
+        its own rows of a source with indices (`source[i]` and `len`) that is small as bytes (64
+        KiB: file names rather than arrays), but for the first and the last batch; of other sources
+        the driver sends every batch with the call, and only reads ahead. Of several processes that
         compute together each gives a source of the same whole batches, and copies what its own
         devices hold.
 

@@ -514,6 +514,10 @@ class Executable(Displayed, AroundStep):
             raise self._deleted(donated, kept)
         return donated, kept
 
+    def source_bytes(self, source: Any) -> bytes | None:
+        """A source of batches as bytes, where other processes read it; None: this one does."""
+        return None
+
     @property
     def leaf_shardings(self) -> tuple[Any, ...]:
         """Where each array leaf of the arguments lies, in their order."""

@@ -8,38 +8,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from autopar.arrays.foreign import on_host
+from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.base.errors import BatchArgumentError, OptionError, did_you_mean
+from autopar.batch_targets import BatchTarget, CompiledStep, batch_targets, placed_batch
 from autopar.host_batches import Axes, padded, rows_of, with_axes
 from autopar.passes.graph.logical import no_mesh
-from autopar.passes.trace.trace import Traced
-from autopar.plans.plan import Plan
 
 RAGGED = ("follow", "drop", "pad")
-
-
-class CompiledStep(Protocol):
-    """A step that is compiled for one signature, as far as it matters here."""
-
-    @property
-    def traced(self) -> Traced:
-        """Its trace, which knows the batch."""
-
-    @property
-    def plan(self) -> Plan:
-        """What was decided."""
-
-    def place_leaf(self, index: int, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
-        """An array leaf where the step wants it, from what reads its parts."""
-
-    @property
-    def leaf_shardings(self) -> tuple[Any, ...]:
-        """Where each array leaf of its arguments lies."""
 
 
 class _Item(NamedTuple):
@@ -109,7 +90,7 @@ class Prefetch(Iterator[Any]):
         not count, so a checkpoint that keeps it (`extra=`) goes on with the very next batch.
     """
 
-    def __init__(self, source: Any, prepare: Callable[[Any], Any], size: int, position: Any):
+    def __init__(self, source: Any, prepare: _Preparer, size: int, position: Any):
         self._buffer = _Buffer(size)
         self.position = 0 if position is None else position
         arguments = (self._buffer, source, prepare, position)
@@ -147,13 +128,13 @@ class Prefetch(Iterator[Any]):
         return f"<Prefetch at {self.position!r}, {state}>"
 
 
-def _read(buffer: _Buffer, source: Any, prepare: Callable[[Any], Any], position: Any) -> None:
+def _read(buffer: _Buffer, source: Any, prepare: _Preparer, position: Any) -> None:
     """What the thread does. Nothing here refers to the `Prefetch`, so that it can be forgotten."""
     error: BaseException | None = None
-    items = _positioned(source, position)
+    items = _positioned(source, position, prepare)
     try:
         for value, after in items:
-            prepared = prepare(value)
+            prepared = value if _is_promised(value) else prepare(value)
             del value
             if prepared is not None and not buffer.put(_Item(prepared, after)):
                 break
@@ -167,12 +148,13 @@ def _read(buffer: _Buffer, source: Any, prepare: Callable[[Any], Any], position:
         buffer.end(error)
 
 
-def _positioned(source: Any, position: Any) -> Any:
+def _positioned(source: Any, position: Any, prepare: _Preparer) -> Any:
     """The batches of a source from a position on, each with the position after it."""
     if _is_indexable(source):
         start = _as_number(position)
         for number in range(start, len(source)):
-            yield source[number], number + 1
+            promised = prepare.promised(source, number)
+            yield source[number] if promised is None else promised, number + 1
         return
     iterator = iter(source)
     own_state = all(callable(getattr(iterator, x, None)) for x in ("get_state", "set_state"))
@@ -189,6 +171,10 @@ def _positioned(source: Any, position: Any) -> Any:
         close = getattr(iterator, "close", None)
         if callable(close):
             close()
+
+
+def _is_promised(value: Any) -> bool:
+    return any(isinstance(leaf, SourcedLeaf) for leaf in jax.tree.leaves(value))
 
 
 def _is_indexable(source: Any) -> bool:
@@ -209,90 +195,6 @@ def _as_number(position: Any) -> int:
     return position
 
 
-# Where the batches go
-
-
-@dataclass(frozen=True)
-class _Target:
-    """One batch argument of a compiled step: its structure, and of its leaves what is wanted."""
-
-    tree: Any
-    shapes: tuple[jax.ShapeDtypeStruct | None, ...]
-    axes: tuple[int | None, ...]
-    shardings: tuple[Any, ...]
-
-    def placed(self, value: Any) -> Any | None:
-        """The argument on the devices; None: it is not as the step was compiled for."""
-        leaves: list[Any] | None
-        leaves, tree = jax.tree.flatten(value)
-        if tree != self.tree:
-            leaves = _like(value, self.tree)
-        if leaves is None or not all(map(_fits, leaves, self.shapes)):
-            return None
-        wanted = zip(leaves, self.shapes, self.shardings, strict=True)
-        return self.tree.unflatten([_put(*each) for each in wanted])
-
-
-def _like(value: Any, tree: Any) -> list[Any] | None:
-    """The leaves of a value whose lists are a structure's tuples (loaders make lists)."""
-
-    def tuples(value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(map(tuples, value))
-        if isinstance(value, dict):
-            return {key: tuples(each) for key, each in value.items()}
-        return value
-
-    leaves, found = jax.tree.flatten(tuples(value))
-    return leaves if found == tree else None
-
-
-def _fits(leaf: Any, shape: jax.ShapeDtypeStruct | None) -> bool:
-    return shape is None or (hasattr(leaf, "dtype") and np.shape(leaf) == shape.shape)
-
-
-def _put(leaf: Any, shape: jax.ShapeDtypeStruct | None, sharding: Any) -> Any:
-    if shape is None or sharding is None:
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        leaf = leaf.astype(shape.dtype, copy=False) if _same_kind(leaf, shape) else leaf
-        if not sharding.is_fully_addressable:
-            # Of several processes, each copies what its devices hold; device_put would compare.
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda rows: leaf[rows])
-    return jax.device_put(leaf, sharding)
-
-
-def _same_kind(leaf: np.ndarray, shape: jax.ShapeDtypeStruct) -> bool:
-    """Whether NumPy's dtype is the plan's but for its width, which JAX would cut as well."""
-    kinds = (leaf.dtype.kind, np.dtype(shape.dtype).kind)
-    return kinds[0] == kinds[1] and leaf.dtype.itemsize > np.dtype(shape.dtype).itemsize
-
-
-def batch_targets(executable: CompiledStep) -> tuple[_Target, ...]:
-    """The arguments of a step that hold the batch."""
-    traced, shardings = executable.traced, executable.leaf_shardings
-    inputs, found = traced.graph.inputs, list[_Target]()
-    for argument in traced.arguments:
-        arrays = {path: i for i, path, _ in argument.arrays()}
-        indices = [arrays.get(path) for path in argument.paths]
-        if not any(i is not None and inputs[i].role == "batch" for i in indices):
-            continue
-        found.append(
-            _Target(
-                argument.tree,
-                tuple(argument.leaves),
-                tuple(None if i is None else inputs[i].batch_axis for i in indices),
-                tuple(None if i is None else _sharding(shardings[i]) for i in indices),
-            )
-        )
-    return tuple(found)
-
-
-def _sharding(sharding: Any) -> jax.sharding.Sharding | None:
-    """Where JAX can put an array; not on Ray actors, which are sent it with the call."""
-    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
-
-
 @dataclass
 class _Preparer:
     """What the thread does with a batch before the loop gets it."""
@@ -301,12 +203,15 @@ class _Preparer:
     ragged: str
     mask: str | None
     rows: int | None = None  # of a full batch
-    targets: dict[CompiledStep, tuple[_Target, ...]] = field(default_factory=dict)
+    targets: dict[CompiledStep, tuple[BatchTarget, ...]] = field(default_factory=dict)
+    fits: CompiledStep | None = None  # the step for which a batch of the source was read last
+    data: bytes | None = None  # the source, where others read it
 
     def __call__(self, value: Any) -> Any:
         """The batch to hand out; None: it is left out."""
         value = jax.tree.map(on_host, value)
-        known = [self._targets(each) for each in self.executables()]
+        steps = self.executables()
+        known = [self._targets(each) for each in steps]
         axes = self._axes(value, known[0] if known else ())
         if self.ragged != "follow":
             rows = rows_of(value, axes)
@@ -318,15 +223,50 @@ class _Preparer:
             if self.ragged == "pad":
                 mask = np.arange(self.rows or 0) < (rows or 0)
                 value = self._masked(value, mask)
+        self.fits = None
         with no_mesh():
-            return self._placed(value, known)
+            for step, targets in zip(steps, known, strict=True):
+                placed = placed_batch(value, targets)
+                if placed is not None:
+                    self.fits = step
+                    return placed
+        return value
 
-    def _targets(self, executable: CompiledStep) -> tuple[_Target, ...]:
+    def promised(self, source: Any, number: int) -> Any:
+        """A batch that its readers will read; None: it is read here.
+
+        So are the first one, which shows that they are what the step takes, and the last, which may
+        have fewer examples.
+        """
+        if self.fits is None or self.ragged == "pad" or number + 1 >= len(source):
+            return None
+        if self.data is None:
+            self.data = self.fits.source_bytes(source) or b""
+        if not self.data:
+            return None
+        numbers = itertools.count()
+        arguments = [
+            target.tree.unflatten(
+                [
+                    SourcedLeaf(source, data, number, next(numbers), shape.shape, shape.dtype)
+                    for shape in target.shapes
+                    if shape is not None
+                ]
+            )
+            for data in (self.data,)
+            for target in self._targets(self.fits)
+            if None not in target.shapes
+        ]
+        if len(arguments) < len(self._targets(self.fits)):
+            return None
+        return arguments[0] if len(arguments) == 1 else tuple(arguments)
+
+    def _targets(self, executable: CompiledStep) -> tuple[BatchTarget, ...]:
         if executable not in self.targets:
             self.targets[executable] = batch_targets(executable)
         return self.targets[executable]
 
-    def _axes(self, value: Any, targets: tuple[_Target, ...]) -> Axes:
+    def _axes(self, value: Any, targets: tuple[BatchTarget, ...]) -> Axes:
         """For each leaf the dimension that the batch has there, as the plan says."""
         if self.ragged == "pad" and self.mask is None:
             targets = targets[:-1]
@@ -346,18 +286,6 @@ class _Preparer:
                 hint="without mask= each item is a pair of the batch and its mask.",
             )
         return {**value, self.mask: mask}
-
-    def _placed(self, value: Any, known: Sequence[tuple[_Target, ...]]) -> Any:
-        for targets in known:
-            if len(targets) == 1:
-                placed = targets[0].placed(value)
-                if placed is not None:
-                    return placed
-            elif isinstance(value, (tuple, list)) and len(value) == len(targets):
-                each = [t.placed(x) for t, x in zip(targets, value, strict=True)]
-                if not any(x is None for x in each):
-                    return tuple(each)
-        return value
 
 
 def _planned_rows(executables: Sequence[CompiledStep]) -> int | None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar.arrays.ray_array import LeafPlace, RayArray, RaySharding
+from autopar.base.errors import TraceError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.executable import Executable
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
     from autopar.runtime.ray.driver.ray_step import RayProgram, RayStep
     from autopar.runtime.ray.driver.restarts import Recovery
+
+
+MOST_SOURCE_BYTES = 1 << 16
+"""A source that is larger holds arrays rather than their files; the driver reads it."""
 
 
 class RayExecutable(Executable):
@@ -117,6 +122,16 @@ class RayExecutable(Executable):
         shape = self._traced.signature.shapes[index].shape
         whole = read(tuple(slice(0, size) for size in shape))
         return self._compiled.place(whole, LeafPlace("argument", index))
+
+    def source_bytes(self, source: Any) -> bytes | None:
+        """See `Executable.source_bytes`."""
+        from autopar.runtime.ray.transport.pickling import dumps
+
+        try:
+            data = dumps(source, "The source")
+        except TraceError:  # the driver reads it
+            return None
+        return data if len(data) <= MOST_SOURCE_BYTES else None
 
     # Trees of arrays on actors
 

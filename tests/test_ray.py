@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from autopar.base.errors import (
     DeviceError,
     DonatedBufferError,
     OptionError,
+    StageError,
     TraceError,
 )
 from autopar.ray_executable import RayExecutable
@@ -327,6 +329,43 @@ def test_what_a_loop_does_around_a_step(step: RayExecutable) -> None:
     for fn in functions:
         with pytest.raises(DeviceError, match=r"step\.apply"):
             fn(state["params"][0]["w"])
+
+
+def test_actors_read_their_rows_of_a_source(step: RayExecutable) -> None:
+    class Source:  # in here, so that its code goes with it
+        def __init__(self, bad: int = -1):
+            self.read, self.bad = list[int](), bad
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, number: int) -> Any:
+            self.read.append(number)
+            if number == self.bad:
+                raise OSError("the disk is gone")
+            random = np.random.default_rng(number)
+            rows = 16 if number < 5 else 8
+            return {k: random.normal(size=(rows, 8)).astype(np.float32) for k in ("y", "x")}
+
+    source, plain = Source(), init(jax.random.key(0))
+    state: Any = init(jax.random.key(0))
+    batches = step.prefetch(source)
+    for number in range(5):
+        batch = next(batches)
+        state, loss = step(state, batch)
+        plain, wanted = jax.jit(train_step)(plain, Source()[number])
+        assert_close(loss, wanted)
+        assert type(batch["x"]).__name__ == ("SourcedLeaf" if number else "ndarray")
+    assert_close(state["params"], plain["params"])
+    assert next(batches)["x"].shape == (8, 8) and batches.position == 6
+    assert source.read == [0, 5], "the actors have read the others"
+    np.testing.assert_array_equal(batch["x"], Source()[4]["x"])
+    state = init(jax.random.key(0))
+    with pytest.raises(StageError, match="the disk is gone"):
+        for batch in itertools.islice(step.prefetch(Source(bad=2)), 4):
+            state, loss = step(state, batch)
+        float(loss["loss"])
+    state, _ = step(init(jax.random.key(0)), BATCH)
 
 
 def test_wrong_arguments_are_named(step: RayExecutable) -> None:

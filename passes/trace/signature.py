@@ -16,13 +16,14 @@ import jax
 import numpy as np
 
 from autopar.arrays.ray_array import RayArray
+from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import TraceError
 from autopar.passes.graph import jax_compat
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.object_states import in_objects
 
-OWN_ARRAYS = (SplitArray, RayArray)
+OWN_ARRAYS = (SplitArray, RayArray, SourcedLeaf)
 """Arrays that JAX does not know: leaves of a state between steps."""
 
 Key = int | str  # a positional argument's number, or a keyword

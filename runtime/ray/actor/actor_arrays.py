@@ -14,6 +14,7 @@ from autopar.passes.graph.logical import no_mesh
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.transport.host_tiles import assembled, copied, numbers, to_host
 from autopar.runtime.ray.transport.routes import Box
+from autopar.runtime.ray.transport.sourced import SourcedTiles
 from autopar.runtime.stage_programs import StagePrograms
 
 KEYS = 1 << 32
@@ -87,14 +88,16 @@ class ActorArrays:
         self._plan, self._programs = plan, programs
         self.store = Store()
 
-    def placed(self, value: int, tiles: Sequence[np.ndarray]) -> jax.Array:
-        """An array where a value lives, of what this process holds of it."""
+    def placed(self, value: int, tiles: Sequence[np.ndarray] | SourcedTiles) -> jax.Array:
+        """An array where a value lives, of what this process holds of it, or reads here."""
+        if isinstance(tiles, SourcedTiles):
+            tiles = tiles.read()
         aval, held = self._plan.pieces.versions[value].atom.aval, self._plan.held(value)
         sharding = self._programs.places[value].sharding
         pairs = zip(tiles, held.values(), strict=True)
         return assembled(pairs, tuple(aval.shape), aval.dtype, sharding)
 
-    def keep(self, key: int, value: int, tiles: Sequence[np.ndarray]) -> None:
+    def keep(self, key: int, value: int, tiles: Sequence[np.ndarray] | SourcedTiles) -> None:
         """Put an array from the driver into the store, where `value` lives."""
         self.store.complete(key // KEYS - 1)
         self.store.put(key, self.placed(value, tiles))

@@ -23,7 +23,7 @@ class Message:
       step: its number.
       given: for every slot, but for those that `carried` speaks of: the key of an array in the
         store, the numbers of the leaf (or its rows) that this process's devices hold (`tiles.cut`),
-        or None: its home hands it on.
+        what reads them here (`SourcedTiles`), or None: its home hands it on.
       consumed: keys that the store gives up when the step begins.
       forgotten: keys that nobody holds any more.
       carried: the number of the step whose results take the slots that are carried

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from autopar.arrays.ray_array import LeafPlace, RayArray
+from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
@@ -111,7 +112,7 @@ class RayStep(RestartedActors):
         return [leaves[number] for number in range(len(leaves))]
 
     def _check(self, number: int, leaf: Any) -> None:
-        aval = leaf if isinstance(leaf, (RayArray, SplitArray)) else jax.typeof(leaf)
+        aval = leaf if isinstance(leaf, (RayArray, SplitArray, SourcedLeaf)) else jax.typeof(leaf)
         check_type(aval, self._shapes[number])
 
     def place(self, leaf: Any, place: LeafPlace, weak: bool | None = None) -> RayArray:

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, RaySharding, Resident
+from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.base.errors import StageError
 from autopar.runtime.ray.actor.actor_arrays import FIRST_OTHER, KEYS
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
@@ -20,6 +21,7 @@ from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.step_queue import StepQueue
 from autopar.runtime.ray.transport.host_tiles import cut, host_numbers
 from autopar.runtime.ray.transport.routes import Box, slices
+from autopar.runtime.ray.transport.sourced import SourcedTiles
 
 
 class Wanted(NamedTuple):
@@ -116,6 +118,8 @@ class ResidentArrays:
             if leaf.sharding == sharding and all(x.owner is self for x in leaf.residents):
                 return leaf.residents
             return sharding.pieces(leaf.numbers())
+        if isinstance(leaf, SourcedLeaf) and len(sharding.indices()) == 1:
+            return [leaf]
         return sharding.pieces(host_numbers(leaf))
 
     def entries(
@@ -131,11 +135,15 @@ class ResidentArrays:
                 entries.append(part.key if is_home else None)
         return tuple(entries)
 
-    def _cut(self, plan: ActorPlan, value: int, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _cut(
+        self, plan: ActorPlan, value: int, numbers: np.ndarray | SourcedLeaf
+    ) -> tuple[np.ndarray, ...] | SourcedTiles:
         """What a process holds of an array that lies where a value does."""
         key = plan.actor, value
         if key not in self._held:
             self._held[key] = plan.held(value)
+        if isinstance(numbers, SourcedLeaf):
+            return SourcedTiles.of(numbers, tuple(self._held[key]))
         return cut(numbers, self._held[key])
 
     def consume(self, residents: Sequence[Resident]) -> None:

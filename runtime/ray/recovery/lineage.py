@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, Resident
+from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.base.errors import LostActorError, StageError
 from autopar.runtime.ray.transport.host_tiles import host_numbers
 
@@ -70,7 +71,7 @@ class Made:
     number: int
 
 
-Given = Made | np.ndarray
+Given = Made | np.ndarray | SourcedLeaf
 """A leaf in the log: made by an earlier entry, or the numbers that the driver gave."""
 
 
@@ -135,6 +136,8 @@ class Lineage:
             if leaf.keeper is keeper and leaf.number is not None:
                 return Made(leaf.number)
             return leaf.numbers()
+        if isinstance(leaf, SourcedLeaf):
+            return leaf  # it is read again
         if not isinstance(leaf, jax.Array):
             return np.array(host_numbers(leaf))
         known = self._copies.get(id(leaf))

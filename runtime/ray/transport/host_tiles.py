@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.arrays.ray_array import key_implementation
+from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.arrays.split_array import SplitArray
 from autopar.arrays.typed_keys import is_key
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
@@ -51,6 +52,8 @@ def host_numbers(leaf: Any) -> np.ndarray:
         return np.concatenate([to_host(part) for part in leaf.parts], leaf.axis)
     if isinstance(leaf, jax.Array):
         return to_host(leaf)
+    if isinstance(leaf, SourcedLeaf):
+        return np.asarray(leaf)
     return np.asarray(leaf, jax.typeof(leaf).dtype)
 
 
