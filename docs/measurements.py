@@ -41,7 +41,8 @@ on which the figure was written down. `python docs/measurements.py --run NAME` r
 and keeps what they print.
 
 The rows of `overhead.py` and `pipeline.py` are older than the computation of products as products
-of matrices, which makes steps on CPUs quicker.
+of matrices, which makes steps on CPUs quicker; those of `compilers.py` and `memory.py` are older
+than the account of memory by the rules of XLA's compilers.
 """
 
 TAIL = """## The solver

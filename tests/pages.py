@@ -177,7 +177,7 @@ def write(page: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         found = list(run(page, {"__name__": "__main__"}))
     for each in reversed(found):
-        if each.holds:
+        if each.holds and "..." in each.said:
             continue
         if "..." in each.said:
             print(f"{page}:{each.block.line}\n{each.said}--- is\n{each.printed}")
