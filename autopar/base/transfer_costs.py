@@ -106,11 +106,12 @@ def seconds_to_next(cluster: Cluster, size: int, num_bytes: float) -> float:
     Of the meshes of one node only the last has a neighbour elsewhere.
     """
     within = max(cluster.devices_per_node // size, 1)
-    count = min(2 * within, cluster.num_devices // size)
+    count = min(3 * within, cluster.num_devices // size)
     if count < 2:  # what follows is smaller: it lies in the same node, or in another one
         rest = cluster.num_devices - size
         return MeshLinks(cluster, [size, rest]).seconds(0, 1, num_bytes) if rest else 0.0
     forwards = [(i, i + 1) for i in range(count - 1)]
     links = MeshLinks(cluster, [size] * count, [*forwards, *((j, i) for i, j in forwards)])
-    pairs = forwards[:within]
+    # Of three nodes the one in the middle, whose card sends both ways.
+    pairs = forwards[within : 2 * within] if count > 2 * within else forwards[:within]
     return sum(links.seconds(*pair, num_bytes) for pair in pairs) / len(pairs)

@@ -21,7 +21,7 @@ from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by
 from autopar.passes.graph.held_constants import HeldConstants, closed_bodies, passed_down
 from autopar.passes.graph.platforms import known_branch, only_platform
 
-Role = Literal["state", "batch", "constant", "other"]
+Role = Literal["state", "batch", "constant", "received", "other"]
 Atom = Any  # Var | Literal
 
 

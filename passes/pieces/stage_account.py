@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from jax.extend.core import Var
 
@@ -25,6 +26,18 @@ from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import MemoryPeak, label_of
 from autopar.passes.sharding.spmd_program import SpmdProgram, is_literal
 from autopar.passes.slicing.stage_graphs import StageGraph
+
+
+class Turn(NamedTuple):
+    """Pieces that run together: bytes of what is there before, and of what lasts that they make.
+
+    Of both, `ending` are the values that nothing later needs.
+    """
+
+    pieces: Sequence[StagePiece]
+    before: Mapping[int, int]
+    written: Mapping[int, int]
+    ending: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,14 @@ class StageAccount:
         versions, size = self.numbers.versions, inside + sum(alive.values())
         labelled = [(label_of(versions[number], names), size) for number, size in alive.items()]
         return MemoryPeak.of(size, [*labelled, ("what single operations need", inside)])
+
+    @cached_property
+    def throughout(self) -> Mapping[int, int]:
+        """Bytes of what is there all the while the loop runs; without a loop, of the inputs."""
+        for turn in self._turns():
+            if turn.pieces[0].kind in TASKS:
+                return turn.before | turn.written
+        return self._given
 
     def loop_seconds(self, costs: PieceCosts) -> float:
         """What a microbatch takes, forward and backward."""
@@ -126,26 +147,37 @@ class StageAccount:
 
     def _moments(self) -> Iterator[tuple[int, Mapping[int, int]]]:
         """What each piece needs inside, and the bytes of the values that are there."""
-        units = [[piece] for piece in self.pieces if piece.kind == "prologue"]
-        units += [self.loop] if self.loop else []
-        units += [[piece] for piece in self.pieces if piece.kind == "epilogue"]
-        ports = [[port for p in unit for port in (*p.inputs, *p.outputs)] for unit in units]
-        last = {port.value: time for time, unit in enumerate(ports) for port in unit}
-        labels = self.graph.graph.inputs
-        kept = [n for n, label in zip(self.inputs, labels, strict=True) if not label.donated]
-        last.update(dict.fromkeys((*kept, *self.outputs), len(units)))
-        alive = {n: self.lasting[n] for n in self.inputs if n in self.lasting}
-        yield 0, alive
-        for time, unit in enumerate(units):
-            made = {port.value for piece in unit for port in piece.outputs}
-            written = {n: self.lasting[n] for n in made if n in self.lasting}
-            for piece in unit:
+        yield 0, self._given
+        for turn in self._turns():
+            for piece in turn.pieces:
                 inside = temporary_bytes(piece, self.program)
                 if piece.kind in TASKS:
-                    yield inside, alive | written | self.between_tasks | self.within(piece.kind)
+                    there = turn.before | turn.written
+                    yield inside, there | self.between_tasks | self.within(piece.kind)
                     continue
-                yield inside, dict(alive)
-                taken = [n for n in piece.donates if last[n] == time]
-                yield inside, {n: x for n, x in alive.items() if n not in taken} | written
-            alive |= written
-            alive = {n: size for n, size in alive.items() if last.get(n, -1) > time}
+                yield inside, turn.before
+                taken = turn.ending.intersection(piece.donates)
+                stays = {n: size for n, size in turn.before.items() if n not in taken}
+                yield inside, stays | turn.written
+
+    def _turns(self) -> Iterator[Turn]:
+        turns: list[list[StagePiece]] = [[x] for x in self.pieces if x.kind == "prologue"]
+        turns += [self.loop] if self.loop else []
+        turns += [[piece] for piece in self.pieces if piece.kind == "epilogue"]
+        ports = [[port for p in turn for port in (*p.inputs, *p.outputs)] for turn in turns]
+        last = {port.value: time for time, turn in enumerate(ports) for port in turn}
+        labels = self.graph.graph.inputs
+        kept = [n for n, label in zip(self.inputs, labels, strict=True) if not label.donated]
+        last.update(dict.fromkeys((*kept, *self.outputs), len(turns)))
+        alive = self._given
+        for time, pieces in enumerate(turns):
+            made = {port.value for piece in pieces for port in piece.outputs}
+            written = {n: self.lasting[n] for n in made if n in self.lasting}
+            there = alive | written
+            ending = frozenset(n for n in there if last.get(n, -1) <= time)
+            yield Turn(pieces, alive, written, ending)
+            alive = {n: size for n, size in there.items() if n not in ending}
+
+    @property
+    def _given(self) -> dict[int, int]:
+        return {n: self.lasting[n] for n in self.inputs if n in self.lasting}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,13 +33,15 @@ from autopar.passes.planner.stage_choice import (
 from autopar.passes.planner.stage_shardings import (
     SplitStep,
 )
-from autopar.passes.planner.unit_costs import UnitCost, UnitCosts, Way
+from autopar.passes.planner.unit_costs import StageTransfer, UnitCost, UnitCosts, Way
 from autopar.passes.slicing.slice_stages import slice_stages
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
 MANY_UNITS = 16
 ABOUT_AS_GOOD = 1.03
+# Schedules with which a stage need not wait for what it has sent to come back.
+HIDES_TRANSFERS = ("auto", None, "eager_1f1b", "gpipe", "zb_h2")
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,22 @@ class StageSearch:
     Args:
       starts: the layers at which units begin.
       crossing: what passes from each unit to the next, in bytes of one microbatch.
+      once: what passes once a step: from which unit, to which, and bytes.
       ways: for each size of submesh.
       num_microbatches: of the step.
       cluster: all devices.
       remat: as in the options.
+      hides_transfers: whether the schedule keeps enough microbatches in flight to work meanwhile.
     """
 
     starts: tuple[int, ...]
     crossing: tuple[int, ...]
+    once: tuple[tuple[int, int, int], ...]
     ways: dict[int, list[Way]]
     num_microbatches: int
     cluster: Cluster
     remat: str | None
+    hides_transfers: bool = False
 
     @classmethod
     def of(
@@ -84,14 +91,26 @@ class StageSearch:
         report(f"slicing into {len(starts)} layers")
         units = slice_stages(split.step, split.rules, starts[1:])
         crossing = [layers[end - 1].cut_bytes for end in (*starts[1:], len(layers))]
+        once = Counter[tuple[int, int]]()
+        for link in units.links:
+            if not link.per_microbatch:
+                once[link.source, link.target] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
         ways = {}
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.firsts)} kinds of layers on {size} devices")
             ways[size] = costs.ways(size)
-        remat = options.remat
-        count = split.num_microbatches
-        return cls(tuple(starts), tuple(crossing), ways, count, cluster, remat)
+        moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
+        return cls(
+            starts=tuple(starts),
+            crossing=tuple(crossing),
+            once=moved,
+            ways=ways,
+            num_microbatches=split.num_microbatches,
+            cluster=cluster,
+            remat=options.remat,
+            hides_transfers=options.schedule in HIDES_TRANSFERS,
+        )
 
     def within(self, limit: int) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.
@@ -144,7 +163,7 @@ class StageSearch:
             if all(fitting):
                 chosen = [min(options, key=self._own_seconds) for options in fitting]
                 ranges = (StageRange(*run, x) for run, x in zip(runs, chosen, strict=True))
-                seconds = sum(x.seconds for x in chosen)
+                seconds = sum(x.seconds + x.hidden_seconds for x in chosen)
                 slowest = max(self._own_seconds(x) - x.seconds for x in chosen)
                 found.append(StageChoice(tuple(ranges), seconds + slowest))
         return min(found, key=lambda choice: choice.step_seconds, default=None)
@@ -163,7 +182,8 @@ class StageSearch:
             size: [tuple(unit.with_rows(fewer) for unit in way) for way in ways]
             for size, ways in self.ways.items()
         }
-        return dataclasses.replace(self, ways=ways, num_microbatches=count)
+        crossing = tuple(math.ceil(size * fewer) for size in self.crossing)
+        return dataclasses.replace(self, crossing=crossing, ways=ways, num_microbatches=count)
 
     @cached_property
     def _options(self) -> dict[tuple[int, int, int], tuple[StageOption, ...]]:
@@ -171,20 +191,28 @@ class StageSearch:
         count = len(self.starts)
         found = {}
         for size, ways in self.ways.items():
+            passing = [self._seconds(size, moved) for moved in (*self.crossing[:-1], 0)]
+            once = [(x, y, self._seconds(size, moved)) for x, y, moved in self.once]
             for start in range(count):
                 totals = [UnitCost(0.0, 0.0, 0.0, 0, 0, 0) for _ in ways]
                 for stop in range(start + 1, count + 1):
                     totals = [x.joined(way[stop - 1]) for x, way in zip(totals, ways, strict=True)]
-                    moved = self.crossing[stop - 1] if stop < count else 0
-                    transfers = 2 * seconds_to_next(self.cluster, size, moved) if moved else 0.0
                     received = math.ceil(self.crossing[start - 1] / size) if start else 0
+                    here = range(start, stop)
+                    apart = sum(each for x, y, each in once if (x in here) != (y in here))
+                    there = passing[stop - 1]
+                    transfer = StageTransfer(2 * there, there, apart, self.hides_transfers)
                     options = [
                         option
                         for total in totals
-                        for option in total.options(transfers, received, self.remat)
+                        for option in total.options(transfer, received, self.remat)
                     ]
                     found[start, stop, size] = _not_dominated(options)
         return found
+
+    def _seconds(self, size: int, moved: int) -> float:
+        """Of a transfer of so many bytes from a mesh of this size."""
+        return seconds_to_next(self.cluster, size, moved) if moved else 0.0
 
 
 def _equal_runs(count: int, parts: int) -> list[int]:
@@ -207,6 +235,7 @@ def _not_dominated(options: Sequence[StageOption]) -> tuple[StageOption, ...]:
     for option in order:
         if not any(
             other.once_seconds <= option.once_seconds
+            and other.hidden_seconds <= option.hidden_seconds
             and other.bytes_fixed <= option.bytes_fixed
             and other.bytes_per_microbatch <= option.bytes_per_microbatch
             for other in best

@@ -34,6 +34,7 @@ from autopar.passes.planner.alike_stages import (
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_on_any
 from autopar.passes.planner.stage_shardings import (
+    LARGE_PROBLEM,
     PlaceInPipeline,
     PlannedStage,
     SplitStep,
@@ -54,7 +55,8 @@ from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
 Report = Callable[[str], None]
 Keep = Callable[["Sequence[PlannedStep]"], None]
 # What schedule="auto" chooses from, by simulated time. The first of equal ones is taken.
-AUTO_SCHEDULES = ("1f1b", "zb_h1", "zb_h2")
+AUTO_SCHEDULES = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
+SMALL_BUBBLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -144,16 +146,14 @@ def plan_layout(
         report("sharing out the memory of each mesh among its stages")
         limits = _shared_out(made[0])
         made.append(_plan_stages(split, names[0], layout, options, cluster, report, limits))
+    training = not made[0].stages.forward_only
+    if training and made[0].fits and "eager_1f1b" in names[1:]:
+        made.append(_scheduled(made[0], "eager_1f1b", cluster))
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
-    if splitting and not made[0].stages.forward_only:
+    if splitting and training and _may_pay(made[0]):
         first = _plan_stages(split, splitting[0], layout, options, cluster, report)
-        schedule = first.schedule
-        made.append(first)
-        for name in splitting[1:]:
-            other = make_schedule(name, schedule.num_meshes, schedule.num_microbatches)
-            expected = _expected(first.pieces, first.parts, other, first.planned, cluster)
-            made.append(replace(first, schedule=other, forecast=expected))
+        made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]
     stages = range(len(made[0].planned))
     may = tuple(options.of_stage(number).remat in ("auto", "override") for number in stages)
     if any(may) and not any(candidate.fits for candidate in made):
@@ -230,6 +230,24 @@ def _plan_stages(
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
+
+
+def _scheduled(step: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
+    """The same stages by another schedule that divides the backward pass alike."""
+    schedule = make_schedule(name, step.schedule.num_meshes, step.schedule.num_microbatches)
+    expected = _expected(step.pieces, step.parts, schedule, step.planned, cluster)
+    return replace(step, schedule=schedule, forecast=expected)
+
+
+def _may_pay(step: PlannedStep) -> bool:
+    """Whether a schedule with less of a bubble can pay, of a step planned with 1F1B.
+
+    Large stages are not planned once more for what is at most `SMALL_BUBBLE` of the step.
+    """
+    if not step.fits or max(len(x.built.nodes) for x in step.planned) <= LARGE_PROBLEM:
+        return True
+    waiting = step.schedule.num_stages - 1
+    return waiting > SMALL_BUBBLE * (step.split.num_microbatches + waiting)
 
 
 def _shared_out(step: PlannedStep) -> dict[int, int]:

@@ -47,6 +47,8 @@ from autopar.plans.plan import Plan
 
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
+WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at,
+WORTH_PLANNING = 1.02  # or not planned
 WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
@@ -205,7 +207,7 @@ class LayoutSearch:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
 
         With the microbatches that are asked, else with about four for each node (at least eight),
-        and with more where nothing fits.
+        and with more where nothing fits, or where less of a bubble pays.
         """
         options, sizes = self.options, batch_sizes(self.graph)
         asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
@@ -213,7 +215,7 @@ class LayoutSearch:
         if options.logical_mesh is not None or not sizes:
             return []
         counts: Sequence[int] = [*_doubled(sizes, enough)] if asked == "auto" else [int(asked)]
-        made: list[PlannedStep] = []
+        made, promised = list[PlannedStep](), math.inf
         while counts and counts[0] >= 2:
             try:
                 split = self.split(counts[0], is_pipeline=True)
@@ -222,10 +224,13 @@ class LayoutSearch:
             stages = StageSearch.of(split, options, self.cluster, self.report)
             if stages is None:
                 break
-            made += self._within(stages, split)
-            if any(candidate.fits for candidate in made):
-                break
-            counts = _worth_trying(stages, counts[1:], limit)
+            first = stages.within(limit)
+            if first is not None and first[1] * WORTH_PLANNING < promised:
+                planned = self._within(stages, split)
+                made += planned
+                if any(candidate.fits for candidate in planned):
+                    promised = first[1]
+            counts = _worth_trying(stages, counts[1:], limit, promised)
         return made
 
     def _within(self, stages: StageSearch, split: SplitStep) -> list[PlannedStep]:
@@ -250,11 +255,18 @@ class LayoutSearch:
         return made
 
 
-def _worth_trying(stages: StageSearch, counts: Sequence[int], limit: int) -> Sequence[int]:
-    """Of more and more microbatches: from the first that may fit and is about as good as any."""
+def _worth_trying(
+    stages: StageSearch, counts: Sequence[int], limit: int, promised: float
+) -> Sequence[int]:
+    """Of more and more microbatches: from the first that may fit and is about as good as any.
+
+    None where that is hardly less than what is `promised` of the best that is known.
+    """
     found = {count: stages.with_microbatches(count).within(limit) for count in counts}
     seconds = {count: choice[1] for count, choice in found.items() if choice is not None}
     best = min(seconds.values(), default=math.inf)
+    if best * WORTH_PRICING > promised:
+        return []
     good = [count for count, each in seconds.items() if each <= ENOUGH * best]
     return [count for count in counts if good and count >= good[0]]
 

@@ -28,6 +28,7 @@ class StageOption:
       bytes_per_microbatch: bytes per device for each microbatch in flight.
       remat: whether the forward pass is computed again; the search does not look at it.
       once_seconds: the time that the stage takes once a step (synchronisation, optimizer).
+      hidden_seconds: what a microbatch waits beside, while the stage works on another one.
     """
 
     seconds: float
@@ -35,6 +36,7 @@ class StageOption:
     bytes_per_microbatch: int
     remat: bool = False
     once_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
 
 class StageRange(NamedTuple):
@@ -69,9 +71,10 @@ def best_stages(
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
-    The step time is the sum over the stages of `seconds` + the largest over the stages of
-    `(M - 1) * seconds + once_seconds`. Equally good choices: the one of fewest stages, then the
-    first in the lexicographic order of (stop, num_devices, position of the option), stage by stage.
+    The step time is the sum over the stages of `seconds + hidden_seconds` + the largest over the
+    stages of `(M - 1) * seconds + once_seconds`. Equally good choices: the one of fewest stages,
+    then the first in the lexicographic order of (stop, num_devices, position of the option), stage
+    by stage.
 
     Args:
       num_layers: how many layers there are, in a row.
@@ -127,7 +130,7 @@ def _kind(
         for index, option in enumerate(ways if of == size else ()):
             assert np.isfinite(option.seconds + option.once_seconds), option
             arrays[:, index, start, stop] = (
-                option.seconds,
+                option.seconds + option.hidden_seconds,
                 (num_microbatches - 1) * option.seconds + option.once_seconds,
                 option.bytes_fixed,
                 option.bytes_per_microbatch,

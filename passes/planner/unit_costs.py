@@ -29,13 +29,29 @@ from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
-from autopar.passes.sharding.spmd_program import Block, Loop, local_bytes
+from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
 PRICES = (0.25, 4.0)
+
+
+class StageTransfer(NamedTuple):
+    """What a stage and the next one send each other.
+
+    Args:
+      there_and_back: the seconds of a microbatch's activation and of its gradient.
+      link_seconds: how long they keep the link; both ways can be used at once.
+      once_seconds: what is sent or received once a step.
+      is_hidden: whether a stage works on other microbatches meanwhile.
+    """
+
+    there_and_back: float
+    link_seconds: float
+    once_seconds: float
+    is_hidden: bool
 
 
 class UnitCost(NamedTuple):
@@ -75,15 +91,21 @@ class UnitCost(NamedTuple):
         )
 
     def options(
-        self, transfers: float, received: int, remat: str | None
+        self, transfer: StageTransfer, received: int, remat: str | None
     ) -> tuple[StageOption, ...]:
-        """A stage that costs this, with what its transfers take and what it receives."""
+        """A stage that costs this and its transfers, and receives so many bytes per microbatch."""
         fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
-        seconds = self.seconds + transfers
-        kept = StageOption(seconds, fixed, each, False, self.once_seconds)
+        once = self.once_seconds + transfer.once_seconds
+
+        def option(seconds: float, fixed: int, each: int, remat: bool) -> StageOption:
+            hidden = transfer.there_and_back if transfer.is_hidden else 0.0
+            seconds += transfer.there_and_back - hidden
+            busy = max(seconds, transfer.link_seconds)
+            return StageOption(busy, fixed, each, remat, once, hidden)
+
+        kept = option(self.seconds, fixed, each, False)
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
-        seconds += self.forward_seconds
-        again = StageOption(seconds, fixed + each, received, True, self.once_seconds)
+        again = option(self.seconds + self.forward_seconds, fixed + each, received, True)
         if remat in ("auto", "override"):
             return (kept, again)
         return (again,) if remat == "full" else (kept,)
@@ -180,15 +202,8 @@ class UnitCosts:
         loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
         outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
         inside = sum(prices.seconds(loop.body) for loop in loops)
-        held = [
-            version
-            for version, label in zip(block.inputs, stage.graph.inputs, strict=True)
-            if label.role in ("state", "constant")
-        ]
-        passed = frozenset() if stage.loop is None else stage.loop.passed
-        held += (v for loop in loops for v in loop.results if v.atom not in passed)
         account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
-        fixed = sum(local_bytes(version, program.mesh) for version in held)
+        fixed = sum(account.throughout.values())
         kept = sum(account.between_tasks.values())
         return UnitCost(
             seconds=inside,

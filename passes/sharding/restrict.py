@@ -88,6 +88,9 @@ class Restriction:
                 cut = _cut_along(shape, label.batch_axis, _cutting(mesh))
                 return (cut if divides(shape, cut, mesh) else whole,)
             return all_layouts(shape, mesh)
+        if label.role == "received" and self.method not in BATCH_METHODS and self.loops is None:
+            tiny = value_bytes(var) * TINY_SHARE < self.state_bytes
+            return (whole,) if tiny else all_layouts(shape, mesh)
         if label.role != "state":
             return (whole,)
         if self.method in BATCH_METHODS:

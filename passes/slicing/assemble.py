@@ -80,7 +80,7 @@ class _StageAssembly:
         """What a value is that the stage receives."""
         program, var = self.program, passed.var
         if passed.inside:
-            if any(item.backward for item in program.body if var in item.eqn.outvars):
+            if var in program.backward_values:
                 return "gradient"
             forward = any(
                 task == "F" and var in program.body[index].eqn.invars
@@ -120,7 +120,8 @@ class _StageAssembly:
         numbers = (*self.own, *(None for _ in received), *self.constants)
         results = (*outputs, *(None for _ in sent))
         arriving = [
-            Input(f"recv[{i}] {self.label(p)}", "other") for i, p in enumerate(self.received)
+            Input(f"recv[{i}] {self.label(p)}", "other" if p.var in self.stacks else "received")
+            for i, p in enumerate(self.received)
         ]
         inputs = [*own_labels, *arriving, *constant_labels]
         left = [whole.outputs[n] for n in outputs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
@@ -48,6 +48,11 @@ class PlacedProgram:
     outside: tuple[Placed, ...]
     num_before: int
     homes: Mapping[int, int]
+
+    @cached_property
+    def backward_values(self) -> frozenset[Var]:
+        """What the backward pass makes of a microbatch."""
+        return frozenset(v for item in self.body if item.backward for v in item.eqn.outvars)
 
 
 def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> PlacedProgram:

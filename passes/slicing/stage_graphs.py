@@ -126,7 +126,8 @@ class StageGraph:
     slice; a value sent per microbatch is an output stacked [M, ...].
 
     Args:
-      step: the program. An input that is received has role "other" and a path "recv[i] <label>".
+      step: the program. An input that is received has a path "recv[i] <label>" and the role
+        "received", or "other" where it is a stack of what comes once per microbatch.
         An epilogue may need values of other stages that themselves need this stage's sums, so the
         program is not always one that can run at one go. The loop has tasks; there is none if the
         stage has no part of it.
