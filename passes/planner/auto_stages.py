@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
-from autopar.passes.planner.layer_units import unit_starts
-from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.layouts import StageLayout, chunks_of
 from autopar.passes.planner.stage_choice import (
     StageChoice,
     StageOption,
@@ -33,15 +31,18 @@ from autopar.passes.planner.stage_choice import (
 from autopar.passes.planner.stage_shardings import (
     SplitStep,
 )
-from autopar.passes.planner.unit_costs import StageTransfer, UnitCost, UnitCosts, Way
-from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.planner.unit_costs import StageTransfer, UnitCost, UnitCosts, Way, units_of
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
 MANY_UNITS = 16
 ABOUT_AS_GOOD = 1.03
 # Schedules with which a stage need not wait for what it has sent to come back.
-HIDES_TRANSFERS = ("auto", None, "eager_1f1b", "gpipe", "zb_h2")
+HIDES_TRANSFERS = ("eager_1f1b",)
+
+
+_Options = dict[tuple[int, int, int], tuple[StageOption, ...]]
+"""The ways to run the units from a first to a last one on a size of submesh."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class StageSearch:
       num_microbatches: of the step.
       cluster: all devices.
       remat: as in the options.
-      hides_transfers: whether the schedule keeps enough microbatches in flight to work meanwhile.
+      schedules: by which the stages may be run.
     """
 
     starts: tuple[int, ...]
@@ -66,7 +67,7 @@ class StageSearch:
     num_microbatches: int
     cluster: Cluster
     remat: str | None
-    hides_transfers: bool = False
+    schedules: tuple[str, ...] = ("1f1b",)
 
     @classmethod
     def of(
@@ -80,36 +81,29 @@ class StageSearch:
           cluster: all devices.
           report: takes a line of progress.
         """
-        try:
-            whole = slice_stages(split.step, split.rules, 1)
-        except OptionError:
+        units = units_of(split, report)
+        if units is None or cluster.num_devices < 2:
             return None
-        layers = whole.layers.layers
-        starts = unit_starts([layer.digest for layer in layers])
-        if len(starts) < 2 or cluster.num_devices < 2:
-            return None
-        report(f"slicing into {len(starts)} layers")
-        units = slice_stages(split.step, split.rules, starts[1:])
-        crossing = [layers[end - 1].cut_bytes for end in (*starts[1:], len(layers))]
+        layers, starts = units.layers.layers, (0, *units.boundaries)
+        crossing = [layers[end - 1].cut_bytes for end in (*units.boundaries, len(layers))]
         once = Counter[tuple[int, int]]()
         for link in units.links:
             if not link.per_microbatch:
                 once[link.source, link.target] += link.bytes
-        costs = UnitCosts(units, options, cluster, split.num_microbatches)
-        ways = {}
+        costs, ways = UnitCosts(units, options, cluster, split.num_microbatches), {}
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.firsts)} kinds of layers on {size} devices")
             ways[size] = costs.ways(size)
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(
-            starts=tuple(starts),
+            starts=starts,
             crossing=tuple(crossing),
             once=moved,
             ways=ways,
             num_microbatches=split.num_microbatches,
             cluster=cluster,
             remat=options.remat,
-            hides_transfers=options.schedule in HIDES_TRANSFERS,
+            schedules=_schedules(options),
         )
 
     def within(self, limit: int) -> tuple[StageLayout, float] | None:
@@ -121,28 +115,40 @@ class StageSearch:
         sizes = [size for size, ways in self.ways.items() if ways]
         if not sizes:
             return None
-        choice = best_stages(
-            len(self.starts),
-            sizes,
-            self.cluster.num_devices,
-            lambda start, stop, size: self._options[start, stop, size],
-            num_microbatches=self.num_microbatches,
-            memory_limit=limit,
-        )
-        if choice is None or len(choice.stages) < 2:
+        found = [(self._choice(limit, name), name) for name in self.schedules]
+        chosen = [(choice, name) for choice, name in found if choice is not None]
+        if not chosen:
             return None
-        if len(self.starts) >= MANY_UNITS:
-            regular = self._regular(limit)
-            if regular is not None and regular.step_seconds <= ABOUT_AS_GOOD * choice.step_seconds:
-                choice = regular
+        choice, name = min(chosen, key=lambda pair: pair[0].step_seconds)
         layout = StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
+            name if len(self.schedules) > 1 else "",
         )
         return layout, choice.step_seconds
 
-    def _regular(self, limit: int) -> StageChoice | None:
+    def _choice(self, limit: int, schedule: str) -> StageChoice | None:
+        """The best stages by a schedule; of many units regular ones if they are about as good."""
+        options = self._options[schedule in HIDES_TRANSFERS]
+        choice = best_stages(
+            len(self.starts),
+            [size for size, ways in self.ways.items() if ways],
+            self.cluster.num_devices,
+            lambda start, stop, size: options[start, stop, size],
+            num_microbatches=self.num_microbatches,
+            memory_limit=limit,
+            in_flight=_in_flight(schedule),
+        )
+        if choice is None or len(choice.stages) < 2:
+            return None
+        if len(self.starts) >= MANY_UNITS:
+            regular = self._regular(limit, schedule)
+            if regular is not None and regular.step_seconds <= ABOUT_AS_GOOD * choice.step_seconds:
+                return regular
+        return choice
+
+    def _regular(self, limit: int, schedule: str) -> StageChoice | None:
         """The best of the choices whose stages have equally many units and devices."""
         found = []
         for size, ways in self.ways.items():
@@ -151,11 +157,12 @@ class StageSearch:
                 continue
             cuts = _equal_runs(len(self.starts), stages)
             runs = [(start, stop, size) for start, stop in itertools.pairwise(cuts)]
-            flights = [min(stages - place, self.num_microbatches) for place in range(stages)]
+            most = [_in_flight(schedule)(stages - place) for place in range(stages)]
+            flights = [min(number, self.num_microbatches) for number in most]
             fitting = [
                 [
                     option
-                    for option in self._options[run]
+                    for option in self._options[schedule in HIDES_TRANSFERS][run]
                     if option.bytes_fixed + flight * option.bytes_per_microbatch <= limit
                 ]
                 for run, flight in zip(runs, flights, strict=True)
@@ -186,8 +193,12 @@ class StageSearch:
         return dataclasses.replace(self, crossing=crossing, ways=ways, num_microbatches=count)
 
     @cached_property
-    def _options(self) -> dict[tuple[int, int, int], tuple[StageOption, ...]]:
-        """The ways to run the units from a first to a last one on a size of submesh."""
+    def _options(self) -> dict[bool, _Options]:
+        """By whether transfers are hidden."""
+        flags = {schedule in HIDES_TRANSFERS for schedule in self.schedules}
+        return {is_hidden: self._stage_options(is_hidden) for is_hidden in sorted(flags)}
+
+    def _stage_options(self, is_hidden: bool) -> _Options:
         count = len(self.starts)
         found = {}
         for size, ways in self.ways.items():
@@ -201,7 +212,7 @@ class StageSearch:
                     here = range(start, stop)
                     apart = sum(each for x, y, each in once if (x in here) != (y in here))
                     there = passing[stop - 1]
-                    transfer = StageTransfer(2 * there, there, apart, self.hides_transfers)
+                    transfer = StageTransfer(2 * there, there, apart, is_hidden)
                     options = [
                         option
                         for total in totals
@@ -213,6 +224,18 @@ class StageSearch:
     def _seconds(self, size: int, moved: int) -> float:
         """Of a transfer of so many bytes from a mesh of this size."""
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0
+
+
+def _schedules(options: Options) -> tuple[str, ...]:
+    """By what stages are chosen: 1F1B stands for all that hold about as much."""
+    if options.schedule in ("auto", None) and chunks_of(options) == 1:
+        return ("1f1b", "eager_1f1b")
+    return ("eager_1f1b",) if options.schedule == "eager_1f1b" else ("1f1b",)
+
+
+def _in_flight(schedule: str) -> Callable[[int], int]:
+    """Microbatches in flight, by the number of stages from one to the last."""
+    return (lambda left: 2 * left - 1) if schedule == "eager_1f1b" else (lambda left: left)
 
 
 def _equal_runs(count: int, parts: int) -> list[int]:

@@ -141,14 +141,15 @@ def plan_layout(
     if not layout.is_pipeline:
         return _plan_one(split, options, cluster, report, keep, others)
     names = _schedules(options)
-    made = [_plan_stages(split, names[0], layout, options, cluster, report)]
+    made = [_plan_stages(split, layout.schedule or names[0], layout, options, cluster, report)]
     if chunks_of(options) > 1 and not made[0].fits:
         report("sharing out the memory of each mesh among its stages")
         limits = _shared_out(made[0])
         made.append(_plan_stages(split, names[0], layout, options, cluster, report, limits))
     training = not made[0].stages.forward_only
-    if training and made[0].fits and "eager_1f1b" in names[1:]:
-        made.append(_scheduled(made[0], "eager_1f1b", cluster))
+    instead = [x for x in ("1f1b", "eager_1f1b") if x in names and x != made[0].schedule.name]
+    if training and made[0].fits:
+        made += [_scheduled(made[0], name, cluster) for name in instead]
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and training and _may_pay(made[0]):

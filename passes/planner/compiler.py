@@ -134,6 +134,8 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.stages == "auto" and cluster.num_nodes > 1:
         pipelines = search.automatic_pipelines()
     search = replace(search, best_seconds=seconds_of_best(pipelines))
+    if not layout.is_pipeline and search.one_mesh_is_slower(layout):
+        return pipelines, ""
     try:
         candidates, reason = search.candidates(layout)
     except BatchArgumentError:

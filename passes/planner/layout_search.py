@@ -16,6 +16,7 @@ from autopar.base.errors import (
 from autopar.base.methods import WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
+from autopar.base.units import format_microbatches
 from autopar.passes import microbatch
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes
@@ -39,12 +40,15 @@ from autopar.passes.planner.rewritings import (
     rewritten_steps,
 )
 from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
+from autopar.passes.planner.unit_costs import UnitCosts, units_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
+LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
+ONE_MESH_MARGIN = 1.1  # times what fits elsewhere: what the layers of one mesh must take
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
 WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at,
@@ -188,6 +192,29 @@ class LayoutSearch:
                 break
         return made, ""
 
+    def one_mesh_is_slower(self, layout: StageLayout) -> bool:
+        """Whether one mesh of all devices takes longer than what fits elsewhere, with any memory.
+
+        Of a long program that is found by its layers: planned alone, with the fewest microbatches
+        that may fit, they together take less than any plan. Where something is cut so that layers
+        meet better than each has it alone, that is not quite so, hence the margin.
+        """
+        if len(self.graph.jaxpr.eqns) < LONG_PROGRAM or math.isinf(self.best_seconds):
+            return False
+        counts = list(microbatch_counts(self.graph, self.options, layout))
+        count = counts[min(len(self._too_few(counts)), len(counts) - 1)]
+        try:
+            split = self.split(count, is_pipeline=True)
+        except (InexactMicrobatchError, BatchArgumentError):
+            return False
+        units = units_of(split, self.report)
+        if units is None:
+            return False
+        self.report(f"bounding one mesh with {format_microbatches(count)}")
+        costs = UnitCosts(units, self.options, self.cluster, count)
+        least = costs.least_seconds(self.cluster.num_devices)
+        return least > ONE_MESH_MARGIN * self.best_seconds
+
     def are_slower(self, candidates: Sequence[PlannedStep]) -> bool:
         """Whether these, on one mesh, take longer than what fits elsewhere with any memory.
 
@@ -207,7 +234,8 @@ class LayoutSearch:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
 
         With the microbatches that are asked, else with about four for each node (at least eight),
-        and with more where nothing fits, or where less of a bubble pays.
+        and with more where nothing fits, or where less of a bubble pays. A long program begins with
+        a number in the middle, which tells most about the others.
         """
         options, sizes = self.options, batch_sizes(self.graph)
         asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
@@ -215,12 +243,15 @@ class LayoutSearch:
         if options.logical_mesh is not None or not sizes:
             return []
         counts: Sequence[int] = [*_doubled(sizes, enough)] if asked == "auto" else [int(asked)]
+        if len(self.graph.jaxpr.eqns) >= LONG_PROGRAM:
+            counts = [counts[len(counts) // 2], *counts]
         made, promised = list[PlannedStep](), math.inf
         while counts and counts[0] >= 2:
             try:
                 split = self.split(counts[0], is_pipeline=True)
             except (InexactMicrobatchError, BatchArgumentError):
-                break
+                counts = [count for count in counts if count < counts[0]]
+                continue
             stages = StageSearch.of(split, options, self.cluster, self.report)
             if stages is None:
                 break
@@ -230,7 +261,8 @@ class LayoutSearch:
                 made += planned
                 if any(candidate.fits for candidate in planned):
                     promised = first[1]
-            counts = _worth_trying(stages, counts[1:], limit, promised)
+            left = [count for count in counts if count != split.num_microbatches]
+            counts = _worth_trying(stages, left, limit, promised)
         return made
 
     def _within(self, stages: StageSearch, split: SplitStep) -> list[PlannedStep]:

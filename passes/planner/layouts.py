@@ -29,11 +29,13 @@ class StageLayout:
       devices: of every mesh.
       remat: for every stage, whether its backward pass computes the forward pass again; empty if
         that is not decided here.
+      schedule: what these were chosen for; empty if for none of several.
     """
 
     boundaries: int | tuple[int, ...] | StageParts
     devices: tuple[int, ...]
     remat: tuple[bool, ...] = ()
+    schedule: str = ""
 
     @property
     def is_pipeline(self) -> bool:

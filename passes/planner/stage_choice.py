@@ -68,6 +68,7 @@ def best_stages(
     *,
     num_microbatches: int,
     memory_limit: float | None,
+    in_flight: Callable[[int], int] | None = None,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
@@ -83,6 +84,8 @@ def best_stages(
       oracle: called once for every range of layers and every size of submesh.
       num_microbatches: M.
       memory_limit: bytes per device; None: no limit.
+      in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
+        last one, itself counted; None: 1F1B's, one for each.
 
     >>> def oracle(start, stop, num_devices):
     ...     return [StageOption((stop - start) / num_devices, 100 * (stop - start), 10)]
@@ -100,7 +103,10 @@ def best_stages(
     }
     problem = StageProblem(
         tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1)),
-        tuple(_kind(size, num_layers, options, num_microbatches) for size in submeshes),
+        tuple(
+            _kind(size, num_layers, options, num_microbatches, in_flight or (lambda left: left))
+            for size in submeshes
+        ),
         num_devices,
         max_count=min(num_layers, num_devices // submeshes[0]),
         memory_limit=memory_limit,
@@ -121,6 +127,7 @@ def _kind(
     num_layers: int,
     options: dict[tuple[int, int, int], tuple[StageOption, ...]],
     num_microbatches: int,
+    in_flight: Callable[[int], int],
 ) -> StageKind:
     """The stages on submeshes of one size, as the search wants them."""
     most = max(len(options[key]) for key in options if key[2] == size)
@@ -142,6 +149,5 @@ def _kind(
         bottleneck=arrays[1],
         bytes_fixed=arrays[2],
         bytes_per_microbatch=arrays[3],
-        # 1F1B: one per stage from this one to the last.
-        in_flight=lambda count: min(count, num_microbatches),
+        in_flight=lambda count: min(in_flight(count), num_microbatches),
     )

@@ -6,13 +6,17 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
+from autopar.base.costs import PICOSECONDS
+from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.candidates import label_batch, stage_options
+from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.stage_choice import (
     StageOption,
@@ -31,6 +35,7 @@ from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
 from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.slicing.anatomy import bytes_of, held_leaves
+from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
@@ -118,6 +123,19 @@ Way = tuple[UnitCost, ...]
 """What each unit costs on one mesh at one price of memory."""
 
 
+def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
+    """A step cut into units, a stage each; None where it cannot be cut."""
+    try:
+        layers = slice_stages(split.step, split.rules, 1).layers.layers
+    except OptionError:
+        return None
+    starts = unit_starts([layer.digest for layer in layers])
+    if len(starts) < 2:
+        return None
+    report(f"slicing into {len(starts)} layers")
+    return slice_stages(split.step, split.rules, starts[1:])
+
+
 class UnitCosts:
     """What units cost: those that are alike are planned once."""
 
@@ -173,6 +191,23 @@ class UnitCosts:
             if any(priced[kind] is not known[kind] for kind in priced):
                 found.append(self._way(priced, part))
         return found
+
+    def least_seconds(self, size: int) -> float:
+        """What all units together take at the least on one mesh of so many devices, of any shape.
+
+        Each is planned with free memory and as if what comes before and after lay as it likes best.
+        """
+        part, often = submesh(self._cluster, size), Counter(self._kinds)
+        meshes = logical_meshes(self._options, part, self._labelled[0].graph, of_stage=False)
+        totals = []
+        for mesh in meshes:
+            searches = {kind: self._search(self._place(kind), mesh, part) for kind in self.firsts}
+            bounds = {
+                kind: search.hurried(to_problem(search.built, None)).lower_bound
+                for kind, search in searches.items()
+            }
+            totals.append(sum(often[kind] * bound for kind, bound in bounds.items()) / PICOSECONDS)
+        return min(totals)
 
     def _place(self, kind: Kind) -> PlaceInPipeline:
         return PlaceInPipeline(self._labelled[self.firsts[kind]], ONE_IN_FLIGHT)
