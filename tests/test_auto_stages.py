@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.base.errors import MemoryLimitError
+from autopar.passes.planner import layout_search
 
 DEPTH, WIDTH, ROWS = 4, 512, 64
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
@@ -81,3 +82,45 @@ def test_stages_are_chosen_anew_for_memory() -> None:
     assert plan.pipeline.boundaries != free.pipeline.boundaries
     with pytest.raises(MemoryLimitError, match="No plan keeps within"):
         autopar.plan(*arguments, **options, memory_limit=most // 4)
+
+
+def tied_step(params: Any, tokens: Any) -> Any:
+    """Two layers between a large table and its transpose, which the last stage gets once a step."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        x = params["table"][tokens]
+        for w in params["layers"]:
+            x, _ = layer(x, w)
+        return jnp.mean(jnp.square(x @ params["table"].T))
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def test_what_is_received_once_a_step_may_be_cut() -> None:
+    """The table, of 2 MiB, is nowhere whole where memory is short."""
+    layers = [w / 8 for w in init(jax.random.key(0))["layers"][:2, :, :64, :64]]
+    params = {"table": jax.random.normal(jax.random.key(1), (8192, 64)) / 8, "layers": layers}
+    tokens = np.random.default_rng(2).integers(0, 8192, 8)
+    options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "1f1b"}
+    step = autopar.compile(tied_step, params, tokens, memory_limit="3.5MiB", **options)
+    (table,) = [x for x in step.plan.inputs if "table" in x.path]
+    assert table.bytes_per_device < 8192 * 64 * 4
+    expected = jax.jit(tied_step)(params, tokens)
+    for one, other in zip(
+        jax.tree.leaves(step(params, tokens)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_one_mesh_of_a_long_program_is_bounded_by_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where its layers alone take longer than a pipeline, it is not planned."""
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 1)
+    slow = dataclasses.replace(cluster().inter_node, bandwidth=1e6)
+    state, kinds = init_apart(jax.random.key(0)), []
+    for nodes in (dataclasses.replace(cluster(), inter_node=slow), cluster()):
+        plan = autopar.plan(train_step, state, *BATCH, cluster=nodes, stages="auto", method="data")
+        kinds.append({bool(c.note) for c in plan.candidates})
+    assert kinds == [{True}, {True, False}]

@@ -31,7 +31,7 @@ from autopar.passes.planner.stage_choice import (
 from autopar.passes.planner.stage_shardings import (
     SplitStep,
 )
-from autopar.passes.planner.unit_costs import StageTransfer, UnitCost, UnitCosts, Way, units_of
+from autopar.passes.planner.unit_costs import NeighbourTransfer, UnitCost, UnitCosts, Way, units_of
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -212,7 +212,7 @@ class StageSearch:
                     here = range(start, stop)
                     apart = sum(each for x, y, each in once if (x in here) != (y in here))
                     there = passing[stop - 1]
-                    transfer = StageTransfer(2 * there, there, apart, is_hidden)
+                    transfer = NeighbourTransfer(2 * there, there, apart, is_hidden)
                     options = [
                         option
                         for total in totals

@@ -43,7 +43,7 @@ from autopar.passes.slicing.stage_graphs import Stages
 PRICES = (0.25, 4.0)
 
 
-class StageTransfer(NamedTuple):
+class NeighbourTransfer(NamedTuple):
     """What a stage and the next one send each other.
 
     Args:
@@ -96,7 +96,7 @@ class UnitCost(NamedTuple):
         )
 
     def options(
-        self, transfer: StageTransfer, received: int, remat: str | None
+        self, transfer: NeighbourTransfer, received: int, remat: str | None
     ) -> tuple[StageOption, ...]:
         """A stage that costs this and its transfers, and receives so many bytes per microbatch."""
         fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch

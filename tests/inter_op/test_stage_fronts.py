@@ -63,3 +63,29 @@ def test_computing_again_needs_what_it_says() -> None:
     assert not any(free[0].remat)
     assert any(tight[0].remat)
     assert tight[1] > free[1]
+
+
+def test_the_schedule_hides_transfers_where_more_microbatches_in_flight_fit() -> None:
+    """Four stages; what one sends takes as long as a fifth of its work."""
+    apart = dataclasses.replace(search(4, (QUICK,) * 4, count=64), schedules=("1f1b", "eager_1f1b"))
+    apart = dataclasses.replace(apart, ways={4: apart.ways[4]}, crossing=(600_000_000,) * 4)
+    waits = dataclasses.replace(apart, schedules=("1f1b",))
+    free, waiting = apart.within(10_000), waits.within(10_000)
+    assert free is not None and waiting is not None
+    assert free[0].schedule == "eager_1f1b"
+    assert free[1] < waiting[1]
+    # The first stage: 60 bytes and seven microbatches in flight, or four.
+    assert apart.within(130) == free
+    tight = apart.within(129)
+    assert tight is not None
+    assert tight[0].schedule == "1f1b"
+    assert tight[1] == waiting[1]
+
+
+def test_what_passes_once_a_step_costs_stages_apart() -> None:
+    found = search(4, (QUICK,) * 4)
+    apart = dataclasses.replace(found, once=((0, 3, 10**9),))
+    free, tied = found.within(10_000), apart.within(10_000)
+    assert free is not None and tied is not None
+    assert tied[0] == free[0]
+    assert tied[1] > free[1]
