@@ -35,8 +35,8 @@ class Turn(NamedTuple):
     """
 
     pieces: Sequence[StagePiece]
-    before: Mapping[int, int]
-    written: Mapping[int, int]
+    before: dict[int, int]
+    written: dict[int, int]
     ending: frozenset[int]
 
 

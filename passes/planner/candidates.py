@@ -14,11 +14,8 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
-from jax.extend.core import Literal, Var
-
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
-from autopar.passes.graph.graph import Input
 from autopar.passes.pieces.cutting import cut, uncut
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces, Runnable
@@ -33,6 +30,7 @@ from autopar.passes.planner.alike_stages import (
 )
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_on_any
+from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
     LARGE_PROBLEM,
     PlaceInPipeline,
@@ -45,8 +43,6 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
-from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
-from autopar.passes.sharding.loop_kinds import LoopKinds, loop_kinds
 from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
@@ -307,33 +303,6 @@ def plan_stage(place: PlaceInPipeline, options: Options, part: Cluster) -> Plann
 def stage_options(stage: StageGraph, options: Options) -> Options:
     """The options with the pins that are for a stage's own inputs."""
     return replace(options, pins=pins_of(stage.graph, options.pins))
-
-
-def label_batch(stages: Stages) -> tuple[StageGraph, ...]:
-    """The stages' graphs, with the batch dimension of what they receive."""
-    whole = stages.whole.graph
-    known, kinds = batch_dims(whole, stages.rules), LoopKinds()
-    if any(label.loops for label in whole.inputs):
-        kinds = loop_kinds(whole, stages.rules)
-    return tuple(_labelled(stage, known, kinds) for stage in stages.graphs)
-
-
-def _labelled(stage: StageGraph, known: BatchDims, kinds: LoopKinds) -> StageGraph:
-    if stage.loop is None:
-        return stage
-    entering = zip(stage.loop.body.invars, stage.loop.scan.invars, strict=True)
-    inner = {outer: v for v, outer in entering if not isinstance(outer, Literal)}
-
-    def labelled(var: Var, label: Input, leaf: int | None) -> Input:
-        if leaf is not None or var not in inner:
-            return label
-        dims, loops = known.get(inner[var], frozenset()), kinds.of(inner[var])
-        label = replace(label, loops=("", *loops) if any(loops) else ())
-        return replace(label, batch_axis=min(dims) + 1) if dims else label
-
-    inputs = tuple(map(labelled, stage.graph.jaxpr.invars, stage.graph.inputs, stage.inputs))
-    graph = replace(stage.graph, inputs=inputs)
-    return replace(stage, step=replace(stage.step, graph=graph))
 
 
 def assemble(

@@ -16,7 +16,6 @@ from autopar.passes.planner.candidates import (
     PlannedStep,
     Report,
     assemble,
-    label_batch,
     parts_of,
     sliced,
     stage_options,
@@ -25,6 +24,7 @@ from autopar.passes.planner.candidates import (
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.plan_writer import choice_text, node_names
+from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
     PlaceInPipeline,
     PlannedStage,

@@ -15,12 +15,13 @@ from autopar.base.costs import PICOSECONDS
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.candidates import label_batch, stage_options
+from autopar.passes.planner.candidates import stage_options
 from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.stage_choice import (
     StageOption,
 )
+from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
     MeshSearch,
     PlaceInPipeline,
