@@ -34,12 +34,16 @@ CLUSTERS = {"gpu:h100": "8xh100", "gpu:h200": "8xh200", "gpu:a100": "8xa100"}
 
 
 class Case(NamedTuple):
-    """A program, how many sequences (or images) a step has, and the options of its plan."""
+    """A program, how many sequences (or images) a step has, and the options of its plan.
+
+    From those `held_out`, no rule of memory was read (`passes/sharding/compiler_rules.py`).
+    """
 
     program: str
     batch: int
     remat: bool
     options: dict[str, Any]
+    held_out: bool = False
 
     @property
     def name(self) -> str:
@@ -69,6 +73,23 @@ CASES = (
     case("wide-resnet-250M", 64, method="data"),
     case("wide-resnet-250M", 128, method="zero2", microbatches=4),
 )
+HELD_OUT = (
+    case("gpt-760M", 32, remat=True, method="zero3"),
+    case("gpt-760M", 32, method="data"),
+    case("gpt-350M", 128, method="zero2", microbatches=8),
+    case("gpt-350M", 64, remat=True, method="zero2"),
+    case("gpt-2.6B", 16, method="megatron"),
+    case("gpt-125M", 128),
+    case("llama-7B", 16, method="zero2", microbatches=2),
+    case("llama-scanned-7B", 8, method="data"),
+    case("llama-scanned-7B", 8, remat=True, method="megatron"),
+    case("moe-690M", 64, method="zero3"),
+    case("moe-690M", 64, remat=True, method="expert"),
+    case("deepseek-16B", 32, remat=True, method="zero3"),
+    case("wide-resnet-500M", 64, method="zero3"),
+    case("wide-resnet-500M", 64, remat=True, method="data"),
+)
+ALL = (*CASES, *(item._replace(held_out=True) for item in HELD_OUT))
 
 
 def cluster_of(target: str) -> str:
@@ -79,6 +100,7 @@ def cluster_of(target: str) -> str:
 def measure(item: Case, target: str, layers: int | None, processes: int | None) -> dict[str, Any]:
     """One program on one target; "refused": nothing was planned to fit."""
     row: dict[str, Any] = {"program": item.name, "target": target, "layers": layers}
+    row["held_out"] = item.held_out
     whole = layers if "resnet" not in item.program else None
     made = build(item.program, remat=item.remat, batch=item.batch, layers=whole)
     shapes = made.state, made.batch
@@ -127,7 +149,7 @@ def main() -> None:
     cases = [
         (item, target)
         for target in options.targets
-        for item in CASES
+        for item in ALL
         if re.search(options.programs, item.name)
     ]
     progress = Console(stderr=True)
@@ -154,10 +176,13 @@ def main() -> None:
         )
     Console(width=max(Console().width, 120)).print(table)
     for target in options.targets:
-        ratios = [r["ratio"] for r in rows if r["target"] == target and r.get("ratio")]
-        if ratios:
-            middle = statistics.median(ratios)
-            print(f"{target}: median {middle:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
+        for held_out in (False, True):
+            own = [r for r in rows if r["target"] == target and r["held_out"] == held_out]
+            ratios = [r["ratio"] for r in own if r.get("ratio")]
+            if ratios:
+                middle, which = statistics.median(ratios), "held out" if held_out else "others"
+                most = f"from {min(ratios):.2f} to {max(ratios):.2f}"
+                print(f"{target}, {which}: median {middle:.2f}, {most} of {len(ratios)}")
     if options.json:
         print(json.dumps({"rows": rows}))
 

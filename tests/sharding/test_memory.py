@@ -95,3 +95,42 @@ def test_a_loop_needs_its_body_beside_its_operands() -> None:
     # Weights, the device's rows of the batch, the loop's result; inside, a product, over which its
     # tanh is written.
     assert found.bytes == 256 + 256 + 256 + 256
+
+
+def peak_bytes(step: Any, *shapes: Any) -> int:
+    graph = graph_of(step, *shapes, batch_argnums=(1,))
+    return peak_of(compiled(graph, method="data", microbatches=1)).bytes
+
+
+def test_what_is_read_far_away_is_computed_again_where_that_is_quicker() -> None:
+    def needed(function: Any) -> int:
+        def step(weights: Any, x: Any) -> Any:
+            first = jnp.sort(x)
+            cheap, y = function(first), jnp.sort(first)
+            near = jnp.sort(y + cheap)
+            for _ in range(40):
+                near = jnp.sort(near)
+            return weights + jnp.sum(near * cheap * first, axis=0)
+
+        return peak_bytes(step, shaped(64, 64), shaped(64, 64, 64))
+
+    value = 8 * 64 * 64 * 4
+    as_it_is = needed(lambda x: x)
+    assert needed(lambda x: x * x + 1.0) == as_it_is
+    assert needed(jnp.exp) == as_it_is
+    assert needed(jax.lax.erf) == as_it_is + value, "dearer than a write and a read"
+
+
+def test_a_scatter_writes_into_what_it_changes() -> None:
+    def needed(again: bool) -> int:
+        def step(weights: Any, x: Any) -> Any:
+            table = jnp.sort(weights)
+            found = jnp.sort(table.at[2].add(1.0).sum(0)) + x.sum()
+            return weights.at[0].set(found + table[1] if again else found)
+
+        return peak_bytes(step, shaped(64, 64), shaped(8, 64))
+
+    # The weights, which are changed in place, and the table, once or as it was and is.
+    matrix = 64 * 64 * 4
+    assert 2 * matrix <= needed(again=False) < 2.2 * matrix
+    assert 3 * matrix <= needed(again=True) < 3.2 * matrix
