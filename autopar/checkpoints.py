@@ -221,6 +221,13 @@ class Checkpoints:
         check_fit(stored, paths, leaves, step)
         read = functools.cache(functools.partial(_read_item, self.directory / name_of(step)))
         needed = {piece for path in paths for piece in stored[path].pieces}
+        for piece in needed:
+            if piece.name not in read(piece.item)[0]:
+                raise DamagedCheckpointError(
+                    f"The checkpoint of step {step} is damaged.",
+                    where=str(self.directory / name_of(step) / piece.item),
+                    why=f"an array ({piece.name}) is not there.",
+                )
         wrong = {piece for piece in needed if piece.name in read(piece.item)[1]}
         if wrong:
             broken = [x for x in paths if not wrong.isdisjoint(stored[x].pieces)]

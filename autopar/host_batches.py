@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.arrays.typed_keys import is_key
+
 Axes = Sequence[int | None]
 """For each leaf the dimension along which it holds examples; None: it has none."""
 
@@ -28,15 +30,25 @@ def rows_of(value: Any, axes: Axes) -> int | None:
 
 
 def padded(value: Any, axes: Axes, rows: int) -> Any:
-    """A batch with its last example repeated until there are so many: numbers that stay finite."""
+    """A batch with its last example repeated until there are so many: numbers that stay finite.
+
+    Of a batch without examples, they are zeros.
+    """
     leaves: list[Any]
     tree: Any
     leaves, tree = jax.tree.flatten(value)
-    had = rows_of(value, axes)
+    had = rows_of(value, axes) or 0
+    places = np.minimum(np.arange(rows), had - 1)
 
     def filled(leaf: Any, axis: int | None) -> Any:
-        if axis is None or np.ndim(leaf) <= axis or np.shape(leaf)[axis] != had or not had:
+        if axis is None or np.ndim(leaf) <= axis or np.shape(leaf)[axis] != had:
             return leaf
-        return np.take(np.asarray(leaf), np.minimum(np.arange(rows), had - 1), axis=axis)
+        if not had and not is_key(leaf.dtype):
+            shape = np.shape(leaf)
+            return np.zeros((*shape[:axis], rows, *shape[axis + 1 :]), leaf.dtype)
+        if is_key(leaf.dtype):  # which NumPy cannot hold
+            rest = (slice(None),) * axis
+            return leaf[(*rest, places)]
+        return np.take(np.asarray(leaf), places, axis=axis)
 
     return tree.unflatten([filled(*each) for each in zip(leaves, axes, strict=True)])

@@ -144,7 +144,10 @@ def _read(buffer: _Buffer, source: Any, prepare: _Preparer, position: Any) -> No
     except BaseException as raised:  # also a SystemExit of the source: the loop shall see it
         error = raised
     finally:
-        items.close()
+        try:
+            items.close()
+        except BaseException as raised:  # the source's own `close` failed
+            error = error or raised
         buffer.end(error)
 
 
@@ -158,6 +161,8 @@ def _positioned(source: Any, position: Any, prepare: _Preparer) -> Any:
         return
     iterator = iter(source)
     own_state = all(callable(getattr(iterator, x, None)) for x in ("get_state", "set_state"))
+    if isinstance(position, int) and position == 0:
+        position = None  # where every `Prefetch` begins; no state of a source
     if own_state and position is not None:
         iterator.set_state(position)
     elif position is not None:
@@ -221,7 +226,7 @@ class _Preparer:
                     return None
                 value = padded(value, axes, self.rows)
             if self.ragged == "pad":
-                mask = np.arange(self.rows or 0) < (rows or 0)
+                mask = np.arange(max(self.rows or 0, rows or 0)) < (rows or 0)
                 value = self._masked(value, mask)
         self.fits = None
         with no_mesh():

@@ -74,12 +74,19 @@ def _planned(
     parts = path_parts("x" + jax.tree_util.keystr(keys))[1:]
     path = ".".join(parts)
     index = _number(traced, parts, leaf)
-    asked = path if names is None else names(path)
+    asked: Any = path if names is None else names(path)
+    if not isinstance(asked, str) and not (isinstance(asked, tuple) and len(asked) == 2):
+        return f"- {path}: names says {asked!r}, which is no name"
     name, axes = (asked, None) if isinstance(asked, str) else asked
     stored = known.get(name) or (known.get(name.replace(".", "/")) if names is None else None)
     if stored is None:
         near = did_you_mean(name, list(known))
         return f"- {path}: there is no array {name!r}{f'; {near}' if near else ''}"
+    rank = len(stored.shape)
+    if axes is not None:
+        axes = [axis + rank if axis < 0 else axis for axis in axes]
+        if sorted(axes) != list(range(rank)):
+            return f"- {path}: {axes} is no order of the {rank} dimensions of {name!r}"
     shape = stored.shape if axes is None else tuple(stored.shape[axis] for axis in axes)
     if shape != np.shape(leaf):
         return f"- {path}: {list(np.shape(leaf))}, and {name!r} has {list(shape)}"

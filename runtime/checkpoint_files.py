@@ -98,6 +98,8 @@ def damaged(folder: Path, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
         sums = json.loads((folder / CHECKSUMS).read_text())
     except FileNotFoundError:
         return frozenset()
+    if not isinstance(sums, dict):
+        raise ValueError(f"{CHECKSUMS} holds no checksums")
     return frozenset(name for name, array in arrays.items() if sums.get(name) != _checksum(array))
 
 
@@ -106,13 +108,25 @@ def _checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
+def _text_checksum(contents: Mapping[str, Any]) -> int:
+    """CRC-32 of what is written as JSON."""
+    return zlib.crc32(json.dumps(contents).encode())
+
+
 def read_item(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of an item, by name."""
+    """The arrays of an item, by name.
+
+    Raises:
+      ValueError: it is garbled; OSError and others of Orbax's: it cannot be read.
+    """
     ocp = orbax()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        names = reader.metadata(folder).item_metadata.tree
-        kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        found = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kinds))
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            names = reader.metadata(folder).item_metadata.tree
+            kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+            found = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=kinds))
+    except (AttributeError, TypeError, KeyError) as error:  # Orbax's, of what it did not expect
+        raise ValueError("the list of its arrays, which Orbax wrote, is garbled") from error
     return {name: np.asarray(array) for name, array in found.items()}
 
 
@@ -179,6 +193,7 @@ def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> Non
         shutil.rmtree(folder / name, ignore_errors=True)
     plain = [asdict(leaf) for leaf in leaves]
     contents = {"format": FORMAT, "step": step, "extra": extra, "leaves": plain}
+    contents["checksum"] = _text_checksum(contents)
     _write(folder / CONTENTS, json.dumps(contents, indent=1))
     os.replace(folder, folder.parent / name_of(step))
     descriptor = os.open(folder.parent, os.O_RDONLY)
@@ -207,6 +222,9 @@ def read_contents(directory: Path, step: int) -> tuple[dict[str, StoredLeaf], An
         contents = json.loads(file.read_text())
         if contents["format"] != FORMAT:
             raise ValueError(f"it has format {contents['format']}, and this version reads {FORMAT}")
+        known = contents.pop("checksum", None)  # there is none in those of old
+        if known is not None and known != _text_checksum(contents):
+            raise ValueError("it is not what was written: its checksum differs")
         leaves = [StoredLeaf.from_dict(plain) for plain in contents["leaves"]]
         return {leaf.path: leaf for leaf in leaves}, contents["extra"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import CheckpointError
 
 Rows = tuple[slice, ...]
@@ -44,7 +47,7 @@ def open_weights(source: Any) -> dict[str, StoredArray]:
       CheckpointError: it is not there, or no such file.
     """
     if isinstance(source, Mapping):
-        return {str(name): _in_memory(value) for name, value in source.items()}
+        return {str(name): _in_memory(str(name), value) for name, value in source.items()}
     path = _path_of(source)
     if path.is_dir():
         files = sorted(path.iterdir(), key=str)
@@ -53,14 +56,14 @@ def open_weights(source: Any) -> dict[str, StoredArray]:
             return {name: x for file in tensors for name, x in safetensors(file).items()}
         arrays = [file for file in files if file.name.endswith(".npy")]
         if arrays:
-            return {file.name.removesuffix(".npy"): _numpy_file(file) for file in arrays}
+            return {file.name.removesuffix(".npy"): _of_numpy(_numpy_file, file) for file in arrays}
         return dict(_orbax(path))
     if not path.exists():
         raise CheckpointError("There are no weights.", where=str(path), why="it does not exist.")
     if path.name.endswith(".safetensors"):
         return safetensors(path)
     if path.name.endswith(".npz"):
-        return dict(_numpy_archive(path))
+        return _of_numpy(lambda file: dict(_numpy_archive(file)), path)
     raise CheckpointError(
         "The weights are in a file of an unknown kind.",
         where=str(path),
@@ -112,7 +115,7 @@ def safetensors(file: Any) -> dict[str, StoredArray]:
             size = stream.seek(0, os.SEEK_END)
         header.pop("__metadata__", None)
         return {name: _tensor(file, 8 + length, size, x) for name, x in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             "A safetensors file cannot be read.",
             where=str(file),
@@ -122,7 +125,7 @@ def safetensors(file: Any) -> dict[str, StoredArray]:
 
 
 def _tensor(file: Any, start: int, size: int, entry: Mapping[str, Any]) -> StoredArray:
-    first, end = entry["data_offsets"]
+    first, end = map(operator.index, entry["data_offsets"])
     shape, dtype = tuple(map(int, entry["shape"])), np.dtype(_DTYPES[entry["dtype"]])
     if not 0 <= first <= end <= size - start or end - first != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"an array of shape {list(shape)} is not where the header says")
@@ -152,12 +155,15 @@ def _read_rows(
 # NumPy and mappings
 
 
-def _in_memory(value: Any) -> StoredArray:
+def _in_memory(name: str, value: Any) -> StoredArray:
     from autopar.arrays.foreign import on_host
 
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if not hasattr(value, "shape") or not hasattr(value, "dtype") or is_key(value.dtype):
         raise CheckpointError(
-            "The weights hold what is no array.", why=f"it is a {type(value).__name__}."
+            "The weights hold what is no array of numbers.",
+            where=name,
+            why=f"it is a {type(value).__name__}.",
+            hint="pass a mapping of names to arrays; of a tree, of its leaves' paths.",
         )
 
     def read(rows: Rows) -> np.ndarray:
@@ -165,6 +171,26 @@ def _in_memory(value: Any) -> StoredArray:
 
     dtype = str(value.dtype).removeprefix("torch.")
     return StoredArray(tuple(map(int, value.shape)), np.dtype(getattr(jnp, dtype, dtype)), read)
+
+
+T = TypeVar("T")
+
+
+def _of_numpy(read: Callable[[Any], T], file: Any) -> T:
+    """What is read of a file of NumPy's.
+
+    Raises:
+      CheckpointError: it is no such file, or cut short.
+    """
+    try:
+        return read(file)
+    except (OSError, ValueError, EOFError, AttributeError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            "A file of NumPy's cannot be read.",
+            where=str(file),
+            why=f"{type(error).__name__}: {error}",
+            hint="was it copied to its end?",
+        ) from error
 
 
 def _numpy_file(file: Any) -> StoredArray:

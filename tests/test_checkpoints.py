@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +315,39 @@ def test_rows_on_several_stages_for_other_stages(tmp_path: Path) -> None:
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
             loss = step(found, x)[1]
             np.testing.assert_allclose(loss, two(wanted, x)[1], rtol=1e-5)
+
+
+# Orbax's reads that are still going on when one has failed end after their loop of events.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_reason_is_told_whatever_file_is_garbled(tmp_path: Path) -> None:
+    state = {"w": jnp.arange(2000.0), "none": jnp.zeros((0, 3)), "count": 3}
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, extra={"position": 70 + step})
+    files = [x for x in (tmp_path / "step_00000002").rglob("*") if x.is_file()]
+    for file in files:
+        content = file.read_bytes()
+        for garbled in (b"", b"garbage", b"[]", content[: len(content) // 2]):
+            file.write_bytes(garbled)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                found = checkpoints.restore(state, fallback=True)
+            np.testing.assert_array_equal(found.state["w"], state["w"])
+            text = "".join(str(each.message) for each in told)
+            assert ("step 1 is restored" in text) == (found.step == 1)
+            assert "AttributeError" not in text, text
+        file.write_bytes(content)
+    contents = tmp_path / "step_00000002" / "contents.json"
+    text = contents.read_text()
+    for old, new in (("72", "92"), ('"2"', '"6"'), ("2000", "2001")):
+        assert old in text
+        contents.write_text(text.replace(old, new))
+        with pytest.raises(CheckpointError, match="its checksum differs"):
+            checkpoints.restore(state)
+    plain = json.loads(text)  # as versions without a checksum wrote it
+    del plain["checksum"]
+    contents.write_text(json.dumps(plain))
+    assert checkpoints.restore(state).extra == {"position": 72}
+    contents.write_text(json.dumps(plain).replace('"2"', '"6"'))
+    with pytest.raises(CheckpointError, match=r"an array \(6\) is not there"):
+        checkpoints.restore(state)

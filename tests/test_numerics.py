@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.base.errors import OptionError
+from autopar.runtime.verification.first_difference import largest_error
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -104,3 +105,12 @@ def test_shapes_have_no_numbers() -> None:
     shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     with pytest.raises(OptionError, match="needs numbers"):
         autopar.verify_numerics(planted_step, shape, shape)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int8", "bool"])
+def test_errors_are_told_in_every_dtype(dtype: str) -> None:
+    one, other = (jnp.array(x).astype(dtype) for x in ([0.0, 0.25, 1.0], [1.0, 0.25, 0.0]))
+    assert largest_error(one, other) == 1.0 and largest_error(one, one) == 0.0
+    if dtype in ("bfloat16", "float16"):
+        assert largest_error(other * 0.5, other) == 0.5
+        assert largest_error(other * jnp.nan, other) == np.inf

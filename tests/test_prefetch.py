@@ -246,3 +246,53 @@ def test_bad_requests(step: Any) -> None:
         step.prefetch(3)
     with pytest.raises(OptionError, match="position=-1"):
         next(step.prefetch([batch(0)], position=-1))
+
+
+def test_a_source_whose_close_fails_does_not_hang(step: Any) -> None:
+    class Closing(Iterator[Any]):
+        def __next__(self) -> Any:
+            return np.ones(3)
+
+        def close(self) -> None:
+            raise OSError("it was gone")
+
+    batches = step.prefetch(Closing(), ragged="pad", mask="real")
+    with pytest.raises(OptionError, match="names an entry of the batch"):
+        next(batches)
+    assert list(batches) == [] and threads() == 0
+
+
+def test_a_position_before_the_first_batch(step: Any) -> None:
+    class Stateful(Iterator[Any]):
+        at = 0
+
+        def __next__(self) -> Any:
+            if self.at == 2:
+                raise StopIteration
+            self.at += 1
+            return batch(self.at)
+
+        def get_state(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def set_state(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    with step.prefetch(Stateful()) as batches:
+        position = batches.position
+    assert len(list(step.prefetch(Stateful(), position=position))) == 2
+
+
+def test_masks_are_as_long_as_their_batches(step: Any) -> None:
+    source = [batch(0, ROWS), batch(1, 2 * ROWS), batch(2, 3), batch(3, 0)]
+    padded = list(step.prefetch(source, ragged="pad"))
+    assert [len(each["y"]) for each, _ in padded] == [ROWS, 2 * ROWS, ROWS, ROWS]
+    assert [len(mask) for _, mask in padded] == [ROWS, 2 * ROWS, ROWS, ROWS]
+    assert [int(mask.sum()) for _, mask in padded] == [ROWS, 2 * ROWS, 3, 0]
+    assert all(np.isfinite(each["x"]).all() for each, _ in padded)
+
+
+def test_keys_are_filled_up_too(step: Any) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    ((filled, mask),) = step.prefetch([keys], ragged="pad")
+    assert (filled == keys[np.minimum(np.arange(ROWS), 2)]).all() and mask.sum() == 3

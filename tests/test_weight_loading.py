@@ -192,3 +192,43 @@ def test_files_that_the_package_writes(tmp_path: Path) -> None:
         whole = found[name].read(tuple(slice(0, n) for n in array.shape))
         np.testing.assert_array_equal(whole, array)
         assert whole.dtype == array.dtype
+
+
+def test_hostile_and_garbled_files(step: autopar.Executable, tmp_path: Path) -> None:
+    deep, garbled = b"[" * 200_000, tmp_path / "garbled.npz"
+    places = {"dtype": "F32", "shape": [8, 4], "data_offsets": [0.0, 128.0]}
+    real = json.dumps({"head": places}).encode()
+    files = [(1 << 63, b""), (len(deep), deep), (len(real), real + bytes(128))]
+    for length, content in files:
+        file = tmp_path / "bad.safetensors"
+        file.write_bytes(length.to_bytes(8, "little") + content)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            open_weights(file)
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    for file, source in ((garbled, garbled), (folder / "head.npy", folder)):
+        for content in (b"", b"garbage", b"PK"):
+            file.write_bytes(content)
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                open_weights(source)
+    np.savez(garbled, head=HEAD)
+    garbled.write_bytes(garbled.read_bytes()[:-30])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_weights(garbled)
+
+
+def test_names_and_orders_that_are_none(step: autopar.Executable) -> None:
+    answers: dict[str, Any] = {
+        "layers.kernel": None,
+        "head": ("head", (0, 0)),
+        "scale": ("scale", (1,)),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        step.load_weights(LIKE, FLAT, lambda path: answers[path])
+    text = " ".join(str(caught.value).split())
+    assert "layers.kernel: names says None, which is no name" in text
+    assert "head: [0, 0] is no order of the 2 dimensions of 'head'" in text
+    assert "scale: [1] is no order" in text
+    for value in (None, {"kernel": LAYERS}, jax.random.key(0)):
+        with pytest.raises(CheckpointError, match=r"no array of numbers(.|\n)*where: layers"):
+            step.load_weights(LIKE, {"layers": value, **FLAT})

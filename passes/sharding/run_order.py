@@ -82,9 +82,11 @@ def ties(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
                 bucket = []
         if _is_large_sum(instruction, mesh):
             ahead = products[bisect_right(products, time) :][:PRODUCTS_AHEAD]
-            (result,) = writes(instruction) or (None,)
-            if result and ahead and not _is_read(result, ahead[-1], instructions, readers):
-                results.append(result)
+            results += [
+                result
+                for result in writes(instruction)
+                if ahead and not _is_read(result, ahead[-1], instructions, readers)
+            ]
         if not _is_product(instruction):
             continue
         buffers = [v for v in reads(instruction) if v in ranks and v not in results]

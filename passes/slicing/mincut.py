@@ -96,8 +96,10 @@ class _Cuts:
         values = self._touching(is_open, touching)
         middle = (first + stop) // 2
         above = self._above(middle, values)
-        self.high[(self.low < middle) & (self.high >= middle)] = middle - 1
-        self.low[above], self.high[above] = middle, np.iinfo(int).max
+        below = (self.low < middle) & (self.high >= middle)
+        below[above] = False
+        self.high[below] = middle - 1
+        self.low[above] = middle
         self.between(first, middle, values)
         self.between(middle + 1, stop, values)
 

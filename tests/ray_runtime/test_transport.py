@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from autopar.runtime.ray.actor.actor_arrays import KEYS, Missing, Store
+from autopar.runtime.ray.transport import pickling, sourced
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 
@@ -158,3 +159,27 @@ def test_what_is_closed_leaves_neither_threads_nor_sockets() -> None:
     assert set(threading.enumerate()) <= before
     del one, other
     gc.collect()
+
+
+class FailsOnce:
+    """A source of which a batch can be read the second time that it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        self.asked += 1
+        if self.asked == 1:
+            raise OSError("the network was gone")
+        return np.arange(3)
+
+
+def test_a_batch_that_could_not_be_read_is_read_again() -> None:
+    reader = sourced._Reader(pickling.dumps(FailsOnce(), "The source"))
+    with pytest.raises(OSError, match="the network was gone"):
+        reader.batch(0)
+    np.testing.assert_array_equal(reader.batch(0)[0], np.arange(3))
+    reader.close()

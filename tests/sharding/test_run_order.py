@@ -64,3 +64,22 @@ def test_the_numbers_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     step = autopar.compile(train_step, weights, x, method="zero3", microbatches=1)
     found = step(weights, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_a_reduction_with_two_results(small: None) -> None:
+    def greatest(x: Any) -> Any:
+        def larger(one: Any, other: Any) -> Any:
+            first = one[0] >= other[0]
+            return tuple(jnp.where(first, a, b) for a, b in zip(one, other, strict=True))
+
+        places = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jax.lax.reduce((x, places), (-jnp.inf, np.int32(0)), larger, (1,))
+
+    def step(weights: Any, x: Any) -> Any:
+        value, place = greatest(x @ weights)
+        for _ in range(3):
+            x = jnp.tanh(x @ weights)
+        return x, value, place
+
+    program = sharded(compiled(graph_of(step, LAYER["in"], SHAPES[1]), microbatches=1))
+    assert ties(program.block, program.mesh)

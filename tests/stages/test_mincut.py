@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from autopar.passes.slicing import mincut
 from autopar.passes.slicing.mincut import CutValue, Node, place
 
 
@@ -60,3 +61,14 @@ def test_a_preference_yields_to_the_direction_of_flow() -> None:
     values = [CutValue(1, (other,), one, downward=True)]
     found = place([one, other], values, {one: 0}, {other: 1}, 2)
     assert found == {one: 0, other: 0}
+
+
+def test_what_is_below_a_boundary_is_settled_for_all_above() -> None:
+    nodes: list[Node] = [(i,) for i in range(16)]
+    values = [CutValue(1, (nodes[i + 1],), nodes[i]) for i in range(15)]
+    fixed = {nodes[i]: i // 2 for i in range(0, 16, 2)}
+    cuts = mincut._Cuts(nodes, values, fixed, {})
+    cuts.between(1, 8, range(len(values)))
+    assert [int(cuts.low[i]) for i in range(0, 16, 2)] == list(range(8))
+    below = cuts.low < 7
+    np.testing.assert_array_equal(cuts.low[below], cuts.high[below])

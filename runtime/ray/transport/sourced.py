@@ -70,7 +70,11 @@ class _Reader:
                 self._batches[wanted] = self._thread.submit(self._read, wanted)
         for known in self._batches.keys() - {number, number + 1}:
             del self._batches[known]
-        return self._batches[number].result()
+        try:
+            return self._batches[number].result()
+        except BaseException:
+            del self._batches[number]  # the next call may have more luck
+            raise
 
     def close(self) -> None:
         """Let the thread end."""
