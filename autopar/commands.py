@@ -21,6 +21,7 @@ from autopar.base.errors import OptionError
 from autopar.base.methods import METHODS
 from autopar.base.options import SCHEDULES, Options
 from autopar.base.units import format_seconds
+from autopar.base.version import __version__
 from autopar.command_line import (
     NO,
     answers,
@@ -79,8 +80,19 @@ OtherSchedule = Annotated[
 ]
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"autopar {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _global() -> None:
+def _global(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Plans how a JAX train step runs on a cluster, and shows what was decided."""
 
 

@@ -155,13 +155,22 @@ def read_arguments(
             )
     unknown = [name for name in kwargs if name not in parameters]
     if unknown and not takes_any:
+        known = [*_BESIDE_OPTIONS.get(caller, ("cluster", "plan")), *names]
         raise OptionError(
             f"There is no option {unknown[0]!r}, and {name_of(fn)} has no such parameter.",
             where=f"autopar.{caller}",
-            why=f"the options are {', '.join(names)}.",
-            hint=did_you_mean(unknown[0], [*names, *parameters]),
+            why=f"the options are {', '.join(known)}.",
+            hint=did_you_mean(unknown[0], [*known, *parameters]),
         )
     return fn, request, kwargs
+
+
+_BESIDE_OPTIONS = {
+    "compile": ("cluster", "plan", "devices"),
+    "plan": ("cluster",),
+    "scaling": ("clusters",),
+}
+"""What is taken by keyword beside `Options`, where that is not a cluster and a plan."""
 
 
 def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from autopar.passes.planner.compiler import Compiled
     from autopar.report.numerics_report import Numerics
 
+_Run = tuple["Traced", "Compiled", tuple[Any, Mapping[str, Any]]]
+"""A step's trace, its plan, and the arguments."""
+
 ROUNDINGS = 100
 """Of the narrowest dtype of a program, by which its numbers may differ in their own dtypes."""
 
@@ -92,13 +95,16 @@ def verify_numerics(
         epsilon = _epsilon(traced)
         own = _errors(found, wanted, ROUNDINGS * epsilon)
         progress.report("in float64")
-        wide, why = _in_float64(fn, traced, args, kwargs, request, progress)
+        wide, why, again = _in_float64(fn, traced, args, kwargs, request, progress)
         made = Numerics(
             repr(compiled.plan), _devices(compiled), tuple(own), tuple(wide), not_float64=why
         )
         if made.agrees:
             return made
         progress.report("looking for the first difference")
+        if again is not None and not all(leaf.agrees for leaf in wide):
+            with jax.enable_x64(True):  # where rounding hides nothing
+                return _explained(made, *again, WIDE_TOLERANCE)
         return _explained(made, traced, compiled, (args, kwargs), ROUNDINGS * epsilon)
 
 
@@ -124,8 +130,8 @@ def _in_float64(
     kwargs: Mapping[str, Any],
     request: PlanRequest,
     progress: Progress,
-) -> tuple[Sequence[LeafError], str]:
-    """The same in float64, and why not."""
+) -> tuple[Sequence[LeafError], str, _Run | None]:
+    """The same in float64, why not, and what was run."""
     from autopar.passes.graph.widened import evaluate_widened
 
     graph = traced.graph
@@ -136,15 +142,16 @@ def _in_float64(
 
     widened.__name__ = widened.__qualname__ = name_of(fn)
     if request.plan is not None:
-        return (), "a given plan is for the program in its own dtypes."
+        return (), "a given plan is for the program in its own dtypes.", None
     try:
         with jax.enable_x64(True):
             wide_args, wide_kwargs = _widened((args, dict(kwargs)))
             wanted = widened(*wide_args, **wide_kwargs)
-            _, _, found = _planned(widened, wide_args, wide_kwargs, request, progress)
-            return _errors(found, wanted, WIDE_TOLERANCE), ""
+            again, compiled, found = _planned(widened, wide_args, wide_kwargs, request, progress)
+            run = again, compiled, (wide_args, wide_kwargs)
+            return _errors(found, wanted, WIDE_TOLERANCE), "", run
     except Exception as error:  # kernels are written for the dtypes that they have
-        return (), f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return (), f"{type(error).__name__}: {str(error).splitlines()[0]}", None
 
 
 def traced_arrays(traced: Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -38,7 +38,12 @@ def run(path: Path) -> None:
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or [""]
-    for path in sorted(HERE.glob("*.ipynb")):
+    notebooks = sorted(HERE.glob("*.ipynb"))
+    for name in wanted:
+        if not any(name in path.name for path in notebooks):
+            known = ", ".join(path.stem for path in notebooks)
+            sys.exit(f"There is no notebook {name!r}: there are {known}.")
+    for path in notebooks:
         if any(name in path.name for name in wanted):
             print(path.name, flush=True)
             run(path)

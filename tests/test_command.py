@@ -102,6 +102,10 @@ def test_everything_fits_the_terminal(folder: Path, columns: int) -> None:
         assert max(map(len, done.stdout.splitlines())) <= columns, arguments
 
 
+def test_it_says_its_version() -> None:
+    assert run("--version").stdout == f"autopar {autopar.__version__}\n"
+
+
 def test_a_table_becomes_paragraphs_where_it_cannot_be_read() -> None:
     table = new_table("Sizes", "path", "type", "bytes", right=("bytes",), plain=("type",))
     add_row(table, "model/layers/kernel", "float32", "1024")

@@ -114,3 +114,18 @@ def test_errors_are_told_in_every_dtype(dtype: str) -> None:
     if dtype in ("bfloat16", "float16"):
         assert largest_error(other * 0.5, other) == 0.5
         assert largest_error(other * jnp.nan, other) == np.inf
+
+
+def test_a_defect_below_the_rounding_of_bfloat16_is_found() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = wrongly_cut(jnp.tanh(x @ weights))
+            return jnp.mean(jnp.square(y @ weights).astype(jnp.float32))
+
+        return weights - (0.1 * jax.grad(loss_fn)(weights)).astype(weights.dtype)
+
+    weights, x = (x.astype(jnp.bfloat16) for x in (normal(16, 16), normal(32, 16, seed=1)))
+    found = autopar.verify_numerics(step, weights, x, method="data", microbatches=1)
+    assert found.own[0].agrees and not found.float64[0].agrees
+    assert found.first_difference is not None, str(found)
+    assert found.first_difference.operation == "local_call"

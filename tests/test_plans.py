@@ -118,7 +118,7 @@ Results
   path     type   shape, cut along   tensors   all   per device
  ───────────────────────────────────────────────────────────────
   result                                   1   4 B          4 B
-    1      f32    scalar                   1   4 B          4 B
+    [1]    f32    scalar                   1   4 B          4 B
 
 Communication in a step
 

@@ -39,7 +39,7 @@ def test_logs_are_told_of_what_takes_long(
     assert capsys.readouterr().err.splitlines() == [
         "autopar: planning it, after 31 s: b",
         "autopar: planning it, after 70 s: d",
-        "autopar: planning it is ready after 80.0 s",
+        "autopar: planning it took 80.0 s",
     ]
 
 
@@ -61,7 +61,7 @@ def test_progress_changes_one_output_of_a_notebook(monkeypatch: pytest.MonkeyPat
         progress.report("tracing")
     assert [set(data) for data in shown] == [{"text/plain", "text/html"}] * 3
     assert "tracing" in shown[1]["text/html"]
-    assert "planning &lt;lambda&gt; is ready after" in shown[-1]["text/html"]
+    assert "planning &lt;lambda&gt; took" in shown[-1]["text/html"]
     with Progress("quiet", shown=False) as progress:
         progress.report("tracing")
     assert len(shown) == 3

@@ -80,7 +80,7 @@ class Options:
         is one that fits (between two integer programs), or None. Such a plan is `interrupted`, as
         one is after Ctrl-C, and may differ from run to run.
       seed: of every random choice in planning.
-      progress: whether to show what planning and compiling are doing. By default (None) live in a
+      progress: whether to show what planning and compiling are doing. Left out, live in a
         terminal and in a notebook; elsewhere a line on standard error, of what takes longer than
         half a minute.
       runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
@@ -180,12 +180,13 @@ class Options:
           OptionError: an option does not exist (says which do, and the closest), or has a bad
             value.
         """
+        known = ("cluster", "plan", *cls.names())  # these two are taken beside options
         for name in options:
             if name not in cls.names():
                 raise OptionError(
                     f"There is no option {name!r}.",
-                    why=f"the options are {', '.join(cls.names())}.",
-                    hint=did_you_mean(name, cls.names()),
+                    why=f"the options are {', '.join(known)}.",
+                    hint=did_you_mean(name, known),
                 )
         return cls(**options)
 

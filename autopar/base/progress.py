@@ -43,7 +43,7 @@ class Progress:
         self._result = result
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        text = f"{self._title} is ready after {self._seconds:.1f} s"
+        text = f"{self._title} took {self._seconds:.1f} s"
         text += f": {self._result}" if self._result else ""
         self._view.end(text if error is None else None)
 

@@ -350,4 +350,4 @@ def _candidates(plan: PlanRecord) -> str:
         return ""
     columns = ("method", "mesh", "microbatches", "step", "peak", "note")
     body = table(columns, lines, numbers=("microbatches", "step", "peak"))
-    return folded("Considered", f"{len(lines)} plans", body)
+    return folded("Considered", "1 plan" if len(lines) == 1 else f"{len(lines)} plans", body)

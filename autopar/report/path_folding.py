@@ -35,10 +35,14 @@ def relative_path(path: str, category: str) -> str:
 
     >>> relative_path("state/opt_state/0/mu/w", "opt_state"), relative_path("state/1", "state")
     ('mu/w', '[1]')
+    >>> relative_path("state/1/0/mu/w", "state/1")
+    'mu/w'
     """
-    names = path.split("/")
-    if category in names[:-1]:
-        names = names[names.index(category) + 1 :]
+    names, inner = path.split("/"), category.split("/")
+    for end in range(len(inner), len(names)):
+        if names[end - len(inner) : end] == inner:
+            names = names[end:]
+            break
     while len(names) > 1 and names[0].isdigit():
         del names[0]
     return f"[{names[0]}]" if len(names) == 1 and names[0].isdigit() else "/".join(names)

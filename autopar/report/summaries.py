@@ -130,7 +130,8 @@ def group_certificate(plan: PlanRecord) -> tuple[tuple[str, int, tuple[str, ...]
         results = [path for path in paths if not is_state.get(path, False)]
         names = list(fold_paths(results))
         if len(results) < len(paths):
-            names.append(f"{len(paths) - len(results)} leaves of the new state")
+            count = len(paths) - len(results)
+            names.append(f"{count} {'leaf' if count == 1 else 'leaves'} of the new state")
         rows.append((how, len(paths), tuple(names)))
     return tuple(rows)
 
@@ -279,7 +280,8 @@ def _num_common(paths: Sequence[Sequence[str]]) -> int:
 def input_categories(plan: PlanRecord) -> dict[str, str]:
     """A name for what each input belongs to: the part of the state, or its role.
 
-    The part is the first name by which paths of the state differ: `params` of `state/params/w`.
+    The part is the first name by which paths of the state differ: `params` of `state/params/w`. A
+    number is no name: of `state/0/w` it is `state/0`.
     """
     state = [short_path(t.path).split("/") for t in plan.inputs if t.role == "state"]
     common = _num_common(state)
@@ -287,7 +289,9 @@ def input_categories(plan: PlanRecord) -> dict[str, str]:
     for tensor in plan.inputs:
         parts = short_path(tensor.path).split("/")
         is_part = tensor.role == "state" and len(parts) > common + 1
-        categories[tensor.path] = parts[common] if is_part else tensor.role
+        is_number = is_part and common > 0 and parts[common].isdigit()
+        part = "/".join(parts[common - is_number : common + 1])
+        categories[tensor.path] = part if is_part else tensor.role
     if len({categories[t.path] for t in plan.inputs if t.role == "state"}) > _MAX_PARTS:
         return {tensor.path: tensor.role for tensor in plan.inputs}
     return categories

@@ -57,7 +57,8 @@ class Verification(VerificationRecord):
         yield _memory_table(self)
         yield _piece_table(self)
         yield from _buffer_tables(self)
-        yield _collective_table(self)
+        if self.collectives:
+            yield _collective_table(self)
         for piece, words in self.failures.items():
             yield Text(f"{piece} failed: {words[:_WORDS]}\n", style="red")
         for piece, lines in self.warnings.items():
