@@ -162,9 +162,13 @@ class Timeline(Displayed):
 
     @property
     def run_order(self) -> tuple[tuple[int, str], ...]:
-        """(mesh, piece and microbatch) of all runs by the time of their start."""
+        """(mesh, piece and microbatch) of all runs by the time of their start.
+
+        Of runs that start together, as one whose end was seen late, the first to be dispatched.
+        """
+        dispatched = {place: number for number, place in enumerate(self.program.order)}
         runs = [e for e in self.events if isinstance(self.instruction(e), Run)]
-        runs.sort(key=lambda event: (event.start, event.mesh, event.index))
+        runs.sort(key=lambda event: (event.start, dispatched[event.mesh, event.index]))
         return tuple((event.mesh, self.instruction(event).label) for event in runs)
 
     def to_chrome_trace(self) -> dict[str, Any]:
