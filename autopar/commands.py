@@ -90,7 +90,9 @@ def _say_version(wanted: bool) -> None:
 def _global(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit."),
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Plans how a JAX train step runs on a cluster, and shows what was decided."""
@@ -277,7 +279,7 @@ def simulate(
         return
     shown: list[Any] = [Text(str(found))]
     if made.is_pipeline:
-        from autopar.report.summaries import drawn
+        from autopar.report.drawn_steps import drawn
         from autopar.report.timeline_rows import TimelineRows
 
         timeline = drawn(found)

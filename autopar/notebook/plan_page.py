@@ -25,7 +25,7 @@ from autopar.notebook.page import (
     tiles,
 )
 from autopar.notebook.timeline_svg import timeline_rows
-from autopar.report import summaries
+from autopar.report import drawn_steps, summaries
 from autopar.report.palette import APART, APART_PARTS, IDLE
 from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.reasons import partition_spec, reasons_of_leaves
@@ -155,7 +155,7 @@ def _notes(plan: PlanRecord) -> list[str]:
 
 
 def _timeline(plan: PlanRecord) -> str:
-    timeline = summaries.simulated(plan)
+    timeline = drawn_steps.simulated(plan)
     if isinstance(timeline, str):
         return f'<div class="q">{text(timeline)}</div>'
     return timeline_rows(timeline)

@@ -15,7 +15,7 @@ from autopar.notebook.timeline_svg import memory_curves, timeline_rows
 from autopar.passes.pipeline.timeline import Timeline, compared
 from autopar.passes.pipeline.what_if import Simulation
 from autopar.report.cluster_tables import cluster_rows
-from autopar.report.summaries import drawn
+from autopar.report.drawn_steps import drawn
 
 if TYPE_CHECKING:
     from autopar.passes.pipeline.timeline import Forecast

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autopar.base.plan_records import PlanRecord
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.passes.pipeline.timeline import Timeline
-from autopar.report import bars, gantt, summaries
+from autopar.report import bars, drawn_steps, gantt, summaries
 from autopar.report.gantt import LEFT, RIGHT, WIDTH, place
 from autopar.report.palette import INK, QUIET
 from autopar.report.stage_cards import cards_height, draw_cards
@@ -59,7 +59,7 @@ def _plot_one_mesh(plan: PlanRecord) -> Picture:
 
 
 def _plot_stages(plan: PlanRecord) -> Picture:
-    timeline = summaries.simulated(plan)
+    timeline = drawn_steps.simulated(plan)
     cards = cards_height(plan)
     rows = 0.9 if isinstance(timeline, str) else gantt.rows_height(timeline) + _MEMORY + 1.45
     sums = [sum(item.seconds * item.times for item in s.collectives) for s in plan.stages]

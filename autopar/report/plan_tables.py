@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autopar.base.plan_records import PlanRecord, TensorPlan
 from autopar.base.units import format_bytes, format_flops, format_seconds
-from autopar.report import summaries
+from autopar.report import drawn_steps, summaries
 from autopar.report.path_folding import relative_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
 from autopar.report.task_spans import TASKS
@@ -63,7 +63,7 @@ class _Tables:
         yield self.summary()
         if self.staged:
             yield self.stages()
-            timeline = summaries.simulated(self.plan)
+            timeline = drawn_steps.simulated(self.plan)
             if isinstance(timeline, str):
                 yield Text(f"\nA step, simulated: {timeline}\n", "dim")
             else:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.base.errors import AutoparError
 from autopar.base.plan_records import (
     PipelinePlan,
     PlanRecord,
@@ -19,8 +18,6 @@ from autopar.base.plan_records import (
     StageTransfer,
     TensorPlan,
 )
-from autopar.passes.pipeline.timeline import Timeline
-from autopar.passes.pipeline.what_if import Simulation, what_if
 from autopar.report.path_folding import fold_paths, short_path
 
 
@@ -300,9 +297,6 @@ def input_categories(plan: PlanRecord) -> dict[str, str]:
 _MAX_PARTS = 5
 """Of the state; where it has more, they are layers and not kinds of state."""
 
-_DRAWN_TASKS = 1024
-"""Stages times microbatches; the passes of more are thinner than a line."""
-
 
 def format_stages(stages: Iterable[int]) -> str:
     """Numbers of stages as people write them.
@@ -385,20 +379,3 @@ def task_seconds(pipeline: PipelinePlan) -> dict[str, dict[int, float]]:
         total = sum((*parts, piece.activation_seconds, piece.other_seconds))
         of_stage[piece.stage] = of_stage.get(piece.stage, 0.0) + total
     return seconds
-
-
-def simulated(plan: PlanRecord) -> Timeline | str:
-    """The timeline of a pipelined plan's step; text if there is none or it is too long to draw."""
-    try:
-        return drawn(what_if(plan))
-    except AutoparError as error:
-        return str(error).splitlines()[0]
-
-
-def drawn(simulation: Simulation) -> Timeline | str:
-    """The timeline of a simulated step; text if it is too long to draw."""
-    schedule = simulation.schedule
-    tasks = schedule.num_stages * schedule.num_microbatches
-    if tasks > _DRAWN_TASKS:
-        return f"{str(simulation).splitlines()[0]} ({tasks:,} passes are too many to draw)"
-    return simulation.timeline
