@@ -118,9 +118,26 @@ def test_one_mesh_of_a_long_program_is_bounded_by_its_layers(
 ) -> None:
     """Where its layers alone take longer than a pipeline, it is not planned."""
     monkeypatch.setattr(layout_search, "LONG_PROGRAM", 1)
-    slow = dataclasses.replace(cluster().inter_node, bandwidth=1e6)
     state, kinds = init_apart(jax.random.key(0)), []
-    for nodes in (dataclasses.replace(cluster(), inter_node=slow), cluster()):
-        plan = autopar.plan(train_step, state, *BATCH, cluster=nodes, stages="auto", method="data")
+    batch = [jax.ShapeDtypeStruct((16 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
+    options: dict[str, Any] = {"method": "data", "microbatches": 4}
+    for margin in (1.02, 2):
+        monkeypatch.setattr(layout_search, "ONE_MESH_MARGIN", margin)
+        plan = autopar.plan(train_step, state, *batch, cluster=cluster(), stages="auto", **options)
         kinds.append({bool(c.note) for c in plan.candidates})
     assert kinds == [{True}, {True, False}]
+
+
+def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its search begins with another number of microbatches."""
+    state, plans = init_apart(jax.random.key(0)), []
+    batch = [jax.ShapeDtypeStruct((8 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
+    options: dict[str, Any] = {"method": "data", "memory_limit": "20MiB"}
+    for equations in (1, 10**6):
+        monkeypatch.setattr(layout_search, "LONG_PROGRAM", equations)
+        plan = autopar.plan(train_step, state, *batch, cluster=cluster(), stages="auto", **options)
+        plans.append(plan)
+    long, short = plans
+    assert long.num_microbatches == short.num_microbatches
+    assert [s.layers for s in long.stages] == [s.layers for s in short.stages]
+    assert long.estimates == short.estimates

@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jax.extend.core import Var
+
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.layout import num_parts
 from autopar.passes.sharding.peak_memory import peak
 from autopar.passes.sharding.pricing import Pricing
@@ -48,6 +51,32 @@ class PieceCosts:
             elif instruction.purpose in ("parameter", "gradient", "state"):
                 hidden += self.pricing.cluster.overlap * each
         return seconds - min(hidden, computing)
+
+    def rowless_seconds(self, block: Block, dims: BatchDims) -> float:
+        """The part of a block's seconds that is as long with fewer rows of the batch.
+
+        Starting kernels and collectives, moving weights and gradients, and what computes with these
+        alone; `dims` are the dimensions of values that hold the batch.
+        """
+        total = 0.0
+        for instruction in block.instructions:
+            if isinstance(instruction, Relayout):
+                lasts = instruction.purpose in ("parameter", "gradient", "state")
+                for step, _, size in instruction.moves():
+                    alpha, beta = self.pricing.step(step)
+                    total += alpha + (beta * size if lasts else 0.0)
+            elif isinstance(instruction, Loop):
+                length: int = instruction.eqn.params["length"]
+                total += length * self.rowless_seconds(instruction.body, dims)
+            elif isinstance(instruction, Branch):
+                total += max(self.rowless_seconds(inner, dims) for inner in instruction.blocks)
+            else:
+                atoms = (*instruction.eqn.invars, *instruction.eqn.outvars)
+                has_rows = any(isinstance(atom, Var) and dims.get(atom) for atom in atoms)
+                whole = self._instruction(instruction)
+                start = self.pricing.start(instruction.eqn)
+                total += min(start, whole) if has_rows else whole
+        return total
 
     def scalar_sums(self, block: Block) -> float:
         """Seconds of the collectives that complete scalars in one run of a block."""

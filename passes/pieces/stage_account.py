@@ -22,9 +22,16 @@ from autopar.passes.pieces.piece_costs import PieceCosts, temporary_bytes
 from autopar.passes.pieces.pieces import Numbers, StagePiece
 from autopar.passes.pieces.rounds import find_levels, outer_rounds
 from autopar.passes.pieces.stage_pieces import TASKS, body_by_task, stage_pieces
+from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import MemoryPeak, label_of
-from autopar.passes.sharding.spmd_program import SpmdProgram, is_literal
+from autopar.passes.sharding.spmd_program import (
+    Compute,
+    ShardedValue,
+    SpmdProgram,
+    is_literal,
+    local_bytes,
+)
 from autopar.passes.slicing.stage_graphs import StageGraph
 
 
@@ -38,6 +45,19 @@ class Turn(NamedTuple):
     before: dict[int, int]
     written: dict[int, int]
     ending: frozenset[int]
+
+
+class Moment(NamedTuple):
+    """What a piece needs inside, beside the bytes of the values that are there."""
+
+    piece: StagePiece | None
+    inside: int
+    alive: Mapping[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.inside + sum(self.alive.values())
 
 
 @dataclass(frozen=True)
@@ -80,11 +100,38 @@ class StageAccount:
 
     def peak(self, names: dict[Var, str]) -> MemoryPeak:
         """The worst moment; `names` label input variables."""
-        moments = self._moments()
-        inside, alive = max(moments, key=lambda moment: moment[0] + sum(moment[1].values()))
-        versions, size = self.numbers.versions, inside + sum(alive.values())
-        labelled = [(label_of(versions[number], names), size) for number, size in alive.items()]
-        return MemoryPeak.of(size, [*labelled, ("what single operations need", inside)])
+        worst, versions = (
+            max(self._moments(), key=lambda moment: moment.bytes),
+            self.numbers.versions,
+        )
+        labelled = [(label_of(versions[n], names), size) for n, size in worst.alive.items()]
+        inside = ("what single operations need", worst.inside)
+        return MemoryPeak.of(worst.bytes, [*labelled, inside])
+
+    def rowless_bytes(self, dims: BatchDims) -> int:
+        """What is there at some moment at the least, however few rows of the batch there are.
+
+        `dims` are the dimensions of values that hold the batch.
+        """
+
+        def has_rows(version: ShardedValue) -> bool:
+            return isinstance(version.atom, Var) and bool(dims.get(version.atom))
+
+        def inside(piece: StagePiece) -> int:
+            """Of what one operation makes, as a gradient that is added to others."""
+            made = (x.results for x in piece.block.instructions if isinstance(x, Compute))
+            inner = ([v for v in results if not has_rows(v)] for results in made)
+            outer, mesh = set(piece.block.outputs), self.program.mesh
+            sizes = (sum(local_bytes(v, mesh) for v in each if v not in outer) for each in inner)
+            return max(sizes, default=0)
+
+        versions, worst = self.numbers.versions, 0
+        for piece, needed, alive in self._moments():
+            if piece is not None and piece.kind in TASKS:
+                needed = min(inside(piece), needed)
+            there = sum(size for number, size in alive.items() if not has_rows(versions[number]))
+            worst = max(worst, there + needed)
+        return worst
 
     @cached_property
     def throughout(self) -> Mapping[int, int]:
@@ -145,20 +192,20 @@ class StageAccount:
             if set(tasks) == {task}
         }
 
-    def _moments(self) -> Iterator[tuple[int, Mapping[int, int]]]:
-        """What each piece needs inside, and the bytes of the values that are there."""
-        yield 0, self._given
+    def _moments(self) -> Iterator[Moment]:
+        yield Moment(None, 0, self._given)
         for turn in self._turns():
             for piece in turn.pieces:
                 inside = temporary_bytes(piece, self.program)
                 if piece.kind in TASKS:
                     there = turn.before | turn.written
-                    yield inside, there | self.between_tasks | self.within(piece.kind)
+                    there = there | self.between_tasks | self.within(piece.kind)
+                    yield Moment(piece, inside, there)
                     continue
-                yield inside, turn.before
+                yield Moment(piece, inside, turn.before)
                 taken = turn.ending.intersection(piece.donates)
                 stays = {n: size for n, size in turn.before.items() if n not in taken}
-                yield inside, stays | turn.written
+                yield Moment(piece, inside, stays | turn.written)
 
     def _turns(self) -> Iterator[Turn]:
         turns: list[list[StagePiece]] = [[x] for x in self.pieces if x.kind == "prologue"]

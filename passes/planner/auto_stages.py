@@ -31,7 +31,7 @@ from autopar.passes.planner.stage_choice import (
 from autopar.passes.planner.stage_shardings import (
     SplitStep,
 )
-from autopar.passes.planner.unit_costs import NeighbourTransfer, UnitCost, UnitCosts, Way, units_of
+from autopar.passes.planner.unit_costs import NOTHING, NeighbourTransfer, UnitCosts, Way, units_of
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -180,7 +180,7 @@ class StageSearch:
         return self.num_microbatches * option.seconds + option.once_seconds
 
     def with_microbatches(self, count: int) -> StageSearch:
-        """The search as if everything but the state shrank with the rows of a microbatch.
+        """The search as if all that holds rows of the batch shrank with those of a microbatch.
 
         What does not fit so will not fit with so many microbatches.
         """
@@ -205,7 +205,7 @@ class StageSearch:
             passing = [self._seconds(size, moved) for moved in (*self.crossing[:-1], 0)]
             once = [(x, y, self._seconds(size, moved)) for x, y, moved in self.once]
             for start in range(count):
-                totals = [UnitCost(0.0, 0.0, 0.0, 0, 0, 0) for _ in ways]
+                totals = [NOTHING for _ in ways]
                 for stop in range(start + 1, count + 1):
                     totals = [x.joined(way[stop - 1]) for x, way in zip(totals, ways, strict=True)]
                     received = math.ceil(self.crossing[start - 1] / size) if start else 0

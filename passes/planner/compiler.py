@@ -131,16 +131,18 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     options, cluster = search.options, search.cluster
     layout = asked_layout(options, cluster)
     pipelines: list[PlannedStep] = []
-    if options.stages == "auto" and cluster.num_nodes > 1:
+    stages_first = cluster.num_nodes > 1 or search.is_long
+    if options.stages == "auto" and stages_first:
         pipelines = search.automatic_pipelines()
     search = replace(search, best_seconds=seconds_of_best(pipelines))
-    if not layout.is_pipeline and search.one_mesh_is_slower(layout):
+    fewest = 1 if layout.is_pipeline else search.fewest_on_one_mesh(layout)
+    if fewest is None:
         return pipelines, ""
     try:
-        candidates, reason = search.candidates(layout)
+        candidates, reason = search.candidates(layout, at_least=fewest)
     except BatchArgumentError:
         # The devices of one mesh are too many for a microbatch; a stage has fewer.
-        if options.stages == "auto" and cluster.num_nodes == 1:
+        if options.stages == "auto" and not stages_first:
             pipelines = search.automatic_pipelines()
         if not pipelines:
             raise
@@ -156,7 +158,7 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         search.keep(made)
         candidates += made
     fits = any(candidate.fits for candidate in candidates)
-    if options.stages == "auto" and cluster.num_nodes == 1 and not fits:
+    if options.stages == "auto" and not stages_first and not fits:
         pipelines = search.automatic_pipelines()
     return candidates + pipelines, reason
 

@@ -16,7 +16,6 @@ from autopar.base.errors import (
 from autopar.base.methods import WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
-from autopar.base.units import format_microbatches
 from autopar.passes import microbatch
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes
@@ -48,7 +47,7 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
-ONE_MESH_MARGIN = 1.1  # times what fits elsewhere: what the layers of one mesh must take
+ONE_MESH_MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
 WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at,
@@ -79,6 +78,11 @@ class LayoutSearch:
         rules = populate(graph.jaxpr)
         graph = with_asked_loops(graph, rules, options, cluster)
         return cls(graph, rules, options, cluster, report)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the program has so many layers that these are planned first."""
+        return len(self.graph.jaxpr.eqns) >= LONG_PROGRAM
 
     def within(self, options: Options, cluster: Cluster) -> LayoutSearch:
         """The same search with other options and another cluster, silent."""
@@ -147,12 +151,17 @@ class LayoutSearch:
         return SplitStep(step, rules, analysis.certificate, count, self.rewriting, later)
 
     def candidates(
-        self, layout: StageLayout, *, optional: bool = False, bounded: bool = True
+        self,
+        layout: StageLayout,
+        *,
+        optional: bool = False,
+        bounded: bool = True,
+        at_least: int = 1,
     ) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more.
 
-        If they are `optional`, there may be none. If `bounded`, numbers of microbatches that cannot
-        fit one mesh are passed over, but for the last.
+        If they are `optional`, there may be none. `at_least` so many microbatches are tried. If
+        `bounded`, numbers that cannot fit one mesh are passed over, but for the last.
         """
         made: list[PlannedStep] = []
         options, cluster = self.options, self.cluster
@@ -161,7 +170,9 @@ class LayoutSearch:
             return plan_layout(split, layout, options, cluster, self.report, self.keep, others)
 
         so_far, last = SearchSoFar(self.best_seconds), None
-        counts = list(microbatch_counts(self.graph, options, layout))
+        counts = [
+            count for count in microbatch_counts(self.graph, options, layout) if count >= at_least
+        ]
         passed = self._too_few(counts) if bounded and not layout.is_pipeline else []
         for count in counts[len(passed) :]:
             try:
@@ -192,28 +203,42 @@ class LayoutSearch:
                 break
         return made, ""
 
-    def one_mesh_is_slower(self, layout: StageLayout) -> bool:
-        """Whether one mesh of all devices takes longer than what fits elsewhere, with any memory.
+    def fewest_on_one_mesh(self, layout: StageLayout) -> int | None:
+        """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
 
-        Of a long program that is found by its layers: planned alone, with the fewest microbatches
-        that may fit, they together take less than any plan. Where something is cut so that layers
-        meet better than each has it alone, that is not quite so, hence the margin.
+        None: with no number of them. Of a long program that is told by its layers, planned alone
+        with prices of memory; from one number that does not fit to the first that may. Where layers
+        meet better than each has it alone, a whole plan takes less, hence the margin. More
+        microbatches only take longer; one has no gradients to add up, so it is planned whole.
         """
-        if len(self.graph.jaxpr.eqns) < LONG_PROGRAM or math.isinf(self.best_seconds):
-            return False
         counts = list(microbatch_counts(self.graph, self.options, layout))
-        count = counts[min(len(self._too_few(counts)), len(counts) - 1)]
-        try:
-            split = self.split(count, is_pipeline=True)
-        except (InexactMicrobatchError, BatchArgumentError):
-            return False
-        units = units_of(split, self.report)
-        if units is None:
-            return False
-        self.report(f"bounding one mesh with {format_microbatches(count)}")
-        costs = UnitCosts(units, self.options, self.cluster, count)
-        least = costs.least_seconds(self.cluster.num_devices)
-        return least > ONE_MESH_MARGIN * self.best_seconds
+        if not self.is_long or math.isinf(self.best_seconds):
+            return counts[0]
+        limit = memory_limit_of(self.options, self.cluster)
+        counts = counts[min(len(self._too_few(counts)), len(counts) - 1) :]
+        while counts:
+            count = counts[0]
+            if count == 1:
+                return count
+            try:
+                units = units_of(self.split(count, is_pipeline=True), self.report)
+            except (InexactMicrobatchError, BatchArgumentError):
+                return count
+            if units is None:
+                return count
+            self.report("costs of layers on one mesh")
+            costs = UnitCosts(units, self.options, self.cluster, count)
+            totals = costs.totals(self.cluster.num_devices)
+            fitting = [total for total in totals if total.bytes_for_one <= limit]
+            if fitting:
+                least = min(count * total.seconds + total.once_seconds for total in fitting)
+                return count if least <= ONE_MESH_MARGIN * self.best_seconds else None
+            counts = [
+                more
+                for more in counts[1:]
+                if any(total.with_rows(count / more).bytes_for_one <= limit for total in totals)
+            ]
+        return None
 
     def are_slower(self, candidates: Sequence[PlannedStep]) -> bool:
         """Whether these, on one mesh, take longer than what fits elsewhere with any memory.
@@ -243,7 +268,7 @@ class LayoutSearch:
         if options.logical_mesh is not None or not sizes:
             return []
         counts: Sequence[int] = [*_doubled(sizes, enough)] if asked == "auto" else [int(asked)]
-        if len(self.graph.jaxpr.eqns) >= LONG_PROGRAM:
+        if self.is_long:
             counts = [counts[len(counts) // 2], *counts]
         made, promised = list[PlannedStep](), math.inf
         while counts and counts[0] >= 2:
@@ -290,7 +315,7 @@ class LayoutSearch:
 def _worth_trying(
     stages: StageSearch, counts: Sequence[int], limit: int, promised: float
 ) -> Sequence[int]:
-    """Of more and more microbatches: from the first that may fit and is about as good as any.
+    """What is left to try, first the fewest microbatches that may fit and are as good as any.
 
     None where that is hardly less than what is `promised` of the best that is known.
     """
@@ -300,7 +325,7 @@ def _worth_trying(
     if best * WORTH_PRICING > promised:
         return []
     good = [count for count, each in seconds.items() if each <= ENOUGH * best]
-    return [count for count in counts if good and count >= good[0]]
+    return [*good, *(count for count in counts if count not in good)] if good else []
 
 
 def _doubled(sizes: set[int], enough: int) -> Iterator[int]:

@@ -225,7 +225,7 @@ def _reason(chosen: PlannedStep, options: Options) -> str:
         meshes, sizes = chosen.schedule.num_meshes, batch_sizes(chosen.split.graph)
         if chosen.split.num_microbatches == largest_count(sizes, 4 * meshes):
             return f"four for each of the {meshes} meshes, as far as the batch divides"
-        return f"the first tried with which a pipeline fits {limit} per device"
+        return f"the quickest of those tried with which a pipeline fits {limit} per device"
     if chosen.split.num_microbatches == 1:
         return f"the whole batch at once fits {limit} per device"
     return f"the fewest with which a step fits {limit} per device"

@@ -6,12 +6,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
-from autopar.base.costs import PICOSECONDS
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
@@ -31,6 +29,7 @@ from autopar.passes.planner.stage_shardings import (
 )
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
+from autopar.passes.sharding.batch_dims import batch_dims
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
@@ -63,38 +62,57 @@ class NeighbourTransfer(NamedTuple):
 class UnitCost(NamedTuple):
     """A unit on one mesh: per microbatch, once a step, and memory per device.
 
-    `forward_seconds` are the part of `seconds` that computing the forward pass again would add;
-    `bytes_fixed` are there all the time, `bytes_working` at the worst moment beside them.
+    `forward_seconds` are the part of `seconds` that computing the forward pass again would add,
+    `rowless_seconds` the part that is as long with fewer rows of the batch. `bytes_fixed` are there
+    all the time, `bytes_working` at the worst moment beside them, `bytes_rowless` of these however
+    few the rows.
     """
 
     seconds: float
     forward_seconds: float
+    rowless_seconds: float
     once_seconds: float
     bytes_fixed: int
     bytes_per_microbatch: int
     bytes_working: int
+    bytes_rowless: int
 
     def joined(self, other: UnitCost) -> UnitCost:
         """Both, one after the other."""
         return UnitCost(
             self.seconds + other.seconds,
             self.forward_seconds + other.forward_seconds,
+            self.rowless_seconds + other.rowless_seconds,
             self.once_seconds + other.once_seconds,
             self.bytes_fixed + other.bytes_fixed,
             self.bytes_per_microbatch + other.bytes_per_microbatch,
             max(self.bytes_working, other.bytes_working),
+            max(self.bytes_rowless, other.bytes_rowless),
         )
 
     def with_rows(self, part: float) -> UnitCost:
-        """As if time and memory of a microbatch shrank with its rows, to a part of them."""
+        """With a part of the rows of a microbatch, or with more of them: at the least.
+
+        The worst moment is another one with another number of rows.
+        """
+        seconds = self.rowless_seconds + part * (self.seconds - self.rowless_seconds)
+        rowless, working = self.bytes_rowless, self.bytes_working
+        least = max(rowless, part * working) if part < 1 else rowless + part * (working - rowless)
         return UnitCost(
-            self.seconds * part,
-            self.forward_seconds * part,
+            seconds,
+            self.forward_seconds * (seconds / self.seconds if self.seconds else 1.0),
+            self.rowless_seconds,
             self.once_seconds,
             self.bytes_fixed,
             math.floor(self.bytes_per_microbatch * part),
-            math.floor(self.bytes_working * part),
+            math.floor(least),
+            rowless,
         )
+
+    @property
+    def bytes_for_one(self) -> int:
+        """With one microbatch in flight."""
+        return self.bytes_fixed + self.bytes_per_microbatch + self.bytes_working
 
     def options(
         self, transfer: NeighbourTransfer, received: int, remat: str | None
@@ -115,6 +133,9 @@ class UnitCost(NamedTuple):
         if remat in ("auto", "override"):
             return (kept, again)
         return (again,) if remat == "full" else (kept,)
+
+
+NOTHING = UnitCost(0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
 
 
 Kind = tuple[str, ...]
@@ -193,22 +214,9 @@ class UnitCosts:
                 found.append(self._way(priced, part))
         return found
 
-    def least_seconds(self, size: int) -> float:
-        """What all units together take at the least on one mesh of so many devices, of any shape.
-
-        Each is planned with free memory and as if what comes before and after lay as it likes best.
-        """
-        part, often = submesh(self._cluster, size), Counter(self._kinds)
-        meshes = logical_meshes(self._options, part, self._labelled[0].graph, of_stage=False)
-        totals = []
-        for mesh in meshes:
-            searches = {kind: self._search(self._place(kind), mesh, part) for kind in self.firsts}
-            bounds = {
-                kind: search.hurried(to_problem(search.built, None)).lower_bound
-                for kind, search in searches.items()
-            }
-            totals.append(sum(often[kind] * bound for kind, bound in bounds.items()) / PICOSECONDS)
-        return min(totals)
+    def totals(self, size: int) -> list[UnitCost]:
+        """What all units need on one mesh of so many devices, in each of the ways to run them."""
+        return [*map(_joined, self.ways(size))]
 
     def _place(self, kind: Kind) -> PlaceInPipeline:
         return PlaceInPipeline(self._labelled[self.firsts[kind]], ONE_IN_FLIGHT)
@@ -238,16 +246,21 @@ class UnitCosts:
         loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
         outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
         inside = sum(prices.seconds(loop.body) for loop in loops)
+        dims = batch_dims(stage.graph, planned.split.rules)
+        rowless = sum(prices.rowless_seconds(loop.body, dims) for loop in loops)
         account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
         fixed = sum(account.throughout.values())
         kept = sum(account.between_tasks.values())
+        working = max(account.peak({}).bytes - fixed - kept, 0)
         return UnitCost(
             seconds=inside,
             forward_seconds=inside * forward,
+            rowless_seconds=min(rowless, inside),
             once_seconds=prices.seconds(Block(block.inputs, outside, block.outputs)),
             bytes_fixed=fixed,
             bytes_per_microbatch=kept,
-            bytes_working=max(account.peak({}).bytes - fixed - kept, 0),
+            bytes_working=working,
+            bytes_rowless=min(max(account.rowless_bytes(dims) - fixed, 0), working),
         )
 
     def _needs(self, total: UnitCost) -> int:
@@ -260,4 +273,4 @@ class UnitCosts:
 
 
 def _joined(way: Way) -> UnitCost:
-    return functools.reduce(UnitCost.joined, way)
+    return functools.reduce(UnitCost.joined, way, NOTHING)

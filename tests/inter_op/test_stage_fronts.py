@@ -10,8 +10,8 @@ from autopar.passes.planner.layout_search import _doubled
 from autopar.passes.planner.unit_costs import UnitCost
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
-QUICK = UnitCost(1.0, 0.25, 0.0, 40, 10, 20)
-SMALL = UnitCost(1.5, 0.25, 0.0, 10, 10, 20)
+QUICK = UnitCost(1.0, 0.25, 0.2, 0.0, 40, 10, 20, 8)
+SMALL = UnitCost(1.5, 0.25, 0.2, 0.0, 10, 10, 20, 8)
 
 
 def search(units: int, *ways: tuple[UnitCost, ...], count: int = 8) -> StageSearch:
@@ -89,3 +89,11 @@ def test_what_passes_once_a_step_costs_stages_apart() -> None:
     assert free is not None and tied is not None
     assert tied[0] == free[0]
     assert tied[1] > free[1]
+
+
+def test_more_and_fewer_rows_change_what_holds_rows() -> None:
+    """Twice the rows and half of them: the rest is as long, and as large, as before."""
+    assert QUICK.with_rows(0.5) == pytest.approx((0.6, 0.15, 0.2, 0.0, 40, 5, 10, 8))
+    assert QUICK.with_rows(0.25).bytes_working == 8
+    assert QUICK.with_rows(2.0).seconds == pytest.approx(1.8)
+    assert QUICK.with_rows(2.0).bytes_working == 32
