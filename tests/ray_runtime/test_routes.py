@@ -16,13 +16,12 @@ from autopar.runtime.ray.transport.host_tiles import (
     copied,
     cut,
     numbers,
-    placed,
     plain,
     taken,
     to_host,
-    unpacked,
 )
 from autopar.runtime.ray.transport.routes import Move, Route, Spread, route, slices
+from autopar.runtime.ray.transport.staged import Landing, copied_out
 
 MESHES = ((1,), (2,), (4,), (2, 2), (1, 3), (2, 1, 2), (3,), (6,), (3, 2))
 AXES = ("x", "y", "z")
@@ -188,15 +187,19 @@ def test_arrays_arrive_as_they_are(
     whole = np.random.default_rng(0).integers(0, 2, shape).astype(jnp.dtype(dtype))
     array = jax.device_put(whole, sharded(ends[0], 0))
     check_crossing(array, ends)
+    if dtype in ("float32", "int4"):
+        check_crossing(array, ends, chunk_bytes=3 * array.dtype.itemsize)
 
 
 def test_keys_arrive_as_keys() -> None:
     keys = jax.random.split(jax.random.key(7), 6)
     ends = Spread((6,), ((0,),), (3,)), Spread((6,), ((),), (2,))
     check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends)
+    check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends, chunk_bytes=4)
 
 
-def check_crossing(array: Any, ends: tuple[Spread, Spread]) -> None:
+def check_crossing(array: Any, ends: tuple[Spread, Spread], chunk_bytes: int | None = None) -> None:
+    """In the host's memory, or copied out of devices and into them in chunks."""
     shape, dtype = plain(array.shape, array.dtype)
     more = ((),) * (len(shape) - array.ndim)
     spreads = [Spread(shape, (*end.dims, *more), end.mesh) for end in ends]
@@ -205,10 +208,26 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread]) -> None:
     (moves,) = found.departure(range(counts[0]), 1).moves
     way = found.arrival(0, range(counts[1]), 1, [range(counts[0])])
     devices = {device: n for n, device in enumerate(array.sharding.mesh.devices.flat)}
-    data = np.concatenate([np.zeros(0, np.uint8), *taken(array, moves, devices)])
+    if chunk_bytes is None:
+        parts = list(taken(array, moves, devices))
+    else:
+        parts = list(copied_out(array, moves, devices, chunk_bytes))
+    data = np.concatenate([np.zeros(0, np.uint8), *parts])
     assert data.size == num_elements(found) * dtype.itemsize
-    where = sharded(ends[1], 2)
-    arrived = placed(unpacked(data, moves, dtype), way.tiles, array.shape, array.dtype, where)
+    landing = Landing(
+        way.tiles,
+        array.shape,
+        array.dtype,
+        where := sharded(ends[1], 2),
+        is_staged=chunk_bytes is not None,
+        chunk_bytes=chunk_bytes or 1,
+    )
+    start = 0
+    for move in moves:
+        stop = start + math.prod(move.shape) * dtype.itemsize
+        landing.take(move, data[start:stop].view(dtype), lambda _: None)
+        start = stop
+    arrived = landing.array()
     assert arrived.sharding.is_equivalent_to(where, arrived.ndim)
     assert (arrived.shape, arrived.dtype) == (array.shape, array.dtype)
     np.testing.assert_array_equal(np.asarray(numbers(arrived)), np.asarray(numbers(array)))

@@ -1,5 +1,6 @@
 """Messages between processes, here between two ends in one."""
 
+import functools
 import gc
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from autopar.runtime.ray.actor.actor_arrays import KEYS, Missing, Store
 from autopar.runtime.ray.transport import pickling, sourced
+from autopar.runtime.ray.transport.chunks import CHUNK_BYTES
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 
@@ -50,6 +52,56 @@ def test_a_large_message_in_parts(ends: tuple[Sockets, Sockets]) -> None:
     np.testing.assert_array_equal(right.receive(0, 1, 1, 30), np.concatenate(parts))
     left.wait(ticket, 30)
     assert left.sent_bytes == 5 << 20
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_chunks_come_together_in_any_order(lanes: int) -> None:
+    left, right = (Sockets(n, "127.0.0.1", TOKEN, lanes) for n in range(2))
+    left.connect({1: right.address}, 10)
+    numbers = np.random.default_rng(0)
+    for step in range(4):
+        parts = [numbers.integers(0, 256, size, np.uint8) for size in (3, 0, 7 << 20, 1 << 16, 5)]
+        size = sum(part.size for part in parts)
+        left.send(1, step, 1, size, functools.partial(iter, parts))
+        left.send(1, step, 2, 1, lambda: data(9))
+        np.testing.assert_array_equal(right.receive(0, step, 1, 30), np.concatenate(parts))
+        assert right.receive(0, step, 2, 30).tolist() == [9]
+    left.close()
+    assert reason(lambda: right.receive(0, 9, 1, 60)) == "lost"
+    right.close()
+
+
+def test_a_peer_that_is_gone_in_the_middle_of_a_message(ends: tuple[Sockets, Sockets]) -> None:
+    left, right = ends
+    go_on, size = threading.Event(), 5 * CHUNK_BYTES
+
+    def slowly() -> Iterator[np.ndarray]:
+        yield np.zeros(3 * CHUNK_BYTES, np.uint8)
+        go_on.wait(30)
+        yield np.zeros(2 * CHUNK_BYTES, np.uint8)
+
+    left.send(1, 1, 1, 1, lambda: data(5))
+    ticket = left.send(1, 1, 2, size, slowly)
+    right.wait_until(right.arriving(0, 1, 2, 30), CHUNK_BYTES, 0, 30)
+    left.close()
+    go_on.set()
+    assert reason(lambda: right.receive(0, 1, 2, 60)) == "lost"
+    assert right.receive(0, 1, 1, 60).tolist() == [5]  # what came before is still there
+    assert reason(lambda: left.wait(ticket, 30)) == "lost"
+
+
+def test_a_message_that_fails_half_way(ends: tuple[Sockets, Sockets]) -> None:
+    def fail() -> Iterator[np.ndarray]:
+        yield np.zeros(2 * CHUNK_BYTES, np.uint8)
+        raise FloatingPointError("nan")
+
+    left, right = ends
+    ticket = left.send(1, 1, 1, 3 * CHUNK_BYTES, fail)
+    assert reason(lambda: left.wait(ticket, 30)) == "failed"
+    assert reason(lambda: right.receive(0, 1, 1, 0.01)) == "late"
+    right.reset(2)
+    left.send(1, 2, 1, 1, lambda: data(3))
+    assert right.receive(0, 2, 1, 30).tolist() == [3]
 
 
 def test_who_waits_for_an_array_that_is_gone_learns_it() -> None:

@@ -16,9 +16,10 @@ import numpy as np
 
 from autopar.passes.pipeline.instructions import Buffer, Send
 from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
-from autopar.runtime.ray.transport.host_tiles import as_bytes, numbers, placed, taken, unpacked
+from autopar.runtime.ray.transport.host_tiles import as_bytes, numbers, taken
 from autopar.runtime.ray.transport.routes import Move, Way
 from autopar.runtime.ray.transport.sockets import Sockets, Ticket
+from autopar.runtime.ray.transport.staged import Landing, copied_out
 from autopar.runtime.stage_programs import StagePrograms
 
 
@@ -40,6 +41,8 @@ class Exchange:
     ) -> None:
         self._plan, self._programs, self._devices = plan, programs, devices
         self._transport, self._deadline = transport, deadline
+        # The memory of CPUs is the host's: there is nothing to copy.
+        self._is_staged = jax.default_backend() != "cpu"
         self.tickets: dict[int, list[Ticket]] = {}
         self.handed_on: list[Ticket] = []
         self._passed_on: list[Ticket] = []
@@ -83,8 +86,9 @@ class Exchange:
             size = _num_bytes(moves, itemsizes)
 
             def data(moves: Sequence[Sequence[Move]] = moves) -> Iterator[np.ndarray]:
+                jax.block_until_ready(arrays)
                 for array, own in zip(arrays, moves, strict=True):
-                    yield from taken(array, own, self._devices)
+                    yield from (copied_out if self._is_staged else taken)(array, own, self._devices)
 
             if size:
                 tickets.append(self._transport.send(actor, step, tag, size, data))
@@ -109,23 +113,36 @@ class Exchange:
         plan = self._plan
         ways = [way for _, way in items]
         dtypes = [plan.numbers_of(buffer.value)[1] for buffer, _ in items]
-        found: list[list[tuple[Move, np.ndarray]]] = [[] for _ in items]
+        landings = [self._landing(buffer, way) for buffer, way in items]
 
         def take(actor: int, tag: int, moves: Sequence[Sequence[Move]]) -> None:
             size = _num_bytes(moves, [dtype.itemsize for dtype in dtypes])
-            data = self._transport.receive(actor, step, tag, self._deadline) if size else _NOTHING
+            if not size:
+                return
+            arrival = self._transport.arriving(actor, step, tag, self._deadline)
+
+            def until(stop: int, start: int) -> None:
+                self._transport.wait_until(arrival, start + stop, actor, self._deadline)
+
             start = 0
-            for got, own, dtype in zip(found, moves, dtypes, strict=True):
-                count = _num_bytes([own], [dtype.itemsize])
-                got += unpacked(data[start : start + count], own, dtype)
-                start += count
+            for landing, own, dtype in zip(landings, moves, dtypes, strict=True):
+                for move in own:
+                    count = _num_bytes([[move]], [dtype.itemsize])
+                    values = arrival.data[start : start + count].view(dtype)
+                    landing.take(move, values, functools.partial(until, start=start))
+                    start += count
+            until(size, 0)
+            self._transport.done(actor, step, tag)
 
         for process, actor in enumerate(plan.processes[mesh]):
             take(actor, tag, [way.moves[process] for way in ways])
         others = [pair for pair in enumerate(plan.siblings) if pair[0] != plan.process]
         for process, actor in others:
             bytes_ = [
-                as_bytes(value) for got in found for move, value in got if process in move.processes
+                as_bytes(value)
+                for landing in landings
+                for move, value in landing.parts
+                if process in move.processes
             ]
             size = sum(each.size for each in bytes_)
             if size:
@@ -134,14 +151,14 @@ class Exchange:
                 self._passed_on.append(ticket)
         for process, actor in others:
             take(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
-        for (buffer, _), got, way in zip(items, found, ways, strict=True):
-            aval = plan.pieces.versions[buffer.value].atom.aval
-            place = self._programs.places[buffer.value]
-            shape = tuple(aval.shape) if place.partial == 1 else (place.partial, *aval.shape)
-            buffers[buffer] = placed(got, way.tiles, shape, aval.dtype, place.sharding)
+        for (buffer, _), landing in zip(items, landings, strict=True):
+            buffers[buffer] = landing.array()
 
-
-_NOTHING = np.zeros(0, np.uint8)
+    def _landing(self, buffer: Buffer, way: Way) -> Landing:
+        aval = self._plan.pieces.versions[buffer.value].atom.aval
+        place = self._programs.places[buffer.value]
+        shape = tuple(aval.shape) if place.partial == 1 else (place.partial, *aval.shape)
+        return Landing(way.tiles, shape, aval.dtype, place.sharding, is_staged=self._is_staged)
 
 
 def _num_bytes(moves: Sequence[Sequence[Move]], itemsizes: Sequence[int]) -> int:

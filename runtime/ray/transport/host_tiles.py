@@ -6,7 +6,6 @@ A typed PRNG key moves as the numbers that it wraps, a value of any dtype as its
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +57,7 @@ def host_numbers(leaf: Any) -> np.ndarray:
 
 
 def assembled(
-    tiles: Iterable[tuple[np.ndarray, Sequence[int]]],
+    tiles: Iterable[tuple[np.ndarray | jax.Array, Sequence[int]]],
     shape: tuple[int, ...],
     dtype: Any,
     sharding: NamedSharding,
@@ -136,16 +135,6 @@ def taken(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> Iter
 def as_bytes(part: np.ndarray) -> np.ndarray:
     """Numbers as an array of uint8."""
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-
-
-def unpacked(data: np.ndarray, moves: Sequence[Move], dtype: Any) -> list[tuple[Move, np.ndarray]]:
-    """The numbers of every move, in their order, from the bytes that `taken` gives."""
-    found, start = [], 0
-    for move in moves:
-        size = math.prod(move.shape) * dtype.itemsize
-        found.append((move, data[start : start + size].view(dtype).reshape(move.shape)))
-        start += size
-    return found
 
 
 def placed(

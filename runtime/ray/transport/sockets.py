@@ -3,33 +3,43 @@
 A message has the number of its step, the tag of its `Send`, and bytes. Nothing is sent before the
 array is computed, and whoever sends never waits: a thread for each peer does. Whoever receives
 waits, never longer than a deadline, and learns at once when the peer is gone or the step was
-called off.
-
-Tried beside sockets (jaxlib 0.10.2, CPU): `jax.experimental.transfer`. It moves arrays correctly,
-at about 6 ms for a pair of small ones on a loaded machine of two cores. But a pull whose
-counterpart is never offered can neither be called off nor given a deadline while the other process
-lives, and what depends on it blocks inside XLA; so a failed stage would cost the processes of all
-others.
+called off. Large messages go in chunks over several connections (`chunks.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import queue
 import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from autopar.runtime.ray.transport.chunks import (
+    FRAME,
+    LANES,
+    Arrival,
+    Lanes,
+    PeerGone,
+    aligned,
+    fill,
+    hang_up,
+    read_frame,
+    thread,
+)
+
 Address = tuple[str, int]
 Bytes = Callable[[], Iterable[np.ndarray]]
-"""Waits for arrays and gives their bytes, as arrays of uint8."""
+"""Waits for arrays and gives their bytes, as arrays of uint8.
+
+What raises should do so before the first of them: nothing is sent then, not even in part.
+"""
 
 
 class TransportError(Exception):
@@ -56,7 +66,6 @@ class Ticket:
     error: TransportError | None = None
 
 
-_HEADER = struct.Struct("<QQQ")
 _HELLO = struct.Struct("<32sQ")
 HELLO_SECONDS = 10.0
 
@@ -64,25 +73,27 @@ HELLO_SECONDS = 10.0
 class Sockets:
     """Messages between the actors of a pipeline, matched by sender, step and tag.
 
-    They go over TCP: one connection for each ordered pair of actors that talk, which begins with a
-    token, 32 bytes that all processes of the pipeline know. The host is the address to listen at,
-    and the port is any free one.
+    They go over TCP: `lanes` connections for each ordered pair of actors that talk, which begin
+    with a token, 32 bytes that all processes of the pipeline know. The host is the address to
+    listen at, and the port is any free one.
     """
 
-    def __init__(self, actor: int, host: str, token: bytes):
-        self.actor, self._token = actor, token
-        self._inbox: dict[tuple[int, int, int], np.ndarray] = {}
+    def __init__(self, actor: int, host: str, token: bytes, lanes: int = LANES):
+        self.actor, self._token, self._num_lanes = actor, token, lanes
+        self._inbox: dict[tuple[int, int, int], Arrival] = {}
         self._changed = threading.Condition()
+        self._open: Counter[int] = Counter()
         self._lost: set[int] = set()
         self._aborted = False
         self._first_step = 0
         self._closed = False
         self._outboxes: dict[int, queue.SimpleQueue[Any]] = {}
-        self._sockets: list[socket.socket] = []
+        self._lanes: list[Lanes] = []
+        self._accepted: list[socket.socket] = []
         self._listener = socket.create_server((host, 0))
         self.address: Address = self._listener.getsockname()[:2]
         self.sent_bytes = 0
-        _thread(self._accept)
+        thread(self._accept)
 
     def connect(self, peers: Mapping[int, Address], deadline: float) -> None:
         """Connect to the actors that this one sends to, unless it is connected to them.
@@ -93,14 +104,17 @@ class Sockets:
         for peer, address in peers.items():
             if peer in self._outboxes:
                 continue
+            connections: list[socket.socket] = []
             try:
-                connection = self._call(address, deadline)
+                connections.extend(self._call(address, deadline) for _ in range(self._num_lanes))
             except OSError as error:
+                for connection in connections:
+                    hang_up(connection)
                 raise TransportError("lost", peer, f"{address}: {error}") from error
-            outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            lanes, outbox = Lanes(connections), queue.SimpleQueue[Any]()
+            self._lanes.append(lanes)
             self._outboxes[peer] = outbox
-            self._sockets.append(connection)
-            _thread(self._write, peer, connection, outbox)
+            thread(self._write, peer, lanes, outbox)
 
     def _call(self, address: Address, deadline: float) -> socket.socket:
         connection = socket.create_connection(address, timeout=deadline)
@@ -136,12 +150,41 @@ class Sockets:
         Raises:
           TransportError: it will not come, or not in time.
         """
+        arrival = self.arriving(source, step, tag, deadline)
+        self.wait_until(arrival, arrival.data.size, source, deadline)
+        self.done(source, step, tag)
+        return arrival.data
+
+    def arriving(self, source: int, step: int, tag: int, deadline: float) -> Arrival:
+        """Wait for the beginning of a message, at most `deadline` seconds.
+
+        Raises:
+          TransportError: it will not come, or not in time.
+        """
         key = source, step, tag
         with self._changed:
             self._wait(lambda: key in self._inbox or source in self._lost, source, deadline)
             if key not in self._inbox:
                 raise TransportError("lost", source)
-            return self._inbox.pop(key)
+            return self._inbox[key]
+
+    def wait_until(self, arrival: Arrival, stop: int, source: int, deadline: float) -> None:
+        """Wait until so many bytes of a message are there, at most `deadline` seconds.
+
+        Raises:
+          TransportError: they will not come, or not in time.
+        """
+        if arrival.until < stop:
+            with self._changed:
+                is_there = lambda: arrival.until >= stop  # noqa: E731
+                self._wait(lambda: is_there() or source in self._lost, source, deadline)
+                if not is_there():
+                    raise TransportError("lost", source)
+
+    def done(self, source: int, step: int, tag: int) -> None:
+        """Who received a message has all of it."""
+        with self._changed:
+            self._inbox.pop((source, step, tag), None)
 
     def _wait(self, is_there: Callable[[], bool], peer: int, deadline: float) -> None:
         end = time.monotonic() + deadline
@@ -170,31 +213,26 @@ class Sockets:
     def close(self) -> None:
         """Close all connections; who waits for this process learns that it is gone."""
         self._closed = True
-        for each in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait there
-            each.close()
+        for each in (self._listener, *self._accepted):
+            hang_up(each)
+        for lanes in self._lanes:
+            lanes.hang_up()
         for outbox in self._outboxes.values():
             outbox.put(None)
 
-    def _write(self, peer: int, connection: socket.socket, outbox: Any) -> None:
+    def _write(self, peer: int, lanes: Lanes, outbox: Any) -> None:
         while (message := outbox.get()) is not None:
             ticket, step, tag, size, data = message
             try:
-                parts = list(data())
+                lanes.send(step, tag, size, data())
+                self.sent_bytes += size
+            except PeerGone as error:
+                ticket.error = TransportError("lost", peer, str(error))
             except Exception as error:
                 ticket.error = TransportError("failed", peer, f"{type(error).__name__}: {error}")
-                self._end(ticket)
-                continue
-            try:
-                connection.sendall(_HEADER.pack(step, tag, size))
-                for part in parts:
-                    connection.sendall(part)
-                self.sent_bytes += size
-            except OSError as error:
-                ticket.error = TransportError("lost", peer, str(error))
-            del parts, data, message
+            del data, message
             self._end(ticket)
+        lanes.end()
 
     def _end(self, ticket: Ticket) -> None:
         with self._changed:
@@ -207,53 +245,51 @@ class Sockets:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            _thread(self._greet, connection)
+            thread(self._greet, connection)
 
     def _greet(self, connection: socket.socket) -> None:
         """Who does not know the token is not listened to."""
         try:
             connection.settimeout(HELLO_SECONDS)
-            token, source = _HELLO.unpack(_exactly(connection, _HELLO.size).tobytes())
+            token, source = read_frame(connection, _HELLO)
             connection.settimeout(None)
             if not hmac.compare_digest(token, self._token):
                 raise ConnectionError("another token")
         except OSError:
             connection.close()
             return
-        self._sockets.append(connection)
+        self._accepted.append(connection)
+        with self._changed:
+            self._open[source] += 1
         with connection:  # `close` may have been before it was there
             self._read(source, connection)
 
     def _read(self, source: int, connection: socket.socket) -> None:
         try:
             while True:
-                step, tag, size = _HEADER.unpack(_exactly(connection, _HEADER.size).tobytes())
-                data = _exactly(connection, size)
+                step, tag, size, start, count = read_frame(connection, FRAME)
+                arrival = self._arrival(source, step, tag, size)
+                if arrival is None:
+                    fill(connection, aligned(count))
+                    continue
+                fill(connection, arrival.data[start : start + count])
                 with self._changed:
-                    if step >= self._first_step:
-                        self._inbox[source, step, tag] = data
-                        self._changed.notify_all()
+                    arrival.note(start, count)
+                    self._changed.notify_all()
         except OSError:
             with self._changed:
-                self._lost.add(source)
+                self._open[source] -= 1
+                # What the others still bring was sent before the peer was gone.
+                if not self._open[source]:
+                    self._lost.add(source)
                 self._changed.notify_all()
 
-
-def _exactly(connection: socket.socket, size: int) -> np.ndarray:
-    """So many bytes.
-
-    Raises:
-      ConnectionError: the other side has closed before.
-    """
-    data = np.empty(size, np.uint8)
-    view, start = data.data, 0
-    while start < size:
-        count = connection.recv_into(view[start:])
-        if not count:
-            raise ConnectionError("closed")
-        start += count
-    return data
-
-
-def _thread(target: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=target, args=args, daemon=True).start()
+    def _arrival(self, source: int, step: int, tag: int, size: int) -> Arrival | None:
+        """The message to which a chunk belongs; None: to a step that is over."""
+        with self._changed:
+            if step < self._first_step:
+                return None
+            key = source, step, tag
+            if key not in self._inbox:
+                self._inbox[key] = Arrival(size)
+            return self._inbox[key]
