@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ class WritingCheckpoint:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Any,
         step: int,
         paths: Sequence[str],
         leaves: Sequence[Any],

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +20,16 @@ from autopar.base.user_code import shortens, warn_at_call
 from autopar.checkpoint_writing import PYTHON, WritingCheckpoint, check_leaf, dtype_name, flat
 from autopar.passes.trace.graph_objects import objects_of, states_of
 from autopar.runtime.checkpoint_files import (
+    Item,
     StoredLeaf,
     begin,
-    damaged,
     name_of,
     orbax,
     read_contents,
     read_item,
     steps_in,
 )
+from autopar.runtime.file_paths import is_remote, path_of
 from autopar.runtime.ray.transport.host_tiles import plain
 
 _WHOLE = "the state itself"
@@ -60,14 +60,15 @@ class Checkpoints:
     One process writes into a folder at a time.
 
     Args:
-      directory: the folder; it is made when a step is first saved.
+      directory: the folder; it is made when a step is first saved. Its path may begin with `gs://`,
+        `s3://` or `az://` (by `etils.epath` and the file system's package: gcsfs, s3fs, adlfs).
       keep: how many checkpoints are kept; older ones are removed.
 
     Attributes:
-      directory: the folder, as an absolute path.
+      directory: the folder, as an absolute path (on the network, one of epath's).
 
     Raises:
-      CheckpointError: the folder is there and holds something else.
+      CheckpointError: the folder is there and holds something else, or cannot be reached.
 
     >>> import tempfile, jax.numpy as jnp, autopar
     >>> state = {"w": jnp.arange(3.0), "count": 7}
@@ -84,7 +85,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"keep={keep!r} is not possible.", why="it must be an integer of at least 1."
             )
-        self.directory = Path(directory).absolute()
+        path = path_of(directory)
+        self.directory: Any = path if is_remote(path) else path.absolute()
         self._keep = keep
         self._writing: WritingCheckpoint | None = None
         steps_in(self.directory)
@@ -287,11 +289,7 @@ class Checkpoints:
         )
 
 
-_Item = tuple[dict[str, np.ndarray], frozenset[str]]
-"""The arrays of an item by name, and the names of those that are damaged."""
-
-
-def _stored_numbers(stored: StoredLeaf, like: Any, read: Callable[[str], _Item]) -> np.ndarray:
+def _stored_numbers(stored: StoredLeaf, like: Any, read: Callable[[str], Item]) -> np.ndarray:
     """The numbers of a leaf, from the items that `read` gives by their names."""
     if len(stored.pieces) == 1:
         (piece,) = stored.pieces
@@ -303,10 +301,9 @@ def _stored_numbers(stored: StoredLeaf, like: Any, read: Callable[[str], _Item])
     return whole
 
 
-def _read_item(folder: Path, name: str) -> _Item:
+def _read_item(folder: Any, name: str) -> Item:
     try:
-        arrays = read_item(folder / name)
-        return arrays, damaged(folder / name, arrays)
+        return read_item(folder / name)
     except CheckpointError:
         raise
     except Exception as error:

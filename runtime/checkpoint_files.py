@@ -9,6 +9,10 @@
 
 An item says nothing of meshes, so any plan can read it. It has checksums of its arrays, since what
 a disk or a copy changes may still be readable.
+
+On the network (`file_paths.py`) nothing is renamed: a step's folder has its name from the start. It
+is ignored until it has contents, and removed when a step is saved. Orbax writes an item into a
+folder of this machine, and it is sent from there.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +30,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.base.errors import CheckpointError, DamagedCheckpointError
+from autopar.runtime.file_paths import (
+    fetched,
+    is_remote,
+    names_in,
+    path_of,
+    reaching,
+    remove_folder,
+    sent_to,
+)
 
 MARKER, CONTENTS, FORMAT = "autopar_checkpoints.json", "contents.json", 2
 CHECKSUMS = "autopar_checksums.json"
@@ -83,16 +95,29 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
-def write_item(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays, none of them without elements, as one item."""
+def write_item(folder: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays, none of them without elements, as one item; its checksums come last.
+
+    The folder is a path of any kind, or its text.
+    """
+    folder = path_of(folder)
+    if is_remote(folder):
+        with sent_to(folder) as scratch:
+            _write_arrays(scratch, arrays)
+    else:
+        _write_arrays(folder, arrays)
+    sums = {name: _checksum(array) for name, array in arrays.items()}
+    with reaching(folder):
+        _write(folder / CHECKSUMS, json.dumps(sums, indent=1))
+
+
+def _write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     ocp = orbax()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
         writer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
-    sums = {name: _checksum(array) for name, array in arrays.items()}
-    _write(folder / CHECKSUMS, json.dumps(sums, indent=1))
 
 
-def damaged(folder: Path, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
+def _damaged(folder: Path, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
     """Names of an item's arrays that are not those that were written; items of old have no sums."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text())
@@ -113,12 +138,25 @@ def _text_checksum(contents: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(contents).encode())
 
 
-def read_item(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of an item, by name.
+Item = tuple[dict[str, np.ndarray], frozenset[str]]
+"""The arrays of an item by name, and the names of those that are damaged."""
+
+
+def read_item(folder: Any) -> Item:
+    """An item.
 
     Raises:
       ValueError: it is garbled; OSError and others of Orbax's: it cannot be read.
+      CheckpointError: the file system on the network cannot be reached.
     """
+    if is_remote(folder):
+        with fetched(folder) as scratch:
+            return read_item(scratch)
+    arrays = _read_arrays(folder)
+    return arrays, _damaged(folder, arrays)
+
+
+def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
     ocp = orbax()
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -130,43 +168,49 @@ def read_item(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in found.items()}
 
 
-def steps_in(directory: Path) -> tuple[int, ...]:
+def steps_in(directory: Any) -> tuple[int, ...]:
     """The steps whose checkpoints are whole, ascending.
 
     Raises:
-      CheckpointError: it is there and no folder of checkpoints.
+      CheckpointError: it is there and no folder of checkpoints, or cannot be reached.
     """
-    if not directory.exists():
-        return ()
-    entries = _listed(directory)
-    if entries and MARKER not in entries:
-        raise CheckpointError(
-            "This is no folder of checkpoints.",
-            where=str(directory),
-            why=f"it has other files, and no {MARKER}.",
-            hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
-        )
-    found = [match for name in entries if (match := _STEP.fullmatch(name))]
-    return tuple(sorted(int(x[1]) for x in found if (directory / x.string / CONTENTS).exists()))
+    with reaching(directory):
+        if not directory.exists():
+            return ()
+        entries = _listed(directory)
+        if entries and MARKER not in entries:
+            raise CheckpointError(
+                "This is no folder of checkpoints.",
+                where=str(directory),
+                why=f"it has other files, and no {MARKER}.",
+                hint="name a new or an empty folder, or one that autopar.Checkpoints has made.",
+            )
+        found = [match for name in entries if (match := _STEP.fullmatch(name))]
+        return tuple(sorted(int(x[1]) for x in found if (directory / x.string / CONTENTS).exists()))
 
 
-def begin(directory: Path, step: int) -> Path:
+def begin(directory: Any, step: int) -> Any:
     """A new folder for what is written of a step; earlier half-written ones are removed.
 
     Raises:
       CheckpointError: the directory is something else, or cannot be written.
     """
-    steps_in(directory)
+    whole = set(map(name_of, steps_in(directory)))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        marker = directory / MARKER
-        if not marker.exists():
-            _write(marker, json.dumps({"format": FORMAT}))
-        for name in _listed(directory):
-            if _HALF.fullmatch(name):
-                shutil.rmtree(directory / name, ignore_errors=True)
-        folder = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
-        folder.mkdir()
+        with reaching(directory):
+            if not is_remote(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+            marker = directory / MARKER
+            if not marker.exists():
+                _write(marker, json.dumps({"format": FORMAT}))
+            half = _STEP if is_remote(directory) else _HALF
+            for name in set(_listed(directory)) - whole:
+                if half.fullmatch(name):
+                    remove_folder(directory / name)
+            if is_remote(directory):
+                return directory / name_of(step)
+            folder = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
+            folder.mkdir()
     except OSError as error:
         raise CheckpointError(
             "A checkpoint cannot be written.", where=str(directory), why=str(error)
@@ -174,27 +218,32 @@ def begin(directory: Path, step: int) -> Path:
     return folder
 
 
-def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> None:
+def commit(folder: Any, step: int, leaves: list[StoredLeaf], extra: Any) -> None:
     """Make a folder that holds all items the checkpoint of a step.
 
     Raises:
       CheckpointError: an item is not there.
     """
     items = {item for leaf in leaves for item, *_ in leaf.pieces}
-    for item in items:
-        if not (folder / item).is_dir():
-            raise CheckpointError(
-                f"The checkpoint of step {step} has no item {item!r}.",
-                where=str(folder),
-                why="its actor has written it, but it cannot be seen from here.",
-                hint="use a directory on a file system that all nodes of the cluster share.",
-            )
-    for name in set(_listed(folder)) - items:  # of actors that were lost
-        shutil.rmtree(folder / name, ignore_errors=True)
-    plain = [asdict(leaf) for leaf in leaves]
-    contents = {"format": FORMAT, "step": step, "extra": extra, "leaves": plain}
-    contents["checksum"] = _text_checksum(contents)
-    _write(folder / CONTENTS, json.dumps(contents, indent=1))
+    with reaching(folder):
+        for item in items:
+            if not (folder / item / CHECKSUMS).exists():
+                raise CheckpointError(
+                    f"The checkpoint of step {step} has no item {item!r}.",
+                    where=str(folder),
+                    why="its actor has written it, but it cannot be seen from here.",
+                    hint="use a directory on a file system that all nodes of the cluster share.",
+                )
+        # A state without arrays has no items, and its folder is not there on the network.
+        there = _listed(folder) if items or not is_remote(folder) else []
+        for name in set(there) - items:  # of actors that were lost
+            remove_folder(folder / name)
+        plain = [asdict(leaf) for leaf in leaves]
+        contents = {"format": FORMAT, "step": step, "extra": extra, "leaves": plain}
+        contents["checksum"] = _text_checksum(contents)
+        _write(folder / CONTENTS, json.dumps(contents, indent=1))
+    if is_remote(folder):
+        return
     os.replace(folder, folder.parent / name_of(step))
     descriptor = os.open(folder.parent, os.O_RDONLY)
     try:
@@ -203,23 +252,32 @@ def commit(folder: Path, step: int, leaves: list[StoredLeaf], extra: Any) -> Non
         os.close(descriptor)
 
 
-def keep_last(directory: Path, count: int) -> None:
-    """Remove all but the last checkpoints."""
+def keep_last(directory: Any, count: int) -> None:
+    """Remove all but the last checkpoints; one is never half there under its name."""
     for step in steps_in(directory)[:-count]:
-        dying = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
-        os.replace(directory / name_of(step), dying)  # never half there under its name
-        shutil.rmtree(dying, ignore_errors=True)
+        dying = directory / name_of(step)
+        if is_remote(directory):
+            with reaching(directory):
+                (dying / CONTENTS).unlink()
+        else:
+            half = directory / f"{name_of(step)}.writing-{secrets.token_hex(4)}"
+            os.replace(dying, half)
+            dying = half
+        remove_folder(dying)
 
 
-def read_contents(directory: Path, step: int) -> tuple[dict[str, StoredLeaf], Any]:
+def read_contents(directory: Any, step: int) -> tuple[dict[str, StoredLeaf], Any]:
     """The leaves of a checkpoint by path, and what else was saved with them.
 
     Raises:
       DamagedCheckpointError: it cannot be read.
+      CheckpointError: the file system on the network cannot be reached.
     """
     file = directory / name_of(step) / CONTENTS
     try:
-        contents = json.loads(file.read_text())
+        with reaching(file):
+            text = file.read_text()
+        contents = json.loads(text)
         if contents["format"] != FORMAT:
             raise ValueError(f"it has format {contents['format']}, and this version reads {FORMAT}")
         known = contents.pop("checksum", None)  # there is none in those of old
@@ -240,17 +298,20 @@ def name_of(step: int) -> str:
     return f"step_{step:08}"
 
 
-def _listed(directory: Path) -> list[str]:
+def _listed(directory: Any) -> list[str]:
     try:
-        return os.listdir(directory)
+        return names_in(directory)
     except NotADirectoryError as error:
         raise CheckpointError(
             "This is no folder of checkpoints.", where=str(directory), why="it is a file."
         ) from error
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Any, text: str) -> None:
     """Write a file that is whole when it has its name, also after a loss of power."""
+    if is_remote(file):
+        file.write_text(text)
+        return
     new = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
     with open(new, "w") as stream:
         stream.write(text)

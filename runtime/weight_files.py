@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import CheckpointError
+from autopar.runtime.file_paths import path_of, reaching
 
 Rows = tuple[slice, ...]
 
@@ -48,7 +49,12 @@ def open_weights(source: Any) -> dict[str, StoredArray]:
     """
     if isinstance(source, Mapping):
         return {str(name): _in_memory(str(name), value) for name, value in source.items()}
-    path = _path_of(source)
+    path = path_of(source)
+    with reaching(path):
+        return _opened(path)
+
+
+def _opened(path: Any) -> dict[str, StoredArray]:
     if path.is_dir():
         files = sorted(path.iterdir(), key=str)
         tensors = [file for file in files if file.name.endswith(".safetensors")]
@@ -71,22 +77,6 @@ def open_weights(source: Any) -> dict[str, StoredArray]:
         "that Orbax wrote.",
         hint="read it with its own library, and pass the mapping of names to arrays.",
     )
-
-
-def _path_of(source: Any) -> Any:
-    text = os.fspath(source)
-    if "://" not in text:
-        return Path(text)
-    try:
-        from etils import epath
-    except ImportError as error:
-        raise CheckpointError(
-            "A path on the network needs a package that is not here.",
-            where=text,
-            why=str(error),
-            hint="pip install 'etils[epath]' and the file system's own (gcsfs, s3fs).",
-        ) from error
-    return epath.Path(text)
 
 
 # safetensors
@@ -143,7 +133,7 @@ def _read_rows(
         whole = np.memmap(file, np.uint8, "r") if math.prod(shape) else np.zeros(0, np.uint8)
         found = whole[offset + first * per_row : offset + stop * per_row].view(dtype)
     else:
-        with file.open("rb") as stream:
+        with reaching(file), file.open("rb") as stream:
             stream.seek(offset + first * per_row)
             found = np.frombuffer(stream.read((stop - first) * per_row), dtype)
     if not shape:

@@ -4,7 +4,8 @@ A page's blocks of Python share one namespace. What a block prints stands after 
 text; the lines of a console begin with `$`, and what they print follows. Of a block with the title
 "raises TraceError" (or "warns ...") it is that error's text. In what it "prints about", the figures
 may be others; "as JAX 0.10.2 prints it", other versions may print otherwise. A block whose
-title begins with "untried" is not run, and its reader sees that.
+title begins with "untried" is not run, and its reader sees that; one "with" a package runs where
+the package can be imported.
 
     JAX_PLATFORMS=cpu PYTHONPATH=tests python -m pages docs/tutorial.md
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import doctest
+import importlib
 import io
 import os
 import re
@@ -57,6 +59,17 @@ class Block:
     @property
     def is_untried(self) -> bool:
         return self.title.startswith("untried")
+
+    @property
+    def can_run(self) -> bool:
+        verb, _, package = self.title.partition(" ")
+        if verb != "with":
+            return not self.is_untried
+        try:
+            importlib.import_module(package)
+        except Exception:  # a library may fail in any way beside a newer JAX
+            return False
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +128,7 @@ def run(page: Path, names: dict[str, Any]) -> Iterator[Printed]:
         if block.language == "text" and block.follows and waiting is not None:
             yield Printed(block, block.text, waiting)
         waiting = None
-        if block.is_untried:
+        if not block.can_run:
             continue
         if block.language == "python":
             waiting = _anywhere(_run_python(block, names))

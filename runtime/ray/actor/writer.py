@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from autopar.runtime.checkpoint_files import write_item
 class Writer:
     """Writes items on an actor, by `write_item` or what does the same."""
 
-    def __init__(self, write: Callable[[Path, Mapping[str, np.ndarray]], None]) -> None:
+    def __init__(self, write: Callable[[str, Mapping[str, np.ndarray]], None]) -> None:
         self._write_item = write
         self._outcomes: dict[str, Future[None]] = {}
 
@@ -35,7 +34,7 @@ class Writer:
         """Copy arrays, and start to write them."""
         outcome = self._outcomes.setdefault(folder, Future())
         try:
-            arguments = (outcome, Path(folder), copies())
+            arguments = (outcome, folder, copies())
         except Exception as error:
             outcome.set_exception(error)
         else:
@@ -51,7 +50,7 @@ class Writer:
         self._outcomes.setdefault(folder, Future()).result()
         del self._outcomes[folder]
 
-    def _write(self, outcome: Future[None], folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    def _write(self, outcome: Future[None], folder: str, arrays: Mapping[str, np.ndarray]) -> None:
         try:
             self._write_item(folder, arrays)
         except Exception as error:
@@ -67,13 +66,13 @@ class WriterProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    def __call__(self, folder: str, arrays: Mapping[str, np.ndarray]) -> None:
         with self._lock:
             why = self._ask((folder, dict(arrays)))
         if why is not None:
-            raise CheckpointError("A checkpoint cannot be written.", where=str(folder), why=why)
+            raise CheckpointError("A checkpoint cannot be written.", where=folder, why=why)
 
-    def _ask(self, what: tuple[Path, dict[str, np.ndarray]]) -> str | None:
+    def _ask(self, what: tuple[str, dict[str, np.ndarray]]) -> str | None:
         """Why it cannot be written, if so."""
         child = self._child
         if child is None or child.poll() is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -141,7 +140,7 @@ class RayStep(RestartedActors):
         weak = tuple(bool(aval.weak_type) for aval in closed.out_avals)
         return self._noted([], lambda _, running: running.arrays.make(function, places, weak))
 
-    def save(self, arrays: Sequence[RayArray], folder: Path, label: str) -> Saving:
+    def save(self, arrays: Sequence[RayArray], folder: Any, label: str) -> Saving:
         """Let the actors write arrays of theirs into items of a folder while later steps run.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +23,7 @@ class Saving:
       pieces: for every array, its parts, known when it was sent.
     """
 
-    def __init__(self, folder: Path, label: str, arrays: int) -> None:
+    def __init__(self, folder: Any, label: str, arrays: int) -> None:
         self.folder, self._label, self.is_done = folder, label, False
         self.pieces: list[tuple[StoredPiece, ...]] = [()] * arrays
         self.tries = 0
