@@ -40,7 +40,7 @@ def products(draw: Any) -> tuple[Any, Any, Any]:
 
 
 @given(products(), st.sampled_from(["float32", "bfloat16", "int8", "complex64"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_equals_the_product_of_arrays(product: tuple[Any, Any, Any], dtype: str) -> None:
     left_shape, right_shape, numbers = product
     rng = np.random.default_rng(0)

@@ -193,7 +193,7 @@ def test_a_stage_that_computes_without_end(ray_cluster: None, tmp_path: Path, lo
     state = {"layers": init(), "endless": jnp.int32(0)}
     step = autopar.compile(
         endless_step, state, BATCH, stages=2, microbatches=4, method="data",
-        cluster=autopar.Cluster.preset("cpu", devices_per_node=4), runtime=autopar.Ray(deadline=6),
+        cluster=autopar.Cluster.preset("cpu", devices_per_node=4), runtime=autopar.Ray(deadline=4),
     )  # fmt: skip
     assert isinstance(step, RayExecutable)
     state, (_, rounds) = step(state, BATCH)

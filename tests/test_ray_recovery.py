@@ -28,6 +28,7 @@ import autopar
 from autopar.arrays.ray_array import RayArray
 from autopar.base.errors import LostActorError, StageError
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.driver import step_queue
 from autopar.runtime.ray.recovery.lineage import Lineage
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
@@ -150,8 +151,9 @@ def test_what_was_made_again_is_told_by_its_keys(
 
 
 def test_an_actor_that_stops_answering(
-    step: RayExecutable, undisturbed: tuple[list[float], Any]
+    step: RayExecutable, undisturbed: tuple[list[float], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(step_queue, "GRACE_SECONDS", 2.0)  # it will not answer
     before, pids = len(step.recoveries), step.actor_pids
 
     def after(done: int, state: Any) -> None:
@@ -244,6 +246,23 @@ def test_more_losses_than_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_checkpoints_while_an_actor_is_lost(
     step: RayExecutable, undisturbed: tuple[list[float], Any], tmp_path: Path
 ) -> None:
+    """The new actors read their rows of the batches by themselves, as the old ones did."""
+    values = dict(BATCH)
+
+    class Source:
+        def __len__(self) -> int:
+            return STEPS
+
+        def __getitem__(self, number: int) -> Any:
+            return {name: x * np.float32(1 + number % 7) for name, x in values.items()}
+
+    read: list[str] = []
+
+    def rows() -> Iterator[Any]:
+        for each in step.prefetch(Source()):
+            read.append(type(each["x"]).__name__)
+            yield each
+
     with autopar.Checkpoints(tmp_path / "run") as checkpoints:
 
         def after(done: int, state: Any) -> None:
@@ -252,8 +271,11 @@ def test_checkpoints_while_an_actor_is_lost(
             if done == 15:
                 kill(step.actor_pids[1])
 
-        found = train(step, STEPS, after=after)
+        before = len(step.recoveries)
+        found = train(step, STEPS, after=after, batches=rows())
     assert_same(found, undisturbed)
+    assert len(step.recoveries) == before + 1
+    assert read == ["ndarray", *["SourcedLeaf"] * (STEPS - 2), "ndarray"]
     assert checkpoints.steps == (8, 16, 24)
     like, _ = step(init(), BATCH)
     number, state, _ = checkpoints.restore(like, step=8)

@@ -23,12 +23,12 @@ REFUSED = [program for program in PROGRAMS.values() if not program.loops]
 def combinations() -> Iterator[Any]:
     """Every program with 2 and with 4 microbatches; those beyond the subset are marked `full`.
 
-    The subset has every program of several loops and a third of the others, with one number each.
+    The subset has every program of several loops and a seventh of the others, with one number each.
     `tests/test_programs.py` runs all of them in 4 microbatches on eight devices.
     """
     for (index, program), count in itertools.product(enumerate(SPLITTING), (2, 4)):
         chosen = (index % 2 == 0) == (count == 4) and not is_variant(program)
-        chosen &= program.loops > 1 or index % 3 == 0
+        chosen &= program.loops > 1 or index % 7 == 0
         marks = () if chosen else pytest.mark.full
         yield pytest.param(program, count, id=f"{program}-{count}", marks=marks)
 

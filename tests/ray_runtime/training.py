@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ def train(
     state: Any = None,
     first: int = 0,
     after: Callable[[int, Any], None] = lambda number, state: None,
+    batches: Iterable[Any] | None = None,
 ) -> tuple[list[float], Any]:
     """Losses and the last state of steps `first` to `steps`, on the host.
 
@@ -32,17 +33,23 @@ def train(
       state: to begin with; None: a new one.
       first: the number of the first.
       after: called after each with its number and the state.
+      batches: of the steps; None: those of `batch`, in memory that is used again.
     """
     state = init() if state is None else state
     losses = []
-    rows = batch(0)
-    for number in range(first, steps):
-        for name, value in batch(number).items():
-            rows[name][...] = value
+    for number, rows in enumerate(_again(first, steps) if batches is None else batches, first):
         state, loss = step(state, rows)
         losses.append(loss)
         after(number, state)
     return [float(loss) for loss in losses], jax.device_get(state)
+
+
+def _again(first: int, steps: int) -> Iterator[dict[str, np.ndarray]]:
+    rows = batch(0)
+    for number in range(first, steps):
+        for name, value in batch(number).items():
+            rows[name][...] = value
+        yield rows
 
 
 def assert_same(left: tuple[list[float], Any], right: tuple[list[float], Any]) -> None:
