@@ -20,7 +20,8 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-from models.registry import build
+from models.other_kinds import OTHERS, build_other
+from models.registry import TrainStep, build
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -72,6 +73,11 @@ CASES = (
     case("moe-380M", 64, method="expert"),
     case("wide-resnet-250M", 64, method="data"),
     case("wide-resnet-250M", 128, method="zero2", microbatches=4),
+    case("bert-large", 64, method="zero3"),
+    case("vit-base", 512, method="data"),
+    case("unet-60M", 256, method="data"),
+    case("lstm-66M", 512, method="data"),
+    case("graph-small", 64, method="data"),
 )
 HELD_OUT = (
     case("gpt-760M", 32, remat=True, method="zero3"),
@@ -88,6 +94,16 @@ HELD_OUT = (
     case("deepseek-16B", 32, remat=True, method="zero3"),
     case("wide-resnet-500M", 64, method="zero3"),
     case("wide-resnet-500M", 64, remat=True, method="data"),
+    case("bert-base", 256, remat=True, method="zero2", microbatches=2),
+    case("bert-large", 64, method="data"),
+    case("vit-large", 512, remat=True, method="zero3"),
+    case("vit-large", 512, method="zero2", microbatches=4),
+    case("unet-130M", 256, remat=True, method="zero3"),
+    case("unet-130M", 512, method="zero2", microbatches=4),
+    case("lstm-180M", 256, method="zero3"),
+    case("lstm-66M", 1024, method="zero2", microbatches=4),
+    case("graph-large", 64, remat=True, method="zero3"),
+    case("graph-small", 128, method="zero2", microbatches=2),
 )
 ALL = (*CASES, *(item._replace(held_out=True) for item in HELD_OUT))
 
@@ -97,12 +113,19 @@ def cluster_of(target: str) -> str:
     return CLUSTERS[target] if target in CLUSTERS else f"8xtpu-{kind[1]}"
 
 
+def train_step(item: Case, layers: int | None) -> TrainStep:
+    """The program of a case, with so many layers where its size has a number of them."""
+    if item.program in OTHERS:
+        return build_other(item.program, item.batch, item.remat, layers)
+    whole = layers if "resnet" not in item.program else None
+    return build(item.program, remat=item.remat, batch=item.batch, layers=whole)
+
+
 def measure(item: Case, target: str, layers: int | None, processes: int | None) -> dict[str, Any]:
     """One program on one target; "refused": nothing was planned to fit."""
     row: dict[str, Any] = {"program": item.name, "target": target, "layers": layers}
     row["held_out"] = item.held_out
-    whole = layers if "resnet" not in item.program else None
-    made = build(item.program, remat=item.remat, batch=item.batch, layers=whole)
+    made = train_step(item, layers)
     shapes = made.state, made.batch
     start = time.monotonic()
     try:

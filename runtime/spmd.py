@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as Order
+from jax.experimental.layout import with_layout_constraint
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
@@ -21,6 +23,7 @@ from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
+from autopar.passes.sharding.compiler_rules import is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import ReshardStep
 from autopar.passes.sharding.run_order import Tie, ties
@@ -41,7 +44,8 @@ def block_function(
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """The function of local arrays that `jax.shard_map` runs on every device of the mesh.
 
-    With `in_order`, compilers must keep to the block's order where that saves memory (`run_order`).
+    With `in_order`, compilers must keep to the block's order where that saves memory (`run_order`),
+    and the gradients of filters are laid in the order of dimensions that the filters have.
     """
     return lambda arrays: _Device(mesh, axis_names, in_order).block(block, arrays)
 
@@ -132,6 +136,8 @@ class _Device:
                 [self.cuts(v.layout) for v in instruction.operands],
                 [self.cuts(v.layout) for v in instruction.results],
             )
+        if self.in_order and is_filter_gradient(eqn):
+            results = [with_layout_constraint(x, Order(tuple(range(x.ndim)))) for x in results]
         env.update(zip(instruction.results, results, strict=True))
 
     def once(self, eqn: Any, operands: Sequence[Any]) -> None:

@@ -134,7 +134,7 @@ def _inline_into(
         operands = [read_atom(env, v) for v in eqn.invars]
         info = eqn.source_info if outer is None else jax_compat.with_outer_source(eqn, outer)
         name = eqn.primitive.name
-        only = operands[0] if name in primitives.IDENTITIES else only_platform(eqn)
+        only = operands[0] if primitives.is_identity(eqn) else only_platform(eqn)
         if only is not None:
             env[eqn.outvars[0]] = only
             continue

@@ -7,7 +7,10 @@ made of it below. `tests/test_primitives.py` holds the table against the primiti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 FactorKind = Literal["pass", "sum", "max", "min", "prod", "and", "or", "replicated"]
 """What becomes of a factor that is cut: it is passed on, combined by a monoid, or cannot be cut."""
@@ -268,6 +271,19 @@ KERNELS = _having("kernel")
 FOREIGN = frozenset({"ffi_call", "call_exported", "cudnn_fusion"})
 # A user's sharding hints for a mesh of their own do not change the numbers.
 IDENTITIES = _having("identity")
+
+
+def is_identity(eqn: JaxprEqn) -> bool:
+    """Whether an equation's result is its operand: also what turns dimensions of one place round.
+
+    The backward pass of a convolution with a filter of one pixel has that.
+    """
+    name = eqn.primitive.name
+    if name != "rev":
+        return name in IDENTITIES
+    return all(eqn.invars[0].aval.shape[dim] == 1 for dim in eqn.params["dimensions"])
+
+
 SHARDING_HINTS = _having("hint")
 CONSTRAIN = "constrain"  # what is kept of it
 

@@ -12,21 +12,30 @@ values that were planned to be there. None is a fitted factor.
   the products of the forward pass, not what was made of them: of a softmax in float32 there are
   the scores and the weights in bfloat16, of a GELU its argument, its tanh and its result. A value
   is written for all readers or for none (`CanFuseWithAllNonBitcastUsers`).
-- Time (`gpu_performance_model.cc`): bytes over the bandwidth, operations over the device's speed
-  at vectors. A tanh costs more than the write and the read of a bfloat16, an exp less;
-  `OPERATIONS` say how many operations of vectors each is, to within what decides.
+- Time (`gpu_performance_model.cc`): bytes over the bandwidth and cycles over the speed of vector
+  units, nearly the greater of both. XLA's own table has the cycles of each operation (`CYCLES`). A
+  tanh takes longer than the write and the read of a bfloat16, an exp does not; an erfc (BERT's
+  GELU) is some 150 operations, dropout's random bits some 130: both are kept, and so is what an
+  erfc is of.
 - Products, convolutions, sorts and loops read buffers. A gather, a scatter and a slice's update
   take in what makes their indices and updates.
 - Reshapes and transposes that products read are the same buffer: products take operands in any
   order of their dimensions (Triton's and cuBLAS's).
 - In place: an elementwise fusion writes over an operand of the same size that nobody reads later; a
   scatter and a slice's update over what they change. Not over rows that the same kernel reduces
-  (softmax, forward and backward: kernels of Triton's share no buffers), nor the update of a
-  convolution's filter: its gradient has another order of dimensions, so parameter and moments are
-  written beside the old ones.
+  (softmax, forward and backward: kernels of Triton's share no buffers).
+- cuDNN's gradient of a filter has another order of dimensions than the filter. Left so, parameter
+  and moments are written beside the old ones, 1x1 filters' in one kernel with the filter that the
+  backward pass reads, and stay to the end of the step. So it is laid in the filter's order first
+  (`runtime/spmd.py`): one copy in the gradient's dtype, and the update is in place. Found on a
+  Wide-ResNet, whose 12 bytes for each parameter of a 1x1 filter were there at the worst moment.
 - A broadcast of a constant is made in the loop that reads it (`while_loop_constant_sinking.cc`).
-- A loop's body copies the slice of a stacked operand that a product reads; elementwise readers
-  slice it themselves.
+- A loop's body copies the slices of stacked operands that products read, all when a trip begins
+  (nothing makes them wait: a Llama's scan had those of its feed-forward network beside the
+  softmax); elementwise readers slice them themselves.
+- Buffers that begin as the same constant, the stacks that loops write and what scatters add to, are
+  filled by one kernel when the first is needed (`copy_fusion.cc`), and stay until each is. Found on
+  an LSTM of four layers, whose loops had 27 stacks alike, and on DeepSeek's routed experts.
 - What was gathered along another dimension than the first lies in that order. Products take it so;
   a loop that reads slices has a copy in the usual order, beside what a later loop will read.
 - Order: XLA may leave what nothing waits for to the end (`memory_scheduler.cc`), and so all that it
@@ -54,18 +63,55 @@ from autopar.passes.graph.primitives import (
 
 GPU, CPU, TPU = "gpu", "cpu", "tpu"
 
-OPERATIONS = {
-    **dict.fromkeys(("erf", "erfc", "erf_inv", "lgamma", "digamma", "sin", "cos", "tan"), 200),
-    **dict.fromkeys(("tanh", "pow", "atan2", "asinh", "acosh", "atanh", "sinh", "cosh"), 120),
-    **dict.fromkeys(("logistic", "log1p", "cbrt"), 60),
-    **dict.fromkeys(("expm1", "rem"), 40),
-    **dict.fromkeys(("log", "exp", "exp2"), 20),
-    **dict.fromkeys(("rsqrt", "sqrt", "div"), 10),
+CYCLES = {
+    "add": 7,
+    "add_any": 7,
+    "atan2": 431,
+    "cbrt": 178,
+    "cos": 978,
+    "div": 19,
+    "exp": 79,
+    "exp2": 82,
+    "expm1": 190,
+    "log": 166,
+    "log1p": 229,
+    "pow": 510,
+    "rsqrt": 75,
+    "sin": 958,
+    "sqrt": 75,
+    "sub": 7,
+    "tanh": 467,
+    # What is no operation of XLA's is made of these.
+    "acos": 560,
+    "acosh": 330,
+    "asin": 560,
+    "asinh": 420,
+    "atan": 431,
+    "atanh": 270,
+    "cosh": 180,
+    "digamma": 1500,
+    "erf": 700,
+    "erf_inv": 520,
+    "erfc": 700,
+    "lgamma": 1500,
+    "logistic": 108,
+    "rem": 60,
+    "sinh": 370,
+    "tan": 1955,
+    "threefry2x32": 420,
 }
-"""Operations of an elementwise primitive for one element, where it is not one."""
+"""Of one element of an elementwise primitive in float32, as XLA counts them for an H100
+(`hlo_op_profiles_data.h`), for its expansions the sum."""
 
-BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 3.35e12, 59e12
-"""Of an H100's memory, and of its vector units; what decides is the ratio, alike on others."""
+CYCLES_BY_DEFAULT = 3
+CYCLES_PER_SECOND = 2 * 132 * 128 * 1.98e9
+"""Of an H100's vector units, two at a time, as XLA has it (`gpu_performance_model_base.cc`)."""
+
+BYTES_PER_SECOND = 3.35e12
+"""Of an H100's memory; what decides is the ratio, which is alike on other GPUs."""
+
+OVERLAP = 0.95
+"""The share of a kernel's shorter part, of computing and of moving, that the other one hides."""
 
 FUSED_MOVES = frozenset(
     (
@@ -95,7 +141,10 @@ SAME_BUFFER = frozenset(
 )
 """What is no operation at all for the compiler."""
 
-READS_BUFFERS = PRODUCTS | CONTROL_FLOW | CUMULATIVE | SORTS | {"fft", "sort"}
+EXPANDED = frozenset(("digamma", "erf_inv", "erfc", "lgamma"))
+"""What is so many operations that what they read is written first."""
+
+READS_BUFFERS = PRODUCTS | CONTROL_FLOW | CUMULATIVE | SORTS | EXPANDED | {"fft", "sort"}
 IN_PLACE = frozenset(SCATTERS) | {"dynamic_update_slice"}
 """They write into their first operand."""
 
@@ -177,6 +226,20 @@ def reduces_rows(eqn: JaxprEqn) -> bool:
     return tuple(eqn.params["axes"]) == (len(shape) - 1,) and shape[-1] <= ROW_ELEMENTS
 
 
-def operations(eqn: JaxprEqn) -> int:
+def is_filter_gradient(eqn: JaxprEqn) -> bool:
+    """Whether a convolution makes the gradient of a filter: its results lead with no batch."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    order: tuple[int, ...] = eqn.params["dimension_numbers"].out_spec
+    return order[0] != 0
+
+
+def cycles(eqn: JaxprEqn) -> int:
     """Of one element of an equation's result."""
-    return OPERATIONS.get(eqn.primitive.name, 1)
+    return CYCLES.get(eqn.primitive.name, CYCLES_BY_DEFAULT)
+
+
+def kernel_seconds(cycles: float, moved_bytes: float) -> float:
+    """How long XLA thinks that a kernel takes, but for its launch."""
+    compute, memory = cycles / CYCLES_PER_SECOND, moved_bytes / BYTES_PER_SECOND
+    return compute + memory - OVERLAP * min(compute, memory)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import Any
 
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.sharding.compiler_rules import IN_PLACE, CompilerRules, reduces_rows, takes_in
+from autopar.passes.sharding.compiler_rules import (
+    IN_PLACE,
+    CompilerRules,
+    is_filter_gradient,
+    reduces_rows,
+    takes_in,
+)
 from autopar.passes.sharding.held_values import HeldValues, InstructionValues, held_values
 from autopar.passes.sharding.reshard import adding
 from autopar.passes.sharding.run_order import ties
@@ -63,6 +70,7 @@ class _Moments:
         self.block, self.mesh, self.rules, self.slices = block, mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
         self.constants = _of_constants(block.instructions)
+        self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
         self.held: HeldValues[ShardedValue] = held_values(
             [made_by(x) for x in block.instructions],
@@ -76,7 +84,7 @@ class _Moments:
         for time, instruction in enumerate(block.instructions):
             if self.runs(instruction):
                 self.last.update(dict.fromkeys(self.read(instruction), time))
-        self.reduced, self.filters = self._reductions(), self._filter_updates(outputs)
+        self.reduced = self._reductions()
         self.turned = {
             x.target
             for x in block.instructions
@@ -100,7 +108,7 @@ class _Moments:
     def read(self, instruction: Instruction) -> set[ShardedValue]:
         """The buffers that an instruction reads, but for constants that a loop makes itself."""
         found = self.held.read_by(reads(instruction))
-        return found - self.constants if isinstance(instruction, Loop) else found
+        return found.difference(self.constants) if isinstance(instruction, Loop) else found
 
     def runs(self, instruction: Instruction) -> bool:
         """Whether an instruction is a kernel's last: it writes a buffer."""
@@ -112,13 +120,14 @@ class _Moments:
         for value, time in self.last.items():
             freed[time].append(value)
         alive: Alive = {v: self.size(v) for v in self.block.inputs if v not in self.slices}
-        copied = self._copied_slices()
+        alive.update((v, self.size(v)) for v in self._copied_slices())
+        filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             results = [v for v in writes(instruction) if self._is_new(v, alive)]
-            for value in copied[time]:
+            for value in filled[time]:
                 alive[value] = self.size(value)
                 total += alive[value]
             inside, beside = self._inside(instruction)
@@ -150,55 +159,53 @@ class _Moments:
             for value in instruction.results
         }
 
-    def _filter_updates(self, outputs: Iterable[ShardedValue]) -> dict[ShardedValue, int]:
-        """For the gradients of filters, the bytes of all that their updates write.
-
-        An update runs as soon as its gradient is there.
-        """
-        gradients: set[ShardedValue] = set()
-        found: dict[ShardedValue, int] = defaultdict(int)
-        ends = {self.held.root(v) for v in outputs}
-        for instruction in self.block.instructions:
-            results = writes(instruction)
-            if isinstance(instruction, Relayout):
-                source = self.held.root(instruction.source)
-                gradients.update(results if source in gradients else ())
-            if not isinstance(instruction, Compute):
-                continue
-            name = instruction.eqn.primitive.name
-            is_cast = name == "convert_element_type" and self.read(instruction) <= gradients
-            if name == "conv_general_dilated" or (is_cast and ends.isdisjoint(results)):
-                gradients.update(results)
-                continue
-            for value in results:
-                of = self.held.read_by(reads(instruction)) & gradients
-                if value in ends and of and self.held.is_held(value):
-                    found[next(iter(of))] += self.size(value)
-        return found
-
     def _is_new(self, value: ShardedValue, alive: Alive) -> bool:
-        return value in self.last and value not in alive and self.held.is_held(value)
+        is_filled = value in alive or value in self.filling
+        return value in self.last and not is_filled and self.held.is_held(value)
 
-    def _copied_slices(self) -> dict[int, list[ShardedValue]]:
-        """When slices are copied, of those that somebody reads as buffers."""
-        found: dict[int, list[ShardedValue]] = defaultdict(list)
-        first: dict[ShardedValue, int] = {}
-        needed: set[ShardedValue] = set()
-        for time, instruction in enumerate(self.block.instructions):
+    def _copied_slices(self) -> list[ShardedValue]:
+        """The slices that somebody reads as buffers: all are copied when a trip begins."""
+        needed: dict[ShardedValue, None] = {}
+        for instruction in self.block.instructions:
             made = made_by(instruction)
             if made.results and all(v in self.held.buffer_of for v in made.results):
                 continue
             for place, value in enumerate(made.operands):
                 buffer = None if value is None else self.held.root(value)
-                if buffer in self.slices:
+                if buffer in self.slices and (made.eqn is None or not takes_in(made.eqn, place)):
                     assert buffer is not None
-                    first.setdefault(buffer, time)
-                    if made.eqn is None or not takes_in(made.eqn, place):
-                        needed.add(buffer)
-        for value in needed:
-            if value in self.last:
-                found[first[value]].append(value)
+                    needed[buffer] = None
+        return [v for v in needed if v in self.last]
+
+    def _filled_early(self) -> dict[int, list[ShardedValue]]:
+        """By when they are filled, the buffers that begin as a constant, if one alike is earlier.
+
+        One kernel fills all of them: stacks of loops, sums that begin as zeros.
+        """
+        found: dict[int, list[ShardedValue]] = defaultdict(list)
+        first: dict[Hashable, int] = {}
+        for time, instruction in enumerate(self.block.instructions):
+            for value, constant in self._beginnings(instruction):
+                self.filling.update(() if constant is None else (constant,))
+                like = value.atom.aval.dtype, aval_shape(value.atom), self.size(value)
+                if value in self.last and first.setdefault(like, time) < time:
+                    found[first[like]].append(value)
         return found
+
+    def _beginnings(
+        self, instruction: Instruction
+    ) -> Iterator[tuple[ShardedValue, ShardedValue | None]]:
+        """The results whose buffers are filled with a constant, and that (None: it has no name)."""
+        if isinstance(instruction, Loop):
+            consts, carry = _counts(instruction)
+            starts = instruction.operands[consts : consts + carry]
+            yield from ((v, None) for v in instruction.results[carry:])
+            pairs = zip(instruction.results, starts, strict=False)
+        elif isinstance(instruction, Compute) and instruction.eqn.primitive.name in IN_PLACE:
+            pairs = zip(instruction.results, instruction.operands, strict=False)
+        else:
+            return
+        yield from ((r, v) for r, v in pairs if not is_literal(v) and v in self.constants)
 
     def _taken_over(
         self, instruction: Instruction, result: ShardedValue, dying: Iterable[ShardedValue]
@@ -229,13 +236,14 @@ class _Moments:
     def _inside(self, instruction: Instruction) -> tuple[int, Alive]:
         """What a loop's or branch's body, or a sum in another dtype, needs beside its results."""
         if isinstance(instruction, Compute):
-            size = sum(self.filters.get(v, 0) for v in instruction.results)
-            return size, {"the update of a filter": size} if size else {}
+            if not is_filter_gradient(instruction.eqn):
+                return 0, {}
+            size = sum(map(self.size, instruction.results))
+            return size, {"the gradient of a filter in cuDNN's order": size}
         if isinstance(instruction, Relayout):
             size = sum_bytes(instruction, self.mesh)
             sums: Alive = {f"sums of a gradient in {instruction.sum_dtype}": size} if size else {}
-            update = self.filters.get(instruction.target, 0)
-            return size + update, sums | ({"the update of a filter": update} if update else {})
+            return size, sums
         worst, there = 0, Alive()
         if isinstance(instruction, Loop):
             consts, carry = _counts(instruction)
@@ -279,17 +287,38 @@ def _counts(loop: Loop) -> tuple[int, int]:
     return parts.num_consts, parts.num_carry
 
 
-def _of_constants(instructions: Iterable[Instruction]) -> set[ShardedValue]:
-    """What is made of constants alone by broadcasts and casts."""
-    found: set[ShardedValue] = set()
+def _of_constants(instructions: Iterable[Instruction]) -> dict[ShardedValue, Any]:
+    """What is made of constants alone by broadcasts and casts: with the number that fills it.
+
+    None: it is not one number everywhere. A choice between the same number is no choice.
+    """
+    found: dict[ShardedValue, Any] = {}
+
+    def filling(value: ShardedValue) -> Any:
+        return _number(value.atom.val) if is_literal(value) else found.get(value)
+
     for instruction in instructions:
+        own = reads(instruction)
+        number = None
         if isinstance(instruction, Compute):
-            is_plain = instruction.eqn.primitive.name in _PLAIN
+            name = instruction.eqn.primitive.name
+            if name == "select_n":
+                cases = {filling(v) for v in instruction.operands[1:]}
+                is_constant, number = len(cases) == 1 and None not in cases, next(iter(cases))
+            else:
+                is_constant = name in _PLAIN and all(v in found for v in own)
+                number = filling(instruction.operands[0]) if instruction.operands else None
         else:
-            is_plain = isinstance(instruction, Relayout)
-        if is_plain and all(v in found for v in reads(instruction)):
-            found.update(writes(instruction))
+            is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
+            number = found.get(own[0]) if own else None
+        if is_constant:
+            found.update(dict.fromkeys(writes(instruction), number))
     return found
 
 
+def _number(value: Any) -> Any:
+    return value.item() if getattr(value, "size", 0) == 1 and hasattr(value, "item") else value
+
+
 _PLAIN = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
+"""What is no arithmetic on constants."""

@@ -15,11 +15,10 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.sharding.compiler_rules import (
-    BYTES_PER_SECOND,
-    OPERATIONS_PER_SECOND,
+    cycles,
     is_same_buffer,
+    kernel_seconds,
     may_be_fused,
-    operations,
     takes_in,
 )
 
@@ -106,20 +105,36 @@ def held_values(
 
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
     roots = dict(made_of)  # as if everything that can be fused were
-    chain: dict[V, float] = defaultdict(float)  # operations for all elements, from the buffers on
+    chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
+    work: dict[V, int] = {}  # cycles of its last operation, for all elements
 
-    def is_quicker_again(value: V, sources: frozenset[V], work: float) -> bool:
-        size, often = num_bytes(value), len(readers[value])
-        moved = 0
-        for reader in readers[value]:
-            beside: set[V] = set()
-            for other in reader.operands:
-                if other is not None and root(other) != value:
+    ends: dict[V, V] = {}  # of what one fusible operation reads: the last value made of it so
+    for made in reversed(program):
+        for value in made.results:
+            onward = readers[value]
+            is_passed = len(onward) == 1 and value not in refusing and _is_fusible(onward[0])
+            ends[value] = ends[onward[0].results[0]] if is_passed else value
+
+    def is_quicker_again(value: V, sources: frozenset[V], chain: frozenset[V]) -> bool:
+        size, spent = num_bytes(value), sum(map(work.__getitem__, chain))
+        kept = kernel_seconds(spent, sum(map(num_bytes, sources)) + size)
+        again = 0.0
+        kernels: dict[V | int, list[InstructionValues[V]]] = defaultdict(list)
+        for place, reader in enumerate(readers[value]):
+            kernels[ends[reader.results[0]] if _is_fusible(reader) else place].append(reader)
+        for end, parts in kernels.items():
+            beside = set[V]()
+            made_here = {v for part in parts for v in part.results}
+            for other in (v for part in parts for v in part.operands if v is not None):
+                if root(other) != value and other not in made_here:
                     beside |= roots.get(root(other), frozenset())
-            moved += sum(num_bytes(v) for v in sources - beside)
-        again = (often - 1) * work / OPERATIONS_PER_SECOND + moved / BYTES_PER_SECOND
-        first = sum(map(num_bytes, sources))
-        return again <= (first + (1 + often) * size) / BYTES_PER_SECOND
+            results = parts[0].results if isinstance(end, int) else (end,)
+            most = max((num_elements(v) for v in (value, *results)), default=0)
+            own = most * sum(cycles(part.eqn) for part in parts if part.eqn is not None)
+            moved = sum(map(num_bytes, beside)) + sum(map(num_bytes, results))
+            kept += kernel_seconds(own, moved + size)
+            again += kernel_seconds(own + spent, moved + sum(map(num_bytes, sources - beside)))
+        return again <= kept
 
     for made in program:
         if made.results and all(v in buffer_of for v in made.results):
@@ -133,11 +148,16 @@ def held_values(
                 continue
             assert made.eqn is not None
             roots[value] = frozenset[V]().union(*(roots.get(v, frozenset()) for v in own))
-            work = num_elements(value) * operations(made.eqn) + sum(chain[v] for v in set(own))
+            work[value] = num_elements(value) * cycles(made.eqn)
+            chain = frozenset((value,)).union(*(chains[v] for v in own))
             small = num_bytes(value) <= SMALL_BYTES or made.eqn.primitive.name in _ALWAYS
-            if small or is_quicker_again(value, sources, work):
-                made_of[value], chain[value] = sources, work
+            if small or is_quicker_again(value, sources, chain):
+                made_of[value], chains[value] = sources, chain
     return HeldValues(buffer_of, made_of)
+
+
+def _is_fusible(made: InstructionValues[V]) -> bool:
+    return made.eqn is not None and may_be_fused(made.eqn) and len(made.results) == 1
 
 
 _ALWAYS = ("broadcast_in_dim", "iota")

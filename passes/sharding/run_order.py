@@ -7,7 +7,9 @@ those with which its reduce-scatter was combined: ZeRO without its memory. So th
 for such a result: it reads an operand after a barrier that also has the result (XLA:GPU takes
 barriers away after it has scheduled). Collectives of gradients are waited for in buckets, as
 PyTorch's DDP has them (Li et al., "PyTorch Distributed", VLDB 2020): small ones can still be
-combined. Measured with jax 0.10.2 for H100s, by `benchmarks/compilers.py`.
+combined. What is gathered after a loop waits for the loop: XLA would gather it before, and hold the
+output layer's weights throughout the loop over the layers. Measured with jax 0.10.2 for H100s, by
+`benchmarks/compilers.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
     Instruction,
+    Loop,
     Relayout,
     ShardedValue,
     is_literal,
@@ -42,7 +45,7 @@ PRODUCTS_AHEAD = 2
 
 
 class Tie(NamedTuple):
-    """What a product reads only when other values are there.
+    """What a product or a gather reads only when other values are there.
 
     Args:
       operand: that it reads.
@@ -57,6 +60,34 @@ class Tie(NamedTuple):
 
 def ties(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     """By the numbers of a block's instructions, what these wait for."""
+    return {**_gathers_after_loops(block, mesh), **_products_in_order(block, mesh)}
+
+
+def _gathers_after_loops(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
+    """What is gathered after a loop, and waits for nothing that the loop makes."""
+    found: dict[int, Tie] = {}
+    after: ShardedValue | None = None  # the smallest result of the last loop that is read
+    since: set[ShardedValue] = set()  # what was made after it
+    used = {v for x in block.instructions for v in reads(x)}
+    for time, instruction in enumerate(block.instructions):
+        if isinstance(instruction, Loop):
+            sizes = {v: local_bytes(v, mesh) for v in instruction.results if v in used}
+            after = min(sizes, key=sizes.__getitem__, default=after)
+            since = set(instruction.results)
+            continue
+        if after is None:
+            continue
+        if not since.isdisjoint(reads(instruction)):
+            since.update(writes(instruction))
+        elif isinstance(instruction, Relayout) and not is_literal(instruction.source):
+            is_gather = any(step.kind == "all-gather" for step in instruction.steps)
+            if is_gather and local_bytes(instruction.target, mesh) >= LARGE_BYTES:
+                found[time] = Tie(instruction.source, (after,), ())
+    return found
+
+
+def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
+    """Products that read an operand when what nothing else waits for is there."""
     instructions = block.instructions
     products = [t for t, x in enumerate(instructions) if _is_product(x)]
     if len(products) <= PRODUCTS_AHEAD:

@@ -1,0 +1,143 @@
+"""What XLA for GPUs keeps and computes again, as was read from its buffer assignments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Literal
+
+import autopar
+from autopar.passes.graph.graph import walk
+from autopar.passes.sharding.compiler_rules import CPU, RULES, is_filter_gradient
+from autopar.passes.sharding.held_values import InstructionValues, held_values
+from autopar.passes.sharding.peak_memory import peak
+from autopar.passes.sharding.run_order import ties
+from autopar.passes.sharding.spmd_program import Loop, Relayout
+from sharding.steps import arrays, compiled, graph_of, shaped, sharded
+
+WIDTH = 512
+X, W = shaped(WIDTH, WIDTH, dtype=jnp.bfloat16), shaped(WIDTH, WIDTH, dtype=jnp.bfloat16)
+
+
+def kept(activation: Callable[..., Any]) -> list[str]:
+    """The primitives whose results are buffers, of two products, what is between, and backward."""
+
+    def step(x: Any, w: Any) -> Any:
+        return jax.grad(lambda x, w: (activation(x @ w) @ w).astype(jnp.float32).sum(), (0, 1))(
+            x, w
+        )
+
+    jaxpr = graph_of(step, X, W).jaxpr
+    operands = [
+        tuple(None if isinstance(v, Literal) else v for v in eqn.invars) for eqn in jaxpr.eqns
+    ]
+    program = [
+        InstructionValues(eqn, read, tuple(eqn.outvars))
+        for eqn, read in zip(jaxpr.eqns, operands, strict=True)
+    ]
+    found = held_values(
+        program,
+        jaxpr.invars,
+        jaxpr.outvars,
+        lambda v: math.prod(v.aval.shape) * v.aval.dtype.itemsize,
+        lambda v: math.prod(v.aval.shape),
+    )
+    return [x.eqn.primitive.name for x in program if x.eqn and any(map(found.is_held, x.results))]
+
+
+def test_what_takes_long_is_kept() -> None:
+    assert "logistic" not in kept(jax.nn.silu)
+    assert "tanh" in kept(jax.nn.gelu)
+
+
+def test_the_argument_of_an_expansion_is_kept() -> None:
+    names = kept(lambda x: jax.nn.gelu(x, approximate=False))
+    assert "erfc" in names
+    assert "exp" not in names  # of its derivative
+    before = names[: names.index("erfc")]
+    assert before == ["dot_general", "mul"]
+
+
+def convolved(weights: Any, images: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        y = images
+        for w in weights:
+            y = jax.nn.relu(
+                jax.lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=IMAGES)
+            )
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+IMAGES = ("NHWC", "HWIO", "NHWC")
+FILTERS = [shaped(3, 3, 4, 8), shaped(1, 1, 8, 8), shaped(3, 3, 8, 4)]
+
+
+def test_gradients_of_filters_are_known_and_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = FILTERS, shaped(16, 6, 6, 4)
+    eqns = list(walk(graph_of(convolved, *shapes).jaxpr))
+    found = [eqn.outvars[0].aval.shape for eqn in eqns if is_filter_gradient(eqn)]
+    assert sorted(found) == sorted(w.shape for w in FILTERS)
+    turned = [eqn.invars[0].aval.shape for eqn in eqns if eqn.primitive.name == "rev"]
+    assert turned == [FILTERS[2].shape], "one pixel has no other way round"
+
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
+    weights, images = arrays(shapes)
+    wanted = jax.jit(convolved)(weights, images)
+    step = autopar.compile(convolved, weights, images, method="data", microbatches=1)
+    np.testing.assert_allclose(step(weights, images)[0], wanted[0], rtol=1e-4, atol=1e-5)
+    assert (
+        "LayoutConstraint" in step.lower(weights, images).as_text()
+        if hasattr(step, "lower")
+        else True
+    )
+
+
+def scanned(weights: Any, x: Any) -> Any:
+    """Two loops over layers, one after the other, and a product that all devices need whole."""
+
+    def loss(weights: Any) -> Any:
+        def layer(y: Any, w: Any) -> Any:
+            return jnp.tanh(y @ w), None
+
+        y, _ = jax.lax.scan(layer, x, weights["one"])
+        y, _ = jax.lax.scan(layer, y, weights["two"])
+        return jnp.mean((y @ weights["head"]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+STACK = shaped(4, 64, 64)
+SCANNED = {"one": STACK, "two": STACK, "head": shaped(64, 64)}, shaped(512, 64)
+
+
+def test_stacks_alike_are_filled_at_once() -> None:
+    made = compiled(graph_of(scanned, *SCANNED), method="data", microbatches=1)
+    program = sharded(made)
+    found = peak(program, {}, [label.donated for label in made.graph.inputs])
+    rows = [size for label, size in found.alive if "float32[4,512,64]" in label]
+    # Of each loop the activations that its backward pass reads, on eight devices.
+    assert rows == [4 * 64 * 64 * 4] * len(rows)
+    assert len(rows) >= 2
+
+
+def test_a_gather_waits_for_the_loop_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.passes.sharding.run_order.LARGE_BYTES", 1)
+    program = sharded(compiled(graph_of(scanned, *SCANNED), method="zero3", microbatches=1))
+    found, instructions = ties(program.block, program.mesh), program.block.instructions
+    loop = next(t for t, x in enumerate(instructions) if isinstance(x, Loop))
+    gathers = {
+        t: x.source
+        for t, x in enumerate(instructions)
+        if isinstance(x, Relayout) and t > loop and any(s.kind == "all-gather" for s in x.steps)
+    }
+    assert gathers
+    assert {t: found[t].operand for t in gathers} == gathers
