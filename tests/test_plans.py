@@ -308,6 +308,7 @@ def test_a_plan_for_other_options_or_another_program_is_refused() -> None:
         plan.require(program_hash=plan.program_hash, options=options)
     assert "- microbatches: 4 -> 2" in str(caught.value)
     assert '- method: "auto" -> "data"' in str(caught.value)
+    assert "method='auto'" in str(caught.value) and "microbatches=4" in str(caught.value)
     with pytest.raises(PlanMismatchError, match="another program"):
         plan.require(program_hash="fedcba", options=plan.options)
     leaves = {tensor.path: tensor.value for tensor in plan.inputs}

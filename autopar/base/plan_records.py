@@ -400,6 +400,11 @@ class PlanRecord(Displayed, Record):
             raise _not_a_plan(os.fspath(path), "it is not UTF-8 text.") from None
         return cls.from_json(text, where=os.fspath(path))
 
+    def _asked(self, options: Mapping[str, Any]) -> str:
+        """The options of the plan that are others than these, as they are passed."""
+        own = {name: value for name, value in self.options.items() if value != options.get(name)}
+        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
     def require(
         self,
         *,
@@ -419,7 +424,7 @@ class PlanRecord(Displayed, Record):
             raise PlanMismatchError(
                 "The plan was made with other options.",
                 why="in the plan and now:\n" + "\n".join(f"- {line}" for line in differing),
-                hint="pass the options of the plan, or plan again.",
+                hint=f"pass the options of the plan ({self._asked(options)}), or plan again.",
             )
         if self.program_hash != program_hash:
             changed = self._changed(leaves or {})
