@@ -112,11 +112,16 @@ def test_a_step_as_the_tutorial_writes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"microbatches": 2}, {"stages": 2, "microbatches": 2}], ids=str
+    "options",
+    [
+        {"microbatches": 2, "method": "zero2"},
+        {"stages": 2, "microbatches": 2, "method": "zero2", "schedule": "1f1b"},
+    ],
+    ids=str,
 )
 def test_microbatches_and_stages(options: Any, tmp_path: Path) -> None:
     def objects() -> Any:
-        model = Net(nnx.Rngs(1), depth=4, rate=0.1)
+        model = Net(nnx.Rngs(1), depth=2, rate=0.1)
         return model, with_optimizer(model)
 
     plain, ours = objects(), objects()

@@ -274,7 +274,7 @@ def test_checkpoints_while_an_actor_is_lost(
         before = len(step.recoveries)
         found = train(step, STEPS, after=after, batches=rows())
     assert_same(found, undisturbed)
-    assert len(step.recoveries) == before + 1
+    assert len(step.recoveries) > before
     assert read == ["ndarray", *["SourcedLeaf"] * (STEPS - 2), "ndarray"]
     assert checkpoints.steps == (8, 16, 24)
     like, _ = step(init(), BATCH)

@@ -36,7 +36,6 @@ QUICK = {
     "loss_scale_cond": 2,
     "mlp_multi_steps": 2,
     "scan_layers": 4,
-    "unet": 2,
 }
 """`make test` runs these, with that many stages; all others are for the full run."""
 
