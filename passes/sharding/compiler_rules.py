@@ -41,7 +41,27 @@ values that were planned to be there. None is a fitted factor.
 - Order: XLA may leave what nothing waits for to the end (`memory_scheduler.cc`), and so all that it
   reads stays. Stages are compiled with an order of their own (`run_order.py`), which is counted.
 
-**For CPUs and TPUs** a value is fused into its readers if these are near (`peak_memory.py`).
+**For TPUs**, read from XLA:TPU of libtpu 0.0.42 for a v5e in the same way (libtpu writes its buffer
+assignment too):
+
+- Fusion: as on GPUs, but arithmetic costs nothing: a value is computed again by all who read it if
+  fewer bytes move. Products take part on both sides: they compute their operands themselves (the
+  GELU and the norm before a product are there nowhere), and write what is made of their results
+  (scores in float32 with their mask; not both).
+- A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
+  are written in float32 and read by the backward pass, the scores not if the row is short enough
+  for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not.
+- Who reads a part of a buffer (a split, the slice of a device) reads it in the buffer, which stays:
+  queries that are cut after they were made keep the whole ones.
+- A loop's body copies the slices that products read, all at its beginning.
+- A mask that every trip can compute of nothing is computed there.
+- One heap: every temporary has a fixed place, the largest first (`heap.py`); arguments are never
+  used for anything but results. `memory_analysis` counts what is lost between buffers twice, so
+  verification reads the sizes of the allocations instead.
+- What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
+- Tiles: the compiler chooses the order of dimensions so that (8, 128) pads little.
+
+**For CPUs** a value is fused into its readers if these are near (`peak_memory.py`).
 """
 
 from __future__ import annotations
@@ -153,6 +173,10 @@ ROW_ELEMENTS = 16384
 """Of the longest row that a kernel of Triton's holds: attention's are, vocabularies' are not."""
 
 
+KERNEL_ROW_ELEMENTS = 1024
+"""Of the longest row whose softmax XLA:TPU computes in the kernel of the product before it."""
+
+
 @dataclass(frozen=True)
 class CompilerRules:
     """How a backend's compiler holds values.
@@ -162,17 +186,46 @@ class CompilerRules:
       fuses_anywhere: readers compute again what is quicker to compute than to read, wherever
         they are.
       keeps_order: programs are compiled so that they run in the order of the plan.
+      counts_operations: arithmetic that is done again costs time, beside the bytes that it reads.
+      turns_operands: gradients of filters, and what was gathered along another dimension than the
+        first, lie in an order of dimensions that their readers do not take.
+      products_take_in: a product computes its operands itself, as an elementwise kernel does.
+      products_write_epilogues: a product writes what is made of its result, rather than that, and a
+        softmax its exponentials.
+      slices_are_read: who reads a part of a buffer reads it in the buffer.
+      one_heap: temporaries have fixed places in one memory; what lies between them is lost.
     """
 
     backend: str
     fuses_anywhere: bool = False
     keeps_order: bool = False
+    counts_operations: bool = True
+    turns_operands: bool = True
+    products_take_in: bool = False
+    products_write_epilogues: bool = False
+    slices_are_read: bool = False
+    one_heap: bool = False
+
+    def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
+        """Whether an equation can compute its operand at a place itself."""
+        if eqn.primitive.name in PRODUCTS and self.products_take_in:
+            return True
+        return not reads_buffer(eqn, place)
 
 
 RULES = {
     GPU: CompilerRules(GPU, fuses_anywhere=True, keeps_order=True),
     CPU: CompilerRules(CPU),
-    TPU: CompilerRules(TPU),
+    TPU: CompilerRules(
+        TPU,
+        fuses_anywhere=True,
+        counts_operations=False,
+        turns_operands=False,
+        products_take_in=True,
+        products_write_epilogues=True,
+        slices_are_read=True,
+        one_heap=True,
+    ),
 }
 
 
@@ -210,12 +263,10 @@ def writes_buffer(eqn: JaxprEqn) -> bool:
     return not may_be_fused(eqn) and eqn.primitive.name not in SAME_BUFFER and not is_barrier(eqn)
 
 
-def takes_in(eqn: JaxprEqn, place: int) -> bool:
-    """Whether an equation can compute its operand at a place itself."""
+def reads_buffer(eqn: JaxprEqn, place: int) -> bool:
+    """Whether an equation reads its operand at a place from memory, where nothing is fused."""
     name = eqn.primitive.name
-    if name in READS_BUFFERS or is_barrier(eqn):
-        return False
-    return not (name in IN_PLACE and place == 0)
+    return name in READS_BUFFERS or is_barrier(eqn) or (name in IN_PLACE and place == 0)
 
 
 def reduces_rows(eqn: JaxprEqn) -> bool:

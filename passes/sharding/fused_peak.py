@@ -13,10 +13,12 @@ from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
     CompilerRules,
     is_filter_gradient,
+    reads_buffer,
     reduces_rows,
-    takes_in,
 )
-from autopar.passes.sharding.held_values import HeldValues, InstructionValues, held_values
+from autopar.passes.sharding.epilogues import InstructionValues
+from autopar.passes.sharding.heap import HeapBuffer, heap_bytes
+from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.reshard import adding
 from autopar.passes.sharding.run_order import ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
@@ -69,7 +71,7 @@ class _Moments:
     ) -> None:
         self.block, self.mesh, self.rules, self.slices = block, mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
-        self.constants = _of_constants(block.instructions)
+        self.constants = _of_constants(block.instructions, rules)
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
         self.held: HeldValues[ShardedValue] = held_values(
@@ -78,6 +80,7 @@ class _Moments:
             outputs,
             self.size,
             self.elements,
+            rules,
         )
         self.last: dict[ShardedValue, int] = {}
         end = len(block.instructions)
@@ -88,7 +91,9 @@ class _Moments:
         self.turned = {
             x.target
             for x in block.instructions
-            if isinstance(x, Relayout) and any(s.kind == "all-gather" and s.dim for s in x.steps)
+            if rules.turns_operands
+            and isinstance(x, Relayout)
+            and any(s.kind == "all-gather" and s.dim for s in x.steps)
         }
         if rules.keeps_order:
             for time, tie in ties(block, mesh).items():
@@ -120,15 +125,18 @@ class _Moments:
         for value, time in self.last.items():
             freed[time].append(value)
         alive: Alive = {v: self.size(v) for v in self.block.inputs if v not in self.slices}
+        entering = sum(alive.values())
+        since: dict[str | ShardedValue, int] = dict.fromkeys(alive, -1)
         alive.update((v, self.size(v)) for v in self._copied_slices())
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
+        buffers: list[HeapBuffer] = []
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             results = [v for v in writes(instruction) if self._is_new(v, alive)]
             for value in filled[time]:
-                alive[value] = self.size(value)
+                alive[value], since[value] = self.size(value), time
                 total += alive[value]
             inside, beside = self._inside(instruction)
             if isinstance(instruction, Loop):
@@ -140,11 +148,23 @@ class _Moments:
                     dying.remove(taken)
                     total -= alive.pop(taken)
                 alive[value] = self.size(value)
+                since[value] = time if taken is None else since.get(taken, 0)
                 total += alive[value]
             if total + inside > best:
                 best, there = total + inside, {**alive, **beside}
+            if inside:
+                buffers.append(HeapBuffer(inside, time, time))
             for value in freed[time]:
+                if value in alive and since.get(value, 0) >= 0:
+                    buffers.append(HeapBuffer(alive[value], since.get(value, 0), time))
                 total -= alive.pop(value, 0)
+        if self.rules.one_heap:
+            end = len(self.block.instructions)
+            left = ((since.get(v, 0), size) for v, size in alive.items())
+            buffers += [HeapBuffer(size, first, end) for first, size in left if first >= 0]
+            lost = entering + heap_bytes(buffers) - best
+            if lost > 0:
+                best, there = best + lost, {**there, "between buffers": lost}
         return best, there
 
     def _reductions(self) -> dict[ShardedValue, set[ShardedValue]]:
@@ -172,7 +192,7 @@ class _Moments:
                 continue
             for place, value in enumerate(made.operands):
                 buffer = None if value is None else self.held.root(value)
-                if buffer in self.slices and (made.eqn is None or not takes_in(made.eqn, place)):
+                if buffer in self.slices and (made.eqn is None or reads_buffer(made.eqn, place)):
                     assert buffer is not None
                     needed[buffer] = None
         return [v for v in needed if v in self.last]
@@ -265,7 +285,10 @@ def made_by(instruction: Instruction) -> InstructionValues[ShardedValue]:
     if isinstance(instruction, Compute):
         operands = tuple(None if is_literal(v) else v for v in instruction.operands)
         return InstructionValues(instruction.eqn, operands, instruction.results)
-    return InstructionValues(None, reads(instruction), writes(instruction))
+    is_slice = isinstance(instruction, Relayout) and all(
+        step.kind == "slice" for step in instruction.steps
+    )
+    return InstructionValues(None, reads(instruction), writes(instruction), is_slice)
 
 
 def sum_bytes(relayout: Relayout, mesh: Mesh) -> int:
@@ -287,12 +310,15 @@ def _counts(loop: Loop) -> tuple[int, int]:
     return parts.num_consts, parts.num_carry
 
 
-def _of_constants(instructions: Iterable[Instruction]) -> dict[ShardedValue, Any]:
+def _of_constants(
+    instructions: Iterable[Instruction], rules: CompilerRules
+) -> dict[ShardedValue, Any]:
     """What is made of constants alone by broadcasts and casts: with the number that fills it.
 
     None: it is not one number everywhere. A choice between the same number is no choice.
     """
     found: dict[ShardedValue, Any] = {}
+    plain = _PLAIN if rules.counts_operations else _PLAIN | ELEMENTWISE
 
     def filling(value: ShardedValue) -> Any:
         return _number(value.atom.val) if is_literal(value) else found.get(value)
@@ -306,8 +332,9 @@ def _of_constants(instructions: Iterable[Instruction]) -> dict[ShardedValue, Any
                 cases = {filling(v) for v in instruction.operands[1:]}
                 is_constant, number = len(cases) == 1 and None not in cases, next(iter(cases))
             else:
-                is_constant = name in _PLAIN and all(v in found for v in own)
-                number = filling(instruction.operands[0]) if instruction.operands else None
+                is_constant = name in plain and all(v in found for v in own)
+                is_filled = name in _PLAIN and bool(instruction.operands)
+                number = filling(instruction.operands[0]) if is_filled else None
         else:
             is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
             number = found.get(own[0]) if own else None

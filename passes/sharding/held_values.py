@@ -7,36 +7,30 @@ equations. The rules are those of `compiler_rules`, for compilers that fuse at a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
-
-from jax.extend.core import JaxprEqn
+from typing import Generic
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.sharding.compiler_rules import (
+    CompilerRules,
     cycles,
     is_same_buffer,
     kernel_seconds,
     may_be_fused,
-    takes_in,
+)
+from autopar.passes.sharding.epilogues import (
+    InstructionValues,
+    V,
+    is_fusible,
+    name_of,
+    softmax_buffers,
+    takes_part,
+    without_epilogues,
 )
 
 SMALL_BYTES = 4096
 """What is smaller is computed again without asking."""
-
-V = TypeVar("V", bound=Hashable)
-
-
-class InstructionValues(NamedTuple, Generic[V]):
-    """One instruction: its equation (None: it reads and writes buffers), operands and results.
-
-    An operand that nothing makes (a literal) is None.
-    """
-
-    eqn: JaxprEqn | None
-    operands: tuple[V | None, ...]
-    results: tuple[V, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,7 @@ def held_values(
     outputs: Collection[V],
     num_bytes: Callable[[V], int],
     num_elements: Callable[[V], int],
+    rules: CompilerRules,
 ) -> HeldValues[V]:
     """What of a program is in memory.
 
@@ -83,6 +78,7 @@ def held_values(
       outputs: what must be a buffer at the end.
       num_bytes: of a value.
       num_elements: of a value.
+      rules: of the compiler.
     """
     buffer_of = _names(program, num_bytes)
 
@@ -100,9 +96,11 @@ def held_values(
         for value in dict.fromkeys(v for v in places if v is not None):
             readers[value].append(made)
         for place, read in enumerate(places):
-            if read is not None and (made.eqn is None or not takes_in(made.eqn, place)):
+            if read is not None and not _takes_in(made, place, rules):
                 refusing.add(read)
 
+    if rules.products_write_epilogues:
+        refusing |= softmax_buffers(program, root)
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
     roots = dict(made_of)  # as if everything that can be fused were
     chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
@@ -136,24 +134,46 @@ def held_values(
             again += kernel_seconds(own + spent, moved + sum(map(num_bytes, sources - beside)))
         return again <= kept
 
+    def moves_less(value: V, sources: frozenset[V]) -> bool:
+        size, often, moved = num_bytes(value), len(readers[value]), 0
+        for reader in readers[value]:
+            beside: set[V] = set()
+            for other in reader.operands:
+                if other is not None and root(other) != value:
+                    beside |= roots.get(root(other), frozenset())
+            moved += sum(map(num_bytes, sources - beside))
+        return moved < sum(map(num_bytes, sources)) + (1 + often) * size
+
     for made in program:
         if made.results and all(v in buffer_of for v in made.results):
             continue
         own = [root(v) for v in made.operands if v is not None]
         sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
-        fusible = made.eqn is not None and may_be_fused(made.eqn)
+        is_part = rules.slices_are_read and takes_part(made)
         for value in made.results:
             made_of[value] = roots[value] = frozenset((value,))
-            if not fusible or value in refusing:
+            if value in refusing or not (is_part or is_fusible(made)):
                 continue
-            assert made.eqn is not None
             roots[value] = frozenset[V]().union(*(roots.get(v, frozenset()) for v in own))
-            work[value] = num_elements(value) * cycles(made.eqn)
+            work[value] = 0 if made.eqn is None else num_elements(value) * cycles(made.eqn)
             chain = frozenset((value,)).union(*(chains[v] for v in own))
-            small = num_bytes(value) <= SMALL_BYTES or made.eqn.primitive.name in _ALWAYS
-            if small or is_quicker_again(value, sources, chain):
+            small = num_bytes(value) <= SMALL_BYTES or is_part or name_of(made) in _ALWAYS
+            is_again = small
+            if not small and rules.counts_operations:
+                is_again = is_quicker_again(value, sources, chain)
+            elif not small:
+                is_again = moves_less(value, sources)
+            if is_again:
                 made_of[value], chains[value] = sources, chain
+    if rules.products_write_epilogues:
+        made_of = without_epilogues(program, made_of, root, num_elements)
     return HeldValues(buffer_of, made_of)
+
+
+def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> bool:
+    if made.eqn is None:
+        return made.is_slice and rules.slices_are_read
+    return rules.takes_in(made.eqn, place)
 
 
 def _is_fusible(made: InstructionValues[V]) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import DropVar, Jaxpr, Literal, Var
 
 from autopar.passes.sharding.compiler_rules import CompilerRules
-from autopar.passes.sharding.held_values import InstructionValues, held_values
+from autopar.passes.sharding.epilogues import InstructionValues
+from autopar.passes.sharding.held_values import held_values
 from autopar.passes.sharding.scopes import Assigned, ScopeValue, aval_shape, value_bytes
 
 
@@ -39,7 +40,9 @@ def settle(
     ]
     outputs = [atom for atom in jaxpr.outvars if not isinstance(atom, Literal)]
     inputs = (*jaxpr.constvars, *jaxpr.invars)
-    held = held_values(program, inputs, outputs, value_bytes, lambda v: math.prod(aval_shape(v)))
+    held = held_values(
+        program, inputs, outputs, value_bytes, lambda v: math.prod(aval_shape(v)), compiler
+    )
     for made, end in zip(program, ends, strict=True):
         for var in made.results:
             value = env.get(var)

@@ -1,7 +1,8 @@
 """What is in a compiled program's temporary memory at its worst moment.
 
 Read from what XLA writes of its buffer assignment (`xla_dump_to`): the values of the allocation for
-temporaries with their places in it, where each is made and read, and the scheduled module.
+temporaries with their places in it, where each is made and read, and the scheduled module. TPUs
+write it too; there a colour marks what is in another memory than the device's (VMEM, flags).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _VALUE = re.compile(
 _PLACED = re.compile(
     r"^ value: <(\d+) (\S+?)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
 )
-_ALLOCATION = re.compile(r"^allocation \d+: size \d+, (.*):$")
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
 _BODIES = re.compile(r"\b(?:condition|body)=%?([\w.\-]+)")
 
 
@@ -36,13 +37,23 @@ class _Placed(NamedTuple):
     last: int
 
 
-def peak_buffers(folder: Path) -> tuple[CompiledBuffer, ...]:
+def temporary_bytes(folder: Path) -> int | None:
+    """The memory for temporaries on a TPU; None where nothing was written.
+
+    `memory_analysis` adds what is lost between buffers a second time there (libtpu 0.0.42).
+    """
+    assignment = _assignment(folder)
+    if assignment is None:
+        return None
+    found = map(_ALLOCATION.match, assignment.read_text(encoding="utf-8").splitlines())
+    return sum(int(x[1]) for x in found if x and _is_temporary(x[2], is_tpu=True))
+
+
+def peak_buffers(folder: Path, is_tpu: bool = False) -> tuple[CompiledBuffer, ...]:
     """The largest buffers at the worst moment, those alike as one; none where XLA wrote nothing."""
-    found = sorted(folder.glob("*buffer-assignment.txt"))
-    if not found:
+    assignment = _assignment(folder)
+    if assignment is None:
         return ()
-    # Constants and small helpers are modules of their own: the step's is the largest.
-    assignment = max(found, key=lambda path: path.stat().st_size)
     stem = assignment.name.removesuffix("-buffer-assignment.txt")
     module = folder / f"{stem}.txt"
     values = folder / f"{stem}-buffer-assignment-values.txt"
@@ -51,7 +62,7 @@ def peak_buffers(folder: Path) -> tuple[CompiledBuffer, ...]:
     text = module.read_text(encoding="utf-8")
     lines = _computations(text)
     times = {name: time for time, name in enumerate(_order(lines, next(iter(reversed(lines)))))}
-    alive = _worst(list(_placed(assignment, values, times)))
+    alive = _worst(list(_placed(assignment, values, times, is_tpu)))
     told = {name: rest for body in lines.values() for name, rest in body.items()}
     counts: Counter[tuple[int, str, str]] = Counter()
     for x in alive:
@@ -61,6 +72,16 @@ def peak_buffers(folder: Path) -> tuple[CompiledBuffer, ...]:
         counts[x.size, x.shape, label] += 1
     buffers = (CompiledBuffer(*key, count) for key, count in counts.items())
     return tuple(sorted(buffers, key=lambda x: (-x.bytes * x.count, x.operation)))
+
+
+def _assignment(folder: Path) -> Path | None:
+    found = folder.glob("*buffer-assignment.txt")
+    # Constants and small helpers are modules of their own: the step's is the largest.
+    return max(found, key=lambda path: path.stat().st_size, default=None)
+
+
+def _is_temporary(allocation: str, is_tpu: bool) -> bool:
+    return "preallocated-temp" in allocation and not (is_tpu and "color" in allocation)
 
 
 def _computations(text: str) -> dict[str, dict[str, str]]:
@@ -89,7 +110,9 @@ def _order(lines: Mapping[str, Mapping[str, str]], computation: str) -> Iterator
         yield name
 
 
-def _placed(assignment: Path, values: Path, times: Mapping[str, int]) -> Iterator[_Placed]:
+def _placed(
+    assignment: Path, values: Path, times: Mapping[str, int], is_tpu: bool
+) -> Iterator[_Placed]:
     """The values in the memory for temporaries, from when to when."""
     uses: dict[str, list[str]] = {}
     for match in _VALUE.finditer(values.read_text(encoding="utf-8")):
@@ -100,7 +123,7 @@ def _placed(assignment: Path, values: Path, times: Mapping[str, int]) -> Iterato
     for line in assignment.read_text(encoding="utf-8").splitlines():
         allocation = _ALLOCATION.match(line)
         if allocation:
-            is_temporary = "preallocated-temp" in allocation[1]
+            is_temporary = _is_temporary(allocation[2], is_tpu)
         value = _PLACED.match(line) if is_temporary else None
         if value is None or value[2] not in times:
             continue

@@ -37,7 +37,7 @@ from autopar.runtime.compiled_pieces import program_text
 from autopar.runtime.local import LocalProgram
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.verification.hlo_collectives import collectives
-from autopar.runtime.verification.peak_buffers import peak_buffers
+from autopar.runtime.verification.peak_buffers import peak_buffers, temporary_bytes
 from autopar.runtime.verification.targets import Target
 
 Key = tuple[str, tuple[int, ...]]
@@ -75,6 +75,7 @@ class Prober:
     def __init__(self, connection: Connection, platform: str) -> None:
         self.connection, self.platform = connection, platform
         self.buffers: tuple[CompiledBuffer, ...] = ()
+        self.temporaries: int | None = None  # where the compiler's own analysis is not taken
         self.lowered_warnings: list[str] = []
 
     def __call__(
@@ -89,12 +90,14 @@ class Prober:
         if self.connection.recv() == "skip":
             raise SkippedError
         self.began = time.monotonic()
-        if self.platform == "tpu":  # what libtpu writes of its buffers is not read
-            return lowered.compile(compiler_options=compiler_options)
+        is_tpu = self.platform == "tpu"
         with tempfile.TemporaryDirectory() as folder:
-            dumping: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            dumping: dict[str, str | bool] = {"xla_dump_to": folder}
+            if not is_tpu:  # libtpu writes text anyway, and knows no such option
+                dumping["xla_dump_hlo_as_text"] = True
             made = lowered.compile(compiler_options={**(compiler_options or {}), **dumping})
-            self.buffers = peak_buffers(Path(folder))
+            self.buffers = peak_buffers(Path(folder), is_tpu)
+            self.temporaries = temporary_bytes(Path(folder)) if is_tpu else None
         return made
 
 
@@ -132,8 +135,11 @@ def _finding(
     text = str(compiled.as_text())
     found = collectives(text, mesh.mesh, mesh.axis_names)
     counts = compiled.cost_analysis() or {}
+    memory = ProgramMemory.of(compiled.memory_analysis())
+    if prober.temporaries is not None:
+        memory = dataclasses.replace(memory, temporaries=prober.temporaries)
     return ProgramFinding(
-        memory=ProgramMemory.of(compiled.memory_analysis()),
+        memory=memory,
         flops=float(counts.get("flops", 0.0)),
         bytes_accessed=float(counts.get("bytes accessed", 0.0)),
         collectives=tuple(

@@ -15,8 +15,9 @@ from jax.extend.core import Literal
 
 import autopar
 from autopar.passes.graph.graph import walk
-from autopar.passes.sharding.compiler_rules import CPU, RULES, is_filter_gradient
-from autopar.passes.sharding.held_values import InstructionValues, held_values
+from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, is_filter_gradient
+from autopar.passes.sharding.epilogues import InstructionValues
+from autopar.passes.sharding.held_values import held_values
 from autopar.passes.sharding.peak_memory import peak
 from autopar.passes.sharding.run_order import ties
 from autopar.passes.sharding.spmd_program import Loop, Relayout
@@ -48,6 +49,7 @@ def kept(activation: Callable[..., Any]) -> list[str]:
         jaxpr.outvars,
         lambda v: math.prod(v.aval.shape) * v.aval.dtype.itemsize,
         lambda v: math.prod(v.aval.shape),
+        RULES[GPU],
     )
     return [x.eqn.primitive.name for x in program if x.eqn and any(map(found.is_held, x.results))]
 

@@ -1,0 +1,119 @@
+"""What products and softmaxes write where products take part in fusion, as on TPUs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.graph.primitives import PRODUCTS
+from autopar.passes.sharding.compiler_rules import (
+    KERNEL_ROW_ELEMENTS,
+    may_be_fused,
+    reduces_rows,
+)
+
+V = TypeVar("V", bound=Hashable)
+
+
+class InstructionValues(NamedTuple, Generic[V]):
+    """One instruction: its equation (None: it reads and writes buffers), operands and results.
+
+    An operand that nothing makes (a literal) is None. `is_slice`: it takes a part of its operand,
+    without an equation.
+    """
+
+    eqn: JaxprEqn | None
+    operands: tuple[V | None, ...]
+    results: tuple[V, ...]
+    is_slice: bool = False
+
+
+def name_of(made: InstructionValues[V]) -> str:
+    """The name of an instruction's primitive; "" where it has none."""
+    return "" if made.eqn is None else made.eqn.primitive.name
+
+
+def takes_part(made: InstructionValues[V]) -> bool:
+    """Whether an instruction's readers can read its result in its operand."""
+    return made.is_slice or name_of(made) in ("dynamic_slice", "slice", "split")
+
+
+def is_fusible(made: InstructionValues[V]) -> bool:
+    """Whether those who read an instruction's results can compute them."""
+    return made.eqn is not None and may_be_fused(made.eqn)
+
+
+def softmax_buffers(program: Sequence[InstructionValues[V]], root: Callable[[V], V]) -> set[V]:
+    """What a softmax over rows writes: its exponentials, and the scores of long rows."""
+    largest: dict[V, V] = {}  # of every row, however it is shaped: of which scores
+    shifted: dict[V, V] = {}
+    found: set[V] = set()
+    for made in program:
+        if made.eqn is None or len(made.results) != 1:
+            continue
+        name, result = made.eqn.primitive.name, root(made.results[0])
+        operands = [None if v is None else root(v) for v in made.operands]
+        first = operands[0] if operands else None
+        if name == "reduce_max" and first is not None and reduces_rows(made.eqn):
+            largest[result] = first
+            if made.eqn.invars[0].aval.shape[-1] > KERNEL_ROW_ELEMENTS:
+                found.add(first)
+        elif name in ("broadcast_in_dim", "max", "stop_gradient", "reshape"):
+            of = {largest[v] for v in operands if v in largest}
+            if len(of) == 1:
+                largest[result] = of.pop()
+        elif name == "sub" and first is not None and _get(largest, operands[1]) == first:
+            shifted[result] = first
+        elif name == "exp" and first in shifted:
+            found.add(result)
+    return found
+
+
+def _get(values: Mapping[V, V], value: V | None) -> V | None:
+    return None if value is None else values.get(value)
+
+
+def without_epilogues(
+    program: Sequence[InstructionValues[V]],
+    made_of: Mapping[V, frozenset[V]],
+    root: Callable[[V], V],
+    num_elements: Callable[[V], int],
+) -> dict[V, frozenset[V]]:
+    """`made_of` where a product writes what is made of its result, if nobody reads that itself."""
+    products: dict[V, tuple[int, list[V]]] = {}  # by result: its number among products, operands
+    users: dict[V, set[V]] = defaultdict(set)
+    numbers: dict[V, int] = {}
+    count = 0
+    for made in program:
+        own = [root(v) for v in made.operands if v is not None]
+        if name_of(made) in PRODUCTS:
+            count += 1
+            products[made.results[0]] = count, own
+        roots = map(root, made.results)
+        held = {v for v in roots if made_of.get(v) == frozenset((v,))}
+        if made.eqn is not None and reduces_rows(made.eqn):
+            held.clear()  # a sum or a maximum is made beside
+        elif not (takes_part(made) or is_fusible(made)):
+            held.update(own)  # what reads buffers has no epilogue
+        numbers.update(dict.fromkeys(held, count))
+        for source in frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own)):
+            users[source] |= held
+    gone: dict[V, frozenset[V]] = {}
+    for product, (number, own) in products.items():
+        if len(users[product]) != 1:
+            continue
+        (user,) = users[product]
+        if (
+            user != product
+            and numbers[user] == number
+            and num_elements(user) == num_elements(product)
+        ):
+            gone[product] = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+
+    def sources(value: V) -> frozenset[V]:
+        return frozenset[V]().union(*(gone.get(v, frozenset((v,))) for v in made_of[value]))
+
+    return {value: sources(value) for value in made_of}

@@ -1,0 +1,68 @@
+"""How large one memory for buffers of different times must be: holes are lost.
+
+XLA gives every temporary a fixed place, the largest first, each where the smallest hole holds it
+(`GlobalDecreasingSizeBestFitHeap` in `heap_simulator.cc`). What is placed later may find only holes
+that are too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class HeapBuffer(NamedTuple):
+    """So many bytes, from one moment to another one, both included."""
+
+    bytes: int
+    first: int
+    last: int
+
+
+SMALL_SHARE = 400
+"""What is smaller than this share of the largest moment is not placed one by one."""
+
+
+def heap_bytes(buffers: Sequence[HeapBuffer]) -> int:
+    """The size of the memory.
+
+    >>> heap_bytes([HeapBuffer(4, 0, 1), HeapBuffer(2, 1, 2), HeapBuffer(4, 2, 3)])
+    6
+    >>> heap_bytes([HeapBuffer(3, 0, 1), HeapBuffer(2, 1, 2), HeapBuffer(3, 2, 3)])
+    5
+    """
+    least = live_bytes(buffers) // SMALL_SHARE
+    large = [x for x in buffers if x.bytes > least]
+    return _placed_bytes(large) + live_bytes([x for x in buffers if x.bytes <= least])
+
+
+def live_bytes(buffers: Sequence[HeapBuffer]) -> int:
+    """Of the buffers at their worst moment."""
+    events = [(x.first, x.bytes) for x in buffers] + [(x.last + 1, -x.bytes) for x in buffers]
+    total = most = 0
+    for _, change in sorted(events):
+        total += change
+        most = max(most, total)
+    return most
+
+
+def _placed_bytes(buffers: Sequence[HeapBuffer]) -> int:
+    placed: list[tuple[int, int, int, int]] = []  # place, end, first, last, in order of place
+    size = 0
+    for buffer in sorted(buffers, key=lambda x: (-x.bytes, x.first, x.last)):
+        best, best_hole, end = -1, 0, 0
+        for place, until, first, last in placed:
+            if first > buffer.last or last < buffer.first:
+                continue
+            hole = place - end
+            if hole >= buffer.bytes and (best < 0 or hole < best_hole):
+                best, best_hole = end, hole
+            end = max(end, until)
+        place = end if best < 0 else best
+        item = (place, place + buffer.bytes, buffer.first, buffer.last)
+        at = len(placed)
+        while at and placed[at - 1][0] > place:
+            at -= 1
+        placed.insert(at, item)
+        size = max(size, item[1])
+    return size

@@ -1,0 +1,115 @@
+"""Rules of XLA:TPU, on programs whose buffers can be counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS, RULES, TPU
+from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, live_bytes
+from autopar.passes.sharding.peak_memory import MemoryPeak, peak
+from autopar.runtime.verification.peak_buffers import temporary_bytes
+from sharding.steps import compiled, graph_of, shaped, sharded
+
+DEVICES = 8
+
+
+def peak_of(step: Any, *shapes: Any) -> MemoryPeak:
+    made = compiled(graph_of(step, *shapes, batch_argnums=(1,)), method="data", microbatches=1)
+    donated = [label.donated for label in made.graph.inputs]
+    return peak(dataclasses.replace(sharded(made), rules=RULES[TPU]), {}, donated)
+
+
+def sizes(found: MemoryPeak, text: str) -> list[int]:
+    return sorted((size for label, size in found.alive if label.startswith(text)), reverse=True)
+
+
+@pytest.mark.parametrize("function", [lambda x: x, jnp.tanh, lambda x: jnp.exp(x) * x])
+def test_products_compute_their_operands(function: Any) -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for weight in weights:
+                y = function(y @ weight)
+            return jnp.sum(y * y)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    found = peak_of(step, [shaped(64, 64)] * 4, shaped(DEVICES * 1024, 64))
+    # Of every layer its product, and two values of the backward pass.
+    assert len(sizes(found, "float32[8192,64]")) <= 6
+
+
+def attention_like(weights: Any, x: Any) -> Any:
+    for weight in weights:
+        scores = (x @ weight).astype(jnp.float32)
+        x = jax.nn.softmax(scores * 2.0).astype(jnp.bfloat16) @ weight.T
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def attention_shapes(row: int) -> Any:
+    bfloat16 = jnp.bfloat16
+    return [shaped(8, row, dtype=bfloat16)] * 3, shaped(DEVICES * 2048, 8, dtype=bfloat16)
+
+
+def test_a_softmax_keeps_its_exponentials() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        gradients = jax.grad(attention_like)(weights, x)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients)
+
+    found = peak_of(step, *attention_shapes(64))
+    assert len(sizes(found, f"float32[{DEVICES * 2048},64]")) == 3
+
+
+@pytest.mark.parametrize("row", [64, 2 * KERNEL_ROW_ELEMENTS])
+def test_scores_of_long_rows_are_there_beside_the_exponentials(row: int) -> None:
+    def step(weights: Any, x: Any) -> Any:
+        loss = attention_like(weights, x)
+        return [w + loss.astype(w.dtype) for w in weights]
+
+    found = peak_of(step, *attention_shapes(row))
+    large = sizes(found, f"float32[{DEVICES * 2048},{row}]")
+    assert len(large) == (1 if row <= KERNEL_ROW_ELEMENTS else 2)
+
+
+def test_parts_are_read_in_the_whole() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        y = x @ weights
+        first, second = jnp.split(y, 2, axis=1)
+        return jnp.sort(jnp.sin(first) @ second.T, axis=0).sum() + weights
+
+    found = peak_of(step, shaped(64, 64), shaped(DEVICES * 64, 64))
+    assert sizes(found, f"float32[{DEVICES * 64},32]") == []
+
+
+def test_holes_between_buffers_are_lost() -> None:
+    buffers = [HeapBuffer(10, 0, 1), HeapBuffer(8, 1, 2), HeapBuffer(12, 2, 3), HeapBuffer(4, 0, 3)]
+    assert heap_bytes(buffers) >= live_bytes(buffers) == 24
+    # Eight lie on ten, five on eight: it ends beside twelve, which begin at the bottom.
+    assert (
+        heap_bytes(
+            [HeapBuffer(12, 3, 4), HeapBuffer(10, 0, 1), HeapBuffer(8, 1, 2), HeapBuffer(5, 2, 3)]
+        )
+        == 23
+    )
+    assert heap_bytes([]) == 0
+
+
+def test_a_tpus_temporaries_are_read_from_its_allocations(tmp_path: Path) -> None:
+    lines = (
+        "BufferAssignment:",
+        "allocation 0: size 4096, parameter 0, shape |f32[8,128]| at ShapeIndex {}:",
+        "allocation 1: size 1000, preallocated-temp:",
+        " value: <3 fusion @0> (size=1000,offset=0): f32[250]",
+        "allocation 2: size 500, color 1, preallocated-temp:",
+    )
+    (tmp_path / "module.jit_step.after_optimizations-buffer-assignment.txt").write_text(
+        "\n".join(lines), encoding="utf-8"
+    )
+    assert temporary_bytes(tmp_path) == 1000
+    assert temporary_bytes(tmp_path / "nothing") is None
