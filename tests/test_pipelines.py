@@ -20,10 +20,12 @@ from autopar.base.errors import InexactMicrobatchError, MemoryLimitError, Option
 
 STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")
+ALIKE = ("hf_bert", "hf_vit", "nnx_graphdef")
+"""Others of their libraries are cut into stages by default."""
 
 
 def combinations() -> Iterator[Any]:
-    """All of them; by default one of each program that is no variant.
+    """All of them; by default one of each program that is no variant, nor like another one.
 
     Schedules take turns; every fourth program is cut into four stages, all others into two.
     """
@@ -31,6 +33,7 @@ def combinations() -> Iterator[Any]:
         turn = STAGES[number % 4 == 3], SCHEDULES[(number + number // 4) % 2]
         for stages, schedule in itertools.product(STAGES, SCHEDULES):
             chosen = (stages, schedule) == turn and not is_variant(program)
+            chosen &= program.name not in ALIKE
             marks = [] if chosen else [pytest.mark.full]
             name = f"{program.name}-{stages}-{schedule}"
             yield pytest.param(program, stages, schedule, id=name, marks=marks)
