@@ -17,6 +17,7 @@ from autopar.base.methods import WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
+from autopar.passes.graph.casts_after import with_casts_after
 from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
@@ -43,6 +44,7 @@ from autopar.passes.planner.unit_costs import UnitCosts, units_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
@@ -75,6 +77,8 @@ class LayoutSearch:
             graph = without_checkpoints(graph)
         if not options.methods.issubset(WHOLE_PARAMETERS):
             graph = with_casts_ahead(graph)
+        if rules_of(cluster.device.name).gathers_read_buffers:
+            graph = with_casts_after(graph)
         rules = populate(graph.jaxpr)
         graph = with_asked_loops(graph, rules, options, cluster)
         return cls(graph, rules, options, cluster, report)

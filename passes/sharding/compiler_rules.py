@@ -51,6 +51,8 @@ assignment too):
 - A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
   are written in float32 and read by the backward pass, the scores not if the row is short enough
   for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not.
+- A gather reads what it takes from memory: logits that are cast for the loss would be there in both
+  dtypes, and longer than the backward pass; the cast is moved after the gather (`casts_after.py`).
 - Who reads a part of a buffer (a split, the slice of a device) reads it in the buffer, which stays:
   queries that are cut after they were made keep the whole ones.
 - A loop's body copies the slices that products read, all at its beginning.
@@ -193,6 +195,7 @@ class CompilerRules:
       products_write_epilogues: a product writes what is made of its result, rather than that, and a
         softmax its exponentials.
       slices_are_read: who reads a part of a buffer reads it in the buffer.
+      gathers_read_buffers: what a gather takes from is in memory, in the dtype that it takes.
       one_heap: temporaries have fixed places in one memory; what lies between them is lost.
     """
 
@@ -204,12 +207,15 @@ class CompilerRules:
     products_take_in: bool = False
     products_write_epilogues: bool = False
     slices_are_read: bool = False
+    gathers_read_buffers: bool = False
     one_heap: bool = False
 
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
         """Whether an equation can compute its operand at a place itself."""
         if eqn.primitive.name in PRODUCTS and self.products_take_in:
             return True
+        if eqn.primitive.name == "gather" and place == 0 and self.gathers_read_buffers:
+            return False
         return not reads_buffer(eqn, place)
 
 
@@ -224,6 +230,7 @@ RULES = {
         products_take_in=True,
         products_write_epilogues=True,
         slices_are_read=True,
+        gathers_read_buffers=True,
         one_heap=True,
     ),
 }
