@@ -32,7 +32,8 @@ values that were planned to be there. None is a fitted factor.
 - A broadcast of a constant is made in the loop that reads it (`while_loop_constant_sinking.cc`).
 - A loop's body copies the slices of stacked operands that products read, all when a trip begins
   (nothing makes them wait: a Llama's scan had those of its feed-forward network beside the
-  softmax); elementwise readers slice them themselves.
+  softmax), and those that pass a barrier of `jax.checkpoint`; elementwise readers slice them
+  themselves.
 - Buffers that begin as the same constant, the stacks that loops write and what scatters add to, are
   filled by one kernel when the first is needed (`copy_fusion.cc`), and stay until each is. Found on
   an LSTM of four layers, whose loops had 27 stacks alike, and on DeepSeek's routed experts.

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.compiler_rules import (
@@ -188,7 +189,8 @@ class _Moments:
         needed: dict[ShardedValue, None] = {}
         for instruction in self.block.instructions:
             made = made_by(instruction)
-            if made.results and all(v in self.held.buffer_of for v in made.results):
+            passed = made.eqn is not None and is_barrier(made.eqn)
+            if not passed and made.results and all(v in self.held.buffer_of for v in made.results):
                 continue
             for place, value in enumerate(made.operands):
                 buffer = None if value is None else self.held.root(value)
