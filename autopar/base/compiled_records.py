@@ -65,6 +65,29 @@ class CompiledCollective(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class CollectiveChange(Record):
+    """What a pass of the compiler made of collectives of one kind over the same axes.
+
+    Args:
+      compiler_pass: its name.
+      kind, axes, times: of the collectives, and how often a step runs them.
+      before, after: their bytes, of one run.
+    """
+
+    compiler_pass: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        often = "" if self.times == 1 else f", {self.times} times a step"
+        sizes = f"{format_bytes(self.before)} became {format_bytes(self.after)}"
+        return f"{self.kind} over {' '.join(self.axes)}{often}: {sizes} in {self.compiler_pass}"
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledBuffer(Record):
     """Buffers that are alike in a program's temporary memory at its worst moment.
 
@@ -91,6 +114,7 @@ class ProgramFinding(Record):
       memory: of one device.
       flops, bytes_accessed: what the compiler counts, 0 where it does not.
       collectives: what it keeps.
+      changes: the passes that changed collectives, where it keeps others than it was given.
       buffers: its temporaries at the worst moment; none where nobody says.
       warnings: what JAX and the compiler said of it.
       seconds: how long it compiled.
@@ -101,6 +125,7 @@ class ProgramFinding(Record):
     flops: float = 0.0
     bytes_accessed: float = 0.0
     collectives: tuple[CompiledCollective, ...] = ()
+    changes: tuple[CollectiveChange, ...] = ()
     buffers: tuple[CompiledBuffer, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -59,6 +59,9 @@ class Verification(VerificationRecord):
         yield from _buffer_tables(self)
         if self.collectives:
             yield _collective_table(self)
+        for x in self.pieces:
+            for change in x.finding.changes if x.finding and not x.same_as else ():
+                yield Text(f"{x.piece}: {change}")
         for piece, words in self.failures.items():
             yield Text(f"{piece} failed: {words[:_WORDS]}\n", style="red")
         for piece, lines in self.warnings.items():

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from autopar.base.compiled_records import (
+    CollectiveChange,
     CompiledBuffer,
     CompiledCollective,
     ProgramFinding,
@@ -36,6 +37,11 @@ from autopar.runtime.ahead import leaves_to_donate
 from autopar.runtime.compiled_pieces import program_text
 from autopar.runtime.local import LocalProgram
 from autopar.runtime.ray.transport import pickling
+from autopar.runtime.verification.changed_collectives import (
+    TEXT_AFTER_PASSES,
+    before_passes,
+    changes,
+)
 from autopar.runtime.verification.hlo_collectives import collectives
 from autopar.runtime.verification.peak_buffers import peak_buffers, temporary_bytes
 from autopar.runtime.verification.targets import Target
@@ -74,8 +80,12 @@ class Prober:
 
     def __init__(self, connection: Connection, platform: str) -> None:
         self.connection, self.platform = connection, platform
+        self.mesh: tuple[int, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self.began = self.ended = 0.0
         self.buffers: tuple[CompiledBuffer, ...] = ()
         self.temporaries: int | None = None  # where the compiler's own analysis is not taken
+        self.changes: tuple[CollectiveChange, ...] = ()
         self.lowered_warnings: list[str] = []
 
     def __call__(
@@ -96,8 +106,17 @@ class Prober:
             if not is_tpu:  # libtpu writes text anyway, and knows no such option
                 dumping["xla_dump_hlo_as_text"] = True
             made = lowered.compile(compiler_options={**(compiler_options or {}), **dumping})
+            self.ended = time.monotonic()
             self.buffers = peak_buffers(Path(folder), is_tpu)
             self.temporaries = temporary_bytes(Path(folder)) if is_tpu else None
+            given = before_passes(Path(folder), self.mesh, self.names)
+        if self.platform != "gpu" or given is None:
+            return made
+        if given != collectives(str(made.as_text()), self.mesh, self.names):
+            with tempfile.TemporaryDirectory() as folder:
+                dumping = {"xla_dump_to": folder, **TEXT_AFTER_PASSES}
+                lowered.compile(compiler_options={**(compiler_options or {}), **dumping})
+                self.changes = changes(Path(folder), self.mesh, self.names)
         return made
 
 
@@ -126,12 +145,12 @@ def _finding(
     step: StepToCompile, program: LocalProgram, prober: Prober, key: Key
 ) -> ProgramFinding:
     piece = next(piece for piece in step.runnable.pieces.pieces if piece.name == key[0])
+    mesh = step.runnable.pieces.programs[piece.stage]
+    prober.mesh, prober.names, prober.changes = mesh.mesh, mesh.axis_names, ()
     if program.program.schedule.num_stages > 1:
         compiled = program.variant(key)
     else:
         compiled = _whole_step(step, program)
-    seconds = time.monotonic() - prober.began
-    mesh = step.runnable.pieces.programs[piece.stage]
     text = str(compiled.as_text())
     found = collectives(text, mesh.mesh, mesh.axis_names)
     counts = compiled.cost_analysis() or {}
@@ -146,9 +165,10 @@ def _finding(
             CompiledCollective(kind, axes, size, times)
             for (kind, axes, times), size in sorted(found.items())
         ),
+        changes=prober.changes,
         buffers=prober.buffers,
         warnings=tuple(prober.lowered_warnings),
-        seconds=seconds,
+        seconds=prober.ended - prober.began,
     )
 
 
