@@ -39,6 +39,8 @@ values that were planned to be there. None is a fitted factor.
   an LSTM of four layers, whose loops had 27 stacks alike, and on DeepSeek's routed experts.
 - What was gathered along another dimension than the first lies in that order. Products take it so;
   a loop that reads slices has a copy in the usual order, beside what a later loop will read.
+- A gather waits for nothing but the parameter, and may be there as soon as it is let: after the
+  loop or product for which it is made to wait (`run_order.py`).
 - Order: XLA may leave what nothing waits for to the end (`memory_scheduler.cc`), and so all that it
   reads stays. Stages are compiled with an order of their own (`run_order.py`), which is counted.
 

@@ -96,10 +96,16 @@ class _Moments:
             and isinstance(x, Relayout)
             and any(s.kind == "all-gather" and s.dim for s in x.steps)
         }
+        self.early: dict[int, list[ShardedValue]] = defaultdict(list)  # by when they may be there
         if rules.keeps_order:
+            made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
             for time, tie in ties(block, mesh).items():
                 for value in self.held.read_by(tie.sources):
                     self.last[value] = max(self.last.get(value, 0), time)
+                instruction = block.instructions[time]
+                if isinstance(instruction, Relayout):
+                    after = max(made.get(v, -1) for v in tie.results)
+                    self.early[after + 1].append(instruction.target)
         for value in self.held.read_by(outputs):
             self.last[value] = end
 
@@ -135,10 +141,11 @@ class _Moments:
         buffers: list[HeapBuffer] = []
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
+            for value in (*filled[time], *self.early[time]):
+                if self._is_new(value, alive):
+                    alive[value], since[value] = self.size(value), time
+                    total += alive[value]
             results = [v for v in writes(instruction) if self._is_new(v, alive)]
-            for value in filled[time]:
-                alive[value], since[value] = self.size(value), time
-                total += alive[value]
             inside, beside = self._inside(instruction)
             if isinstance(instruction, Loop):
                 again = (v for v in self.read(instruction) if self.last[v] > time)
