@@ -50,6 +50,7 @@ from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 ONE_MESH_MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
+ONE_BATCH_MARGIN = 1.25  # the same without microbatches
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
 WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at,
@@ -212,8 +213,9 @@ class LayoutSearch:
 
         None: with no number of them. Of a long program that is told by its layers, planned alone
         with prices of memory; from one number that does not fit to the first that may. Where layers
-        meet better than each has it alone, a whole plan takes less, hence the margin. More
-        microbatches only take longer; one has no gradients to add up, so it is planned whole.
+        meet better than each has it alone, a whole plan takes less, hence the margin; the whole
+        batch at once has no gradients to add up, hence a larger one. More microbatches only take
+        longer.
         """
         counts = list(microbatch_counts(self.graph, self.options, layout))
         if not self.is_long or math.isinf(self.best_seconds):
@@ -222,8 +224,6 @@ class LayoutSearch:
         counts = counts[min(len(self._too_few(counts)), len(counts) - 1) :]
         while counts:
             count = counts[0]
-            if count == 1:
-                return count
             try:
                 units = units_of(self.split(count, is_pipeline=True), self.report)
             except (InexactMicrobatchError, BatchArgumentError):
@@ -236,7 +236,8 @@ class LayoutSearch:
             fitting = [total for total in totals if total.bytes_for_one <= limit]
             if fitting:
                 least = min(count * total.seconds + total.once_seconds for total in fitting)
-                return count if least <= ONE_MESH_MARGIN * self.best_seconds else None
+                margin = ONE_MESH_MARGIN if count > 1 else ONE_BATCH_MARGIN
+                return count if least <= margin * self.best_seconds else None
             counts = [
                 more
                 for more in counts[1:]
