@@ -101,7 +101,7 @@ class StageAccount:
     def peak(self, names: dict[Var, str]) -> MemoryPeak:
         """The worst moment; `names` label input variables."""
         worst, versions = (
-            max(self._moments(), key=lambda moment: moment.bytes),
+            max(self._moments, key=lambda moment: moment.bytes),
             self.numbers.versions,
         )
         labelled = [(label_of(versions[n], names), size) for n, size in worst.alive.items()]
@@ -126,7 +126,7 @@ class StageAccount:
             return max(sizes, default=0)
 
         versions, worst = self.numbers.versions, 0
-        for piece, needed, alive in self._moments():
+        for piece, needed, alive in self._moments:
             if piece is not None and piece.kind in TASKS:
                 needed = min(inside(piece), needed)
             there = sum(size for number, size in alive.items() if not has_rows(versions[number]))
@@ -192,20 +192,22 @@ class StageAccount:
             if set(tasks) == {task}
         }
 
-    def _moments(self) -> Iterator[Moment]:
-        yield Moment(None, 0, self._given)
+    @cached_property
+    def _moments(self) -> Sequence[Moment]:
+        moments = [Moment(None, 0, self._given)]
         for turn in self._turns():
             for piece in turn.pieces:
                 inside = temporary_bytes(piece, self.program)
                 if piece.kind in TASKS:
                     there = turn.before | turn.written
                     there = there | self.between_tasks | self.within(piece.kind)
-                    yield Moment(piece, inside, there)
+                    moments.append(Moment(piece, inside, there))
                     continue
-                yield Moment(piece, inside, turn.before)
                 taken = turn.ending.intersection(piece.donates)
                 stays = {n: size for n, size in turn.before.items() if n not in taken}
-                yield Moment(piece, inside, stays | turn.written)
+                moments.append(Moment(piece, inside, turn.before))
+                moments.append(Moment(piece, inside, stays | turn.written))
+        return moments
 
     def _turns(self) -> Iterator[Turn]:
         turns: list[list[StagePiece]] = [[x] for x in self.pieces if x.kind == "prologue"]

@@ -41,6 +41,7 @@ from autopar.passes.slicing.stage_graphs import Stages
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
 PRICES = (0.25, 4.0)
+TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
 
 class NeighbourTransfer(NamedTuple):
@@ -200,8 +201,14 @@ class UnitCosts:
         most = [_joined(way) for way in found]
         if all(self._needs(total) <= limit for total in most):
             return found
-        step = min(self._step_seconds(total) for total in most) * size / self._cluster.num_devices
-        for price, mesh in itertools.product(PRICES, common):
+        least = min(self._step_seconds(total) for total in most)
+        step = least * size / self._cluster.num_devices
+        quick = [
+            mesh
+            for mesh, total in zip(common, most, strict=True)
+            if self._step_seconds(total) <= TOO_SLOW * least
+        ]
+        for price, mesh in itertools.product(PRICES, quick):
             known = free[mesh]
             priced = {}
             for kind, search in searches[mesh].items():
