@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from ray_runtime.clusters import cluster, is_running, wait_until_gone
+from ray_runtime.clusters import cluster, is_running, said, wait_until_gone
 from ray_runtime.small_step import BATCH, check_one_step, init, on_actors, train_step
 
 import autopar
@@ -277,8 +277,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests ma
 from ray_runtime.small_step import *
 step = on_actors(autopar.Ray(deadline=60))
 nodes = [node["NodeManagerAddress"] for node in ray.nodes()]
-print(*step.actor_pids, flush=True)
-print(nodes, ray.get_runtime_context().gcs_address, flush=True)
+print("pids", *step.actor_pids, flush=True)
+print("nodes", nodes, ray.get_runtime_context().gcs_address, flush=True)
 state = init()
 while True:
     state, _ = step(state, BATCH)
@@ -301,14 +301,14 @@ def test_actors_end_with_their_driver(ending: signal.Signals) -> None:
     )
     assert driver.stdout is not None
     try:
-        pids = list(map(int, driver.stdout.readline().split()))
-        assert driver.stdout.readline().startswith("['127.0.0.1'] 127.0.0.1:")
+        pids = list(map(int, said(driver.stdout, "pids").split()))
+        assert said(driver.stdout, "nodes").startswith("['127.0.0.1'] 127.0.0.1:")
         below = descendants(driver.pid)
         assert set(pids) <= set(below)
         driver.send_signal(ending)
         driver.wait(120)
         # Two helpers of Ray try for a minute to tell others that their node was killed.
-        helpers = {pid for pid in below if "Agent" in title(pid)}
+        helpers = set(filter(is_agent, below))
         wait_until_gone([pid for pid in below if pid not in helpers])
         for pid in filter(is_running, helpers):
             os.kill(pid, signal.SIGKILL)
@@ -318,11 +318,13 @@ def test_actors_end_with_their_driver(ending: signal.Signals) -> None:
         driver.stdout.close()
 
 
-def title(pid: int) -> str:
+def is_agent(pid: int) -> bool:
+    """By its file before it has given itself a title; only Ray's own server names others' files."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        title = Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
-        return ""
+        return False
+    return "agent" in title.lower() and "raylet/raylet" not in title
 
 
 def descendants(pid: int) -> list[int]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from ray_runtime.clusters import cluster, wait_until_gone
+from ray_runtime.clusters import cluster, said, wait_until_gone
 from ray_runtime.small_step import BATCH, check_one_step, init, on_actors
 from ray_runtime.told import noted_messages
 from ray_runtime.training import assert_same, batch, train
@@ -404,7 +404,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 from ray_runtime.small_step import *
 from ray_runtime.training import train_with_checkpoints
 with jax.debug_nans(True), on_actors(autopar.Ray(deadline=60)) as step:
-    print(*step.actor_pids, flush=True)
+    print("pids", *step.actor_pids, flush=True)
     losses = train_with_checkpoints(step, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 print(json.dumps(losses))
 """
@@ -430,12 +430,12 @@ def test_a_killed_driver(undisturbed: tuple[list[float], Any], seed: int, tmp_pa
             },
         )
         assert driver.stdout is not None
-        return driver, list(map(int, driver.stdout.readline().split()))
+        return driver, list(map(int, said(driver.stdout, "pids").split()))
 
     driver, pids = start()
     assert driver.stdout is not None
     for _ in range(chance.randrange(1, 5)):
-        driver.stdout.readline()  # a checkpoint is asked for
+        said(driver.stdout, "saved")  # a checkpoint is asked for
     threading.Event().wait(0.3 * chance.random())
     driver.kill()
     driver.wait()

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 import ray
 
@@ -19,6 +20,14 @@ def cluster(num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def said(stream: IO[str], mark: str) -> str:
+    """The rest of the first line that begins with a mark; Ray may say something before."""
+    for line in stream:
+        if line.startswith(mark):
+            return line.removeprefix(mark).strip()
+    raise AssertionError(f"it ended before it said {mark!r}")
 
 
 def is_running(pid: int) -> bool:

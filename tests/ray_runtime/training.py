@@ -72,5 +72,5 @@ def train_with_checkpoints(step: Any, folder: str, steps: int, every: int) -> di
             losses[number] = float(loss)
             if (number + 1) % every == 0:
                 checkpoints.save(number + 1, state, extra=losses)
-                print(number + 1, flush=True)
+                print("saved", number + 1, flush=True)
     return losses
