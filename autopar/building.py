@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.base.cluster import Cluster
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
+from autopar.base.transfer_costs import by_way_of_hosts
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
@@ -61,6 +62,12 @@ def plan_traced(
         return compile_graph(traced.graph, request.options, cluster, made, progress.report)
 
 
+def as_carried(cluster: Cluster, runtime: Ray) -> Cluster:
+    """A cluster as a plan for Ray's actors should price it, by what carries arrays between them."""
+    is_by_hosts = runtime.devices == "gpu" and runtime.transport == "sockets"
+    return by_way_of_hosts(cluster) if is_by_hosts else cluster
+
+
 def build(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], request: PlanRequest
 ) -> Executable:
@@ -75,6 +82,8 @@ def build(
         if not isinstance(runtime, Ray):
             check_devices(cluster, made, request.devices)
             request = for_processes(request, made, name_of(fn))
+        elif made is None:
+            cluster = as_carried(cluster, runtime)
         traced = trace_step(fn, args, kwargs, request, progress)
         compiled = plan_traced(traced, request, cluster, made, progress)
         progress.conclude(in_brief(compiled.plan))

@@ -8,14 +8,14 @@ take their turn, so that they meet the same machine:
 
 - bare: what sockets of Python give: bytes in memory that are sent over one connection, or over as
   many as the transport has, into memory that is there already; the better of the two;
-- arrays: an array on one device becomes one on the other, as `Send` and `Recv` do it;
-- in chunks: the same as on devices with memory of their own: chunks are copied out and in beside
-  (on CPUs these copies are work for the same cores);
-- transfer: the same by `jax.experimental.transfer`, as `autopar.Ray(transport="transfer")` does it.
+- arrays: an array on one device becomes one on the other, as `Send` and `Recv` do it on CPUs: as a
+  whole out of the device, then sent, then as a whole into the other;
+- in chunks: as they do it on devices with memory of their own: chunks are copied out and in beside
+  (on CPUs these copies are work for the same cores).
 
-Of each, the median and the best over the rounds. `share` is that of `arrays` over `bare`: the
-median over the rounds and its quartiles, and that of the best rounds, which is what others on the
-machine disturb least. The last line is then a JSON object.
+Of each, the median and the best over the rounds. `share` is that of what `Send` and `Recv` do here
+over `bare`: the median over the rounds and its quartiles, and that of the best rounds, which is
+what others on the machine disturb least. The last line is then a JSON object.
 """
 
 from __future__ import annotations
@@ -164,10 +164,11 @@ def row(end: End, control: Any, size: int, rounds: int) -> dict[str, Any]:
             if number >= 2:
                 seconds[way].append(time.perf_counter() - start)
     speeds = {way: size / statistics.median(taken) / 1e9 for way, taken in seconds.items()}
+    used = "arrays" if jax.default_backend() == "cpu" else "in chunks"
     shares = [
         min(one, more) / ours
         for one, more, ours in zip(
-            seconds["bare 1"], seconds["bare lanes"], seconds["arrays"], strict=True
+            seconds["bare 1"], seconds["bare lanes"], seconds[used], strict=True
         )
     ]
     low, middle, high = np.percentile(shares, [25, 50, 75])
@@ -176,7 +177,7 @@ def row(end: End, control: Any, size: int, rounds: int) -> dict[str, Any]:
         "bytes": size,
         "gb_per_second": speeds,
         "best_gb_per_second": best,
-        "share_of_best": best["arrays"] / max(best["bare 1"], best["bare lanes"]),
+        "share_of_best": best[used] / max(best["bare 1"], best["bare lanes"]),
         "share": float(middle),
         "share_quartiles": [float(low), float(high)],
     }

@@ -11,6 +11,7 @@ FOLDER = str(Path(__file__).resolve().parents[1] / "benchmarks")
 sys.path.append(FOLDER)
 try:
     import contest
+    import gpu
     import lattices
     import paper_cases
     import pipedream
@@ -25,6 +26,7 @@ __all__ = [
     "contest",
     "deepseek",
     "evaluate",
+    "gpu",
     "is_allowed",
     "lattices",
     "moe",

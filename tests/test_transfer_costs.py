@@ -5,9 +5,11 @@ import doctest
 
 import pytest
 
+import autopar
 from autopar.base import transfer_costs
 from autopar.base.cluster import Cluster
 from autopar.base.transfer_costs import MeshLinks, seconds_to_next
+from autopar.building import as_carried
 
 NODES = Cluster.preset("p3.16xlarge", nodes=4)  # one card for eight devices
 RAILS = Cluster.preset("dgx-h100", nodes=4)  # one for each
@@ -25,6 +27,19 @@ def test_in_a_node_its_own_links_are_used() -> None:
     assert links.link(1, 2).latency == NODES.inter_node.latency
     switched = MeshLinks(RAILS, [4, 4, 8])
     assert switched.link(0, 1).bandwidth == 4 * RAILS.intra_node.bandwidth
+
+
+def test_sockets_between_gpus_are_priced_and_transfers_by_the_links() -> None:
+    sockets = as_carried(NODES, autopar.Ray(devices="gpu"))
+    assert 0 < sockets.process_bandwidth < CARD
+    links = MeshLinks(sockets, [4, 4, 16, 16])
+    assert links.link(0, 1).bandwidth == sockets.process_bandwidth
+    # From two nodes to two, two processes send to two others.
+    assert links.link(2, 3).bandwidth == 2 * sockets.process_bandwidth
+    for runtime in (autopar.Ray(devices="gpu", transport="transfer"), autopar.Ray()):
+        assert as_carried(NODES, runtime) == NODES
+    measured = dataclasses.replace(NODES, process_bandwidth=9e9)
+    assert as_carried(measured, autopar.Ray(devices="gpu")) == measured
 
 
 def test_one_device_alone_has_the_whole_card() -> None:

@@ -70,6 +70,9 @@ class Cluster(Displayed, Record):
         for) that the compiler runs beside computation, as far as there is computation. By default
         none, as XLA's on GPUs do not without `--xla_gpu_enable_latency_hiding_scheduler=true`.
       price_per_device_hour: what an hour of one device costs, in any currency; 0: not known.
+      process_bandwidth: bytes per second that a process of one mesh sends one of another by way of
+        their hosts; 0: meshes reach each other over the links alone. `autopar.Ray(devices="gpu")`
+        with sockets sets it where it is 0.
 
     >>> cluster = Cluster.preset("dgx-h100", nodes=2)
     >>> cluster.num_devices, cluster.axis_link((2, 8), 1).kind, cluster.axis_link((2, 8), 0).kind
@@ -90,6 +93,7 @@ class Cluster(Displayed, Record):
     pair_bandwidth: tuple[tuple[float, ...], ...] = ()
     overlap: float = 0.0
     price_per_device_hour: float = 0.0
+    process_bandwidth: float = 0.0
 
     page: ClassVar = ("small_pages", "cluster_page")
 

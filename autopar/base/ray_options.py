@@ -41,6 +41,11 @@ class Ray:
         again for the actors that it can have and their share of the devices, and go on there, with
         numbers that are equal to floating-point tolerance. The options are the same, but that a
         number of stages becomes smaller where it must. It needs `max_restarts` of at least 1.
+      transport: how arrays go from mesh to mesh. "sockets": over TCP, in chunks; between GPUs by
+        way of the hosts' memory. "transfer": by `jax.experimental.transfer`, from device to device
+        where JAX can. A transfer that a peer holds up cannot be called off, only its process ended,
+        which `max_restarts` takes care of; and its port has no password, so it belongs into a
+        network of its own.
 
     Raises:
       OptionError: a value is not possible.
@@ -55,6 +60,7 @@ class Ray:
     max_restarts: int = 0
     snapshot_every: int = 100
     on_loss: str = "error"
+    transport: str = "sockets"
 
     def __post_init__(self) -> None:
         address, deadline = self.address, self.deadline
@@ -76,6 +82,8 @@ class Ray:
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             self._check(name, is_count, f"it must be an integer of at least {least}.")
+        is_transport = self.transport in ("sockets", "transfer")
+        self._check("transport", is_transport, 'it must be "sockets" or "transfer".')
         is_choice = self.on_loss in ("error", "replan")
         self._check("on_loss", is_choice, 'it must be "error" or "replan".')
         why = "max_restarts says how often a step may go on after a loss, and it is 0."

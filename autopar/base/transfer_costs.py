@@ -9,14 +9,19 @@ Contention is counted, not simulated: in a pipeline's steady state neighbours ar
 (one runs F while the other runs B), so what leaves a node forwards and what leaves it backwards
 start together. Pairs of meshes that send through one card in the same direction once per microbatch
 share it equally. Cards send and receive at full speed at the same time.
+
+Where processes send by way of their hosts (`Cluster.process_bandwidth`), a mesh has one process in
+each of its nodes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from autopar.base import hardware
 from autopar.base.cluster import Cluster
 from autopar.base.device import Link
 
@@ -67,6 +72,13 @@ class MeshLinks:
         return self._known[pair]
 
     def _link(self, source: int, target: int) -> Link:
+        link, most = self._direct(source, target), self.cluster.process_bandwidth
+        if most:
+            pairs = min(len(self._nodes(source)), len(self._nodes(target)))
+            link = Link(min(link.bandwidth, pairs * most), link.latency)
+        return link
+
+    def _direct(self, source: int, target: int) -> Link:
         cluster = self.cluster
         sending, receiving = self._devices[source], self._devices[target]
         if not self._outside(source, target):
@@ -98,6 +110,14 @@ class MeshLinks:
         within = self.cluster.devices_per_node
         places = (divmod(device, within) for device in self._devices[mesh])
         return {(n, i // self.cluster.devices_per_card) for n, i in places if n in nodes}
+
+
+def by_way_of_hosts(cluster: Cluster) -> Cluster:
+    """The same devices, whose meshes send each other what they send through sockets."""
+    if cluster.process_bandwidth:
+        return cluster
+    known = hardware.table()["transports"]["sockets"]["process_bandwidth"]
+    return dataclasses.replace(cluster, process_bandwidth=known)
 
 
 def seconds_to_next(cluster: Cluster, size: int, num_bytes: float) -> float:

@@ -33,16 +33,25 @@ def rotate(x: jax.Array, base: float = 10000.0) -> jax.Array:
 
 
 class CausalSelfAttention(nn.Module):
-    """GPT's: one product makes queries, keys and values."""
+    """GPT's: one product makes queries, keys and values.
+
+    The attention is written out, or that of `jax.nn` in an implementation of its own ("cudnn").
+    """
 
     heads: int
     dtype: Any
+    attention: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
         qkv = jnp.split(nn.Dense(3 * width, dtype=self.dtype)(x), 3, axis=-1)
-        y = causal_attention(*(heads_apart(part, self.heads) for part in qkv))
+        q, k, v = (heads_apart(part, self.heads) for part in qkv)
+        if self.attention is None:
+            y = causal_attention(q, k, v)
+        else:
+            kind: Any = self.attention
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kind)
         return nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
 
 

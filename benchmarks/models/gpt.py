@@ -41,11 +41,12 @@ class Block(nn.Module):
 
     heads: int
     dtype: Any
+    attention: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + CausalSelfAttention(self.heads, self.dtype)(y)
+        x = x + CausalSelfAttention(self.heads, self.dtype, self.attention)(y)
         y = nn.LayerNorm(dtype=self.dtype)(x)
         return x + GeluMLP(4 * x.shape[-1], self.dtype)(y)
 
@@ -56,6 +57,7 @@ class GPT(nn.Module):
     size: GPTSize
     dtype: Any
     remat: bool = False
+    attention: str | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -65,5 +67,5 @@ class GPT(nn.Module):
         x = embed(tokens) + places(jnp.arange(tokens.shape[-1]))
         block = maybe_remat(Block, self.remat)
         for _ in range(size.layers):
-            x = block(size.heads, self.dtype)(x)
+            x = block(size.heads, self.dtype, self.attention)(x)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))

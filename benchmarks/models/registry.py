@@ -67,6 +67,8 @@ def build(
     remat: bool = True,
     batch: int | None = None,
     layers: int | None = None,
+    size: Any = None,
+    **fields: Any,
 ) -> TrainStep:
     """The train step of a model: mixed precision, float32 parameters, AdamW.
 
@@ -76,14 +78,16 @@ def build(
       remat: whether every block's backward pass computes its forward pass again.
       batch: sequences or images of a step, instead of the model's usual number.
       layers: instead of the model's own number.
+      size: of the same family, instead of the model's own.
+      fields: more of its module.
 
     >>> built = build("gpt-125M", layers=2)
     >>> built.batch["inputs"].shape, built.tokens_per_step
     ((1024, 1024), 1048576)
     """
     entry = ENTRIES[name]
-    size, count = _with_layers(entry.size, layers), batch or entry.batch
-    module = entry.module(size=size, dtype=dtype, remat=remat)
+    size, count = _with_layers(size or entry.size, layers), batch or entry.batch
+    module = entry.module(size=size, dtype=dtype, remat=remat, **fields)
     shapes, tokens = _batch(size, count)
     optimizer = optax.adamw(1e-4)
 

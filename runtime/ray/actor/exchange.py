@@ -7,8 +7,9 @@ be overwritten.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ import numpy as np
 from autopar.passes.pipeline.instructions import Buffer, Send
 from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
 from autopar.runtime.ray.transport.host_tiles import as_bytes, numbers, taken
+from autopar.runtime.ray.transport.offers import OFFER_BYTES, Transfers, copy
 from autopar.runtime.ray.transport.routes import Move, Way
-from autopar.runtime.ray.transport.sockets import Sockets, Ticket
-from autopar.runtime.ray.transport.staged import Landing, copied_out
+from autopar.runtime.ray.transport.sockets import Sockets, Ticket, TransportError
+from autopar.runtime.ray.transport.staged import Landing, copied_out, parts_of
 from autopar.runtime.stage_programs import StagePrograms
 
 
@@ -38,9 +40,11 @@ class Exchange:
         devices: Mapping[jax.Device, int],
         transport: Sockets,
         deadline: float,
+        transfers: Transfers | None = None,
     ) -> None:
         self._plan, self._programs, self._devices = plan, programs, devices
         self._transport, self._deadline = transport, deadline
+        self._transfers = transfers
         # The memory of CPUs is the host's: there is nothing to copy.
         self._is_staged = jax.default_backend() != "cpu"
         self.tickets: dict[int, list[Ticket]] = {}
@@ -84,15 +88,34 @@ class Exchange:
         for process, actor in enumerate(self._plan.processes[mesh]):
             moves = [way.moves[process] for way in ways]
             size = _num_bytes(moves, itemsizes)
-
-            def data(moves: Sequence[Sequence[Move]] = moves) -> Iterator[np.ndarray]:
-                jax.block_until_ready(arrays)
-                for array, own in zip(arrays, moves, strict=True):
-                    yield from (copied_out if self._is_staged else taken)(array, own, self._devices)
-
             if size:
-                tickets.append(self._transport.send(actor, step, tag, size, data))
+                data = functools.partial(self._departing, arrays, moves)
+                tickets.append(self._sent(actor, step, tag, size, data))
         return tickets
+
+    def _departing(
+        self, arrays: Sequence[Any], moves: Sequence[Sequence[Move]]
+    ) -> Iterator[np.ndarray] | list[jax.Array]:
+        """The bytes of moves, or what they take, on its devices; waits for the arrays."""
+        jax.block_until_ready(arrays)
+        pairs = zip(arrays, moves, strict=True)
+        if self._transfers is not None:
+            return [copy(x) for pair in pairs for x in parts_of(*pair, self._devices)]
+        way = copied_out if self._is_staged else taken
+        return itertools.chain.from_iterable(way(*pair, self._devices) for pair in pairs)
+
+    def _sent(self, actor: int, step: int, tag: int, size: int, data: Callable[[], Any]) -> Ticket:
+        """Send what `data` gives: bytes, or arrays that the other one pulls."""
+        transfers = self._transfers
+        if transfers is None:
+            return self._transport.send(actor, step, tag, size, data)
+
+        def offer() -> list[np.ndarray]:
+            arrays = jax.block_until_ready(data())
+            self._transport.sent_bytes += size
+            return [transfers.offer(arrays)]
+
+        return self._transport.send(actor, step, tag, OFFER_BYTES, offer)
 
     def send_buffers(
         self, x: Send, ways: Sequence[Way], buffers: dict[Buffer, Any], step: int
@@ -119,6 +142,9 @@ class Exchange:
             size = _num_bytes(moves, [dtype.itemsize for dtype in dtypes])
             if not size:
                 return
+            if self._transfers is not None:
+                self._pull(actor, step, tag, list(zip(landings, moves, strict=True)))
+                return
             arrival = self._transport.arriving(actor, step, tag, self._deadline)
 
             def until(stop: int, start: int) -> None:
@@ -138,21 +164,41 @@ class Exchange:
             take(actor, tag, [way.moves[process] for way in ways])
         others = [pair for pair in enumerate(plan.siblings) if pair[0] != plan.process]
         for process, actor in others:
-            bytes_ = [
-                as_bytes(value)
+            passed: list[Any] = [
+                part
                 for landing in landings
-                for move, value in landing.parts
+                for move, part in landing.parts
                 if process in move.processes
             ]
-            size = sum(each.size for each in bytes_)
+            size = sum(part.nbytes for part in passed)
             if size:
-                data = functools.partial(iter, bytes_)
-                ticket = self._transport.send(actor, step, tag | PASSED_ON, size, data)
-                self._passed_on.append(ticket)
+                parts = passed if self._transfers is not None else list(map(as_bytes, passed))
+                data: Callable[[], list[Any]] = functools.partial(list, parts)
+                self._passed_on.append(self._sent(actor, step, tag | PASSED_ON, size, data))
         for process, actor in others:
             take(actor, tag | PASSED_ON, [way.passed_on[process] for way in ways])
         for (buffer, _), landing in zip(items, landings, strict=True):
             buffers[buffer] = landing.array()
+
+    def _pull(
+        self, actor: int, step: int, tag: int, items: Sequence[tuple[Landing, Sequence[Move]]]
+    ) -> None:
+        """Take what an actor offers, straight into the devices that want it."""
+        assert self._transfers is not None
+        offer = self._transport.receive(actor, step, tag, self._deadline)
+        pairs = [(landing, move) for landing, own in items for move in own]
+        arrays = self._transfers.pull(offer, [landing.shape_of(move) for landing, move in pairs])
+
+        def is_there() -> bool:
+            return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
+
+        self._transport.poll(is_there, actor, self._deadline)
+        try:
+            jax.block_until_ready(arrays)
+        except jax.errors.JaxRuntimeError as error:
+            raise TransportError("lost", actor, str(error)) from error
+        for (landing, move), array in zip(pairs, arrays, strict=True):
+            landing.put(move, array)
 
     def _landing(self, buffer: Buffer, way: Way) -> Landing:
         aval = self._plan.pieces.versions[buffer.value].atom.aval

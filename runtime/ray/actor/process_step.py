@@ -41,6 +41,7 @@ from autopar.runtime.ray.actor.messages import Failure, Message, Spot, failure_o
 from autopar.runtime.ray.actor.timing import Alone, Together, Turns
 from autopar.runtime.ray.transport.group import is_of_group
 from autopar.runtime.ray.transport.host_tiles import copied, resharded
+from autopar.runtime.ray.transport.offers import Transfers
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 from autopar.runtime.stage_programs import Action, Pace, StagePrograms, donated_numbers
 
@@ -58,6 +59,7 @@ class ProcessStep:
         constants: Sequence[tuple[int, Sequence[np.ndarray]]],
         transport: Sockets,
         deadline: float,
+        transfers: Transfers | None = None,
     ) -> None:
         self.plan = plan
         devices = _devices(plan)
@@ -70,7 +72,7 @@ class ProcessStep:
         self.arrays = ActorArrays(plan, self.programs)
         self._store = self.arrays.store
         numbers = {device: number for number, device in enumerate(devices)}
-        self._exchange = Exchange(plan, self.programs, numbers, transport, deadline)
+        self._exchange = Exchange(plan, self.programs, numbers, transport, deadline, transfers)
         self.actions = tuple(self._actions())
         self.index: int | None = None
         self.doing = "idle"

@@ -28,6 +28,7 @@ from autopar.runtime.ray.actor.process_step import ProcessStep
 from autopar.runtime.ray.actor.writer import Writer, WriterProcess
 from autopar.runtime.ray.transport import pickling
 from autopar.runtime.ray.transport.group import join, reserve_port
+from autopar.runtime.ray.transport.offers import Transfers
 from autopar.runtime.ray.transport.sockets import Sockets, TransportError
 from autopar.runtime.same_plan import compare
 
@@ -42,6 +43,7 @@ class World:
       num_devices: how many it has; on CPUs they are virtual.
       platform: "cpu" or "cuda".
       token: of the transport.
+      transport: "sockets" or "transfer".
       is_local: whether the cluster is this machine alone.
     """
 
@@ -53,6 +55,7 @@ class World:
     jax_config: Mapping[str, Any]
     environment: Mapping[str, str]
     token: bytes
+    transport: str
     is_local: bool
 
 
@@ -85,6 +88,7 @@ class StageActor:
     def __init__(self, world: World) -> None:
         self._world = world
         self._step: Any = None
+        self._transfers: Transfers | None = None
         self._broken_from: int | None = None
 
     def __repr__(self) -> str:  # Ray puts it before every line that the actor prints
@@ -134,7 +138,9 @@ class StageActor:
                 compare(f"mesh {plan.mesh}", facts, range(count), own, deadline)
             peers = {peer: addresses[peer] for peer in plan.peers}
             self._transport.connect(peers, deadline)
-            self._step = ProcessStep(plan, constants, self._transport, deadline)
+            if self._world.transport == "transfer":
+                self._transfers = Transfers(self._transport.address[0])
+            self._step = ProcessStep(plan, constants, self._transport, deadline, self._transfers)
             give_back()
         except Exception as error:
             return failure_of(error, self._spot("compiling"))
@@ -154,6 +160,8 @@ class StageActor:
     def reset(self, step: int, lost: tuple[int, int]) -> None:
         """Go on after a failure: steps begin again at `step`, keys between `lost` are gone."""
         self._transport.reset(step)
+        if self._transfers is not None:
+            self._transfers.renew()
         self._step.arrays.store.lose(*lost)
         self._broken_from = None
 

@@ -102,18 +102,18 @@ class ActorPool:
             self.is_local = connection.is_local
             if cache is not None and self.is_local:
                 config = {**config, **CACHE_ALL, "jax_compilation_cache_dir": cache}
-            self.handles += self._started(connection, config, options.devices)
+            self.handles += self._started(connection, config, options)
             self._load(blobs)
         except BaseException:
             self.close("they could not be started.")
             raise
 
     def _started(
-        self, connection: Connection, config: Mapping[str, Any], devices: str
+        self, connection: Connection, config: Mapping[str, Any], options: Ray
     ) -> list[Any]:
         """Actor handles, of processes that are only about to start."""
         token, tail = secrets.token_bytes(32), secrets.token_hex(3)
-        platform = "cuda" if devices == "gpu" else "cpu"
+        platform = "cuda" if options.devices == "gpu" else "cpu"
         # Each actor has virtual devices of its own.
         flags = os.environ.get("XLA_FLAGS", "").split()
         kept = " ".join(x for x in flags if "xla_force_host_platform_device_count" not in x)
@@ -127,6 +127,7 @@ class ActorPool:
                 jax_config=config,
                 environment={"JAX_PLATFORMS": platform, "XLA_FLAGS": kept},
                 token=token,
+                transport=options.transport,
                 is_local=self.is_local,
             )
             for plan in self.plans

@@ -68,6 +68,7 @@ class Ticket:
 
 _HELLO = struct.Struct("<32sQ")
 HELLO_SECONDS = 10.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
 
 
 class Sockets:
@@ -180,6 +181,24 @@ class Sockets:
                 self._wait(lambda: is_there() or source in self._lost, source, deadline)
                 if not is_there():
                     raise TransportError("lost", source)
+
+    def poll(self, is_there: Callable[[], bool], source: int, deadline: float) -> None:
+        """Wait for something else that comes from an actor, and of which nobody tells.
+
+        Raises:
+          TransportError: it will not come, or not in time.
+        """
+        end, pause = time.monotonic() + deadline, _SHORTEST_PAUSE
+        while not is_there():
+            with self._changed:
+                if self._aborted:
+                    raise TransportError("aborted", source)
+                if source in self._lost:
+                    raise TransportError("lost", source)
+                if time.monotonic() > end:
+                    raise TransportError("late", source)
+                self._changed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def done(self, source: int, step: int, tag: int) -> None:
         """Who received a message has all of it."""

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.passes.graph.logical import no_mesh
 from autopar.runtime.ray.transport.chunks import CHUNK_BYTES
-from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, numbers, placed
+from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, numbers, placed, plain
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
 AHEAD = 4
@@ -92,6 +92,9 @@ class Landing:
       tiles: that its devices hold, by number.
       shape, dtype, sharding: of the array.
       is_staged: whether parts are copied to devices while they arrive; else it is done at the end.
+
+    Attributes:
+      parts: what came, in its order, in the host's memory or on a device.
     """
 
     def __init__(
@@ -109,13 +112,20 @@ class Landing:
         self._is_staged = is_staged
         self._devices = list(sharding.mesh.devices.flat)
         self._pieces: dict[int, list[tuple[Move, list[jax.Array]]]] = {x: [] for x in tiles}
-        self.parts: list[tuple[Move, np.ndarray]] = []
+        self.parts: list[tuple[Move, Any]] = []
 
     def take(self, move: Move, values: np.ndarray, until: Until) -> None:
         """A part that is on its way: flat numbers, which are there when `until` says so."""
         self.parts.append((move, values.reshape(move.shape)))
-        if not self._is_staged:
-            return
+        if self._is_staged:
+            self._pieces[move.tile].append((move, self._put(move, values, until)))
+
+    def put(self, move: Move, part: jax.Array) -> None:
+        """A part that is on `device_of(move)`."""
+        self.parts.append((move, part))
+        self._pieces[move.tile].append((move, [part]))
+
+    def _put(self, move: Move, values: np.ndarray, until: Until) -> list[jax.Array]:
         device = self.device_of(move)
         most = max(self._chunk_bytes // values.itemsize, 1)
         pieces = []
@@ -123,16 +133,18 @@ class Landing:
             piece = values[start : start + most]
             until((start + piece.size) * values.itemsize)
             pieces.append(jax.device_put(piece, device))
-        self.put(move, pieces)
-
-    def put(self, move: Move, pieces: list[jax.Array]) -> None:
-        """A part that is on `device_of(move)`: its elements in their order, in pieces."""
-        self._pieces[move.tile].append((move, pieces))
+        return pieces
 
     def device_of(self, move: Move) -> jax.Device:
         """Where a part should come: the first of the devices that want it."""
         device: jax.Device = self._devices[self._tiles[move.tile].devices[0]]
         return device
+
+    def shape_of(self, move: Move) -> jax.ShapeDtypeStruct:
+        """What a part is, where it should come."""
+        _, dtype = plain(self._shape, self._dtype)
+        place = SingleDeviceSharding(self.device_of(move))
+        return jax.ShapeDtypeStruct(move.shape, dtype, sharding=place)
 
     def array(self) -> jax.Array:
         """The array, when all parts are there."""
