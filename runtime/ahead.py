@@ -8,7 +8,7 @@ program is called through `jax.jit`, which does not ask.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +87,17 @@ def compile_ahead(
 ) -> Any:
     """`jax.jit` of a function, compiled for these shapes; `settings` are those of `jax.jit`."""
     lowered = jax.jit(function, **settings).lower(*shapes)
+    return compile_lowered(lowered, function, shapes, compiler_options, settings)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered,
+    function: Any,
+    shapes: Sequence[Any],
+    compiler_options: dict[str, str | bool] | None,
+    settings: Mapping[str, Any],
+) -> Any:
+    """What `compile_ahead` gives, of what was lowered with these settings."""
     compiled = lowered.compile(compiler_options=compiler_options)
     leaves = (*jax.tree.leaves(shapes), *jax.tree.leaves(lowered.out_info))
     if not any(map(_is_small, leaves)):

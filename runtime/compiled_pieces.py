@@ -7,12 +7,16 @@ real ones. There, stages whose pieces are the same program share it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+
+from autopar.runtime.ahead import compile_lowered
 
 PIECE_MARK = "// piece "
 """How the text of a piece begins, before its name."""
@@ -59,10 +63,21 @@ class CompiledPieces:
 
 
 class CompileOnce:
-    """Compiles what differs: the same program under another name, on other devices, once."""
+    """Compiles what differs: the same program under another name once for the same devices.
 
-    def __init__(self) -> None:
-        self.known: dict[str, Any] = {}
+    Devices that are absent are all alike. What calls back into Python is compiled each time: its
+    text does not say which function it calls.
+
+    Args:
+      in_turn: a context for compiling a program of this text; other processes may compile it too.
+    """
+
+    def __init__(
+        self,
+        in_turn: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._in_turn = in_turn
+        self.known: dict[tuple[str, tuple[jax.Device, ...]], Any] = {}
 
     def __call__(
         self,
@@ -74,9 +89,19 @@ class CompileOnce:
         """As `compile_ahead`."""
         lowered = jax.jit(function, **settings).lower(*shapes)
         text = program_text(lowered, function.__name__)
-        if text not in self.known:
-            self.known[text] = lowered.compile(compiler_options=compiler_options)
-        return self.known[text]
+        key = hashlib.sha256(text.encode()).hexdigest(), _devices(settings)
+        made = self.known.get(key)
+        if made is None or "callback" in text:
+            with self._in_turn(text):
+                made = compile_lowered(lowered, function, shapes, compiler_options, settings)
+            self.known[key] = made
+        return made
+
+
+def _devices(settings: Mapping[str, Any]) -> tuple[jax.Device, ...]:
+    shardings = jax.tree.leaves([settings.get("in_shardings"), settings.get("out_shardings")])
+    devices = next((tuple(x.mesh.devices.flat) for x in shardings if hasattr(x, "mesh")), ())
+    return () if any(map(is_absent, devices)) else devices
 
 
 def program_text(lowered: jax.stages.Lowered, name: str) -> str:

@@ -104,6 +104,11 @@ class StagePrograms:
       pieces: of the whole program.
       program: which pieces are run, and what they donate.
       stage_meshes: the meshes of the stages that this process runs.
+
+    Attributes:
+      compile_ahead: what compiles.
+      named_by_kind: whether compiled pieces are called "F", not "F0": JAX's cache, which several
+        processes may have in common, tells programs apart by their names.
     """
 
     def __init__(
@@ -111,7 +116,9 @@ class StagePrograms:
     ) -> None:
         self.pieces, self.program, self.stage_meshes = pieces, program, stage_meshes
         self.are_absent = are_absent(stage_meshes.values())
-        self.compile_ahead = CompileOnce() if self.are_absent else compile_ahead
+        has_several = self.are_absent or len(stage_meshes) > 1
+        self.compile_ahead: Callable[..., Any] = CompileOnce() if has_several else compile_ahead
+        self.named_by_kind = False
         self.places: dict[int, Place] = {}
         for number, version in pieces.versions.items():
             stage = program.value_of[number].stage
@@ -174,7 +181,8 @@ class StagePrograms:
 
     def _compile(self, piece: StagePiece, donated: tuple[int, ...]) -> Any:
         made = self.function_of(piece)
-        name = piece.name.replace(" ", "_").replace(".", "_")
+        name = piece.kind if self.named_by_kind else piece.name
+        name = name.replace(" ", "_").replace(".", "_")
         made.call.__name__ = made.call.__qualname__ = name
         return self.compile_ahead(
             made.call,

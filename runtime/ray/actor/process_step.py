@@ -33,9 +33,11 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.pipeline.lasting import lasting_writes
 from autopar.runtime import stage_programs as stages
+from autopar.runtime.compiled_pieces import CompileOnce
 from autopar.runtime.event_times import Place, Times
 from autopar.runtime.ray.actor.actor_arrays import KEYS, ActorArrays
 from autopar.runtime.ray.actor.actor_plan import FIRST_OWN_TAG, ActorPlan
+from autopar.runtime.ray.actor.compiling import in_turn
 from autopar.runtime.ray.actor.exchange import Exchange
 from autopar.runtime.ray.actor.messages import Failure, Message, Spot, failure_of, spelled_out
 from autopar.runtime.ray.actor.timing import Alone, Together, Turns
@@ -66,6 +68,9 @@ class ProcessStep:
         programs = plan.pieces.programs
         meshes = {stage: stages.mesh_of(programs[stage], devices) for stage in plan.stages}
         self.programs = StagePrograms(plan.pieces, plan.program, meshes)
+        if len(plan.siblings) == 1:  # others compile together
+            self.programs.named_by_kind = True
+            self.programs.compile_ahead = CompileOnce(in_turn)
         with no_mesh():
             self.variants = self.programs.variants()
         self.names = buffer_names(plan.program.values)

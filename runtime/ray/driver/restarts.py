@@ -97,10 +97,11 @@ class RestartedActors(Keeper):
             gpus = gpus_of(self._plans, options)
             cluster = Connection(options.address, gpus, options.deadline, reserve=False)
             self._finalizers.append(weakref.finalize(self, cluster.close))
-            if not has_cache():
-                self._cache = cache_folder()
-                remove = weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
-                self._finalizers.append(remove)
+        # New actors start quickly with it, and actors with the same pieces compile them once.
+        if (options.max_restarts or len(self._plans) > 2) and not has_cache():
+            self._cache = cache_folder()
+            remove = weakref.finalize(self, shutil.rmtree, self._cache, ignore_errors=True)
+            self._finalizers.append(remove)
         try:
             self.running = self._start()
         except BaseException:
