@@ -17,7 +17,6 @@ from autopar.passes.sharding.compiler_rules import (
     cycles,
     is_same_buffer,
     kernel_seconds,
-    may_be_fused,
 )
 from autopar.passes.sharding.epilogues import (
     InstructionValues,
@@ -106,30 +105,18 @@ def held_values(
     chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
     work: dict[V, int] = {}  # cycles of its last operation, for all elements
 
-    ends: dict[V, V] = {}  # of what one fusible operation reads: the last value made of it so
-    for made in reversed(program):
-        for value in made.results:
-            onward = readers[value]
-            is_passed = len(onward) == 1 and value not in refusing and _is_fusible(onward[0])
-            ends[value] = ends[onward[0].results[0]] if is_passed else value
-
     def is_quicker_again(value: V, sources: frozenset[V], chain: frozenset[V]) -> bool:
         size, spent = num_bytes(value), sum(map(work.__getitem__, chain))
         kept = kernel_seconds(spent, sum(map(num_bytes, sources)) + size)
         again = 0.0
-        kernels: dict[V | int, list[InstructionValues[V]]] = defaultdict(list)
-        for place, reader in enumerate(readers[value]):
-            kernels[ends[reader.results[0]] if _is_fusible(reader) else place].append(reader)
-        for end, parts in kernels.items():
-            beside = set[V]()
-            made_here = {v for part in parts for v in part.results}
-            for other in (v for part in parts for v in part.operands if v is not None):
-                if root(other) != value and other not in made_here:
+        for reader in readers[value]:
+            beside: set[V] = set()
+            for other in reader.operands:
+                if other is not None and root(other) != value:
                     beside |= roots.get(root(other), frozenset())
-            results = parts[0].results if isinstance(end, int) else (end,)
-            most = max((num_elements(v) for v in (value, *results)), default=0)
-            own = most * sum(cycles(part.eqn) for part in parts if part.eqn is not None)
-            moved = sum(map(num_bytes, beside)) + sum(map(num_bytes, results))
+            own = 0 if reader.eqn is None else cycles(reader.eqn)
+            own *= max((num_elements(v) for v in (value, *reader.results)), default=0)
+            moved = sum(map(num_bytes, beside)) + sum(map(num_bytes, reader.results))
             kept += kernel_seconds(own, moved + size)
             again += kernel_seconds(own + spent, moved + sum(map(num_bytes, sources - beside)))
         return again <= kept
@@ -174,10 +161,6 @@ def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> b
     if made.eqn is None:
         return made.is_slice and rules.slices_are_read
     return rules.takes_in(made.eqn, place)
-
-
-def _is_fusible(made: InstructionValues[V]) -> bool:
-    return made.eqn is not None and may_be_fused(made.eqn) and len(made.results) == 1
 
 
 _ALWAYS = ("broadcast_in_dim", "iota")
