@@ -58,10 +58,16 @@ assignment too):
   for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not.
 - A gather reads what it takes from memory: logits that are cast for the loss would be there in both
   dtypes, and longer than the backward pass; the cast is moved after the gather (`casts_after.py`).
+- A scatter of one element to each row (the gradient of that gather) is a comparison with an iota,
+  fused like any other.
 - Who reads a part of a buffer (a split, the slice of a device) reads it in the buffer, which stays:
   queries that are cut after they were made keep the whole ones.
 - A loop's body copies the slices that products read, all at its beginning.
 - A mask that every trip can compute of nothing is computed there.
+- Products that no other one waits for, the gradients of weights, run at the end, and what they read
+  stays: the logits through the whole backward pass. Seen of matrices, with a few layers in ample
+  memory; not of convolutions, and of what is computed again only sometimes (it is not counted).
+- An elementwise kernel writes over no temporary that it reads, but over donated arguments.
 - One heap: every temporary has a fixed place, the largest first (`heap.py`); arguments are never
   used for anything but results. `memory_analysis` counts what is lost between buffers twice, so
   verification reads the sizes of the allocations instead.
@@ -201,6 +207,10 @@ class CompilerRules:
         softmax its exponentials.
       slices_are_read: who reads a part of a buffer reads it in the buffer.
       gathers_read_buffers: what a gather takes from is in memory, in the dtype that it takes.
+      scatters_choose: a scatter of one element to each row is a comparison of places.
+      delays_gradients: products that no other one waits for run at the end.
+      writes_over_temporaries: an elementwise kernel writes over what it reads for the last time;
+        else only over arguments.
       one_heap: temporaries have fixed places in one memory; what lies between them is lost.
     """
 
@@ -213,15 +223,24 @@ class CompilerRules:
     products_write_epilogues: bool = False
     slices_are_read: bool = False
     gathers_read_buffers: bool = False
+    scatters_choose: bool = False
+    delays_gradients: bool = False
+    writes_over_temporaries: bool = True
     one_heap: bool = False
 
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
         """Whether an equation can compute its operand at a place itself."""
         if eqn.primitive.name in PRODUCTS and self.products_take_in:
             return True
+        if self.scatters_choose and is_choice(eqn):
+            return True
         if eqn.primitive.name == "gather" and place == 0 and self.gathers_read_buffers:
             return False
         return not reads_buffer(eqn, place)
+
+    def may_be_fused(self, eqn: JaxprEqn) -> bool:
+        """Whether those who read an equation's results can compute them."""
+        return may_be_fused(eqn) or (self.scatters_choose and is_choice(eqn))
 
 
 RULES = {
@@ -236,6 +255,9 @@ RULES = {
         products_write_epilogues=True,
         slices_are_read=True,
         gathers_read_buffers=True,
+        scatters_choose=True,
+        delays_gradients=True,
+        writes_over_temporaries=False,
         one_heap=True,
     ),
 }
@@ -273,6 +295,18 @@ def may_be_fused(eqn: JaxprEqn) -> bool:
 def writes_buffer(eqn: JaxprEqn) -> bool:
     """Whether an equation's results are buffers of their own, whoever reads them."""
     return not may_be_fused(eqn) and eqn.primitive.name not in SAME_BUFFER and not is_barrier(eqn)
+
+
+def is_choice(eqn: JaxprEqn) -> bool:
+    """Whether an equation puts one element into each row: its other dimensions are batches."""
+    if eqn.primitive.name not in SCATTERS:
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    batches = len(numbers.operand_batching_dims)
+    is_one = len(numbers.scatter_dims_to_operand_dims) == 1 and not numbers.update_window_dims
+    updates: int = eqn.invars[2].aval.size
+    rows: int = eqn.invars[0].aval.size // max(eqn.invars[0].aval.shape[-1:] or (1,))
+    return is_one and batches == eqn.invars[0].aval.ndim - 1 and updates <= rows
 
 
 def reads_buffer(eqn: JaxprEqn, place: int) -> bool:

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from autopar.passes.graph.primitives import PRODUCTS
 from autopar.passes.sharding.compiler_rules import (
     KERNEL_ROW_ELEMENTS,
-    may_be_fused,
+    CompilerRules,
     reduces_rows,
 )
 
@@ -39,11 +39,6 @@ def name_of(made: InstructionValues[V]) -> str:
 def takes_part(made: InstructionValues[V]) -> bool:
     """Whether an instruction's readers can read its result in its operand."""
     return made.is_slice or name_of(made) in ("dynamic_slice", "slice", "split")
-
-
-def is_fusible(made: InstructionValues[V]) -> bool:
-    """Whether those who read an instruction's results can compute them."""
-    return made.eqn is not None and may_be_fused(made.eqn)
 
 
 def softmax_buffers(program: Sequence[InstructionValues[V]], root: Callable[[V], V]) -> set[V]:
@@ -81,6 +76,7 @@ def without_epilogues(
     made_of: Mapping[V, frozenset[V]],
     root: Callable[[V], V],
     num_elements: Callable[[V], int],
+    rules: CompilerRules,
 ) -> dict[V, frozenset[V]]:
     """`made_of` where a product writes what is made of its result, if nobody reads that itself."""
     products: dict[V, tuple[int, list[V]]] = {}  # by result: its number among products, operands
@@ -96,7 +92,7 @@ def without_epilogues(
         held = {v for v in roots if made_of.get(v) == frozenset((v,))}
         if made.eqn is not None and reduces_rows(made.eqn):
             held.clear()  # a sum or a maximum is made beside
-        elif not (takes_part(made) or is_fusible(made)):
+        elif not (takes_part(made) or (made.eqn is not None and rules.may_be_fused(made.eqn))):
             held.update(own)  # what reads buffers has no epilogue
         numbers.update(dict.fromkeys(held, count))
         for source in frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own)):

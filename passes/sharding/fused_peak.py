@@ -21,7 +21,7 @@ from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.heap import HeapBuffer, heap_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.reshard import adding
-from autopar.passes.sharding.run_order import ties
+from autopar.passes.sharding.run_order import ties, unread_products
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -72,6 +72,7 @@ class _Moments:
     ) -> None:
         self.block, self.mesh, self.rules, self.slices = block, mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
+        self.entering = set(block.inputs)
         self.constants = _of_constants(block.instructions, rules)
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
@@ -106,6 +107,10 @@ class _Moments:
                 if isinstance(instruction, Relayout):
                     after = max(made.get(v, -1) for v in tie.results)
                     self.early[after + 1].append(instruction.target)
+        if rules.delays_gradients:
+            for instruction in unread_products(block):
+                for value in self.read(instruction):
+                    self.last[value] = end
         for value in self.held.read_by(outputs):
             self.last[value] = end
 
@@ -259,6 +264,8 @@ class _Moments:
             return next((v for v in dying if v in own and self.size(v) == size), None)
         if name not in ELEMENTWISE:
             return None
+        if not self.rules.writes_over_temporaries:
+            dying = [v for v in dying if v in self.entering]
         twice = {v for r in self.read(instruction) for v in self.reduced.get(r, ())}
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 

@@ -21,7 +21,6 @@ from autopar.passes.sharding.compiler_rules import (
 from autopar.passes.sharding.epilogues import (
     InstructionValues,
     V,
-    is_fusible,
     name_of,
     softmax_buffers,
     takes_part,
@@ -139,7 +138,7 @@ def held_values(
         is_part = rules.slices_are_read and takes_part(made)
         for value in made.results:
             made_of[value] = roots[value] = frozenset((value,))
-            if value in refusing or not (is_part or is_fusible(made)):
+            if value in refusing or not (is_part or (made.eqn and rules.may_be_fused(made.eqn))):
                 continue
             roots[value] = frozenset[V]().union(*(roots.get(v, frozenset()) for v in own))
             work[value] = 0 if made.eqn is None else num_elements(value) * cycles(made.eqn)
@@ -153,7 +152,7 @@ def held_values(
             if is_again:
                 made_of[value], chains[value] = sources, chain
     if rules.products_write_epilogues:
-        made_of = without_epilogues(program, made_of, root, num_elements)
+        made_of = without_epilogues(program, made_of, root, num_elements, rules)
     return HeldValues(buffer_of, made_of)
 
 

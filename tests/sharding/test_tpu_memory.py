@@ -41,8 +41,8 @@ def test_products_compute_their_operands(function: Any) -> None:
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
     found = peak_of(step, [shaped(64, 64)] * 4, shaped(DEVICES * 1024, 64))
-    # Of every layer its product, and two values of the backward pass.
-    assert len(sizes(found, "float32[8192,64]")) <= 6
+    # Of every layer its product and that of the backward pass, for gradients that come at the end.
+    assert len(sizes(found, "float32[8192,64]")) <= 8
 
 
 def attention_like(weights: Any, x: Any) -> Any:
@@ -79,9 +79,9 @@ def test_scores_of_long_rows_are_there_beside_the_exponentials(row: int) -> None
 
 def test_parts_are_read_in_the_whole() -> None:
     def step(weights: Any, x: Any) -> Any:
-        y = x @ weights
-        first, second = jnp.split(y, 2, axis=1)
-        return jnp.sort(jnp.sin(first) @ second.T, axis=0).sum() + weights
+        first, second = jnp.split(x @ weights, 2, axis=1)
+        products = (jnp.sin(first) @ weights[:32]) * (jnp.cos(second) @ weights[32:])
+        return weights + jnp.sum(products)
 
     found = peak_of(step, shaped(64, 64), shaped(DEVICES * 64, 64))
     assert sizes(found, f"float32[{DEVICES * 64},32]") == []
