@@ -110,6 +110,12 @@ def test_a_file_has_a_name_of_its_own() -> None:
     assert repeated == {}
 
 
+def test_benchmarks_and_folders_of_tests_have_different_names() -> None:
+    """Both are imported by their bare names: whichever comes first would hide the other."""
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts and not scripts & {path.name for path in (ROOT / "tests").iterdir()}
+
+
 def test_long_files_say_why() -> None:
     """`long because` in a module's docstring begins the reason why it is not shorter."""
     long = layout.long_files()

@@ -12,7 +12,7 @@ import pytest
 from bare_schedules import simulate_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline.pipeline_models import Model, model
+from pipelines.pipeline_models import Model, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline import instructions

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline.pipeline_models import model
+from pipelines.pipeline_models import model
 
 from autopar.passes.pipeline import forecast as forecast_module
 from autopar.passes.pipeline.emit import origins_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipeline.pipeline_models import execute, model
+from pipelines.pipeline_models import execute, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline.pipeline_models import Model, evaluate, execute, model
+from pipelines.pipeline_models import Model, evaluate, execute, model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from bare_schedules import simulate_schedule
-from pipeline.pipeline_models import model
+from pipelines.pipeline_models import model
 
 from autopar.base.errors import ScheduleError
 from autopar.passes.pipeline.instructions import Free, Recv, Run, Send

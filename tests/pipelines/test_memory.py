@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline.pipeline_models import Model, model
+from pipelines.pipeline_models import Model, model
 
 from autopar.passes.pipeline.buffer_memory import input_bytes, live_bytes
 from autopar.passes.pipeline.instructions import Accumulate, Buffer, Free, PipelineProgram, Run
