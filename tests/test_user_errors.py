@@ -76,6 +76,14 @@ def formats(w: Any, batch: Any) -> Any:
     return f"{w.sum():.3f}"
 
 
+def slices(w: Any, batch: Any) -> Any:
+    return w[: batch["rows"]]
+
+
+def hashes(w: Any, batch: Any) -> Any:
+    return {1: w}[batch["rows"]]
+
+
 @pytest.mark.parametrize(
     ("extra", "what", "hint"),
     [
@@ -88,6 +96,8 @@ def formats(w: Any, batch: Any) -> Any:
         (counts, "needs a Python integer", "static_argnums"),
         (shapes, "needs a Python integer", "static_argnums"),
         (formats, "formats a value", "jax.debug.print"),
+        (slices, "cuts a slice", "dynamic_slice_in_dim"),
+        (hashes, "hashes a value", "static_argnums"),
     ],
 )
 def test_what_needs_numbers_while_it_is_traced(extra: Any, what: str, hint: str) -> None:

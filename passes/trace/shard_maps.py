@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import closed_call_p
 
 from autopar.base.errors import TraceError
+from autopar.base.user_code import is_users
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, flatten, map_inner_jaxprs, user_source, walk
 from autopar.passes.graph.primitives import CONTROL_FLOW
@@ -199,7 +200,7 @@ class _OnWholeArrays:
 def _refused(eqn: JaxprEqn, why: str) -> TraceError:
     return TraceError(
         "The step holds a jax.pmap, or a jax.shard_map that cannot be followed.",
-        where=user_source(eqn),
+        where=user_source(eqn) if is_users(user_source(eqn)) else None,
         why=f"{why}.",
         hint="call its function on whole arrays: jax.vmap(..., axis_name=...) has the same "
         "collectives, and autopar.local names dimensions that are independent of one another.",

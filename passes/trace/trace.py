@@ -157,7 +157,11 @@ def trace(
     avals = iter(closed.out_avals)
     shaped = tuple(next(avals) if is_traced else None for is_traced in traced)
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
-    whole = without_shard_maps(graphs.flatten(closed))
+    try:
+        whole = without_shard_maps(graphs.flatten(closed))
+    except TraceError as error:  # no line of the function's: it is itself a jax.pmap
+        error.where = error.where or _where(fn)
+        raise
     graph = with_batches(graphs.from_closed_jaxpr(whole, unlabelled, ()))
     if donate_argnums == "auto":
         donate_argnums = jax_compat.jit_arguments(fn).donate_argnums or "auto"

@@ -100,6 +100,22 @@ def _reason(error: Exception, text: str) -> tuple[str, str, str] | None:
             "take it from a shape or a constant, name its argument in static_argnums, or use "
             "jax.lax.fori_loop and jnp.take.",
         )
+    if isinstance(error, IndexError) and "must be static integers" in text:
+        return (
+            "{name} cuts a slice whose bounds are values of the step.",
+            f"{_WHEN} that could give a size",
+            "keep the size: jax.lax.dynamic_slice_in_dim(x, start, size), or a mask, "
+            "jnp.where(jnp.arange(len(x)) < n, x, 0); or name the bound's argument in "
+            "static_argnums.",
+        )
+    if isinstance(error, TypeError | ValueError) and _IS_HASHED.search(text):
+        return (
+            "{name} hashes a value of the step (as a dictionary's key, in a set, or as a static "
+            "argument of jax.jit).",
+            _WHEN,
+            "name its argument in static_argnums; or choose when the step runs: jnp.take, "
+            "jax.lax.switch.",
+        )
     if isinstance(error, errors.ConcretizationTypeError):
         return (
             "{name} asks for the number of a value of the step (`float`, `int`, `.item()`).",
@@ -133,6 +149,7 @@ def _is_of_another_trace(error: Exception, text: str) -> bool:
     )
 
 
+_IS_HASHED = re.compile(r"unhashable type: '\w*Tracer'")
 _IS_SHAPE = "Shapes must be 1D sequences of concrete values"
 
 

@@ -190,6 +190,12 @@ def test_what_cannot_be_followed_is_refused_at_its_line(name: str) -> None:
     assert why in told and "test_shard_maps.py:" in told and "autopar.local" in told
 
 
+def test_a_step_that_is_itself_a_pmap_is_refused_where_it_is_defined() -> None:
+    with pytest.raises(autopar.errors.TraceError, match=r"jax\.pmap") as caught:
+        autopar.plan(jax.pmap(layer, in_axes=(0, None)), X.reshape(8, 8, 8), PARAMS[0])
+    assert "test_shard_maps.py:" in str(caught.value.where)
+
+
 def test_what_a_body_prints(capfd: pytest.CaptureFixture[str]) -> None:
     def body(x: Any, w: Any) -> Any:
         jax.debug.print("rows {}", x.shape[0] + w[0, 0])
