@@ -167,6 +167,15 @@ def time_first(params: Any, batch: Any) -> Any:
     return jnp.mean((values - returns) ** 2)
 
 
+def recurrent(params: Any, batch: Any) -> Any:
+    def forward(state: Any, x: Any) -> Any:
+        state = jnp.tanh(state + x @ params["w"])
+        return state, state
+
+    start = jnp.zeros(batch["x"].shape[1:2] + params["b"].shape)  # of the shape of params["w"]
+    return jnp.mean((jax.lax.scan(forward, start, batch["x"])[1] - batch["y"]) ** 2)
+
+
 def weighted(params: Any, batch: Any) -> Any:
     losses = cross_entropy(batch["x"] @ params["w"], batch["ids"]) * batch["class"][batch["ids"]]
     return jnp.mean(losses) + jnp.sum(batch["task"] * jnp.stack([losses.max(), losses.min()]))
@@ -216,6 +225,11 @@ def floats(*shape: int) -> Any:
             {"obs": 1, "reward": 1, "last": 0},
         ),
         (
+            trained(recurrent),
+            {"x": floats(5, 8, 8), "y": floats(5, 8, 4)},
+            {"x": 1, "y": 1},
+        ),
+        (
             trained(weighted),
             {"x": X, "ids": IDS, "class": floats(4), "task": floats(2)},
             {"x": 0, "ids": 0},
@@ -233,7 +247,17 @@ def floats(*shape: int) -> Any:
             {"x": 0, "y": 0},
         ),
     ],
-    ids=["unlabelled", "graph", "graphs", "time-first", "weights", "eval", "eval-square", "masks"],
+    ids=[
+        "unlabelled",
+        "graph",
+        "graphs",
+        "time-first",
+        "recurrent",
+        "weights",
+        "eval",
+        "eval-square",
+        "masks",
+    ],
 )
 def test_the_program_tells_its_batch(
     step: Callable[..., Any], batch: dict[str, Any], axes: dict[str, int]

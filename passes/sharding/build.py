@@ -31,7 +31,7 @@ from autopar.passes.sharding.scopes import (
     itemsize,
 )
 from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraph, StrategyGraphBuilder
-from autopar.passes.sharding.sums import accumulating, starts_of_sums
+from autopar.passes.sharding.sums import accumulating, starts_of_sums, whole_inside
 
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 # A result this many times larger than what it is made from is recomputed, not moved.
@@ -288,10 +288,11 @@ class _Walk(StrategyGraphBuilder):
         inner = Scope(parts.body, times, scope.microbatch or loop is not None)
         env: dict[Var, ScopeValue] = {}
         label = f"scan {eqn.source_info.name_stack}".strip()
+        whole = whole_inside(parts, [isinstance(value, Replicated) for value in values])
         boundaries, entered = list[int | None](), list[Assigned]()
 
         def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
-            if math.prod(aval_shape(var)) <= 1 or isinstance(value, Replicated):
+            if math.prod(aval_shape(var)) <= 1 or var in whole:
                 env[var] = Replicated()
                 boundaries.append(None)
                 return
@@ -356,8 +357,7 @@ class _Walk(StrategyGraphBuilder):
             value.node if isinstance(value, Assigned) and value.node not in boundaries else None
             for value in results
         )
-        entry = Entry("scan", eqn, None, None, (), (inner,), tuple(boundaries), completions)
-        return entry, results
+        return Entry("scan", eqn, None, None, (), (inner,), (*boundaries,), completions), results
 
     def completed(self, value: Assigned, var: Var, label: str) -> Assigned:
         """A loop's sums, completed once for all who read them, or added to others before that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -34,6 +35,26 @@ def _adds(reader: JaxprEqn, var: Var, result: Atom) -> bool:
         return False
     position = next(i for i, v in enumerate(reader.invars) if v is var)
     return any(position in o and len(o) > 1 for o in linear_operands(reader))
+
+
+def whole_inside(scan: ScanParts, whole: Sequence[bool]) -> set[Var]:
+    """What every device holds whole in a scan's body, of operands that it does so outside.
+
+    Not carries that are made from other operands: a few zeros at the beginning would keep whole
+    what takes their place in each trip, a recurrent state or an advantage for each row.
+    """
+    operands = list(zip(scan.body.invars, whole, strict=True))
+    made = {var for var, is_whole in operands if not is_whole and math.prod(aval_shape(var)) > 1}
+    carries = scan.operands(scan.body.invars)[1]
+    carried = list(zip(carries, scan.results(scan.body.outvars)[0], strict=True))
+    count = -1
+    while count != len(made):
+        count = len(made)
+        for eqn in scan.body.eqns:
+            if any(not isinstance(v, Literal) and v in made for v in eqn.invars):
+                made.update(eqn.outvars)
+        made.update(v for v, atom in carried if not isinstance(atom, Literal) and atom in made)
+    return {var for var, is_whole in operands if is_whole and not (var in made and var in carries)}
 
 
 def starts_of_sums(jaxpr: Jaxpr) -> set[Var]:

@@ -37,6 +37,7 @@ class DimensionLoops:
     parents: dict[Hashable, Hashable] = field(default_factory=dict)
     reduced: set[Hashable] = field(default_factory=set)  # dimensions that are summed over
     scanned: set[Hashable] = field(default_factory=set)  # those that a scan with carries walks
+    filled: set[Var] = field(default_factory=set)  # with one number
 
     @classmethod
     def of(cls, jaxpr: Jaxpr) -> DimensionLoops:
@@ -59,14 +60,21 @@ class DimensionLoops:
             self.parents[self.loop(dims[0])] = self.loop(dim)
 
     def _bind(self, outer: Iterable[Atom], inner: Iterable[Atom], shift: int = 0) -> None:
-        """Values that are the same inside and outside a body; `shift`: inside they are slices."""
+        """Values that are the same inside and outside a body; `shift`: inside they are slices.
+
+        JAX makes equal zeros once: a loop may begin with them for a row and for a weight alike.
+        """
         for out, var in zip(outer, inner, strict=True):
+            if isinstance(out, Var) and out in self.filled:
+                continue
             for d in range(len(var.aval.shape)):
                 self._join([*_dims(out, d + shift), *_dims(var, d)])
 
     def _walk(self, jaxpr: Jaxpr, rules: Rules) -> None:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
+            if name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
+                self.filled.update(eqn.outvars)
             if name == "scan":
                 self._scan(eqn, rules)
             elif name == "while":

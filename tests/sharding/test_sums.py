@@ -38,6 +38,32 @@ def test_small_gradients_are_priced(width: int, microbatches: int) -> None:
     assert plan.estimates.step_seconds > sum(arrays)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_a_scan_carries_by_row_is_cut_with_the_rows(microbatches: int) -> None:
+    """Advantages, summed up backward in time from a few zeros, as many as there are games."""
+
+    def step(params: Any, games: Any, rewards: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            values = jnp.tanh(games @ params["w"]) @ params["v"]
+
+            def earlier(advantage: Any, now: Any) -> Any:
+                return (advantage := now + 0.9 * advantage), advantage
+
+            start = jnp.zeros(games.shape[0])
+            _, advantages = jax.lax.scan(earlier, start, (rewards - values).T, reverse=True)
+            return jnp.mean(advantages**2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = {"w": jnp.ones((8, 32)), "v": jnp.ones(32)}
+    plan = autopar.plan(
+        step, params, jnp.ones((16, 12, 8)), jnp.ones((16, 12)),
+        cluster=CLUSTER, method="data", stages=1, microbatches=microbatches,
+    )  # fmt: skip
+    assert {c.purpose for c in plan.stages[0].collectives} == {"gradient", "scalar"}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("method", ["data", "zero2"])
 def test_parts_of_a_shared_weights_gradient_are_added_first(method: str, dtype: Any) -> None:
