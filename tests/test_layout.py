@@ -113,7 +113,8 @@ def test_a_file_has_a_name_of_its_own() -> None:
 def test_benchmarks_and_folders_of_tests_have_different_names() -> None:
     """Both are imported by their bare names: whichever comes first would hide the other."""
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert scripts and not scripts & {path.name for path in (ROOT / "tests").iterdir()}
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
+    assert scripts and folders and not scripts & folders
 
 
 def test_long_files_say_why() -> None:
