@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ray_runtime.small_step import layers_step
+from on_actors.small_step import layers_step
 
 import autopar
 from autopar import checkpoint_writing as module

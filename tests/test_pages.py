@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pages
 import pytest
-from ray_runtime.clusters import cluster
+from on_actors.clusters import cluster
 
 import autopar
 from autopar import report

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from on_actors.clusters import cluster
+from on_actors.equality import check_program
+from on_actors.profiles import check_profile
+from on_actors.small_step import layers_step
+from on_actors.told import noted_messages
 from programs import ONE_LAYER, PROGRAMS, Program
-from ray_runtime.clusters import cluster
-from ray_runtime.equality import check_program
-from ray_runtime.profiles import check_profile
-from ray_runtime.small_step import layers_step
-from ray_runtime.told import noted_messages
 
 import autopar
 from autopar.arrays.ray_array import RayArray

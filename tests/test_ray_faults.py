@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from ray_runtime.clusters import cluster, is_running, said, wait_until_gone
-from ray_runtime.small_step import BATCH, check_one_step, init, on_actors, train_step
+from on_actors.clusters import cluster, is_running, said, wait_until_gone
+from on_actors.small_step import BATCH, check_one_step, init, on_actors, train_step
 
 import autopar
 from autopar.arrays.ray_array import RayArray
@@ -274,7 +274,7 @@ def test_a_state_of_another_step(step: RayExecutable) -> None:
 SCRIPT = """
 import ray, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests may ignore it
-from ray_runtime.small_step import *
+from on_actors.small_step import *
 step = on_actors(autopar.Ray(deadline=60))
 nodes = [node["NodeManagerAddress"] for node in ray.nodes()]
 print("pids", *step.actor_pids, flush=True)

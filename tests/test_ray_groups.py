@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from on_actors.clusters import cluster, wait_until_gone
+from on_actors.equality import check_program
+from on_actors.profiles import check_profile
+from on_actors.small_step import BATCH, init, layers_step, train_step
+from on_actors.training import assert_same, train
 from programs import PROGRAMS, Program
-from ray_runtime.clusters import cluster, wait_until_gone
-from ray_runtime.equality import check_program
-from ray_runtime.profiles import check_profile
-from ray_runtime.small_step import BATCH, init, layers_step, train_step
-from ray_runtime.training import assert_same, train
 
 import autopar
 from autopar.base.errors import LostActorError, StageError

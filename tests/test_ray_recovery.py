@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from ray_runtime.clusters import cluster, said, wait_until_gone
-from ray_runtime.small_step import BATCH, check_one_step, init, on_actors
-from ray_runtime.told import noted_messages
-from ray_runtime.training import assert_same, batch, train
+from on_actors.clusters import cluster, said, wait_until_gone
+from on_actors.small_step import BATCH, check_one_step, init, on_actors
+from on_actors.told import noted_messages
+from on_actors.training import assert_same, batch, train
 
 import autopar
 from autopar.arrays.ray_array import RayArray
@@ -287,7 +287,7 @@ def test_checkpoints_while_an_actor_is_lost(
 def test_checkpoints_of_one_plan_for_another(
     step: RayExecutable, undisturbed: tuple[list[float], Any], tmp_path: Path
 ) -> None:
-    from ray_runtime.small_step import train_step
+    from on_actors.small_step import train_step
 
     state = init()
     for number in range(8):
@@ -401,8 +401,8 @@ SCRIPT = """
 import json, sys
 import jax
 jax.config.update("jax_disable_most_optimizations", True)
-from ray_runtime.small_step import *
-from ray_runtime.training import train_with_checkpoints
+from on_actors.small_step import *
+from on_actors.training import train_with_checkpoints
 with jax.debug_nans(True), on_actors(autopar.Ray(deadline=60)) as step:
     print("pids", *step.actor_pids, flush=True)
     losses = train_with_checkpoints(step, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 import ray
+from on_actors.clusters import is_running
+from on_actors.small_step import BATCH, check_one_step, init, train_step
+from on_actors.training import batch, train
 from ray.cluster_utils import Cluster
-from ray_runtime.clusters import is_running
-from ray_runtime.small_step import BATCH, check_one_step, init, train_step
-from ray_runtime.training import batch, train
 
 import autopar
 from autopar.base.errors import ClusterError, OptionError

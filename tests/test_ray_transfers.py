@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from ray_runtime.clusters import cluster
-from ray_runtime.small_step import BATCH, check_one_step, init, on_actors
-from ray_runtime.training import assert_same, train
+from on_actors.clusters import cluster
+from on_actors.small_step import BATCH, check_one_step, init, on_actors
+from on_actors.training import assert_same, train
 
 import autopar
 from autopar.base.errors import OptionError, StageError

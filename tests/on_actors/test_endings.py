@@ -16,7 +16,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 import autopar, ray
 from autopar.errors import LostActorError
 sys.path.insert(0, str(Path(sys.argv[1])))
-from ray_runtime.small_step import BATCH, init, on_actors
+from on_actors.small_step import BATCH, init, on_actors
 
 step = on_actors(autopar.Ray(deadline=60, max_restarts=int("recovers" in sys.argv)))
 state = init()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from on_actors.clusters import wait_until_gone
 from programs import Program, compare
-from ray_runtime.clusters import wait_until_gone
 
 import autopar
 from autopar.ray_executable import RayExecutable

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from ray_runtime.small_step import BATCH, init
+from on_actors.small_step import BATCH, init
 
 import autopar
 

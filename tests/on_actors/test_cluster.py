@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import ray
-from ray_runtime.small_step import check_one_step, on_actors
+from on_actors.small_step import check_one_step, on_actors
 
 import autopar
 from autopar.base.errors import ClusterError
