@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
+from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
 from autopar.base.transfer_costs import by_way_of_hosts
@@ -57,9 +58,15 @@ def plan_traced(
     """What a traced step comes to on a cluster: planned, or as a plan that was made."""
     from autopar.passes.graph.logical import no_mesh
     from autopar.passes.planner.compiler import compile_graph
+    from autopar.passes.trace.batch_lines import with_other_axes
 
     with no_mesh():
-        return compile_graph(traced.graph, request.options, cluster, made, progress.report)
+        try:
+            return compile_graph(traced.graph, request.options, cluster, made, progress.report)
+        except (BatchArgumentError, InexactMicrobatchError) as error:
+            if request.options.batch_axes is None:
+                with_other_axes(error, traced.graph.jaxpr, traced.graph.inputs, traced.arguments)
+            raise
 
 
 def as_carried(cluster: Cluster, runtime: Ray) -> Cluster:

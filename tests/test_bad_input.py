@@ -112,6 +112,35 @@ def test_batch_that_the_mesh_does_not_divide(method: str) -> None:
     )
 
 
+def test_a_batch_along_another_dimension_than_time() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            x, queries = batch["x"], batch["x"] @ w
+            scores = jax.nn.softmax(jnp.einsum("tbd,sbd->bts", queries, x))
+            return jnp.mean((jnp.einsum("bts,sbd->bd", scores, x) - batch["y"]) ** 2)
+
+        return w - jax.grad(loss)(w)
+
+    x, y = np.ones((12, 16, 4), np.float32), np.ones((16, 4), np.float32)
+    line = "batch_axes=(None, {'x': 1, 'y': 0})"
+    for options in ({"method": "data", "microbatches": 1}, {"microbatches": 5}):
+        with pytest.raises(BatchArgumentError, match="of 12 examples") as caught:
+            autopar.plan(step, np.eye(4, dtype=np.float32), {"x": x, "y": y}, **options)
+        assert f"if the 16 along another dimension are the examples, say so:\n{line}" in str(
+            caught.value.hint
+        )
+
+    def batch_major(w: Any, batch: Any) -> Any:
+        return step(w, {**batch, "x": jnp.swapaxes(batch["x"], 0, 1)})
+
+    with pytest.raises(BatchArgumentError) as caught:  # time meets itself in the scores
+        autopar.plan(
+            batch_major, np.eye(4, dtype=np.float32), {"x": x.swapaxes(0, 1), "y": y},
+            microbatches=5,
+        )  # fmt: skip
+    assert "batch_axes" not in str(caught.value.hint)
+
+
 def test_microbatches_that_the_mesh_does_not_divide() -> None:
     raises(
         BatchArgumentError,

@@ -232,3 +232,16 @@ def _meet(jaxpr: Jaxpr, loops: DimensionLoops, chosen: set[Hashable]) -> bool:
             if len({loop for dim in dims if (loop := loops.loop(dim)) in chosen}) > 1:
                 return True
     return False
+
+
+def meet_themselves(jaxpr: Jaxpr, loops: DimensionLoops) -> set[Hashable]:
+    """Loops that are two dimensions of one value, as time is of attention's scores."""
+    return {
+        loop
+        for eqn in jaxpr.eqns
+        for var in eqn.outvars
+        for loop, count in Counter(
+            loops.loop(dim) for d in range(len(var.aval.shape)) for dim in _dims(var, d)
+        ).items()
+        if count > 1
+    }

@@ -6,7 +6,6 @@ dimension are the batch; where they do not, the program tells (`batch_guess`), o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +22,8 @@ from autopar.passes.graph.primitives import REARRANGES
 from autopar.passes.graph.scans import ScanParts, WhileParts
 from autopar.passes.trace.arguments import Argument, Request, Result
 from autopar.passes.trace.batch_guess import Leaf, guess_axes
+from autopar.passes.trace.batch_lines import ambiguous
 from autopar.passes.trace.returned import UNCHANGED, Match, find_returned
-from autopar.passes.trace.signature import traced_leaves
 
 
 def assign(
@@ -49,7 +48,7 @@ def assign(
     owned = lost.union(*(argument.object_arrays() for argument in arguments))
     axes = _batch_axes(jaxpr, arguments, returned, request, keys | owned)
     if axes is None:
-        raise _ambiguous(arguments, returned, keys | owned)
+        raise ambiguous(arguments, _candidates(arguments, returned, keys | owned))
     labels: list[Input] = []
     aliases: dict[int, int] = {}
     for number, argument in enumerate(arguments):
@@ -297,60 +296,6 @@ def _entry_axes(argument: Argument, entry: Any) -> list[Any]:
 
 
 _NO_AXIS = object()
-
-
-def _ambiguous(
-    arguments: Sequence[Argument], returned: Mapping[int, Match], keys: frozenset[int]
-) -> BatchArgumentError:
-    """The error for a program that does not tell its batch, with the lines that would do."""
-    candidates = {leaf.index: leaf.shape[0] for leaf in _candidates(arguments, returned, keys)}
-    paths = {i: path for argument in arguments for i, path, _ in argument.arrays()}
-    counts = Counter(candidates.values())
-    listed = sorted(candidates, key=lambda i: (counts[candidates[i]], i))
-    lines = [f"- {paths[i]}: {candidates[i]}" for i in listed[:8]]
-    if len(listed) > 8:
-        lines.append(f"- ... {len(listed)} leaves in all")
-    choices = [
-        f"- for {size} examples: batch_axes={_prefix(arguments, candidates, size)}"
-        for size, _ in counts.most_common(3)
-    ]
-    return BatchArgumentError(
-        "The batch is ambiguous: leaves disagree on the number of examples.",
-        where=paths[listed[0]],
-        why="arguments that do not come back as the new state are taken for the batch, and the "
-        "program does not tell which of these leading dimensions are examples:\n"
-        + "\n".join(lines),
-        hint="say it, as the in_axes of jax.vmap do (None: no batch), or name whole arguments with "
-        "batch_argnums:\n" + "\n".join(choices),
-    )
-
-
-def _prefix(arguments: Sequence[Argument], candidates: Mapping[int, int], size: int) -> str:
-    """`batch_axes` for leaves of this leading size, as people write it."""
-
-    def text(value: Any, start: int) -> tuple[str, int]:
-        count = sum(traced_leaves(value, jax.tree.leaves(value)))
-        axes = ["0" if candidates.get(start + i) == size else "None" for i in range(count)]
-        if len(set(axes)) <= 1:
-            return axes[0] if axes else "None", start + count
-        parts, at = [], start
-        if type(value) is dict:
-            for key in sorted(value):
-                part, at = text(value[key], at)
-                parts.append(f"{key!r}: {part}")
-            return "{" + ", ".join(parts) + "}", at
-        if type(value) in (tuple, list):
-            for item in value:
-                part, at = text(item, at)
-                parts.append(part)
-            inner = ", ".join(parts) + ("," if len(parts) == 1 and type(value) is tuple else "")
-            return f"({inner})" if type(value) is tuple else f"[{inner}]", at
-        return "...", start + count
-
-    positional = [a for a in arguments if a.position is not None]
-    by_position = {a.position or 0: text(a.value, a.start)[0] for a in positional}
-    entries = [by_position.get(n, "None") for n in range(max(by_position, default=-1) + 1)]
-    return "(" + ", ".join(entries) + ("," if len(entries) == 1 else "") + ")"
 
 
 def check_division(

@@ -25,6 +25,7 @@ from autopar.passes.graph.logical import on_logical_shapes
 from autopar.passes.trace import roles
 from autopar.passes.trace.annotations import with_annotations
 from autopar.passes.trace.arguments import Argument, Request, Result
+from autopar.passes.trace.batch_lines import with_other_axes
 from autopar.passes.trace.object_states import ObjectKey
 from autopar.passes.trace.shard_maps import without_shard_maps
 from autopar.passes.trace.side_effects import tell_unreturned, unreturned, watched
@@ -177,7 +178,13 @@ def trace(
         inputs, outputs = roles.assign(graph.jaxpr, arguments, result, request, frozenset(lost))
     tell_unreturned(lost, arguments, inputs, name)
     constants = graph.inputs[len(inputs) :]
-    size = roles.check_division(inputs, signature.shapes, microbatches=microbatches, method=method)
+    try:
+        shapes = signature.shapes
+        size = roles.check_division(inputs, shapes, microbatches=microbatches, method=method)
+    except BatchArgumentError as error:
+        if batch_axes is None:
+            with_other_axes(error, graph.jaxpr, inputs, arguments)
+        raise
     jaxpr = with_annotations(graph.jaxpr, arguments) if constraints == "pin" else graph.jaxpr
     graph = Graph(jaxpr, (*inputs, *constants), outputs, graph.constants)
     out_statics = tuple((i, leaf) for i, leaf in enumerate(leaves) if not traced[i])

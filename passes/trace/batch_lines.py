@@ -1,0 +1,106 @@
+"""The `batch_axes=` that a user could write, for errors about the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.extend.core import Jaxpr
+
+from autopar.base.errors import AutoparError, BatchArgumentError
+from autopar.passes.graph.graph import Input
+from autopar.passes.trace.arguments import Argument
+from autopar.passes.trace.batch_guess import DimensionLoops, Leaf, meet_themselves
+
+
+def ambiguous(arguments: Sequence[Argument], leaves: Sequence[Leaf]) -> BatchArgumentError:
+    """The error for a program that does not tell its batch, with the lines that would do.
+
+    `leaves` are those that may hold it.
+    """
+    candidates = {leaf.index: leaf.shape[0] for leaf in leaves}
+    paths = {i: path for argument in arguments for i, path, _ in argument.arrays()}
+    counts = Counter(candidates.values())
+    listed = sorted(candidates, key=lambda i: (counts[candidates[i]], i))
+    lines = [f"- {paths[i]}: {candidates[i]}" for i in listed[:8]]
+    if len(listed) > 8:
+        lines.append(f"- ... {len(listed)} leaves in all")
+
+    def line(size: int) -> str:
+        return axes_line(arguments, {i: 0 for i, own in candidates.items() if own == size})
+
+    choices = [f"- for {size} examples: {line(size)}" for size, _ in counts.most_common(3)]
+    return BatchArgumentError(
+        "The batch is ambiguous: leaves disagree on the number of examples.",
+        where=paths[listed[0]],
+        why="arguments that do not come back as the new state are taken for the batch, and the "
+        "program does not tell which of these leading dimensions are examples:\n"
+        + "\n".join(lines),
+        hint="say it, as the in_axes of jax.vmap do (None: no batch), or name whole arguments with "
+        "batch_argnums:\n" + "\n".join(choices),
+    )
+
+
+def with_other_axes(
+    error: AutoparError, jaxpr: Jaxpr, inputs: Sequence[Input], arguments: Sequence[Argument]
+) -> None:
+    """Let an error about the batch name the other dimension that may hold the examples.
+
+    Time-major data look like a batch along time. Another loop of the program may hold the examples
+    where every leaf of the batch has it, no state has it, no scan walks it in order, and no value
+    has it twice, as the scores of attention have time.
+    """
+    labelled = inputs[: sum(1 for argument in arguments for _ in argument.arrays())]
+    batch = [i for i, label in enumerate(labelled) if label.batch_axis is not None]
+    if not batch:
+        return
+    loops = DimensionLoops.of(jaxpr)
+    ranks = [len(var.aval.shape) for var in jaxpr.invars]
+    held = [
+        {loops.loop((var, d)): d for d in reversed(range(rank)) if var.aval.shape[d] > 1}
+        for var, rank in zip(jaxpr.invars, ranks, strict=True)
+    ]
+    taken = {loops.loop((jaxpr.invars[i], labelled[i].batch_axis or 0)) for i in batch}
+    state = {loop for i, x in enumerate(inputs) if x.role == "state" for loop in held[i]}
+    shared = set.intersection(*(set(held[i]) for i in batch)) - taken - state
+    shared -= meet_themselves(jaxpr, loops) | {loops.loop(dim) for dim in loops.scanned}
+    if len(shared) != 1:
+        return
+    (loop,) = shared
+    axes = {i: own[loop] for i, own in enumerate(held[: len(labelled)]) if loop in own}
+    size = jaxpr.invars[batch[0]].aval.shape[axes[batch[0]]]
+    told = f"if the {size} along another dimension are the examples, say so:\n"
+    told += axes_line(arguments, axes)
+    error.hint = f"{error.hint}\n{told}" if error.hint else told
+
+
+def axes_line(arguments: Sequence[Argument], axes: Mapping[int, int]) -> str:
+    """`batch_axes=...` as people write it, for the batch dimensions of these array leaves."""
+
+    def text(value: object, start: int) -> tuple[str, int]:
+        count = len(jax.tree.leaves(value))  # static leaves are None
+        own = [str(axes.get(start + i)) for i in range(count)]
+        if len(set(own)) <= 1:
+            return own[0] if own else "None", start + count
+        parts, at = [], start
+        if type(value) is dict:
+            for key in sorted(value):
+                part, at = text(value[key], at)
+                parts.append(f"{key!r}: {part}")
+            return "{" + ", ".join(parts) + "}", at
+        if type(value) in (tuple, list):
+            for item in value:  # type: ignore[attr-defined]
+                part, at = text(item, at)
+                parts.append(part)
+            inner = ", ".join(parts) + ("," if len(parts) == 1 and type(value) is tuple else "")
+            return f"({inner})" if type(value) is tuple else f"[{inner}]", at
+        return "...", start + count
+
+    positional = {
+        a.position: text(jax.tree.unflatten(a.tree, a.leaves), a.start)[0]
+        for a in arguments
+        if a.position is not None
+    }
+    entries = [positional.get(n, "None") for n in range(max(positional, default=-1) + 1)]
+    return "batch_axes=(" + ", ".join(entries) + ("," if len(entries) == 1 else "") + ")"
