@@ -15,8 +15,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from autopar.base.errors import TraceError
+from autopar.base.user_code import innermost, warn
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import jaxprs_in
+from autopar.passes.graph.graph import jaxprs_in, user_source
 from autopar.passes.graph.primitives import FactorKind
 from autopar.passes.primitives.cuts import LocalCall, NotLocalError
 from autopar.passes.primitives.factor_rule import Factor, FactorRule, ValueFactors
@@ -33,18 +35,57 @@ _COLLECTIVES: Mapping[str, FactorKind] = {
 
 def partitioned_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
     """The rule of a `custom_partitioning` call, or None where it has none."""
-    text = jax_compat.sharding_rule_text(eqn)
+    try:
+        text = jax_compat.sharding_rule_text(eqn)
+    except Exception as error:
+        raise TraceError(
+            "The sharding rule of a custom_partitioning cannot be read.",
+            where=innermost(error) or user_source(eqn),
+            why=f"{type(error).__name__}: {error}",
+            hint=f"mend the rule that def_partition was given; it is called at {user_source(eqn)}.",
+        ) from error
     if text is None:
         return None
     rule = parse(text)
     whole = {i for value in (*rule.operands, *rule.results) for dim in value for i in dim[1:]}
     read = {i for value in rule.operands for dim in value for i in dim}
-    kinds: list[FactorKind] = [
-        "replicated" if i in {*rule.blocked, *whole} or i not in read else _kind(eqn, rule, i)
-        for i in range(len(rule.sizes))
-    ]
+    failed: dict[str, tuple[Exception, list[int]]] = {}
+    kinds: list[FactorKind] = []
+    for i in range(len(rule.sizes)):
+        kind: FactorKind = "replicated"
+        if i not in {*rule.blocked, *whole} and i in read:
+            try:
+                kind = _kind(eqn, rule, i)
+            except Exception as error:  # of the author's partitioning function
+                failed.setdefault(repr(error), (error, []))[1].append(i)
+        kinds.append(kind)
+    for error, cut in failed.values():
+        _tell(error, eqn, rule, cut)
     factors = tuple(map(Factor, rule.sizes, kinds))
     return FactorRule(factors, rule.operands, rule.results)
+
+
+def _tell(error: Exception, eqn: JaxprEqn, rule: OpRule, factors: Sequence[int]) -> None:
+    """Warn of a partitioning function that failed when it was asked to cut these factors."""
+    cuts = [
+        " and ".join(
+            f"argument {n} is cut along dimension {d}"
+            for n, value in enumerate(rule.operands)
+            for d, dim in enumerate(value)
+            if dim and dim[0] == factor
+        )
+        for factor in factors
+    ]
+    name = getattr(eqn.params["partition"], "__qualname__", None) or "partition"
+    what = f"The partitioning function `{name}` of a custom_partitioning failed"
+    warn(
+        f"{what} where {', and where '.join(cuts)}.",
+        innermost(error) or user_source(eqn),
+        f"{type(error).__name__}: {error}\nThe sharding rule allows that cut. The call at "
+        f"{user_source(eqn)} stays whole along it, on every device and in every microbatch.",
+        "let it take such arguments, or leave the dimension out of the rule "
+        "(need_replication_factors=...).",
+    )
 
 
 def _kind(eqn: JaxprEqn, rule: OpRule, factor: int) -> FactorKind:
@@ -60,7 +101,7 @@ def _kind(eqn: JaxprEqn, rule: OpRule, factor: int) -> FactorKind:
     operands, results = cuts(rule.operands), cuts(rule.results)
     try:
         monoids = _local(eqn, operands, results).monoids
-    except Exception:  # it is the user's, and may refuse what the rule allows
+    except NotLocalError:
         return "replicated"
     inside = [any(factor in dim for dim in value) for value in rule.results]
     missing = {m for m, has in zip(monoids, inside, strict=True) if not has}
@@ -111,6 +152,8 @@ def _local(
         *params["out_tree"].flatten_up_to(made_shardings),
     )
     for one, parts in zip(wanted, (*operands, *results), strict=True):
+        if not isinstance(one, NamedSharding):
+            raise NotLocalError("the partitioning function answers with another kind of sharding")
         entries = list(one.spec)
         if [*entries, *[None] * (len(parts) - len(entries))] != list(sharding(parts).spec):
             raise NotLocalError("the partitioning function wants other shardings")

@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import (
 from jax.interpreters import mlir
 
 import autopar
-from autopar.errors import UnknownPrimitiveWarning
+from autopar.errors import AutoparWarning, TraceError, UnknownPrimitiveWarning
 from autopar.passes.primitives.flops import flops
 from autopar.passes.primitives.populate import populate
 
@@ -114,6 +114,30 @@ def test_what_the_partitioning_refuses_stays_whole(function: Any) -> None:
     with pytest.warns(UnknownPrimitiveWarning, match="custom_partitioning at .*autopar.local"):
         (rule,) = populate(jaxpr).values()
     assert all(factor.kind == "replicated" for factor in rule.factors)
+
+
+def test_an_error_in_the_partitioning_is_told() -> None:
+    def rows_only(given: Any) -> Any:
+        if given[0].spec[0] is None:
+            raise ValueError("only rows, please")
+        return given
+
+    function = partitioned(product, "i k, k j -> i j", ask=rows_only)
+    jaxpr = trace(function, f32(4, 8), f32(8, 6))
+    with pytest.warns(AutoparWarning) as caught:
+        (rule,) = populate(jaxpr).values()
+    assert str(rule) == "([i,k],[k,j])->([i,j]) replicated={j,k}"
+    (text,) = (str(warning.message) for warning in caught)
+    for part in ("`partitioned.<locals>.partition`", "argument 1 is cut along dimension 1",
+                 "(rows_only)", "ValueError: only rows, please"):  # fmt: skip
+        assert part in text
+
+
+def test_a_sharding_rule_that_cannot_be_read_is_told() -> None:
+    jaxpr = trace(partitioned(product, "i k l, k j -> i j"), f32(4, 8), f32(8, 6))
+    with pytest.raises(TraceError, match="sharding rule of a custom_partitioning") as caught:
+        populate(jaxpr)
+    assert "operand has rank 3" in str(caught.value.why)
 
 
 # Attention by cuDNN, whose kernels the CPU gets from JAX's other implementation.
