@@ -59,8 +59,8 @@ def partitioned_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
             except Exception as error:  # of the author's partitioning function
                 failed.setdefault(repr(error), (error, []))[1].append(i)
         kinds.append(kind)
-    for error, cut in failed.values():
-        _tell(error, eqn, rule, cut)
+    for reason, cut in failed.values():
+        _tell(reason, eqn, rule, cut)
     factors = tuple(map(Factor, rule.sizes, kinds))
     return FactorRule(factors, rule.operands, rule.results)
 
