@@ -21,15 +21,26 @@ _R = TypeVar("_R")
 
 
 @cache
+def own_roots() -> tuple[str, ...]:
+    """The folders of autopar itself."""
+    top = Path(__file__).resolve().parents[2]
+    here = Path(os.path.abspath(__file__)).parents[1]
+    folders = (*(top / folder for folder in ("autopar", "passes", "runtime")), here)
+    return tuple(dict.fromkeys(os.path.join(folder, "") for folder in folders))
+
+
+@cache
 def library_roots() -> tuple[str, ...]:
     """The folders of the standard library, of installed packages and of autopar itself."""
     paths = sysconfig.get_paths()
     roots = {paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")}
-    top = Path(__file__).resolve().parents[2]
-    own = (str(top / folder) for folder in ("autopar", "passes", "runtime"))
-    here = str(Path(os.path.abspath(__file__)).parents[1])
     sites = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    return tuple(os.path.join(root, "") for root in {*roots, *own, here, *sites})
+    return (*(os.path.join(root, "") for root in {*roots, *sites}), *own_roots())
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is autopar's."""
+    return file.startswith(own_roots())
 
 
 def is_users(file: str) -> bool:

@@ -45,10 +45,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output leaf: its path in the user's result, and the input that it will replace."""
+    """One output leaf: its path, the input that it will replace, whether it becomes state."""
 
     path: str
     alias: int | None = None
+    into_state: bool = False  # on another stage
 
 
 @dataclass(frozen=True)

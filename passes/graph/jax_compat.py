@@ -28,7 +28,7 @@ from jax._src import (
 from jax._src.interpreters import mlir
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from autopar.base.user_code import is_users
+from autopar.base.user_code import is_own, is_users
 
 
 def with_outer_source(eqn: JaxprEqn, outer: JaxprEqn) -> Any:
@@ -64,7 +64,7 @@ def _frames(traceback: Any) -> Iterator[tuple[str, int, str]]:
 def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
     """(file, line, function) of the innermost frame that is neither a library nor autopar.
 
-    Falls back to the innermost frame outside JAX, then to None.
+    Falls back to the innermost frame outside JAX and autopar, then to None.
     """
     return _user_frame(eqn.source_info.traceback)
 
@@ -72,7 +72,7 @@ def user_frame(eqn: JaxprEqn) -> tuple[str, int, str] | None:
 def _user_frame(traceback: Any) -> tuple[str, int, str] | None:
     first = None
     for frame in _frames(traceback):
-        if first is None:
+        if first is None and not is_own(frame[0]):
             first = frame
         if is_users(frame[0]):
             return frame

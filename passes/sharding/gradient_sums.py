@@ -32,7 +32,7 @@ def sum_dtypes(graph: Graph, dims: BatchDims, reduce_dtype: str) -> Mapping[Var,
         return {}
     goes = dict[Var, int]()
     pairs = list(zip(graph.jaxpr.outvars, graph.outputs, strict=True))
-    state = [atom for atom, label in pairs if label.alias is not None]
+    state = [atom for atom, label in pairs if label.alias is not None or label.into_state]
     _mark(goes, state or graph.jaxpr.outvars, [_STATE] * len(pairs))
     _walk(graph.jaxpr, goes, dims)
     wanted = jnp.dtype(reduce_dtype).itemsize

@@ -125,7 +125,10 @@ class _StageAssembly:
         ]
         inputs = [*own_labels, *arriving, *constant_labels]
         left = [whole.outputs[n] for n in outputs]
-        left += [Output(f"send[{place}]") for place in range(len(sent))]
+        left += [
+            Output(f"send[{n}]", into_state=var in program.read_for_state)
+            for n, var in enumerate(self.sent)
+        ]
         # What is replaced on another stage has no alias here.
         places: list[dict[int | None, int]] = [
             {number: place for place, number in enumerate(group) if number is not None}
@@ -136,7 +139,14 @@ class _StageAssembly:
         graph = Graph(
             jaxpr=jaxpr,
             inputs=tuple(replace(label, alias=out_of.get(label.alias)) for label in inputs),
-            outputs=tuple(replace(label, alias=into.get(label.alias)) for label in left),
+            outputs=tuple(
+                replace(
+                    label,
+                    alias=into.get(label.alias),
+                    into_state=label.into_state or label.alias is not None,
+                )
+                for label in left
+            ),
             constants=tuple(whole.constants[n - first_constant] for n in self.constants),
         )
         return StageGraph(in_phases(graph, [] if loop is None else [loop]), numbers, results)

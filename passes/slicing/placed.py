@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.graph import Atom, makers_of, variables
+from autopar.passes.graph.graph import Atom, made_from, makers_of, variables
 from autopar.passes.graph.microbatched import Carried
 from autopar.passes.graph.primitives import COMBINES
 from autopar.passes.slicing.accumulators import Terms, absorbed_by, sum_tree
@@ -53,6 +53,14 @@ class PlacedProgram:
     def backward_values(self) -> frozenset[Var]:
         """What the backward pass makes of a microbatch."""
         return frozenset(v for item in self.body if item.backward for v in item.eqn.outvars)
+
+    @cached_property
+    def read_for_state(self) -> frozenset[Var]:
+        """What new state is made of outside of the loop."""
+        eqns, graph = [item.eqn for item in self.outside], self.parts.graph
+        pairs = zip(graph.jaxpr.outvars, graph.outputs, strict=True)
+        state = [atom for atom, label in pairs if label.alias is not None]
+        return frozenset(v for i in made_from(eqns, state) for v in variables(eqns[i].invars))
 
 
 def build(parts: Anatomy, terms: tuple[Terms, ...], where: Placement) -> PlacedProgram:

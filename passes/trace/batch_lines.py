@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.extend.core import Jaxpr
 
-from autopar.base.errors import AutoparError, BatchArgumentError
+from autopar.base.errors import AutoparError, BatchArgumentError, InexactMicrobatchError
 from autopar.passes.graph.graph import Input
 from autopar.passes.trace.arguments import Argument
 from autopar.passes.trace.batch_guess import DimensionLoops, Leaf, meet_themselves
@@ -49,7 +49,8 @@ def with_other_axes(
 
     Time-major data look like a batch along time. Another loop of the program may hold the examples
     where every leaf of the batch has it, no state has it, no scan walks it in order, and no value
-    has it twice, as the scores of attention have time.
+    has it twice, as the scores of attention have time. Where rows of the batch meet, it looks like
+    time if they do so in such scores.
     """
     labelled = inputs[: sum(1 for argument in arguments for _ in argument.arrays())]
     batch = [i for i, label in enumerate(labelled) if label.batch_axis is not None]
@@ -64,8 +65,10 @@ def with_other_axes(
     taken = {loops.loop((jaxpr.invars[i], labelled[i].batch_axis or 0)) for i in batch}
     state = {loop for i, x in enumerate(inputs) if x.role == "state" for loop in held[i]}
     shared = set.intersection(*(set(held[i]) for i in batch)) - taken - state
-    shared -= meet_themselves(jaxpr, loops) | {loops.loop(dim) for dim in loops.scanned}
-    if len(shared) != 1:
+    met = meet_themselves(jaxpr, loops)
+    shared -= met | {loops.loop(dim) for dim in loops.scanned}
+    is_time = not isinstance(error, InexactMicrobatchError) or not taken.isdisjoint(met)
+    if len(shared) != 1 or not is_time:
         return
     (loop,) = shared
     axes = {i: own[loop] for i, own in enumerate(held[: len(labelled)]) if loop in own}

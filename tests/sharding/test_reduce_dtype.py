@@ -164,3 +164,34 @@ def test_numbers(dtype: str, reduce_dtype: str) -> None:
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-3
         )
+
+
+def test_a_gradient_that_is_sent_to_another_stage_is_added_alike() -> None:
+    def tied(params: Any, ids: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = params["table"][ids]
+            for weight in params["layers"]:
+                x = x + jnp.tanh(x @ weight)
+            logits = x @ params["table"].T
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], -1).mean()
+
+        gradients = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    def shaped(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    params = {"table": shaped(64, 32), "layers": [shaped(32, 32)] * 4}
+    plan = autopar.plan(
+        tied, params, shaped(64, dtype=jnp.int32), method="data", stages=2, microbatches=4,
+        reduce_dtype="bfloat16", cluster=CLUSTER,
+    )  # fmt: skip
+    sums = [
+        (number, item.dtype, item.source)
+        for number, stage in enumerate(plan.stages)
+        for item in stage.collectives
+        if item.kind == "all-reduce" and item.purpose == "gradient"
+    ]
+    assert {number for number, *_ in sums} == {0, 1}
+    assert {dtype for _, dtype, _ in sums} == {"bfloat16"}
+    assert not any("rewrite.py" in source for *_, source in sums)
