@@ -105,7 +105,7 @@ class Executable(Displayed, AroundStep):
         program = self._program = self._load(fn, compiled)
         self.plan = compiled.plan
         self._fn = fn
-        self._name = name_of(fn)
+        self._name = self.__name__ = name_of(fn)
         self._traced = traced
         self._takes_objects = traced.takes_objects
         self._was_transformed = False

@@ -121,6 +121,7 @@ def test_a_plan_answers_at_a_glance(plan: autopar.Plan) -> None:
     ):
         assert expected in said
     page = plan._repr_html_()
+    assert "layers/<wbr>{0,1}<" in page and "layers/<wbr>{2,3}<" in page, "what each mesh holds"
     found_by = html.unescape(" ".join(re.findall(r'data-s="([^"]*)"', page)))
     assert "layers/3/<kernel>" in found_by, "a folded leaf is found by its own path"
 

@@ -258,7 +258,8 @@ def test_tables_of_pipelines_say_where_and_when() -> None:
     for row, stage in zip(stages, plan.stages, strict=True):
         assert " ".join(row).endswith(format_bytes(stage.peak_bytes_per_device))
     assert re.search(r"each to the next +activation +float32\[16, 256\] +24 x", text)
-    assert re.search(r"layers/\{0..7\}/w .* 0 to 3", text)
+    assert "layers (donated)" in text
+    assert re.search(r"\{0..7\}/w .* 0 to 3", text)
     assert re.search(r"gradient +all-reduce .* 0 to 3", text)
 
 

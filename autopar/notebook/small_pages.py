@@ -62,7 +62,8 @@ def profile_page(profile: MeasuredStep) -> str:
         tile("deviation", f"{profile.deviation:+.1%}", "of the measured step"),
     )
     columns = ("mesh", "instruction", "count", "expected", "measured", "difference")
-    rows = [[str(cell) for cell in row] for row in compared(expected, measured)]
+    cells = ([str(cell) for cell in row] for row in compared(expected, measured))
+    rows = [[f"mesh {mesh}", *others] for mesh, *others in cells]
     body = table(columns, rows, numbers=columns[2:])
     return page(
         f"Profile: {measured.program.schedule.name}",

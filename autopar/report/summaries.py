@@ -274,14 +274,27 @@ def _num_common(paths: Sequence[Sequence[str]]) -> int:
     return sum(itertools.takewhile(bool, places))
 
 
+def _are_layers(state: Sequence[Sequence[str]], place: int) -> bool:
+    """Whether all paths have at this place the number of a layer, and the layers are alike."""
+    if not all(len(path) > place + 1 and path[place].isdigit() for path in state):
+        return False
+    layers: dict[str, set[tuple[str, ...]]] = {}
+    for path in state:
+        layers.setdefault(path[place], set()).add(tuple(path[place + 1 :]))
+    first, *others = layers.values() if layers else [set()]
+    # Of an argument itself, (parameters, momentum) are alike as well.
+    return all(first == other for other in others) and place > 0 and (place > 1 or len(layers) > 3)
+
+
 def input_categories(plan: PlanRecord) -> dict[str, str]:
     """A name for what each input belongs to: the part of the state, or its role.
 
     The part is the first name by which paths of the state differ: `params` of `state/params/w`. A
-    number is no name: of `state/0/w` it is `state/0`.
+    number is no name: of `state/0/w` it is `state/0`, but layers alike are one part, `layers`.
     """
     state = [short_path(t.path).split("/") for t in plan.inputs if t.role == "state"]
     common = _num_common(state)
+    common -= _are_layers(state, common)
     categories = {}
     for tensor in plan.inputs:
         parts = short_path(tensor.path).split("/")
