@@ -23,7 +23,7 @@ from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
-from autopar.passes.sharding.compiler_rules import is_filter_gradient
+from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import ReshardStep
 from autopar.passes.sharding.run_order import Tie, ties
@@ -40,14 +40,18 @@ Env = dict[ShardedValue, Any]
 
 
 def block_function(
-    mesh: tuple[int, ...], axis_names: tuple[str, ...], block: Block, *, in_order: bool = False
+    mesh: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    block: Block,
+    rules: CompilerRules = RULES[CPU],
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """The function of local arrays that `jax.shard_map` runs on every device of the mesh.
 
-    With `in_order`, compilers must keep to the block's order where that saves memory (`run_order`),
-    and the gradients of filters are laid in the order of dimensions that the filters have.
+    Where `rules.keeps_order`, compilers keep to the block's order if that saves memory
+    (`run_order`), and the gradients of filters are laid in the order of dimensions that the filters
+    have.
     """
-    return lambda arrays: _Device(mesh, axis_names, in_order).block(block, arrays)
+    return lambda arrays: _Device(mesh, axis_names, rules).block(block, arrays)
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
@@ -63,8 +67,8 @@ def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
 class _Device:
     """One device's view: its place on the mesh, and how it evaluates instructions."""
 
-    def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...], in_order: bool):
-        self.mesh, self.names, self.in_order = mesh, names, in_order
+    def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...], rules: CompilerRules):
+        self.mesh, self.names, self.rules = mesh, names, rules
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
@@ -94,7 +98,7 @@ class _Device:
 
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
-        waiting = ties(block, self.mesh) if self.in_order else {}
+        waiting = ties(block, self.mesh) if self.rules.keeps_order else {}
         for number, instruction in enumerate(block.instructions):
             if number in waiting:
                 self.wait(env, waiting[number])
@@ -136,7 +140,7 @@ class _Device:
                 [self.cuts(v.layout) for v in instruction.operands],
                 [self.cuts(v.layout) for v in instruction.results],
             )
-        if self.in_order and is_filter_gradient(eqn):
+        if self.rules.keeps_order and is_filter_gradient(eqn):
             results = [with_layout_constraint(x, Order(tuple(range(x.ndim)))) for x in results]
         env.update(zip(instruction.results, results, strict=True))
 
@@ -216,12 +220,22 @@ class _Device:
         if step.kind == "all-reduce":
             return all_reduce(value, names, step.monoid)
         if step.kind == "reduce-scatter":
-            return lax.psum_scatter(value, names, scatter_dimension=step.dim, tiled=True)
+            return self.reduce_scatter(value, step)
         if step.kind == "all-gather":
             return lax.all_gather(value, names, axis=step.dim, tiled=True)
         return lax.all_to_all(
             value, names, split_axis=step.target, concat_axis=step.dim, tiled=True
         )
+
+    def reduce_scatter(self, value: Any, step: ReshardStep) -> Any:
+        """The devices' sum, of which each keeps its part; products write it in the order it has."""
+        names, dim = self.axes(step.axes), step.dim
+        parts = num_parts(step.axes, self.mesh)
+        if self.rules.is_scattered_across(value.shape, value.dtype.itemsize, dim, parts):
+            turned = value.swapaxes(-1, -2)
+            part = lax.psum_scatter(turned, names, scatter_dimension=dim - 1, tiled=True)
+            return part.swapaxes(-1, -2)
+        return lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
 
     def to_partial(self, value: Any, axes: Sequence[int]) -> Any:
         """One device along `axes` keeps the value, the others hold zeros."""

@@ -141,9 +141,7 @@ class StagePrograms:
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
         rules = RULES[backend_of(mesh.devices.flat[0].platform)]
-        run = block_function(
-            program.mesh, program.axis_names, piece.block, in_order=rules.keeps_order
-        )
+        run = block_function(program.mesh, program.axis_names, piece.block, rules)
 
         def size(port: Port) -> int:
             return count if port.stacked else 1

@@ -18,7 +18,7 @@ from small_steps import with_a_table as step
 import autopar
 from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.errors import AutoparError, DeviceError, OptionError, PlanMismatchError
-from autopar.base.verification_records import StageCheck
+from autopar.base.verification_records import CollectiveCheck, StageCheck
 from autopar.report.verification_report import Verification
 from autopar.runtime.verification.compile_all import CompiledPrograms, compile_all
 from autopar.runtime.verification.hlo_collectives import collectives
@@ -257,6 +257,50 @@ def test_collectives_as_accelerators_write_them() -> None:
         ("collective-permute", ("x",), 1): 32,
         ("all-reduce", ("?",), 1): 32,
     }
+
+
+FUSED = """
+%start (p: bf16[8,4]) -> (bf16[8,4], bf16[64,4]) {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %g = bf16[64,4]{1,0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %c = (bf16[8,4], bf16[64,4]) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%step (p.1: bf16[8,4]) -> bf16[64,4] {
+  %p.1 = bf16[8,4]{1,0} parameter(0)
+  ROOT %g.1 = bf16[64,4] all-gather(%p.1), replica_groups={}, frontend_attributes={chain_id="0"}
+}
+
+%all-reduce-scatter (input: bf16[60,4], place: u32[]) -> bf16[8,4] {
+  %input = bf16[60,4]{1,0} parameter(0)
+  %place = u32[] parameter(1)
+  %pad = bf16[64,4]{1,0} pad(%input, %zero), padding=0_4x0_0
+  %all-reduce.1 = bf16[64,4]{1,0} all-reduce(%pad), replica_groups={}
+  ROOT %slice = bf16[8,4]{1,0} dynamic-slice(%all-reduce.1, %place), dynamic_slice_sizes={8,4}
+}
+"""
+
+
+def test_what_tpus_fuse_with_collectives_counts_once() -> None:
+    assert dict(collectives(FUSED, (8,), ("x",))) == {
+        ("all-gather", ("x",), 1): 512,
+        ("reduce-scatter", ("x",), 1): 480,
+    }
+
+
+def test_what_a_pass_explains_is_no_difference(verified: Verification) -> None:
+    gone = CollectiveCheck(0, "B", "reduce-scatter", ("x",), 2, 100 << 20, 0, ("a.py:3",))
+    there = CollectiveCheck(0, "B", "all-reduce", ("x",), 2, 0, 100 << 20)
+    assert not gone.agrees and gone.verdict == "differs a.py:3"
+    both = tuple(dataclasses.replace(x, changed_by=("some-pass",)) for x in (gone, there))
+    assert both[0].agrees and both[0].verdict == "changed by some-pass"
+    made = dataclasses.replace(verified, collectives=both)
+    assert made.verdict == "collectives send 100% more, by some-pass"
+    made = dataclasses.replace(verified, collectives=both[:1])
+    assert made.holds, "a pass that found equal ones sends less"
+    assert "changed by some-pass" in str(made)
+    made = dataclasses.replace(verified, collectives=(gone, there))
+    assert made.verdict == "other collectives than planned"
 
 
 @pytest.mark.parametrize("target", ["gpu:h100", "tpu:v5e:2x4"])

@@ -97,7 +97,8 @@ class CollectiveCheck(Record):
 
     Bytes are those of one run of all of them; they run `times` in a step, more than once in a loop
     over layers or microbatches, or for every microbatch of a pipeline. `sources` are the lines that
-    the plan has for them.
+    the plan has for them, and `changed_by` the compiler's passes that account for every byte that
+    is not as planned; none where something remains that no pass explains.
     """
 
     stage: int
@@ -108,11 +109,32 @@ class CollectiveCheck(Record):
     planned_bytes: int
     compiled_bytes: int
     sources: tuple[str, ...] = ()
+    changed_by: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
-        """Whether the compiler keeps what was planned."""
-        return self.planned_bytes == self.compiled_bytes
+        """Whether the compiler kept what was planned, or its passes say what they changed."""
+        return self.planned_bytes == self.compiled_bytes or bool(self.changed_by)
+
+    @property
+    def more_traffic(self) -> int:
+        """How many bytes more than planned a step sends by it; an all-reduce sends all twice."""
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.times * (self.compiled_bytes - self.planned_bytes)
+
+    @property
+    def planned_traffic(self) -> int:
+        """The bytes that a step was planned to send by it."""
+        return (2 if self.kind == "all-reduce" else 1) * self.times * self.planned_bytes
+
+    @property
+    def verdict(self) -> str:
+        """In a few words; "" where all is as planned."""
+        if self.planned_bytes == self.compiled_bytes:
+            return ""
+        if self.changed_by:
+            return f"changed by {', '.join(self.changed_by)}"
+        return f"differs {' '.join(self.sources[:3])}".strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +178,20 @@ class VerificationRecord(Record):
 
     @property
     def differences(self) -> tuple[CollectiveCheck, ...]:
-        """The collectives that the compiler does not keep as planned."""
+        """The collectives that are not as planned, and no pass of the compiler says why."""
         return tuple(x for x in self.collectives if not x.agrees)
+
+    @property
+    def more_traffic(self) -> float:
+        """What the compiler's passes send beside what was planned, as a share of that."""
+        planned = sum(x.planned_traffic for x in self.collectives)
+        more = sum(x.more_traffic for x in self.collectives if x.changed_by)
+        return more / planned if planned else float(more > SMALL_BYTES)
+
+    @property
+    def changed_by(self) -> tuple[str, ...]:
+        """The compiler's passes that changed collectives."""
+        return tuple(dict.fromkeys(name for x in self.collectives for name in x.changed_by))
 
     @property
     def note(self) -> str:
@@ -183,6 +217,9 @@ class VerificationRecord(Record):
             wrong.append("interrupted")
         if self.differences:
             wrong.append("other collectives than planned")
+        if self.more_traffic > TOLERANCE:
+            passes = ", ".join(self.changed_by)
+            wrong.append(f"collectives send {self.more_traffic:.0%} more, by {passes}")
         return ", ".join(dict.fromkeys(wrong)) or "holds"
 
     @property

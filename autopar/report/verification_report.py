@@ -162,7 +162,10 @@ def _collective_table(made: VerificationRecord) -> Any:
                 str(x.times),
                 _size(x.planned_bytes),
                 _size(x.compiled_bytes),
-                "" if x.agrees else f"differs {' '.join(x.sources[:3])}".strip(),
+                x.verdict,
                 style="" if x.agrees else "red",
             )
-    return captioned(table, "Bytes of one run of all of a kind; times a step.")
+    told = "Bytes of one run of all of a kind; times a step."
+    if made.changed_by:
+        told += " Changed: the compiler was given what was planned, and its pass made other ones."
+    return captioned(table, told)

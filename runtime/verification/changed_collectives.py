@@ -1,8 +1,7 @@
 """Which pass of XLA changed a program's collectives, and how.
 
-What JAX hands over has the plan's collectives. Where the compiled program has others, it is
-compiled once more with its text after every pass, and the passes where collectives change are found
-by halves.
+What JAX hands over has the plan's collectives. Where the compiled program has others, the passes
+where collectives change are found by halves in its text after every pass.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from autopar.base.compiled_records import CollectiveChange
 from autopar.runtime.verification.hlo_collectives import Canonical, collectives
 
 _AFTER = re.compile(r"\.(\d{4})\.(.+)\.after_([\w.\-]+?)\.before_([\w.\-]+?)\.txt$")
-TEXT_AFTER_PASSES: dict[str, str | bool] = {
-    "xla_dump_hlo_pass_re": ".*",
-    "xla_dump_hlo_as_text": True,
-}
+TEXT_AFTER_PASSES: dict[str, Any] = {"xla_dump_hlo_pass_re": ".*"}
 
 
 def before_passes(folder: Path, mesh: Sequence[int], names: Sequence[str]) -> Canonical | None:

@@ -224,6 +224,8 @@ def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCh
                 planned[place] += c.bytes
                 sources[place][c.source] = None
     seen: set[str] = set()
+    changed: Counter[Place] = Counter()
+    passes: defaultdict[Place, dict[str, None]] = defaultdict(dict)
     for x in pieces:
         base = x.piece.partition(" (")[0]
         if not is_there[x.stage, x.task] or base in seen:
@@ -232,9 +234,23 @@ def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCh
         assert isinstance(x.finding, ProgramFinding)
         for kept in x.finding.collectives:
             compiled[x.stage, x.task, kept.kind, kept.axes, kept.times * x.runs] += kept.bytes
+        for change in x.finding.changes:
+            place = (x.stage, x.task, change.kind, change.axes, change.times * x.runs)
+            changed[place] += change.after - change.before
+            passes[place][change.compiler_pass] = None
+
+    def changed_by(place: Place) -> tuple[str, ...]:
+        """The passes, if what they changed is all that is not as planned."""
+        is_all = planned[place] + changed[place] == compiled[place]
+        return tuple(passes[place]) if is_all and changed[place] else ()
+
     return tuple(
         CollectiveCheck(
-            *place, planned[place], compiled[place], tuple(filter(None, sources[place]))
+            *place,
+            planned[place],
+            compiled[place],
+            tuple(filter(None, sources[place])),
+            changed_by(place),
         )
         for place in sorted({*planned, *compiled})
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ Key = tuple[str, tuple[int, ...]]
 WORKER = (sys.executable, "-m", "autopar.runtime.verification.worker")
 ATTEMPTS = 2
 """Processes that may end before they have begun with a program, one after the other."""
+
+_CHATTER = re.compile(r"[IW]\d{4} |WARNING: All log messages before")  # of programs that go well
 
 
 @dataclasses.dataclass
@@ -99,7 +102,8 @@ class _Process:
         """What it wrote last."""
         self.words.seek(0)
         lines = self.words.read().decode("utf-8", "replace").splitlines()
-        return "\n".join(line for line in lines if line.strip())[-1500:]
+        told = (line for line in lines if line.strip() and not _CHATTER.match(line))
+        return "\n".join(told)[-1500:]
 
     def new_words(self) -> list[str]:
         """Lines of what it wrote since the last time that one asked."""

@@ -8,6 +8,10 @@ Equivalences (what the canonical form abstracts from, and why):
 - `bytes` is the larger of operand and result, as in `autopar.plans.Collective`.
 - A collective that begins and ends with two instructions counts where it begins.
 - Of two branches of a conditional, both are counted, as the plan lists both.
+- TPUs go on with a collective in several fusions of other work (`AsyncCollectiveStart`, steps, and
+  `AsyncCollectiveDone`), each of which writes it again: it counts in that where it starts.
+- TPUs write a reduce-scatter as a fusion of an all-reduce and the slice of its result, before
+  which they pad what they are given: it is a reduce-scatter of that.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ _OPERATION = re.compile(
 )
 _HEADER = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+_STARTS = 'custom_call_target="AsyncCollectiveStart"'
+_CHAIN = "chain_id="
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
 
 
@@ -49,14 +55,20 @@ def collectives(text: str, mesh: Sequence[int], names: Sequence[str]) -> Canonic
     times = _trips(lines)
     found: Canonical = Counter()
     for name, body in lines.items():
+        starts = any(_STARTS in line for line in body)
+        scattered = name.startswith("all-reduce-scatter")
         for line in body:
             match = _OPERATION.search(line)
-            if match is None:
+            if match is None or (_CHAIN in line and not starts):
                 continue
             result, operand = _bytes(match["type"]), _operand_bytes(match["operands"], body)
+            axes = _axes(match["rest"], mesh, names)
+            if scattered and match["kind"] == "all-reduce":
+                given = sum(_bytes(x.split(" = ")[1].split(" ")[0]) for x in body if _is_array(x))
+                found["reduce-scatter", axes, times.get(name, 1)] += given
+                continue
             if match["start"] and match["kind"] != "all-reduce":
                 result -= operand  # its type is that of operands and results together
-            axes = _axes(match["rest"], mesh, names)
             found[match["kind"], axes, times.get(name, 1)] += max(result, operand)
     return found
 
@@ -114,6 +126,11 @@ def _bytes(type_text: str) -> int:
         math.ceil(math.prod(int(n) for n in dims.split(",") if n) * _bits(dtype) / 8)
         for dtype, dims in _SHAPE.findall(_LAYOUT.sub("", type_text))
     )
+
+
+def _is_array(line: str) -> bool:
+    """Whether it is a parameter with data: a pass may add one that says where on the mesh it is."""
+    return " parameter(" in line and "[]" not in line.partition(" parameter(")[0]
 
 
 def _bits(dtype: str) -> int:

@@ -11,6 +11,9 @@ from autopar.base.compiled_records import ProgramFinding
 from autopar.base.records import dump_json
 from autopar.base.version import __version__
 
+FORM = 2
+"""Rises when something else is read from compiled programs, so that older findings are none."""
+
 
 def default_folder() -> Path:
     """Where findings are kept: in the user's cache."""
@@ -31,7 +34,8 @@ class KnownFindings:
 
     def digest(self, program: str, compiler: str) -> str:
         """The name of a program's finding: of its text, its compiler and this release."""
-        return hashlib.sha256(f"{__version__}\n{compiler}\n{program}".encode()).hexdigest()
+        text = f"{__version__} {FORM}\n{compiler}\n{program}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, digest: str) -> ProgramFinding | None:
         """What is known of a program; a file that cannot be read is none."""

@@ -100,23 +100,29 @@ class Prober:
         if self.connection.recv() == "skip":
             raise SkippedError
         self.began = time.monotonic()
+        options = compiler_options or {}
+        # TPUs' programs take minutes and seldom keep all collectives: they are compiled once. For
+        # the others, text after every pass is worth a second time only where something changed.
         is_tpu = self.platform == "tpu"
-        with tempfile.TemporaryDirectory() as folder:
-            dumping: dict[str, str | bool] = {"xla_dump_to": folder}
-            if not is_tpu:  # libtpu writes text anyway, and knows no such option
-                dumping["xla_dump_hlo_as_text"] = True
-            made = lowered.compile(compiler_options={**(compiler_options or {}), **dumping})
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            text_of: dict[str, Any] = {"xla_dump_hlo_as_text": True}
+            if is_tpu:  # it writes text anyway, and knows no such option
+                text_of = TEXT_AFTER_PASSES
+            made = lowered.compile(compiler_options={**options, "xla_dump_to": name, **text_of})
             self.ended = time.monotonic()
-            self.buffers = peak_buffers(Path(folder), is_tpu)
-            self.temporaries = temporary_bytes(Path(folder)) if is_tpu else None
-            given = before_passes(Path(folder), self.mesh, self.names)
-        if self.platform != "gpu" or given is None:
-            return made
-        if given != collectives(str(made.as_text()), self.mesh, self.names):
-            with tempfile.TemporaryDirectory() as folder:
-                dumping = {"xla_dump_to": folder, **TEXT_AFTER_PASSES}
-                lowered.compile(compiler_options={**(compiler_options or {}), **dumping})
-                self.changes = changes(Path(folder), self.mesh, self.names)
+            self.buffers = peak_buffers(folder, is_tpu)
+            self.temporaries = temporary_bytes(folder) if is_tpu else None
+            given = before_passes(folder, self.mesh, self.names)
+            kept = collectives(str(made.as_text()), self.mesh, self.names)
+            is_changed = given is not None and given != kept
+            if is_changed and is_tpu:
+                self.changes = changes(folder, self.mesh, self.names)
+        if is_changed and not is_tpu:
+            with tempfile.TemporaryDirectory() as name:
+                text_of = {"xla_dump_hlo_as_text": True, **TEXT_AFTER_PASSES}
+                lowered.compile(compiler_options={**options, "xla_dump_to": name, **text_of})
+                self.changes = changes(Path(name), self.mesh, self.names)
         return made
 
 

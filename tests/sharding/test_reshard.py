@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from autopar.base.cluster import axis_names
+from autopar.passes.sharding.compiler_rules import CPU, RULES, TPU
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, reshard_steps
 from autopar.passes.sharding.spmd_program import Block, Relayout, ShardedValue
@@ -198,3 +200,37 @@ def test_resharding_keeps_the_value(mesh: tuple[int, ...]) -> None:
         check_parts(held, value, source, mesh)
     for held, (_, target) in zip(run(*given_parts), pairs, strict=True):
         check_parts(np.asarray(held), value, target, mesh)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_across"),
+    [
+        ((2, 4, 1024), "bfloat16", True),
+        ((4, 2048), "bfloat16", False),
+        ((4, 1024), "float32", False),
+        ((1024,), "bfloat16", False),
+    ],
+)
+def test_reduce_scatters_run_across_what_tpus_would_reduce_whole(
+    shape: tuple[int, ...], dtype: str, is_across: bool
+) -> None:
+    last, mesh, names = len(shape) - 1, (8,), ("x",)
+    whole = replicated(len(shape))
+    partial, cut = whole._replace(partial=((0, "sum"),)), Layout((*whole.dims[:-1], (0,)))
+    rows = (np.arange(8 * np.prod(shape)).reshape(8, *shape) % 7).astype(jnp.dtype(dtype))
+    (variable,) = jax.make_jaxpr(lambda x: x)(rows[0]).jaxpr.invars
+    source, target = ShardedValue(variable, partial), ShardedValue(variable, cut)
+    move = Relayout(source, target, reshard_steps(partial, cut, mesh), "test", "")
+    for backend in (CPU, TPU):
+        run = block_function(mesh, names, Block((source,), (move,), (target,)), RULES[backend])
+        step = jax.jit(
+            jax.shard_map(
+                lambda held, run=run: run([held[0]])[0],
+                mesh=jax.make_mesh(mesh, names, (AxisType.Auto,)),
+                in_specs=PartitionSpec(names),
+                out_specs=PartitionSpec(*[None] * last, "x"),
+            )
+        )
+        np.testing.assert_array_equal(step(rows), rows.sum(0))
+        told = step.lower(rows).as_text().partition("scatter_dimension = ")[2]
+        assert int(told.partition(" ")[0]) == last - (is_across and backend == TPU)
