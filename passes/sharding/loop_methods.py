@@ -30,6 +30,7 @@ from autopar.base.errors import OptionError
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import BLOCK_PRODUCT, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
+from autopar.passes.sharding.fused_projections import warn_of_fused
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.loop_kinds import (
     BATCH,
@@ -195,6 +196,8 @@ def with_loops(graph: Graph, rules: Rules, method: str, parts: int) -> Graph:
                 hint="use logical_mesh=(devices for the batch, devices for these loops), "
                 "or method='auto'.",
             )
+    if INNER in _NEEDED[method]:
+        warn_of_fused(graph, rules, kinds, method, parts)
     return label_loops(graph, kinds)
 
 

@@ -198,9 +198,10 @@ class _OnWholeArrays:
 
 
 def _refused(eqn: JaxprEqn, why: str) -> TraceError:
+    frame = jax_compat.user_frame(eqn)
     return TraceError(
         "The step holds a jax.pmap, or a jax.shard_map that cannot be followed.",
-        where=user_source(eqn) if is_users(user_source(eqn)) else None,
+        where=user_source(eqn) if frame and is_users(frame[0]) else None,
         why=f"{why}.",
         hint="call its function on whole arrays: jax.vmap(..., axis_name=...) has the same "
         "collectives, and autopar.local names dimensions that are independent of one another.",

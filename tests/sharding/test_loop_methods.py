@@ -218,3 +218,45 @@ def test_stages_are_chosen_where_one_mesh_has_too_many_devices(method: str) -> N
     assert len(plan.stages) > 1
     with pytest.raises(BatchArgumentError, match="among 8 devices"):
         autopar.plan(step, *shapes, stages=1, **options)
+
+
+def projected(order: str) -> Callable[[Weights, Any], Any]:
+    """Attention whose queries, keys and values are one projection, with its columns so ordered."""
+
+    def loss(p: Weights, x: Any) -> Any:
+        rows, length, width = x.shape
+        made = x @ p["qkv"]
+        if order == "parts":
+            q, k, v = (y.reshape(rows, length, 8, width // 8) for y in jnp.split(made, 3, axis=-1))
+        elif order == "parts, heads":
+            q, k, v = jnp.moveaxis(made.reshape(rows, length, 3, 8, width // 8), 2, 0)
+        else:
+            q, k, v = jnp.moveaxis(made.reshape(rows, length, 8, 3, width // 8), 3, 0)
+        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        mixed = jnp.einsum("bhts,bshd->bthd", scores, v)
+        return jnp.mean((x + mixed.reshape(rows, length, width) @ p["o"]) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [("parts", "(3, 128)"), ("parts, heads", "(3, 8, 16)"), ("heads, parts", None)],
+)
+def test_a_fused_projection_that_cannot_be_cut_is_told(order: str, told: str | None) -> None:
+    weights = {"qkv": shaped(128, 384), "o": shaped(128, 128)}
+    options: dict[str, Any] = {"method": "megatron", "microbatches": 1, "stages": 1}
+
+    def plan() -> autopar.Plan:
+        return autopar.plan(
+            descent(projected(order)), weights, shaped(8, 32, 128), cluster=H100, **options
+        )
+
+    if told is None:
+        kinds = {c.kind for c in plan().stages[0].collectives}
+        assert kinds == {"all-reduce"}
+        return
+    with pytest.warns(autopar.errors.AutoparWarning, match="384 columns of a fused") as caught:
+        plan()
+    (text,) = (str(warning.message) for warning in caught)
+    assert told in text and "test_loop_methods.py:" in text

@@ -1,0 +1,65 @@
+"""Fused projections that Megatron's methods cannot cut, told to the user.
+
+The columns of one matrix for queries, keys and values are often three parts one after the other.
+Devices hold neighbouring columns, so what a device would compute of each part lies on several: a
+cut of the heads is none of the columns. Where the heads come first, each device has whole heads of
+all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.extend.core import JaxprEqn, Literal
+
+from autopar.base.user_code import warn
+from autopar.passes.graph.graph import Graph, user_source, walk
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.sharding.loop_kinds import INNER, LoopKinds
+
+
+def warn_of_fused(graph: Graph, rules: Rules, kinds: LoopKinds, method: str, parts: int) -> None:
+    """Warn once of inner loops whose parts so many devices cannot share."""
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for eqn in walk(graph.jaxpr):
+        if eqn.primitive.name in ("reshape", "split", "slice"):
+            for size, sizes in _fused(eqn, rules, kinds, parts):
+                found.setdefault(user_source(eqn), (size, sizes))
+    if parts < 2 or not found:
+        return
+    (size, sizes), *_ = found.values()
+    places = [*found]
+    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    many, first = (", ".join(map(str, x)) for x in (sizes, (*sizes[1:2], sizes[0], *sizes[2:])))
+    warn(
+        f"method={method!r} cannot cut the {size} columns of a fused projection along its "
+        f"{parts} devices.",
+        ", ".join(places[:3]) + more,
+        f"they are ({many}), the outermost first: every device needs some of each of the "
+        f"{sizes[0]} parts, and holds neighbouring columns. The projection is computed whole on "
+        "every device, or gathered.",
+        f"let what is cut come first, as ({first}): a kernel whose columns are ordered by head "
+        "first; or use a projection for each part.",
+    )
+
+
+def _fused(
+    eqn: JaxprEqn, rules: Rules, kinds: LoopKinds, parts: int
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Sizes of inner loops of parts, and of what they consist of."""
+    atom = eqn.invars[0]
+    if isinstance(atom, Literal):
+        return
+    for dim, size in enumerate(atom.aval.shape):
+        kind = kinds.kinds.get(kinds.dims.root((atom, dim)))
+        if kind != INNER or size % parts:
+            continue
+        if eqn.primitive.name == "reshape":
+            rule = rules[eqn]
+            sizes = tuple(rule.factors[f].size for f in rule.operands[0][dim])
+            if len(sizes) > 1 and sizes[0] % parts and any(n % parts == 0 for n in sizes[1:]):
+                yield size, sizes
+        else:
+            part = eqn.outvars[0].aval.shape[dim]
+            if part < size and part % parts == 0 and size % part == 0:
+                yield size, (size // part, part)
