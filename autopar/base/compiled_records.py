@@ -117,6 +117,7 @@ class ProgramFinding(Record):
       changes: the passes that changed collectives, where it keeps others than it was given.
       buffers: its temporaries at the worst moment; none where nobody says.
       warnings: what JAX and the compiler said of it.
+      not_taken: the numbers of a step's donated leaves whose memory no result took.
       seconds: how long it compiled.
       failure: the compiler's words where it failed; "" else.
     """
@@ -128,5 +129,6 @@ class ProgramFinding(Record):
     changes: tuple[CollectiveChange, ...] = ()
     buffers: tuple[CompiledBuffer, ...] = ()
     warnings: tuple[str, ...] = ()
+    not_taken: tuple[int, ...] = ()
     seconds: float = 0.0
     failure: str = ""

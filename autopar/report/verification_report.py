@@ -16,7 +16,7 @@ from autopar.base.errors import PlanMismatchError
 from autopar.base.records import dump_json
 from autopar.base.units import format_bytes, format_seconds
 from autopar.base.user_code import shortens
-from autopar.base.verification_records import CollectiveCheck, VerificationRecord
+from autopar.base.verification_records import CollectiveCheck, PieceCheck, VerificationRecord
 from autopar.report.rich_parts import add_row, as_text, captioned, new_table
 
 _WORDS = 600  # letters of a compiler's words in a report
@@ -124,9 +124,9 @@ def _piece_table(made: VerificationRecord) -> Any:
 
 def _buffer_tables(made: VerificationRecord) -> Iterator[Any]:
     """What there is at the worst moment: of the largest piece, and as planned."""
-    found = [x for x in made.pieces if x.finding and x.finding.memory and x.finding.buffers]
+    found = [x for x in made.pieces if x.finding and x.finding.buffers]
     if found:
-        largest = max(found, key=lambda x: x.finding.memory.total if x.finding else 0)  # type: ignore[union-attr]
+        largest = max(found, key=_weight)
         title = f"Largest temporaries of {largest.piece} at its worst moment"
         right = ("together", "number")
         table = new_table(title, *right, "buffer", "made by", "line", right=right)
@@ -143,6 +143,13 @@ def _buffer_tables(made: VerificationRecord) -> Iterator[Any]:
                 size = format_bytes(planned.bytes * planned.count)
                 add_row(table, size, str(planned.count), planned.label)
             yield table
+
+
+def _weight(piece: PieceCheck) -> tuple[bool, int]:
+    """What failed and left buffers did not fit."""
+    finding = piece.finding
+    assert finding is not None
+    return bool(finding.failure), finding.memory.total if finding.memory else 0
 
 
 def _collective_table(made: VerificationRecord) -> Any:

@@ -92,7 +92,7 @@ def verify_step(
         seconds=seconds,
         report=report,
     )
-    pieces = _pieces(plan, runnable, keys, made)
+    pieces = _pieces(plan, runnable, graph, keys, made)
     return Verification(
         target=target.name,
         compiler=target.compiler,
@@ -109,7 +109,11 @@ def verify_step(
 
 
 def _pieces(
-    plan: Plan, runnable: Runnable, keys: Sequence[Key], made: CompiledPrograms
+    plan: Plan,
+    runnable: Runnable,
+    graph: Graph,
+    keys: Sequence[Key],
+    made: CompiledPrograms,
 ) -> tuple[PieceCheck, ...]:
     peaks = [stage.peak_bytes_per_device for stage in plan.stages]
     inside = inner_bytes(runnable.pieces, peaks)
@@ -134,7 +138,7 @@ def _pieces(
                 planned_inside=inside[piece.name],
                 same_as="" if original == name else original,
                 known=key in made.known,
-                finding=with_lines(made.findings.get(key), sources),
+                finding=with_lines(made.findings.get(key), sources, graph),
             )
         )
     return tuple(found)

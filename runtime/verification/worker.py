@@ -42,6 +42,7 @@ from autopar.runtime.verification.changed_collectives import (
     before_passes,
     changes,
 )
+from autopar.runtime.verification.failed_donations import not_taken
 from autopar.runtime.verification.hlo_collectives import collectives
 from autopar.runtime.verification.peak_buffers import peak_buffers, temporary_bytes
 from autopar.runtime.verification.targets import Target
@@ -109,9 +110,11 @@ class Prober:
             text_of: dict[str, Any] = {"xla_dump_hlo_as_text": True}
             if is_tpu:  # it writes text anyway, and knows no such option
                 text_of = TEXT_AFTER_PASSES
-            made = lowered.compile(compiler_options={**options, "xla_dump_to": name, **text_of})
-            self.ended = time.monotonic()
-            self.buffers = peak_buffers(folder, is_tpu)
+            try:
+                made = lowered.compile(compiler_options={**options, "xla_dump_to": name, **text_of})
+            finally:  # what did not fit was placed before
+                self.ended = time.monotonic()
+                self.buffers = peak_buffers(folder, is_tpu)
             self.temporaries = temporary_bytes(folder) if is_tpu else None
             given = before_passes(folder, self.mesh, self.names)
             kept = collectives(str(made.as_text()), self.mesh, self.names)
@@ -144,7 +147,9 @@ def main(connection: Connection) -> None:
         except SkippedError:
             connection.send(("skipped", None))
         except Exception as error:
-            connection.send(("failed", f"{type(error).__name__}: {error}"))
+            words = f"{type(error).__name__}: {error}"
+            finding = ProgramFinding(buffers=prober.buffers, failure=words)
+            connection.send(("found", finding))
 
 
 def _finding(
@@ -152,11 +157,12 @@ def _finding(
 ) -> ProgramFinding:
     piece = next(piece for piece in step.runnable.pieces.pieces if piece.name == key[0])
     mesh = step.runnable.pieces.programs[piece.stage]
-    prober.mesh, prober.names, prober.changes = mesh.mesh, mesh.axis_names, ()
+    prober.mesh, prober.names, prober.changes, prober.buffers = mesh.mesh, mesh.axis_names, (), ()
+    donated: Sequence[int] = ()
     if program.program.schedule.num_stages > 1:
         compiled = program.variant(key)
     else:
-        compiled = _whole_step(step, program)
+        compiled, donated = _whole_step(step, program)
     text = str(compiled.as_text())
     found = collectives(text, mesh.mesh, mesh.axis_names)
     counts = compiled.cost_analysis() or {}
@@ -174,11 +180,13 @@ def _finding(
         changes=prober.changes,
         buffers=prober.buffers,
         warnings=tuple(prober.lowered_warnings),
+        not_taken=not_taken(text, donated),
         seconds=prober.ended - prober.began,
     )
 
 
-def _whole_step(step: StepToCompile, program: LocalProgram) -> Any:
+def _whole_step(step: StepToCompile, program: LocalProgram) -> tuple[Any, Sequence[int]]:
+    """What is compiled of a step on one mesh, and the numbers of the leaves that it takes over."""
     count = len(step.shapes)
     places = program.in_shardings
     donated = leaves_to_donate(step.inputs, step.shapes, places, program.out_shardings)
@@ -188,7 +196,7 @@ def _whole_step(step: StepToCompile, program: LocalProgram) -> Any:
         for x, place in zip(step.constants, places[count:], strict=True)
     ]
     program.are_absent = True  # nothing will run: no call needs a pace
-    return program.compile("step", donated, kept, step.shapes, constants)
+    return program.compile("step", donated, kept, step.shapes, constants), donated
 
 
 def _end_with(parent: int) -> None:
