@@ -35,6 +35,7 @@ from autopar.base.errors import (
 )
 from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
+from autopar.base.rare_collections import rare_collections
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import PlannedStep, Report, quickest
@@ -64,6 +65,7 @@ class Compiled:
     graph: Graph
 
 
+@rare_collections()
 def compile_graph(
     graph: Graph,
     options: Options,
@@ -163,6 +165,7 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     return candidates + pipelines, reason
 
 
+@rare_collections()
 def compile_like(
     graph: Graph,
     options: Options,

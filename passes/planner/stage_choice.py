@@ -130,18 +130,25 @@ def _kind(
     in_flight: Callable[[int], int],
 ) -> StageKind:
     """The stages on submeshes of one size, as the search wants them."""
-    most = max(len(options[key]) for key in options if key[2] == size)
+    cells, numbers = list[tuple[int, int, int]](), list[tuple[float, float, float, float]]()
+    for start in range(num_layers):
+        for stop in range(start + 1, num_layers + 1):
+            for index, option in enumerate(options[start, stop, size]):
+                cells.append((index, start, stop))
+                numbers.append(
+                    (
+                        option.seconds + option.hidden_seconds,
+                        (num_microbatches - 1) * option.seconds + option.once_seconds,
+                        option.bytes_fixed,
+                        option.bytes_per_microbatch,
+                    )
+                )
+    most = max((index for index, _, _ in cells), default=-1) + 1
     arrays = np.zeros((4, most, num_layers + 1, num_layers + 1))
     arrays[:2] = np.inf
-    for (start, stop, of), ways in options.items():
-        for index, option in enumerate(ways if of == size else ()):
-            assert np.isfinite(option.seconds + option.once_seconds), option
-            arrays[:, index, start, stop] = (
-                option.seconds + option.hidden_seconds,
-                (num_microbatches - 1) * option.seconds + option.once_seconds,
-                option.bytes_fixed,
-                option.bytes_per_microbatch,
-            )
+    if cells:
+        arrays[:, *np.transpose(cells)] = np.transpose(numbers)
+        assert np.isfinite(numbers).all(), "an option without a cost"
     return StageKind(
         devices=size,
         weight=1,

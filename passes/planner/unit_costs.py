@@ -173,9 +173,10 @@ class UnitCosts:
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
+        self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
 
     def ways(self, size: int) -> list[Way]:
-        """For each logical mesh of so many devices, and each price of memory that pays."""
+        """For each logical mesh of so many devices that is quick, and each price of memory."""
         part, options = submesh(self._cluster, size), self._options
         limit = memory_limit_of(options, self._cluster)
         held = (
@@ -189,26 +190,31 @@ class UnitCosts:
             for place in places.values()
         ]
         common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
-        searches = {
-            mesh: {kind: self._search(place, mesh, part) for kind, place in places.items()}
-            for mesh in common
+        heaviest = max(self.firsts, key=self._flops)
+        searches = {mesh: {heaviest: self._search(places[heaviest], mesh, part)} for mesh in common}
+        free = {mesh: {heaviest: self._free(each[heaviest])} for mesh, each in searches.items()}
+        seconds = {
+            mesh: self._step_seconds(self._cost(heaviest, each[heaviest], part))
+            for mesh, each in free.items()
         }
-        free = {
-            mesh: {kind: self._free(search) for kind, search in by_kind.items()}
-            for mesh, by_kind in searches.items()
-        }
-        found = [self._way(planned, part) for planned in free.values()]
+        quick = [mesh for mesh in common if seconds[mesh] <= TOO_SLOW * min(seconds.values())]
+        for mesh, (kind, place) in itertools.product(quick, places.items()):
+            if kind != heaviest:
+                searches[mesh][kind] = self._search(place, mesh, part)
+                free[mesh][kind] = self._free(searches[mesh][kind])
+        found = [self._way(free[mesh], part) for mesh in quick]
         most = [_joined(way) for way in found]
         if all(self._needs(total) <= limit for total in most):
             return found
-        least = min(self._step_seconds(total) for total in most)
-        step = least * size / self._cluster.num_devices
+        steps = [self._step_seconds(total) for total in most]
         quick = [
-            mesh
-            for mesh, total in zip(common, most, strict=True)
-            if self._step_seconds(total) <= TOO_SLOW * least
+            mesh for mesh, each in zip(quick, steps, strict=True) if each <= TOO_SLOW * min(steps)
         ]
+        step = min(steps) * size / self._cluster.num_devices
+        enough = set[tuple[int, ...]]()  # meshes whose plans need no higher price
         for price, mesh in itertools.product(PRICES, quick):
+            if mesh in enough:
+                continue
             known = free[mesh]
             priced = {}
             for kind, search in searches[mesh].items():
@@ -219,11 +225,18 @@ class UnitCosts:
                 priced[kind] = known[kind] if same else search.program(solution, False)
             if any(priced[kind] is not known[kind] for kind in priced):
                 found.append(self._way(priced, part))
+                if self._needs(_joined(found[-1])) <= limit:
+                    enough.add(mesh)
         return found
 
     def totals(self, size: int) -> list[UnitCost]:
         """What all units need on one mesh of so many devices, in each of the ways to run them."""
         return [*map(_joined, self.ways(size))]
+
+    def _flops(self, kind: Kind) -> float:
+        """Of all units of a kind together."""
+        own = (run for run, other in zip(self._runs, self._kinds, strict=True) if other == kind)
+        return sum(layer.flops for run in own for layer in run)
 
     def _place(self, kind: Kind) -> PlaceInPipeline:
         return PlaceInPipeline(self._labelled[self.firsts[kind]], ONE_IN_FLIGHT)
@@ -243,7 +256,12 @@ class UnitCosts:
         return tuple(known[kind] for kind in self._kinds)
 
     def _cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
-        """What the first unit of a kind costs by a plan."""
+        """What the first unit of a kind costs by a plan; found once."""
+        if id(planned) not in self._known:
+            self._known[id(planned)] = planned, self._found_cost(kind, planned, part)
+        return self._known[id(planned)][1]
+
+    def _found_cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
         first = self.firsts[kind]
         stage, layers = self._labelled[first], self._runs[first]
         total = sum(layer.flops for layer in layers)

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,8 +32,24 @@ class ShardedValue(NamedTuple):
     layout: Layout
 
 
+class Wired:
+    """What reads and makes values; which ones is found once, for every pass asks."""
+
+    @cached_property
+    def wires(self) -> tuple[tuple[ShardedValue, ...], tuple[ShardedValue, ...]]:
+        """What it reads and what it makes, but for constants and results that nobody reads."""
+        assert isinstance(self, Compute | Relayout | Loop | Branch)
+        if isinstance(self, Relayout):
+            found: tuple[ShardedValue, ...] = (self.source,)
+            made: tuple[ShardedValue, ...] = (self.target,)
+        else:
+            found = (self.index, *self.operands) if isinstance(self, Branch) else self.operands
+            made = tuple(v for v in self.results if not isinstance(v.atom, DropVar))
+        return tuple(v for v in found if not is_literal(v)), made
+
+
 @dataclass(frozen=True)
-class Compute:
+class Compute(Wired):
     """One equation on local slices.
 
     Args:
@@ -58,7 +75,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Relayout:
+class Relayout(Wired):
     """A variable in another layout, by these steps. `purpose` is for people.
 
     Devices add in the dtype `sum_dtype`; "": in the variable's own.
@@ -82,7 +99,7 @@ class Relayout:
 
 
 @dataclass(frozen=True)
-class Loop:
+class Loop(Wired):
     """A scan: operands in the order of its equation (constants, carry, slices)."""
 
     eqn: JaxprEqn
@@ -93,7 +110,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Branch:
+class Branch(Wired):
     """A cond: the branch index, what the branches read, and one block per branch."""
 
     eqn: JaxprEqn
@@ -168,20 +185,12 @@ def _lines(
 
 def reads(instruction: Instruction) -> tuple[ShardedValue, ...]:
     """The variables that an instruction reads; literals are not hashable, and come from nowhere."""
-    if isinstance(instruction, Relayout):
-        found: tuple[ShardedValue, ...] = (instruction.source,)
-    elif isinstance(instruction, Branch):
-        found = (instruction.index, *instruction.operands)
-    else:
-        found = instruction.operands
-    return tuple(v for v in found if not is_literal(v))
+    return instruction.wires[0]
 
 
 def writes(instruction: Instruction) -> tuple[ShardedValue, ...]:
     """The variables that an instruction makes."""
-    if isinstance(instruction, Relayout):
-        return (instruction.target,)
-    return tuple(v for v in instruction.results if not isinstance(v.atom, DropVar))
+    return instruction.wires[1]
 
 
 def is_literal(version: ShardedValue) -> bool:

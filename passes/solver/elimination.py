@@ -83,8 +83,7 @@ def eliminate(model: Model, order: EliminationOrder, stop: Stop = never) -> dict
     for step in order.steps:
         if stop():
             return None
-        total = _joint(tables[step.node], (*step.neighbours, step.node))
-        least = total.min(axis=-1)
+        least = _joint(tables[step.node], (step.node, *step.neighbours)).min(axis=0)
         if least.min() >= INFINITE:
             raise Contradiction
         if step.neighbours:
@@ -103,11 +102,19 @@ def eliminate(model: Model, order: EliminationOrder, stop: Stop = never) -> dict
 def _joint(tables: list[Table], axes: tuple[int, ...]) -> Integers:
     """The sum of tables, over the given axes."""
     total: Integers | None = None
-    for nodes, table in sorted(tables, key=lambda entry: entry[1].size):
+    is_own = False  # whether `total` is a new array
+    for place, (nodes, table) in enumerate(sorted(tables, key=lambda entry: entry[1].size)):
         kept = [node for node in axes if node in nodes]
         moved = table.transpose([nodes.index(node) for node in kept])
         sizes = dict(zip(kept, moved.shape, strict=True))
         view = moved.reshape([sizes.get(node, 1) for node in axes])
-        total = view if total is None else saturated(total + view)
+        if total is None:
+            total = view
+            continue
+        fits = is_own and np.broadcast_shapes(total.shape, view.shape) == total.shape
+        total, is_own = np.add(total, view, out=total if fits else None), True
+        # Twice `INFINITE` and another one are still an integer of 64 bits.
+        if place % 2 == 0 or place == len(tables) - 1:
+            np.minimum(total, INFINITE, out=total)
     assert total is not None
     return total
