@@ -24,6 +24,7 @@ from autopar.passes.sharding.spmd_program import (
     Instruction,
     Loop,
     Relayout,
+    ShardedValue,
     SpmdProgram,
     is_literal,
     local_bytes,
@@ -124,7 +125,14 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
       peaks: bytes per device at the worst point of each stage's whole program.
     """
     if len(pieces.programs) > 1:
-        return {p.name: temporary_bytes(p, pieces.programs[p.stage]) for p in pieces.pieces}
+        found, known = {}, dict[object, int]()
+        for piece in pieces.pieces:
+            program = pieces.programs[piece.stage]
+            same = (program.mesh, program.rules, _wiring(piece.block))
+            if same not in known:
+                known[same] = temporary_bytes(piece, program)
+            found[piece.name] = known[same]
+        return found
     # A whole step: what it writes takes the memory of what it donates.
     (piece,) = pieces.pieces
     reads, writes, donated = (
@@ -132,6 +140,29 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
         for numbers in (piece.plain().reads, piece.plain().writes, piece.donates)
     )
     return {piece.name: max(peaks[0] - max(reads, reads - donated + writes), 0)}
+
+
+def _wiring(block: Block) -> tuple[object, ...]:
+    """What two blocks have in common that hold the same: equations, variables and layouts.
+
+    Stages that are alike have one program, of which each has pieces of its own.
+    """
+
+    def values(versions: Sequence[ShardedValue]) -> tuple[object, ...]:
+        return tuple((id(version.atom), version.layout) for version in versions)
+
+    def one(instruction: Instruction) -> tuple[object, ...]:
+        if isinstance(instruction, Relayout):
+            wires = values((instruction.source, instruction.target))
+            return ("moved", wires, instruction.steps, instruction.sum_dtype)
+        wires = values(instruction.operands), values(instruction.results)
+        if isinstance(instruction, Compute):
+            return id(instruction.eqn), wires
+        blocks = (instruction.body,) if isinstance(instruction, Loop) else instruction.blocks
+        return id(instruction.eqn), wires, tuple(map(_wiring, blocks))
+
+    inside = tuple(map(one, block.instructions))
+    return values(block.inputs), inside, values(block.outputs)
 
 
 def temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:

@@ -232,11 +232,13 @@ class LayoutSearch:
                 return count
             self.report("costs of layers on one mesh")
             costs = UnitCosts(units, self.options, self.cluster, count)
+            margin = ONE_MESH_MARGIN if count > 1 else ONE_BATCH_MARGIN
+            if costs.least_seconds(self.cluster.num_devices) > margin * self.best_seconds:
+                return None
             totals = costs.totals(self.cluster.num_devices)
             fitting = [total for total in totals if total.bytes_for_one <= limit]
             if fitting:
                 least = min(count * total.seconds + total.once_seconds for total in fitting)
-                margin = ONE_MESH_MARGIN if count > 1 else ONE_BATCH_MARGIN
                 return count if least <= margin * self.best_seconds else None
             counts = [
                 more
@@ -292,7 +294,8 @@ class LayoutSearch:
                 if any(candidate.fits for candidate in planned):
                     promised = first[1]
             left = [count for count in counts if count != split.num_microbatches]
-            counts = _worth_trying(stages, left, limit, promised)
+            expected = math.inf if first is None else first[1]
+            counts = _worth_trying(stages, left, limit, expected, promised)
         return made
 
     def _within(self, stages: StageSearch, split: SplitStep) -> list[PlannedStep]:
@@ -318,14 +321,33 @@ class LayoutSearch:
 
 
 def _worth_trying(
-    stages: StageSearch, counts: Sequence[int], limit: int, promised: float
+    stages: StageSearch, counts: Sequence[int], limit: int, expected: float, promised: float
 ) -> Sequence[int]:
     """What is left to try, first the fewest microbatches that may fit and are as good as any.
 
-    None where that is hardly less than what is `promised` of the best that is known.
+    None where that is hardly less than what is `promised` of the best that is known. From the
+    number that stages are known for, with which they are `expected` to take so long, it is looked
+    both ways while numbers get better or are about as good: with fewer, stages wait longer for each
+    other and need more memory, with more, they start more often what takes as long for few rows.
     """
-    found = {count: stages.with_microbatches(count).within(limit) for count in counts}
-    seconds = {count: choice[1] for count, choice in found.items() if choice is not None}
+    own, best = stages.num_microbatches, expected
+    seconds: dict[int, float] = {}
+    for count in sorted((count for count in counts if count < own), reverse=True):
+        choice = stages.with_microbatches(count).within(limit)
+        if choice is None:
+            break
+        seconds[count] = choice[1]
+        best = min(best, choice[1])
+        if choice[1] > ENOUGH * best:
+            break
+    for count in sorted(count for count in counts if count > own):
+        choice = stages.with_microbatches(count).within(limit)
+        if choice is None:
+            continue
+        seconds[count] = choice[1]
+        if choice[1] > best:
+            break
+        best = choice[1]
     best = min(seconds.values(), default=math.inf)
     if best * WORTH_PRICING > promised:
         return []

@@ -35,7 +35,7 @@ from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
 from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.slicing.anatomy import bytes_of, held_leaves
-from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.slice_stages import find_layers, slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
@@ -146,10 +146,19 @@ Way = tuple[UnitCost, ...]
 """What each unit costs on one mesh at one price of memory."""
 
 
+class _FreeWays(NamedTuple):
+    """The plans of units with any memory, by logical mesh and kind; the ways of quick meshes."""
+
+    part: Cluster
+    searches: dict[tuple[int, ...], dict[Kind, MeshSearch]]
+    planned: dict[tuple[int, ...], dict[Kind, PlannedStage]]
+    ways: dict[tuple[int, ...], Way]
+
+
 def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
     """A step cut into units, a stage each; None where it cannot be cut."""
     try:
-        layers = slice_stages(split.step, split.rules, 1).layers.layers
+        layers = find_layers(split.step, split.rules).layers
     except OptionError:
         return None
     starts = unit_starts([layer.digest for layer in layers])
@@ -173,17 +182,54 @@ class UnitCosts:
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
+        self._free: dict[int, _FreeWays] = {}
         self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
 
     def ways(self, size: int) -> list[Way]:
         """For each logical mesh of so many devices that is quick, and each price of memory."""
+        free, limit = self._free_ways(size), memory_limit_of(self._options, self._cluster)
+        found = [*free.ways.values()]
+        totals = {mesh: _joined(way) for mesh, way in free.ways.items()}
+        if all(self._needs(total) <= limit for total in totals.values()):
+            return found
+        least = self.least_seconds(size)
+        step = least * size / self._cluster.num_devices
+        enough = set[tuple[int, ...]]()  # meshes whose plans need no higher price
+        for price, (mesh, total) in itertools.product(PRICES, totals.items()):
+            if mesh in enough or self._step_seconds(total) > TOO_SLOW * least:
+                continue
+            known, priced = free.planned[mesh], dict[Kind, PlannedStage]()
+            for kind, search in free.searches[mesh].items():
+                rows = memory_rows(search.built, search.memory(False))
+                of_byte = price * step / limit
+                solution = solve_at_price(search.built, rows, of_byte, search.hurried)
+                same = solution.assignment == known[kind].solution.assignment
+                priced[kind] = known[kind] if same else search.program(solution, False)
+            if any(priced[kind] is not known[kind] for kind in priced):
+                found.append(self._way(priced, free.part))
+                if self._needs(_joined(found[-1])) <= limit:
+                    enough.add(mesh)
+        return found
+
+    def least_seconds(self, size: int) -> float:
+        """What a step takes on so many devices with any memory; infinite if they hold no unit."""
+        totals = map(_joined, self._free_ways(size).ways.values())
+        return min(map(self._step_seconds, totals), default=math.inf)
+
+    def _free_ways(self, size: int) -> _FreeWays:
+        """The plans with any memory on the logical meshes of so many devices that are quick.
+
+        The kind that computes most says which these are.
+        """
+        if size in self._free:
+            return self._free[size]
         part, options = submesh(self._cluster, size), self._options
-        limit = memory_limit_of(options, self._cluster)
+        made = self._free[size] = _FreeWays(part, {}, {}, {})
         held = (
             sum(map(bytes_of, held_leaves(self._labelled[i].graph))) for i in self.firsts.values()
         )
-        if min(held) > size * limit:
-            return []  # not even the smallest unit's state fits
+        if min(held) > size * memory_limit_of(options, self._cluster):
+            return made  # not even the smallest unit's state fits
         places = {kind: self._place(kind) for kind in self.firsts}
         meshes = [
             logical_meshes(options, part, place.graph.graph, of_stage=True)
@@ -191,43 +237,26 @@ class UnitCosts:
         ]
         common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
         heaviest = max(self.firsts, key=self._flops)
-        searches = {mesh: {heaviest: self._search(places[heaviest], mesh, part)} for mesh in common}
-        free = {mesh: {heaviest: self._free(each[heaviest])} for mesh, each in searches.items()}
+
+        def plan(mesh: tuple[int, ...], kind: Kind) -> PlannedStage:
+            search = self._search(places[kind], mesh, part)
+            made.searches.setdefault(mesh, {})[kind] = search
+            problem = to_problem(search.built, None)
+            planned = search.program(search.hurried(problem), False)
+            made.planned.setdefault(mesh, {})[kind] = planned
+            return planned
+
         seconds = {
-            mesh: self._step_seconds(self._cost(heaviest, each[heaviest], part))
-            for mesh, each in free.items()
+            mesh: self._step_seconds(self._cost(heaviest, plan(mesh, heaviest), part))
+            for mesh in common
         }
-        quick = [mesh for mesh in common if seconds[mesh] <= TOO_SLOW * min(seconds.values())]
-        for mesh, (kind, place) in itertools.product(quick, places.items()):
-            if kind != heaviest:
-                searches[mesh][kind] = self._search(place, mesh, part)
-                free[mesh][kind] = self._free(searches[mesh][kind])
-        found = [self._way(free[mesh], part) for mesh in quick]
-        most = [_joined(way) for way in found]
-        if all(self._needs(total) <= limit for total in most):
-            return found
-        steps = [self._step_seconds(total) for total in most]
-        quick = [
-            mesh for mesh, each in zip(quick, steps, strict=True) if each <= TOO_SLOW * min(steps)
-        ]
-        step = min(steps) * size / self._cluster.num_devices
-        enough = set[tuple[int, ...]]()  # meshes whose plans need no higher price
-        for price, mesh in itertools.product(PRICES, quick):
-            if mesh in enough:
-                continue
-            known = free[mesh]
-            priced = {}
-            for kind, search in searches[mesh].items():
-                rows = memory_rows(search.built, search.memory(False))
-                of_byte = price * step / limit
-                solution = solve_at_price(search.built, rows, of_byte, search.hurried)
-                same = solution.assignment == known[kind].solution.assignment
-                priced[kind] = known[kind] if same else search.program(solution, False)
-            if any(priced[kind] is not known[kind] for kind in priced):
-                found.append(self._way(priced, part))
-                if self._needs(_joined(found[-1])) <= limit:
-                    enough.add(mesh)
-        return found
+        for mesh in common:
+            if seconds[mesh] <= TOO_SLOW * min(seconds.values()):
+                for kind in self.firsts:
+                    if kind != heaviest:
+                        plan(mesh, kind)
+                made.ways[mesh] = self._way(made.planned[mesh], part)
+        return made
 
     def totals(self, size: int) -> list[UnitCost]:
         """What all units need on one mesh of so many devices, in each of the ways to run them."""
@@ -246,10 +275,6 @@ class UnitCosts:
         own = dataclasses.replace(stage_options(stage, self._options), remat="none")
         split = SplitStep(stage.step, populate(stage.graph.jaxpr))
         return MeshSearch.of(split, mesh, own, part, None, place)
-
-    def _free(self, search: MeshSearch) -> PlannedStage:
-        """The quickest plan with any memory."""
-        return search.program(search.hurried(to_problem(search.built, None)), False)
 
     def _way(self, planned: Mapping[Kind, PlannedStage], part: Cluster) -> Way:
         known = {kind: self._cost(kind, planned[kind], part) for kind in self.firsts}

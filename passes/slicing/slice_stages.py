@@ -82,6 +82,15 @@ def slice_stages(
     )
 
 
+def find_layers(step: Microbatched, rules: Rules) -> Layers:
+    """The layers of a microbatched program's loop, as `slice_stages` finds them.
+
+    Raises:
+      OptionError: the program has no loop over microbatches.
+    """
+    return layers_of(dissect(split_conditionals(step)), rules)
+
+
 def one_stage(step: Microbatched, rules: Rules) -> Stages:
     """A whole program as the only stage, as it is: it needs no loop, and has no layers."""
     graph = step.graph

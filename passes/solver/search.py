@@ -47,7 +47,7 @@ RELAX_FIRST_NODES = 5_000
 EXACT_CELLS = 60_000
 """Models of at most so many edge cells are given to CP-SAT as a whole."""
 
-ELIMINATION_WORK = 2e-8
+ELIMINATION_WORK = 1e-8
 """The work per table cell of an elimination."""
 
 FREE_PART = 0.05
@@ -243,9 +243,8 @@ class _Solve:
 
     def try_elimination(self, model: Model) -> bool:
         """Whether the model's optimum without memory was found and fits: it is the answer then."""
-        left = math.inf
-        if self.problem.usage_limit is not None:
-            left = min(self.budget.left(self.budget.used + FREE_PART))
+        has_limit = self.problem.usage_limit is not None
+        left = min(self.budget.left(self.budget.used + FREE_PART if has_limit else 1.0))
         best = self.optimum_without_memory(model, left)
         if best is None or not self.offer(model, best[0]):
             return False
