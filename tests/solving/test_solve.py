@@ -253,3 +253,24 @@ def test_the_solver_does_not_import_jax_and_ortools_only_when_it_is_used() -> No
     loaded = set(done.stdout.split())
     assert "autopar.passes.solver.search" in loaded
     assert loaded & {"jax", "ortools"} == set()
+
+
+def test_an_elimination_that_costs_more_than_the_work_left_is_not_begun() -> None:
+    """It would use up the work, and leave the first choice that comes to mind."""
+    rng, size = np.random.default_rng(0), 14
+    nodes = [rng.integers(0, 100, size).tolist() for _ in range(9)]
+    distance = 1000 * np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    edges = {
+        (u, v): (distance + rng.integers(0, 50, distance.shape)).tolist()
+        for u in range(9)
+        for v in range(u + 1, min(u + 6, 9))
+    }
+    problem = make(nodes, edges)
+    best = solve(problem)
+    assert best.stats["method"] == "elimination"
+    work = 0.5 * best.stats["work"]
+    hurried = solve(problem, work_limit=work)
+    assert "method" not in hurried.stats
+    assert hurried.stats["work"] <= 1.05 * work
+    assert hurried.cost <= 1.05 * best.cost
+    check(problem, hurried.assignment, hurried.cost)
