@@ -13,7 +13,14 @@ from autopar.base.transfer_costs import by_way_of_hosts
 from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention
 from autopar.plans.plan import Plan
-from autopar.requests import PlanRequest, check_devices, for_processes, in_brief, name_of
+from autopar.requests import (
+    PlanRequest,
+    check_devices,
+    for_processes,
+    in_brief,
+    name_of,
+    warn_of_flags,
+)
 
 # What traces, plans and runs is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
@@ -110,6 +117,9 @@ def build(
                     )
 
             return RayExecutable(fn, traced, compiled, progress, runtime, again)
-        from autopar.compiled_only import executable_for
+        from autopar.compiled_only import CompiledOnly, executable_for
 
-        return executable_for(request.devices)(fn, traced, compiled, progress, request.devices)
+        kind = executable_for(request.devices)
+        if kind is not CompiledOnly:
+            warn_of_flags(compiled.plan, request.devices)
+        return kind(fn, traced, compiled, progress, request.devices)

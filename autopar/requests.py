@@ -18,8 +18,9 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.options import Options
 from autopar.base.ray_options import Ray
+from autopar.base.run_flags import missing_flags
 from autopar.base.units import format_bytes, format_seconds
-from autopar.base.user_code import shortens, warn_at_call
+from autopar.base.user_code import shortens, warn, warn_at_call
 from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
 
@@ -273,4 +274,18 @@ def check_devices(
             "same, but it was chosen for others, and its seconds and bytes are theirs. Without "
             "cluster= and plan=, autopar plans for the devices that are here.",
             AutoparWarning,
+        )
+
+
+def warn_of_flags(plan: Plan, devices: Sequence[jax.Device] | None) -> None:
+    """Warn where this process's GPUs will not have what the plan counts on; `devices` are given."""
+    present = jax.devices() if devices is None else devices
+    if present[0].platform not in ("gpu", "cuda", "rocm"):
+        return
+    for flag in missing_flags(plan, os.environ):
+        warn(
+            f"The plan needs {flag.name}={flag.value}.",
+            where="the environment",
+            why=f"{flag.why}.",
+            hint=f"set it before JAX is first used ({flag.source}).",
         )

@@ -117,6 +117,7 @@ class LocalProgram(StagePrograms):
                 in_shardings=(*parts(made.in_shardings), [value.sharding for value in constants]),
                 out_shardings=made.out_shardings,
                 donate_argnums=(0,),
+                compiler_options=self.compiler_options(0, is_whole=True) or None,
             )
             return compiled if self.are_absent else paced(compiled, made.mesh)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar.base.run_flags import LATENCY_HIDING
 from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
 from autopar.passes.pipeline.instructions import (
@@ -28,7 +29,7 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
 )
-from autopar.passes.sharding.compiler_rules import RULES, backend_of
+from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, backend_of
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
@@ -188,8 +189,17 @@ class StagePrograms:
             in_shardings=made.in_shardings,
             out_shardings=made.out_shardings,
             donate_argnums=tuple(i for i, n in enumerate(made.values) if n in donated),
-            compiler_options=FRUGAL if made.mesh.devices.flat[0].platform == "cpu" else None,
+            compiler_options=self.compiler_options(piece.stage) or None,
         )
+
+    def compiler_options(self, stage: int, is_whole: bool = False) -> dict[str, str | bool]:
+        """What XLA is told for a piece of a stage, or for a step that is one piece."""
+        platform = self.stage_meshes[stage].devices.flat[0].platform
+        if backend_of(platform) == CPU:
+            return {} if is_whole else FRUGAL
+        if backend_of(platform) == GPU and self.pieces.programs[stage].overlapped:
+            return {LATENCY_HIDING: True}
+        return {}
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:
         aval, place = self.pieces.versions[number].atom.aval, self.places[number]

@@ -17,6 +17,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import Differences, dump_json
+from autopar.base.run_flags import RunFlag, run_flags
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
 from autopar.base.user_code import shortens
 from autopar.passes.pipeline.what_if import Simulation, what_if
@@ -161,6 +162,15 @@ class Plan(PlanRecord):
         from autopar.report.throughput import throughput
 
         return throughput(self)
+
+    @property
+    def flags(self) -> tuple[RunFlag, ...]:
+        """The flags that a run wants of XLA and JAX, with their reasons and sources.
+
+        Those of XLA are set when a step is compiled; those of the environment must be there before
+        JAX is used, and `autopar.compile` warns where they are not.
+        """
+        return run_flags(self)
 
     @property
     def decisions_hash(self) -> str:

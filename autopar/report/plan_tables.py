@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.base.plan_records import PlanRecord, TensorPlan
+from autopar.base.run_flags import RunFlag, run_flags
 from autopar.base.units import format_bytes, format_flops, format_seconds
 from autopar.report import drawn_steps, summaries
 from autopar.report.path_folding import relative_path
@@ -73,6 +74,8 @@ class _Tables:
         if results := summaries.results_of(self.plan):
             yield self.tensors("Results", results)
         yield self.collectives()
+        if flags := run_flags(self.plan):
+            yield self.flags(flags)
         if self.plan.certificate:
             yield self.certificate()
         if self.plan.candidates:
@@ -257,6 +260,13 @@ class _Tables:
             note = "gradients are rounded to bfloat16 before they are added, as asked: not exact"
             return captioned(table, note)
         return table
+
+    def flags(self, flags: Sequence[RunFlag]) -> RenderableType:
+        table = new_table("Flags of a run", "flag", "value", "set", "why", right=(), plain=("why",))
+        for flag in flags:
+            done = "by autopar" if flag.is_set else "in the environment"
+            add_row(table, flag.name, flag.value, done, flag.why)
+        return captioned(table, "Sources: " + "; ".join(dict.fromkeys(x.source for x in flags)))
 
     def certificate(self) -> Table:
         title = "How outputs come out of the microbatches"

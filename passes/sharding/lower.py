@@ -67,7 +67,9 @@ def lower(
             layout = without_partial(lowering.home(atom))
         outputs.append(lowering.get(atom, layout))
     block = Block(inputs, tuple(lowering.instructions), tuple(outputs))
-    return SpmdProgram(built.mesh, axis_names, block, rules_of(pricing.cluster.device.name))
+    cluster = pricing.cluster
+    rules = rules_of(cluster.device.name)
+    return SpmdProgram(built.mesh, axis_names, block, rules, cluster.overlap > 0)
 
 
 @dataclass(frozen=True)

@@ -137,13 +137,15 @@ class Block:
 class SpmdProgram:
     """One mesh's program: its logical shape, its axes' names, and the block that a step runs.
 
-    `rules` say what the compiler of its devices makes of it.
+    `rules` say what the compiler of its devices makes of it. Where it is `overlapped`, collectives
+    were planned to run beside computation.
     """
 
     mesh: tuple[int, ...]
     axis_names: tuple[str, ...]
     block: Block
     rules: CompilerRules = RULES[CPU]
+    overlapped: bool = False
 
     def __str__(self) -> str:
         # Short, stable names for variables, in the order in which they are printed.

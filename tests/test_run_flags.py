@@ -1,0 +1,72 @@
+"""The flags that a run wants follow from its plan, and are set or told."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.run_flags import LATENCY_HIDING, MEMORY_FRACTION, missing_flags
+from autopar.errors import AutoparWarning
+from autopar.requests import warn_of_flags
+from autopar.runtime.stage_programs import StagePrograms
+
+WEIGHTS = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+ROWS = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+
+def step(weights: Any, rows: Any) -> Any:
+    return weights - jax.grad(lambda w: (jnp.tanh(rows @ w) ** 2).mean())(weights)
+
+
+def planned(cluster: str = "8xh100", **changes: Any) -> autopar.Plan:
+    on = dataclasses.replace(autopar.Cluster.named(cluster), **changes)
+    return autopar.plan(step, WEIGHTS, ROWS, cluster=on, method="data")
+
+
+def test_a_small_plan_wants_none() -> None:
+    assert planned().flags == ()
+    assert "Flags of a run" not in str(planned())
+    assert planned("8xtpu-v5e", overlap=0.5).flags == ()
+
+
+def test_planned_overlap_is_what_xla_is_told() -> None:
+    plan = planned(overlap=0.5)
+    (flag,) = plan.flags
+    assert (flag.name, flag.value, flag.is_set) == (LATENCY_HIDING, "true", True)
+    assert flag.source in " ".join(str(plan).split()) and LATENCY_HIDING in str(plan)
+    assert autopar.Plan.from_json(plan.to_json()).flags == plan.flags
+
+    def options(platform: str, is_overlapped: bool, is_whole: bool) -> Any:
+        device = SimpleNamespace(flat=[SimpleNamespace(platform=platform)])
+        programs = [SimpleNamespace(overlapped=is_overlapped)]
+        own: Any = SimpleNamespace(
+            stage_meshes=[SimpleNamespace(devices=device)],
+            pieces=SimpleNamespace(programs=programs),
+        )
+        return StagePrograms.compiler_options(own, 0, is_whole)
+
+    assert options("gpu", True, True) == options("gpu", True, False) == {LATENCY_HIDING: True}
+    assert options("gpu", False, True) == options("tpu", True, True) == {}
+    assert options("cpu", True, True) == {} != options("cpu", True, False)
+
+
+def test_memory_that_jax_would_not_take_is_told() -> None:
+    plan = planned()
+    device = plan.cluster["device"]
+    peak = int(0.9 * device["memory_bytes"])
+    estimates = dataclasses.replace(plan.estimates, peak_bytes_per_device=peak)
+    plan = dataclasses.replace(plan, estimates=estimates)
+    (flag,) = plan.flags
+    assert (flag.name, flag.value, flag.is_set) == (MEMORY_FRACTION, "0.95", False)
+    assert missing_flags(plan, {}) == missing_flags(plan, {MEMORY_FRACTION: "0.8"}) == (flag,)
+    assert missing_flags(plan, {MEMORY_FRACTION: "0.95"}) == ()
+    gpus: Any = [SimpleNamespace(platform="gpu")]
+    with pytest.warns(AutoparWarning, match="MEM_FRACTION=0.95"):
+        warn_of_flags(plan, gpus)
+    warn_of_flags(plan, None)  # on CPUs nothing is said
