@@ -58,6 +58,7 @@ class Verifier:
                 self.traced.graph,
                 self.traced.signature.shapes,
                 known,
+                microbatched=compiled.graph,
                 folder=folder,
                 processes=processes,
                 seconds=compile_seconds,

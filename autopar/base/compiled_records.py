@@ -88,6 +88,23 @@ class CollectiveChange(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class EstimatedTime(Record):
+    """What a compiler thinks that kernels of one kind take in a run of a program.
+
+    Args:
+      kind: "products", "collectives" or "rest"; "computation": all but collectives.
+      seconds: of those that it has an estimate of.
+      kernels: how many there are, one in a loop as often as it runs; 0 where nobody says.
+      unknown: of them, those that it has no estimate of.
+    """
+
+    kind: str
+    seconds: float
+    kernels: int = 0
+    unknown: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledBuffer(Record):
     """Buffers that are alike in a program's temporary memory at its worst moment.
 
@@ -116,6 +133,7 @@ class ProgramFinding(Record):
       collectives: what it keeps.
       changes: the passes that changed collectives, where it keeps others than it was given.
       buffers: its temporaries at the worst moment; none where nobody says.
+      times: what the compiler thinks that its kernels take; none where it does not say.
       warnings: what JAX and the compiler said of it.
       not_taken: the numbers of a step's donated leaves whose memory no result took.
       seconds: how long it compiled.
@@ -128,6 +146,7 @@ class ProgramFinding(Record):
     collectives: tuple[CompiledCollective, ...] = ()
     changes: tuple[CollectiveChange, ...] = ()
     buffers: tuple[CompiledBuffer, ...] = ()
+    times: tuple[EstimatedTime, ...] = ()
     warnings: tuple[str, ...] = ()
     not_taken: tuple[int, ...] = ()
     seconds: float = 0.0

@@ -137,6 +137,43 @@ class CollectiveCheck(Record):
         return f"differs {' '.join(self.sources[:3])}".strip()
 
 
+FAR_APART = 1.5
+"""From what ratio on two estimates of one time are said to differ."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeCheck(Record):
+    """What a step's kernels of one kind take, as planned and as the compiler estimates it.
+
+    Nothing was run: these are two models. `unknown` of the `kernels` have no estimate of the
+    compiler's; 0 kernels: it has one number for all.
+    """
+
+    kind: str
+    planned_seconds: float
+    compiler_seconds: float
+    kernels: int = 0
+    unknown: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned over the compiler's; None where it knows less than nine of ten kernels."""
+        if 10 * self.unknown > self.kernels or not self.compiler_seconds:
+            return None
+        return self.planned_seconds / self.compiler_seconds
+
+    @property
+    def verdict(self) -> str:
+        """In a few words; "" where they are not far apart."""
+        if self.ratio is None:
+            return f"no estimate of {self.unknown}"
+        if 1 / FAR_APART <= self.ratio <= FAR_APART:
+            return ""
+        if self.ratio > 1:
+            return f"planned {self.ratio:.1f} times as long"
+        return f"planned {1 / self.ratio:.1f} times as short" if self.ratio else "not planned"
+
+
 @dataclasses.dataclass(frozen=True)
 class VerificationRecord(Record):
     """The fields of a `Verification`, and its JSON form.
@@ -151,6 +188,7 @@ class VerificationRecord(Record):
       stages: the memory of every stage.
       collectives: those that are planned or compiled, by stage and task.
       interrupted: Ctrl-C came before everything was compiled.
+      times: of plans for one mesh, what kernels take, as planned and as the compiler estimates.
     """
 
     target: str
@@ -164,6 +202,7 @@ class VerificationRecord(Record):
     stages: tuple[StageCheck, ...]
     collectives: tuple[CollectiveCheck, ...]
     interrupted: bool = False
+    times: tuple[TimeCheck, ...] = ()
 
     @property
     def failures(self) -> dict[str, str]:

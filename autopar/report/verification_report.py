@@ -59,6 +59,8 @@ class Verification(VerificationRecord):
         yield from _buffer_tables(self)
         if self.collectives:
             yield _collective_table(self)
+        if self.times:
+            yield _time_table(self)
         for x in self.pieces:
             for change in x.finding.changes if x.finding and not x.same_as else ():
                 yield Text(f"{x.piece}: {change}")
@@ -143,6 +145,23 @@ def _buffer_tables(made: VerificationRecord) -> Iterator[Any]:
                 size = format_bytes(planned.bytes * planned.count)
                 add_row(table, size, str(planned.count), planned.label)
             yield table
+
+
+def _time_table(made: VerificationRecord) -> Any:
+    right = ("kernels", "planned", "compiler's", "planned / compiler's")
+    table = new_table("Time of a step by two models", "kind", *right, "", right=right)
+    for x in made.times:
+        add_row(
+            table,
+            x.kind,
+            str(x.kernels or "-"),
+            format_seconds(x.planned_seconds),
+            format_seconds(x.compiler_seconds),
+            "-" if x.ratio is None else f"{x.ratio:.2f}",
+            x.verdict,
+            style="yellow" if x.verdict else "",
+        )
+    return captioned(table, "Nothing was run. The compiler's: its estimates of what it made.")
 
 
 def _weight(piece: PieceCheck) -> tuple[bool, int]:

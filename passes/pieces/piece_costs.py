@@ -9,7 +9,7 @@ from dataclasses import replace
 from jax.extend.core import Var
 
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.primitives import CONTROL_FLOW
+from autopar.passes.graph.primitives import CONTROL_FLOW, PRODUCTS
 from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims
@@ -52,6 +52,25 @@ class PieceCosts:
             elif instruction.purpose in ("parameter", "gradient", "state"):
                 hidden += self.pricing.cluster.overlap * each
         return seconds - min(hidden, computing)
+
+    def by_kind(self, block: Block) -> dict[str, float]:
+        """Seconds of one run of a block: "products", "collectives", and the "rest"."""
+        total = dict.fromkeys(("products", "collectives", "rest"), 0.0)
+        for instruction in block.instructions:
+            if isinstance(instruction, Loop):
+                length: int = instruction.eqn.params["length"]
+                own = {k: length * x for k, x in self.by_kind(instruction.body).items()}
+            elif isinstance(instruction, Branch):
+                branches = map(self.by_kind, instruction.blocks)
+                own = max(branches, key=lambda x: sum(x.values()))
+            elif isinstance(instruction, Relayout):
+                own = {"collectives": self._instruction(instruction)}
+            else:
+                is_product = instruction.eqn.primitive.name in PRODUCTS
+                own = {"products" if is_product else "rest": self._instruction(instruction)}
+            for kind, seconds in own.items():
+                total[kind] += seconds
+        return total
 
     def rowless_seconds(self, block: Block, dims: BatchDims) -> float:
         """The part of a block's seconds that is as long with fewer rows of the batch.

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from jax.extend.core import Var
 
+from autopar.base.cluster import Cluster
 from autopar.base.compiled_records import ProgramFinding
 from autopar.base.hardware import num_cores
 from autopar.base.verification_records import (
@@ -16,14 +17,18 @@ from autopar.base.verification_records import (
     PieceCheck,
     PlannedBuffer,
     StageCheck,
+    TimeCheck,
 )
 from autopar.base.version import __version__
 from autopar.passes.graph.graph import Graph
-from autopar.passes.pieces.piece_costs import inner_bytes
+from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
+from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.peak_memory import peak
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.traffic import MemoryTraffic
 from autopar.plans.plan import Plan
 from autopar.report.summaries import memory_limit
 from autopar.report.verification_report import Verification
@@ -47,6 +52,7 @@ def verify_step(
     shapes: Sequence[jax.ShapeDtypeStruct],
     target: Target,
     *,
+    microbatched: Graph | None = None,
     folder: Path | None,
     processes: int | None = None,
     seconds: float = SECONDS,
@@ -60,6 +66,7 @@ def verify_step(
       graph: the step as it was traced.
       shapes: of a call's leaves.
       target: what to compile for.
+      microbatched: the graph that the meshes evaluate; without it, times are not compared.
       folder: where findings are kept from one process to the next; None: nowhere.
       processes: how many compile at a time; by default as many as there are cores.
       seconds: how long one program may take.
@@ -104,6 +111,7 @@ def verify_step(
         pieces=pieces,
         stages=_stages(plan, runnable, graph, made.findings, target),
         collectives=_collectives(plan, pieces),
+        times=_times(plan, runnable, microbatched, pieces),
         interrupted=made.interrupted,
     )
 
@@ -257,6 +265,23 @@ def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCh
             changed_by(place),
         )
         for place in sorted({*planned, *compiled})
+    )
+
+
+def _times(
+    plan: Plan, runnable: Runnable, graph: Graph | None, pieces: Sequence[PieceCheck]
+) -> tuple[TimeCheck, ...]:
+    """Of one mesh's step, by kind of its kernels."""
+    found = pieces[0].finding
+    if graph is None or plan.is_pipeline or found is None or not found.times:
+        return ()
+    (program,) = runnable.pieces.programs
+    traffic = MemoryTraffic(graph.jaxpr)
+    pricing = Pricing(Cluster.from_dict(plan.cluster), program.mesh, traffic=traffic)
+    planned = PieceCosts(pricing, populate(graph.jaxpr)).by_kind(program.block)
+    planned["computation"] = planned["products"] + planned["rest"]
+    return tuple(
+        TimeCheck(x.kind, planned[x.kind], x.seconds, x.kernels, x.unknown) for x in found.times
     )
 
 

@@ -51,8 +51,8 @@ def collectives(text: str, mesh: Sequence[int], names: Sequence[str]) -> Canonic
       mesh: the sizes of the mesh's axes.
       names: their names.
     """
-    lines = _computations(text)
-    times = _trips(lines)
+    lines = computations(text)
+    times = trips(lines)
     found: Canonical = Counter()
     for name, body in lines.items():
         starts = any(_STARTS in line for line in body)
@@ -73,7 +73,8 @@ def collectives(text: str, mesh: Sequence[int], names: Sequence[str]) -> Canonic
     return found
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of every computation of a module, by its name."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in text.splitlines():
@@ -86,7 +87,7 @@ def _computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _trips(lines: dict[str, list[str]]) -> dict[str, int]:
+def trips(lines: dict[str, list[str]]) -> dict[str, int]:
     """How often each computation runs a step: the product of the loops around it."""
     callers: dict[str, tuple[str, int]] = {}
     for name, body in lines.items():

@@ -11,7 +11,7 @@ from autopar.base.compiled_records import ProgramFinding
 from autopar.base.records import dump_json
 from autopar.base.version import __version__
 
-FORM = 3
+FORM = 4
 """Rises when something else is read from compiled programs, so that older findings are none."""
 
 

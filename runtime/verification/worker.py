@@ -42,6 +42,7 @@ from autopar.runtime.verification.changed_collectives import (
     before_passes,
     changes,
 )
+from autopar.runtime.verification.estimated_times import COLLECT_ESTIMATES, estimated_times
 from autopar.runtime.verification.failed_donations import not_taken
 from autopar.runtime.verification.hlo_collectives import collectives
 from autopar.runtime.verification.peak_buffers import peak_buffers, temporary_bytes
@@ -108,6 +109,8 @@ class Prober:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             text_of: dict[str, Any] = {"xla_dump_hlo_as_text": True}
+            if self.platform == "gpu":
+                text_of |= COLLECT_ESTIMATES
             if is_tpu:  # it writes text anyway, and knows no such option
                 text_of = TEXT_AFTER_PASSES
             try:
@@ -166,6 +169,7 @@ def _finding(
     text = str(compiled.as_text())
     found = collectives(text, mesh.mesh, mesh.axis_names)
     counts = compiled.cost_analysis() or {}
+    platform = step.target.platform
     memory = ProgramMemory.of(compiled.memory_analysis())
     if prober.temporaries is not None:
         memory = dataclasses.replace(memory, temporaries=prober.temporaries)
@@ -179,6 +183,7 @@ def _finding(
         ),
         changes=prober.changes,
         buffers=prober.buffers,
+        times=estimated_times(text, counts, platform),
         warnings=tuple(prober.lowered_warnings),
         not_taken=not_taken(text, donated),
         seconds=prober.ended - prober.began,
