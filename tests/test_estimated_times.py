@@ -25,7 +25,7 @@ TEXT = f"""
 }}
 
 ENTRY %main (a: f32[8]) -> f32[8] {{
-  %gemm_fusion_dot.1 = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%g, {cost(own=900, sol=1e2)}
+  %gemm_fusion_dot.1 = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%gemm, {cost(own=900, sol=1e2)}
   %w = f32[8]{{0}} while(%a), condition=%c, body=%body, {'"known_trip_count":{"n":"4"}'}
   %ag = (f32[8]{{0}}, f32[64]{{0}}) all-gather-start(%w), {cost(sol=50)}
   %done = f32[64]{{0}} all-gather-done(%ag), {cost()}
