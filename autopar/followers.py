@@ -27,7 +27,6 @@ from autopar.passes.trace.graph_objects import objects_apart
 from autopar.passes.trace.signature import Convention, signature_of
 from autopar.passes.trace.trace import Traced, trace
 from autopar.requests import name_of
-from autopar.runtime.followed import MeshProgram
 from autopar.runtime.on_meshes import Cut, Home, OnMeshes
 
 
@@ -62,7 +61,8 @@ class Followed:
 
         Raises:
           AutoparError: the train step has no plan yet.
-          DeviceError: its devices are those of Ray actors, or are not there.
+          DeviceError: an array is on Ray actors and the step is not, or reads rows of several of
+            them at once; or devices are not there.
           DonatedBufferError: an array was consumed by a train step.
           TraceError: the function cannot be traced.
         """
@@ -162,7 +162,8 @@ def follow(
     (batches) are cut along their first dimension as the step's batch is, where that divides.
     In a pipeline each operation runs on the highest stage whose parameters it depends on, and
     activations move on to the next one; loops over tokens may be inside or around the function.
-    Its results lie where they were computed. It is compiled for every signature.
+    Its results lie where they were computed. It is compiled for every signature. On Ray actors,
+    activations go by way of the driver, whose arrays the results are.
 
     Args:
       step: a parallelized step that has been called, or an `Executable`.
@@ -219,7 +220,7 @@ class _Program:
         self._constants = [OnMeshes(value) for value in constants]
         free: list[Home] = [None] * len(constants)
         jaxpr = traced.graph.jaxpr
-        self._program = MeshProgram(jaxpr, [*homes, *free], layout.meshes, name)
+        self._program = layout.program(jaxpr, [*homes, *free], name)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         values = []

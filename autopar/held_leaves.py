@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.arrays.ray_array import RayArray
+from autopar.arrays.ray_array import MeshSharding, RayArray, RaySharding
 from autopar.arrays.split_array import SplitArray, SplitSharding
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import DeviceError
@@ -18,7 +20,11 @@ from autopar.executable import Executable
 from autopar.leaf_paths import common_parts, path_parts
 from autopar.passes.trace.signature import shape_of
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.followed import MeshProgram
 from autopar.runtime.on_meshes import Cut, HeldRows, Home
+
+if TYPE_CHECKING:
+    from autopar.runtime.ray.driver.ray_step import RayStep
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,10 @@ class HeldLeaves:
         named = named or [x for x in alike if common_parts(x.path, path)]
         return max(named, key=lambda x: common_parts(x.path, path), default=None)
 
+    def program(self, jaxpr: Jaxpr, homes: Sequence[Home], name: str) -> MeshProgram:
+        """A program on the meshes of the stages."""
+        return MeshProgram(jaxpr, homes, self.meshes, name)
+
     def cut(self, path: tuple[str, ...], leaf: Any, rows: set[int]) -> Cut | None:
         """How an array that is no parameter is cut among the devices.
 
@@ -117,6 +127,40 @@ class HeldLeaves:
         return Cut(0, self.batch[0].cut.axes) if is_batch else None
 
 
+@dataclass(frozen=True)
+class HeldOnActors(HeldLeaves):
+    """The same of a plan on Ray actors: arrays there say themselves where they are."""
+
+    step: RayStep
+    num_stages: int
+
+    def place(self, leaf: Any) -> Any:
+        """Where a leaf lies; None: in this process, or with another step's actors."""
+        return leaf.sharding if self._is_here(leaf) else None
+
+    def _is_here(self, leaf: Any) -> bool:
+        return isinstance(leaf, RayArray) and leaf.keeper is self.step
+
+    def find(self, path: tuple[str, ...], leaf: Any) -> HeldLeaf | None:
+        """What is known of an array that is on the actors."""
+        if not self._is_here(leaf):
+            return None
+        sharding = leaf.sharding
+        stages = tuple(part.stage for part in sharding.parts)
+        rows = HeldRows(sharding.axis, sharding.ends, stages) if sharding.ends else stages[0]
+        return HeldLeaf(path, leaf.shape, leaf.dtype, sharding, rows)
+
+    def home_of(self, leaf: Any, held: HeldLeaf | None) -> tuple[Home, Any]:
+        """The stage of a leaf; nothing is put anywhere before it is read."""
+        return None if held is None else held.home, None
+
+    def program(self, jaxpr: Jaxpr, homes: Sequence[Home], name: str) -> MeshProgram:
+        """A program on the actors of the stages."""
+        from autopar.runtime.ray.driver.followed_stages import ActorsProgram
+
+        return ActorsProgram(jaxpr, homes, self.num_stages, name, self.step.evaluate)
+
+
 def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, SplitArray) or (isinstance(leaf, jax.Array) and leaf.committed)
 
@@ -131,8 +175,6 @@ def held_leaves(executable: Executable, name: str) -> HeldLeaves:
     Raises:
       DeviceError: they are on Ray actors, or its devices are not there.
     """
-    if isinstance(executable, RayExecutable):
-        raise _not_on_actors(f"{name} follows a step that runs")
     if isinstance(executable, CompiledOnly):
         raise DeviceError(
             f"{name} cannot run: the devices of the step that it follows are not there.",
@@ -140,22 +182,27 @@ def held_leaves(executable: Executable, name: str) -> HeldLeaves:
             hint="compile the step for jax.devices().",
         )
     program, traced = executable.program, executable.traced
-    stages = sorted(program.stage_meshes)
-    meshes = tuple(program.stage_meshes[stage] for stage in stages)
+    is_on_actors = isinstance(executable, RayExecutable)
+    meshes = () if is_on_actors else tuple(x for _, x in sorted(program.stage_meshes.items()))
     state, batch = list[HeldLeaf](), list[HeldBatch]()
     for i, (label, shape) in enumerate(
         zip(traced.graph.inputs, traced.signature.shapes, strict=False)
     ):
         sharding, path = program.in_shardings[i], path_parts(label.path)
         if label.role == "batch" and label.batch_axis is not None:
-            if isinstance(sharding, NamedSharding):
+            if isinstance(sharding, RaySharding) and not sharding.ends:
+                sharding = sharding.parts[0]
+            if isinstance(sharding, (NamedSharding, MeshSharding)):
                 spec = (*sharding.spec, *[None] * len(shape.shape))
                 axes = spec[label.batch_axis] or ()
                 axes = (axes,) if isinstance(axes, str) else tuple(axes)
                 batch.append(HeldBatch(path, len(shape.shape), Cut(label.batch_axis, axes)))
-        else:
+        elif not is_on_actors:
             home = _home(sharding, program.stages_of_leaf(i))
             state.append(HeldLeaf(path, shape.shape, shape.dtype, sharding, home))
+    if isinstance(executable, RayExecutable):
+        num_stages = len(executable.plan.stages)
+        return HeldOnActors((), (), tuple(batch), executable.actors, num_stages)
     return HeldLeaves(meshes, tuple(state), tuple(batch))
 
 

@@ -232,6 +232,11 @@ class RayExecutable(Executable):
     # The actors
 
     @property
+    def actors(self) -> RayStep:
+        """What the driver knows of them."""
+        return self._compiled
+
+    @property
     def actor_pids(self) -> tuple[int, ...]:
         """The process ids of the actors, those of one mesh side by side."""
         return self._compiled.running.pool.pids

@@ -10,7 +10,7 @@ over layers whose rows are on several stages runs there in parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ class MeshProgram:
         self._stages: dict[Var, int] = {}
         self._rows: dict[Var, HeldRows] = {}
         for var, home in zip(jaxpr.invars, homes, strict=True):
-            self._write([var], home)
+            self.write([var], home)
         self._parts = tuple(self._divide())
         self._dead = tuple(self._last_reads())
 
@@ -86,7 +86,7 @@ class MeshProgram:
 
     # Which equation runs where
 
-    def _write(self, variables: Sequence[Var], home: Home) -> None:
+    def write(self, variables: Sequence[Var], home: Home) -> None:
         for var in variables:
             if isinstance(home, HeldRows):
                 self._rows[var] = home
@@ -111,7 +111,7 @@ class MeshProgram:
             part = self._special(eqn, stages)
             special.append(part)
             if part is None and stages:
-                self._write(eqn.outvars, max(stages))
+                self.write(eqn.outvars, max(stages))
         stages_of = self._stages_of_rest(special)
         parts: list[ProgramPart | OneStage] = []
         made: dict[Var, int] = {}
@@ -131,11 +131,12 @@ class MeshProgram:
             made.update(dict.fromkeys(eqn.outvars, place))
         read_outside = self._read_outside(parts)
         for each in parts:
-            if isinstance(each, OneStage):
-                mesh = self.meshes[each.stage]
-                yield JittedPart(self.jaxpr, each, mesh, read_outside, self.name)
-            else:
-                yield each
+            yield self.stage_part(each, read_outside) if isinstance(each, OneStage) else each
+
+    def stage_part(self, segment: OneStage, read_outside: set[Var]) -> ProgramPart:
+        """What runs the equations of one stage."""
+        mesh = self.meshes[segment.stage]
+        return JittedPart(self.jaxpr, segment, mesh, read_outside, self.name)
 
     def _stages_of_rest(self, special: Sequence[ProgramPart | None]) -> list[int]:
         """The stage of every equation; of those that read no parameter, the first reader's."""
@@ -177,28 +178,43 @@ class MeshProgram:
         """What an equation becomes that is not simply part of one stage's program."""
         split = {v: self._rows[v] for v in eqn.invars if is_var(v) and v in self._rows}
         if split:
-            rows, *others = dict.fromkeys(split.values())
-            if not others and eqn.primitive.name in ELEMENTWISE and is_by_rows(eqn, split):
-                self._write(eqn.outvars, rows)
-                return ByRows(self.meshes, eqn, rows)
-            if not others and eqn.primitive.name == "scan" and is_scan_of(eqn, split):
-                _, num_carry = jax_compat.scan_counts(eqn.params)
-                self._write(eqn.outvars[:num_carry], max(stages))
-                self._write(eqn.outvars[num_carry:], rows)
-                return ScanOfRows(self.meshes, eqn, rows)
-            number = part_sliced(eqn, rows) if eqn.primitive.name == "slice" else None
-            if number is not None:
-                self._write(eqn.outvars, rows.stages[number])
-                return SliceOfRows(eqn, rows, number)
+            part = self.of_rows(eqn, split, stages)
+            if part is not None:
+                return part
         if len(stages) < 2 or eqn.primitive.name not in CONTROL_FLOW:
             return None
         kinds: dict[str, Any] = {"scan": _TripByTrip, "while": _While, "cond": _Branches}
         kind = kinds.get(eqn.primitive.name)
         if kind is None:
             return None
-        part: ProgramPart = kind(self, eqn, max(stages))
-        self._write(eqn.outvars, max(stages))
-        return part
+        loop: ProgramPart = kind(self, eqn, max(stages))
+        self.write(eqn.outvars, max(stages))
+        return loop
+
+    def of_rows(
+        self, eqn: JaxprEqn, split: Mapping[Var, HeldRows], stages: set[int]
+    ) -> ProgramPart | None:
+        """What an equation of split values becomes; None: they are brought together for it."""
+        rows, *others = dict.fromkeys(split.values())
+        if not others and eqn.primitive.name in ELEMENTWISE and is_by_rows(eqn, split):
+            self.write(eqn.outvars, rows)
+            return self.by_rows(eqn, rows)
+        if not others and eqn.primitive.name == "scan" and is_scan_of(eqn, split):
+            return self.scan_of_rows(eqn, rows, stages)
+        number = part_sliced(eqn, rows) if eqn.primitive.name == "slice" else None
+        if number is None:
+            return None
+        self.write(eqn.outvars, rows.stages[number])
+        return SliceOfRows(eqn, rows, number)
+
+    def by_rows(self, eqn: JaxprEqn, rows: HeldRows) -> ProgramPart:
+        return ByRows(self.meshes, eqn, rows)
+
+    def scan_of_rows(self, eqn: JaxprEqn, rows: HeldRows, stages: set[int]) -> ProgramPart:
+        _, num_carry = jax_compat.scan_counts(eqn.params)
+        self.write(eqn.outvars[:num_carry], max(stages))
+        self.write(eqn.outvars[num_carry:], rows)
+        return ScanOfRows(self.meshes, eqn, rows)
 
     def inner(self, closed: ClosedJaxpr, homes: Sequence[Home]) -> MeshProgram:
         """The program of a body, on the same meshes."""
@@ -207,9 +223,12 @@ class MeshProgram:
             invars = [*jaxpr.invars, *jaxpr.constvars]
             jaxpr = jax_compat.replace_jaxpr(jaxpr, invars=invars, constvars=[])
             homes = [*homes, *[None] * len(closed.consts)]
-        inner = MeshProgram(jaxpr, homes, self.meshes, self.name)
+        inner = self.like(jaxpr, homes)
         inner.held = [OnMeshes(value) for value in closed.consts]
         return inner
+
+    def like(self, jaxpr: Jaxpr, homes: Sequence[Home]) -> MeshProgram:
+        return MeshProgram(jaxpr, homes, self.meshes, self.name)
 
     held: Sequence[OnMeshes] = ()
 

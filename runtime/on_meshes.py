@@ -45,7 +45,7 @@ class OnMeshes:
     """An array, and its copies on the meshes that have read it."""
 
     def __init__(self, array: Any, cut: Cut | None = None):
-        self.first, self._cut = array, cut
+        self.first, self.cut = array, cut
         self._copies: dict[tuple[jax.Device, ...], Any] = {}
         devices = _devices_of(array)
         if devices is not None:
@@ -61,7 +61,7 @@ class OnMeshes:
         devices = tuple(mesh.devices.flat)
         found = self._copies.get(devices)
         if found is None:
-            spec = _spec_on(self.first, self._cut, mesh)
+            spec = spec_on(self.first, self.cut, mesh)
             found = jax.device_put(self.first, NamedSharding(mesh, spec))
             self._copies[devices] = found
         return found
@@ -78,7 +78,7 @@ def _devices_of(array: Any) -> tuple[jax.Device, ...] | None:
     return devices if len(devices) == 1 else None
 
 
-def _spec_on(array: Any, cut: Cut | None, mesh: Mesh) -> PartitionSpec:
+def spec_on(array: Any, cut: Cut | None, mesh: Mesh) -> PartitionSpec:
     """How an array is cut on a mesh: as it is where it lies, or as was asked for."""
     sharding, shape = getattr(array, "sharding", None), np.shape(array)
     if isinstance(sharding, NamedSharding) and array.committed:

@@ -322,13 +322,71 @@ def test_what_a_loop_does_around_a_step(step: RayExecutable) -> None:
     end()
     assert_close(state["params"], plain["params"])
     assert len(told) == 2 and step.metrics.step_seconds
-    evaluate = autopar.follow(step, lambda params: params[0]["w"].sum())
-    with pytest.raises(DeviceError, match=r"on\s+Ray\s+actors"):
-        evaluate(state["params"])
     functions: list[Any] = [jnp.mean, jnp.sin, jax.lax.neg, jax.jit(jnp.sum)]
     for fn in functions:
         with pytest.raises(DeviceError, match=r"step\.apply"):
             fn(state["params"][0]["w"])
+
+
+def test_a_function_that_follows_a_step_on_actors(step: RayExecutable) -> None:
+    """Evaluation, and a loop over tokens that needs both stages; no parameter is brought here."""
+
+    def evaluate(params: Any, x: Any) -> Any:
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return x
+
+    def generate(params: Any, x: Any, key: Any) -> Any:
+        def token(carry: Any, _: Any) -> Any:
+            x, key = carry
+            key, own = jax.random.split(key)
+            x = evaluate(params, x) + jax.random.normal(own, x.shape)
+            return (x, key), x.sum()
+
+        return jax.lax.scan(token, (x, key), None, length=3)
+
+    state, _ = step(step.initialize(init, jax.random.key(0)), BATCH)
+    params, key = state["params"], jax.random.key(1)
+    for fn, rest in ((evaluate, (BATCH["x"],)), (generate, (BATCH["x"][:4], key))):
+        followed = autopar.follow(step, fn)
+        for _ in range(2):
+            found = followed(params, *rest)
+        assert all(array.fetched is None for array in jax.tree.leaves(params))
+        assert_close(found, jax.jit(fn)(step.gather(params), *rest))
+        state, _ = step(state, BATCH)
+        params = state["params"]
+    assert_close(autopar.follow(step, evaluate)(jax.device_get(params), BATCH["x"]),
+                 evaluate(step.gather(params), BATCH["x"]))  # fmt: skip
+
+
+def scanned(stack: Any, x: Any) -> Any:
+    narrow = stack.astype(jnp.bfloat16).astype(jnp.float32)
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, narrow)
+
+
+def tokens(stack: Any, x: Any) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda _, x: scanned(stack, x)[0], x)
+
+
+@pytest.mark.full
+def test_layers_under_a_scan_are_followed_on_their_actors() -> None:
+    def train_scan(stack: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda stack: jnp.mean((scanned(stack, x)[0] - x) ** 2))(stack)
+        return stack - 0.1 * gradient
+
+    stack = jax.random.normal(jax.random.key(0), (4, 8, 8)) / 3
+    options: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "gpipe"}
+    with autopar.compile(
+        train_scan, stack, BATCH["x"], cluster=FOUR, runtime=RAY, **options
+    ) as made:
+        trained = made(stack, BATCH["x"])
+        assert len(trained.sharding.parts) == 2
+        for fn in (scanned, tokens):
+            found = autopar.follow(made, fn)(trained, BATCH["x"])
+            assert trained.fetched is None or fn is tokens
+            assert_close(found, jax.jit(fn)(np.asarray(trained), BATCH["x"]))
+        with pytest.raises(DeviceError, match="`reduce_sum`"):
+            autopar.follow(made, lambda stack: jnp.sum(stack**2))(trained)
 
 
 def test_actors_read_their_rows_of_a_source(step: RayExecutable) -> None:

@@ -80,6 +80,8 @@ def test_two_stages_of_two_actors(step: RayExecutable) -> None:
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+    norm = autopar.follow(step, lambda state: sum(jnp.sum(layer["w"] ** 2) for layer in state))
+    np.testing.assert_allclose(norm(state), sum(np.sum(x["w"] ** 2) for x in wanted), rtol=1e-5)
 
 
 def test_a_profile(step: RayExecutable) -> None:

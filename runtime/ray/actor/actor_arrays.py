@@ -8,11 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.logical import no_mesh
+from autopar.runtime.on_meshes import Cut, spec_on
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.transport.host_tiles import assembled, copied, numbers, to_host
+from autopar.runtime.ray.transport.pickling import loads
 from autopar.runtime.ray.transport.routes import Box
 from autopar.runtime.ray.transport.sourced import SourcedTiles
 from autopar.runtime.stage_programs import StagePrograms
@@ -87,6 +91,7 @@ class ActorArrays:
     def __init__(self, plan: ActorPlan, programs: StagePrograms) -> None:
         self._plan, self._programs = plan, programs
         self.store = Store()
+        self._functions: dict[int, Callable[..., Any]] = {}
 
     def placed(self, value: int, tiles: Sequence[np.ndarray] | SourcedTiles) -> jax.Array:
         """An array where a value lives, of what this process holds of it, or reads here."""
@@ -157,6 +162,38 @@ class ActorArrays:
             for (key, *_), result in zip(items, results, strict=True):
                 self.store.put(key, result)
 
+    def evaluate(
+        self,
+        number: int,
+        function: bytes | None,
+        stage: int,
+        given: Sequence[int | tuple[np.ndarray, Cut | None]],
+    ) -> list[np.ndarray] | None:
+        """The results of a function that runs on a stage's mesh, after the steps so far.
+
+        Args:
+          number: of the function, which is sent with its first call as a pickled closed jaxpr.
+          function: that, or None.
+          stage: whose mesh.
+          given: of each argument its key in the store, or its numbers and how they are cut.
+
+        Returns:
+          None: an argument is lost.
+        """
+        mesh = self._programs.stage_meshes[stage]
+        if function is not None:
+            # Results are whole in every process of a mesh that has several.
+            whole = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None
+            call = jaxpr_as_fun(loads(function))
+            self._functions[number] = jax.jit(call, out_shardings=whole)
+        try:
+            arrays = [self.store[x] if isinstance(x, int) else _sent(*x, mesh=mesh) for x in given]
+        except Missing:
+            return None
+        with no_mesh():
+            results = self._functions[number](*arrays)
+        return [to_host(x) for x in results]
+
     def fetch(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
         """The numbers of arrays, or boxes; waits until they are there and computed."""
         return [to_host(self.store.wait(key), box) for key, box in wanted]
@@ -164,3 +201,8 @@ class ActorArrays:
     def ready(self, key: int) -> None:
         """Wait until an array of the store is there and computed."""
         self.store.wait(key).block_until_ready()
+
+
+def _sent(numbers: np.ndarray, cut: Cut | None, mesh: Mesh) -> jax.Array:
+    sharding = NamedSharding(mesh, spec_on(numbers, cut, mesh))
+    return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])

@@ -15,6 +15,7 @@ from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import CheckpointError, LostActorError
 from autopar.runtime.checkpoint_files import LostItem
 from autopar.runtime.compiled_pieces import PIECE_MARK
+from autopar.runtime.ray.driver.followed_stages import GivenArray, StageFunction
 from autopar.runtime.ray.driver.profiling import Measured, profiled
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.restarts import RestartedActors
@@ -139,6 +140,10 @@ class RayStep(RestartedActors):
         places = tuple(LeafPlace("argument", index) for index in indices)
         weak = tuple(bool(aval.weak_type) for aval in closed.out_avals)
         return self._noted([], lambda _, running: running.arrays.make(function, places, weak))
+
+    def evaluate(self, function: StageFunction, given: Sequence[GivenArray]) -> list[Any]:
+        """See `ResidentArrays.evaluate`."""
+        return self.attempt(lambda: self.running.arrays.evaluate(function, given))
 
     def save(self, arrays: Sequence[RayArray], folder: Any, label: str) -> Saving:
         """Let the actors write arrays of theirs into items of a folder while later steps run.

@@ -13,10 +13,13 @@ import ray
 
 from autopar.arrays.ray_array import Keeper, LeafPlace, RayArray, RaySharding, Resident
 from autopar.arrays.sourced_leaf import SourcedLeaf
+from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import StageError
+from autopar.runtime.on_meshes import Cut
 from autopar.runtime.ray.actor.actor_arrays import FIRST_OTHER, KEYS
 from autopar.runtime.ray.actor.actor_plan import ActorPlan
 from autopar.runtime.ray.driver.actor_pool import ActorPool
+from autopar.runtime.ray.driver.followed_stages import GivenArray, StageFunction
 from autopar.runtime.ray.driver.ray_pipeline import RayPipeline
 from autopar.runtime.ray.driver.step_queue import StepQueue
 from autopar.runtime.ray.transport.host_tiles import cut, host_numbers
@@ -95,6 +98,7 @@ class ResidentArrays:
         self._held: dict[tuple[int, int], dict[Box, list[int]]] = {}
         self._fetches: dict[tuple[int, int], dict[int, Any]] = {}
         self._forgotten: deque[tuple[int, int]] = deque()
+        self._told: set[tuple[int, int]] = set()
 
     @property
     def keeper(self) -> Keeper:
@@ -312,6 +316,46 @@ class ResidentArrays:
                 for resident in array.residents:
                     resident.is_ready = True
             return made
+
+    def evaluate(self, function: StageFunction, given: Sequence[GivenArray]) -> list[np.ndarray]:
+        """What a function gives that runs where a stage is, after the steps so far.
+
+        Its arguments are any kind of array; those on actors of its mesh stay there.
+
+        Raises:
+          StageError: it fails, or an argument is lost.
+        """
+        schedule = self._pipeline.runnable.program.schedule
+        mesh = schedule.mesh_of_stage[function.stage]
+        entries = [self._argument(x, mesh) for x in given]
+        with self._steps.busy():
+            refs = {}
+            for actor in self._firsts[mesh].siblings:
+                is_known = (actor, function.number) in self._told
+                data = None if is_known else function.data
+                refs[actor] = self._on(
+                    actor, None, "evaluate", function.number, data, function.stage, entries
+                )
+            failed = f"What follows {{}} fails on stage {function.stage}"
+            results = [self._steps.result(*each, failed) for each in refs.items()]
+        if None in results:
+            raise self.lost_array()
+        self._told.update((actor, function.number) for actor in refs)
+        return list(results[0])
+
+    def _argument(self, given: GivenArray, mesh: int) -> int | tuple[np.ndarray, Cut | None]:
+        array, part, cut = given
+        if not isinstance(array, RayArray):
+            return host_numbers(array), cut
+        array.check()
+        resident = array.residents[part or 0]
+        is_one = part is not None or len(array.residents) == 1
+        if is_one and not is_key(array.dtype):
+            resident.owner.check(resident)
+            if resident.owner is self and resident.mesh == mesh:
+                return resident.key
+        whole = array.numbers()
+        return (whole if part is None else array.sharding.pieces(whole)[part]), cut
 
     def _on(self, actor: int, group: str | None, method: str, *arguments: Any) -> Any:
         """Ask an actor for what a method of its `ActorArrays` gives.

@@ -123,8 +123,8 @@ class StepQueue:
             self._look()
             return self._pool.call(method, arguments, doing)
 
-    def result(self, actor: int, ref: Any) -> Any:
-        """What a call of one actor gives.
+    def result(self, actor: int, ref: Any, what: str = "An array of {} cannot be read") -> Any:
+        """What a call of one actor gives; `what` fails if it fails.
 
         Raises:
           StageError: a step failed, or the call.
@@ -137,7 +137,7 @@ class StepQueue:
             raise self._pool.lost(actor, "between steps", reason_of(error)) from None
         except RayTaskError as error:
             raise StageError(
-                f"An array of {self._pool.name} cannot be read: {error.cause}",
+                f"{what.format(self._pool.name)}: {error.cause}",
                 where=f"actor {actor}, {self._pool.plans[actor].label}",
             ) from None
 
