@@ -376,9 +376,9 @@ def test_layers_under_a_scan_are_followed_on_their_actors() -> None:
 
     stack = jax.random.normal(jax.random.key(0), (4, 8, 8)) / 3
     options: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "gpipe"}
-    with autopar.compile(
-        train_scan, stack, BATCH["x"], cluster=FOUR, runtime=RAY, **options
-    ) as made:
+    made = autopar.compile(train_scan, stack, BATCH["x"], cluster=FOUR, runtime=RAY, **options)
+    assert isinstance(made, RayExecutable)
+    with made:
         trained = made(stack, BATCH["x"])
         assert len(trained.sharding.parts) == 2
         for fn in (scanned, tokens):
