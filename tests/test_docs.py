@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs import ONE_LAYER, PROGRAMS
+from real_steps import REAL_STEPS
 
 import autopar
 
@@ -112,3 +114,16 @@ def test_commands_and_links_lead_somewhere(document: str) -> None:
     paths = [*(ROOT / script for script in scripts)]
     paths += [(ROOT / document).parent / link for link in links]
     assert [str(path) for path in paths if not path.exists()] == []
+
+
+def test_numbers_of_programs_are_those_of_the_tests() -> None:
+    said = " ".join((ROOT / "docs/limits.md").read_text(encoding="utf-8").split())
+    on_actors = [x for x in PROGRAMS.values() if x.splits and not x.prints]
+    in_stages = [x for x in on_actors if x.name not in ONE_LAYER]
+    for text in (
+        f"The tests run {len(PROGRAMS)} steps as their libraries document them",
+        f"and {len(REAL_STEPS)} of the kinds that real models are made of",
+        f"there too ({len(in_stages)} of them; the one that prints is left out)",
+        f"and {len(on_actors)} of the tests' programs as one stage over two actors",
+    ):
+        assert text in said
