@@ -4,10 +4,11 @@
     python benchmarks/compilers.py --targets gpu:h100 --programs gpt --layers 4
 
 Every program is planned for eight devices of a target and compiled for them by `autopar.verify`:
-planned and compiled bytes of a device, whether the collectives are those of the plan, seconds of
-compilation. Models are those of `benchmarks/models`, with so many layers; targets whose compilers
-are not installed (`autopar[gpu-check]`, `autopar[tpu-check]`) are an error. What was compiled once
-is kept in the user's cache. The last line is a JSON object with `--json`.
+planned and compiled bytes of a device, whether the collectives are those of the plan (or a pass of
+XLA accounts for what is not), seconds of compilation. Models are those of `benchmarks/models`, with
+so many layers; targets whose compilers are not installed (`autopar[gpu-check]`,
+`autopar[tpu-check]`) are an error. What was compiled once is kept in the user's cache. The last
+line is a JSON object with `--json`.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def measure(item: Case, target: str, layers: int | None, processes: int | None) 
         "planned_collective_bytes": sum(x.planned_bytes * x.times for x in found.collectives),
         "compiled_collective_bytes": sum(x.compiled_bytes * x.times for x in found.collectives),
         "collectives_agree": not found.differences,
+        "collectives_changed_by": list(found.changed_by),
         "warnings": sum(map(len, found.warnings.values())),
         "failures": dict(found.failures),
         "planning_seconds": planned - start,
@@ -157,6 +159,12 @@ def measure(item: Case, target: str, layers: int | None, processes: int | None) 
             x.finding.seconds for x in found.pieces if x.finding and not x.same_as
         ),
     }
+
+
+def _told_of_collectives(row: dict[str, Any]) -> str:
+    if not row["collectives_agree"]:
+        return "differ"
+    return "changed by XLA" if row["collectives_changed_by"] else "as planned"
 
 
 def main() -> None:
@@ -195,7 +203,7 @@ def main() -> None:
             *("-" if size is None else format_bytes(size) for size in sizes),
             "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
             f"{row['compile_seconds']:.0f} s",
-            "as planned" if row["collectives_agree"] else "differ",
+            _told_of_collectives(row),
         )
     Console(width=max(Console().width, 120)).print(table)
     for target in options.targets:

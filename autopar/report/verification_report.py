@@ -161,7 +161,10 @@ def _time_table(made: VerificationRecord) -> Any:
             x.verdict,
             style="yellow" if x.verdict else "",
         )
-    return captioned(table, "Nothing was run. The compiler's: its estimates of what it made.")
+    told = "Nothing was run. The compiler's: its estimates of what it made"
+    if made.target.startswith("tpu:"):
+        told += ", without products and what is fused to them, a loop's trips once"
+    return captioned(table, f"{told}.")
 
 
 def _weight(piece: PieceCheck) -> tuple[bool, int]:

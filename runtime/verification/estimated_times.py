@@ -3,7 +3,7 @@
 XLA:GPU writes the estimates of its models beside every instruction if it is asked to
 (`COLLECT_ESTIMATES`). That of its performance model does not know tensor cores and is taken for
 what is no product; products and collectives have one of the speed of light ("sol"). A TPU's
-compiler has one number for a program, in `cost_analysis`.
+compiler has one number for a program, in `cost_analysis`, in which a loop runs once.
 """
 
 from __future__ import annotations
