@@ -12,6 +12,7 @@ from autopar.base.options import Options
 from autopar.base.units import format_bytes
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.stage_shardings import (
+    ENOUGH_OF_LARGE,
     LARGE_PROBLEM,
     Allowed,
     MeshSearch,
@@ -72,14 +73,15 @@ def plan_on_any(
     """`plan_mesh` of a stage for each mesh, as far as that can be the cheapest of all that fit.
 
     A mesh whose cheapest program exceeds the memory and costs more than one that fits on another
-    mesh is not planned within the limit.
+    mesh is not planned within the limit; nor is one of a large stage that costs hardly less.
     """
     searches = [MeshSearch.of(split, mesh, options, cluster, None, place) for mesh in meshes]
     found = [search.attempt(None, search.remats[0]) for search in searches]
     best = min((x.step_seconds for x in found if x.fits), default=math.inf)
     exceeding = [i for i, planned in enumerate(found) if not planned.fits]
     for i in sorted(exceeding, key=lambda i: found[i].least_seconds):
-        if found[i].least_seconds <= best:
+        enough = ENOUGH_OF_LARGE if searches[i].is_large else 1.0
+        if enough * found[i].least_seconds <= best:
             found[i] = searches[i].within(found[i])
             best = min(best, found[i].step_seconds if found[i].fits else math.inf)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from jax.extend.core import Var
@@ -48,6 +48,7 @@ DEAR = (10.0, 1000.0)  # times a quickest plan's seconds over its bytes: prices 
 HURRIED_GAP = 2e-3  # what is enough where many problems are solved to choose among them,
 HURRIED_WORK = 0.3  # or so much deterministic work
 PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory cost a step's time
+ENOUGH_OF_LARGE = 1.02  # times what a large stage takes with any memory: nothing else is looked at
 ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
@@ -258,6 +259,11 @@ class MeshSearch:
         return replace(planned, peak=worst, fits=worst.bytes <= self.limit)
 
     @property
+    def is_large(self) -> bool:
+        """Whether to look for what is hardly better takes long."""
+        return len(self.built.nodes) > LARGE_PROBLEM
+
+    @property
     def remats(self) -> Sequence[bool]:
         """Whether the backward pass computes the forward pass again: what may be, in turn."""
         if self.place is None or "B" not in self.place.graph.tasks:
@@ -268,9 +274,14 @@ class MeshSearch:
 
     def within(self, first: PlannedStage) -> PlannedStage:
         """The cheapest plan that fits, where the cheapest of all does not; or the smallest."""
+        ways = list[PlannedStage]()
+        if self.place is not None and self.is_large:
+            ways = [self.at_least_price(first)]
+            if ways[0].fits and ways[0].step_seconds <= ENOUGH_OF_LARGE * first.least_seconds:
+                return replace(ways[0], unlimited=first)
         made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
-        if self.place is not None and len(self.built.nodes) > LARGE_PROBLEM:
-            ways = [*made, *(self.at_least_price(x) for x in made if not x.fits)]
+        if ways:
+            ways += [*made, *(self.at_least_price(x) for x in made[1:] if not x.fits)]
             fitting = [x for x in ways if x.fits]
             best = min(fitting, key=lambda x: x.step_seconds, default=first)
             if fitting and best.step_seconds * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:
@@ -320,25 +331,40 @@ class MeshSearch:
     def at_least_price(self, free: PlannedStage) -> PlannedStage:
         """The plan at the least price of a byte, of a few, at which it fits; else the dearest.
 
-        Its cost is proven against that of `free`, which no plan within a limit is below.
+        Which price that is, the rows' account tells, corrected by what it was wrong by for the last
+        plan: only what it says will fit is lowered. The cost is proven against that of `free`,
+        which no plan within a limit is below.
         """
         rows, bound = memory_rows(self.built, self.memory(free.remat)), free.solution.lower_bound
         once = free.step_seconds / max(free.peak.bytes, 1)
         prices = [once * PRICE_STEP**power for power in range(-PRICE_POWERS, PRICE_POWERS)]
 
-        def planned(price: float) -> PlannedStage:
-            found = solve_at_price(self.built, rows, price, self.hurried)
+        @cache
+        def at(place: int) -> tuple[Solution, int]:
+            """What is best at a price, and the bytes that the rows count for it."""
+            found = solve_at_price(self.built, rows, prices[place], self.hurried)
             gap = 1 - bound / found.cost if found.cost else 0.0
-            return self.lowered(replace(found, lower_bound=bound, gap=gap), free.remat)
+            found = replace(found, lower_bound=bound, gap=gap)
+            return found, rows_peak(self.built, rows, found.assignment)
 
-        best, low, high = planned(prices[-1]), 0, len(prices) - 1
-        while best.fits and low < high:
-            middle = (low + high) // 2
-            tried = planned(prices[middle])
-            low, high = (low, middle) if tried.fits else (middle + 1, high)
-            if tried.fits and tried.step_seconds <= best.step_seconds:
-                best = tried
-        return best
+        low, high, excess = 0, len(prices) - 1, self._excess(free, rows)
+        best, dearest = list[PlannedStage](), free
+        while low <= high:
+            first, last = low, high + 1  # the first price at which it is expected to fit
+            while first < last:
+                middle = (first + last) // 2
+                fits = at(middle)[1] - excess <= self.limit
+                first, last = (first, middle) if fits else (middle + 1, last)
+            if first > high and best:
+                break
+            first = min(first, high)
+            tried = self.lowered(at(first)[0], free.remat)
+            excess = at(first)[1] - tried.peak.bytes
+            if tried.fits:
+                best, high = [*best, tried], first - 1
+            else:
+                dearest, low = tried, first + 1
+        return min(best, key=lambda x: x.step_seconds, default=dearest)
 
     def small(self, free: PlannedStage) -> list[PlannedStage]:
         """Plans chosen for their bytes more than for their time, which `free` was chosen for."""
