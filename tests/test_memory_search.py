@@ -160,3 +160,28 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
         assert 0 < stage.solution.lower_bound <= stage.solution.cost
     assert max(stage.peak_bytes_per_device for stage in found.stages) <= limit
     assert found.estimates.step_seconds <= 1.15 * exact.estimates.step_seconds
+
+
+@pytest.mark.parametrize(("enough", "looks_on"), [(1e6, False), (0.0, True)])
+def test_a_large_stage_that_costs_hardly_more_is_looked_at_no_longer(
+    enough: float, looks_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}
+    options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "gpipe"}
+    options |= {"cluster": CLUSTER, "remat": "auto", "logical_mesh": (4,)}
+    x = jnp.ones((8 * ROWS, WIDTH))
+    free = autopar.plan(perceptron, state, x, **options)
+    limit = max(stage.peak_bytes_per_device for stage in free.stages) * 3 // 4
+    again: list[PlannedStage] = []
+    real = stage_shardings.MeshSearch.rematerialized
+
+    def counted(self: Any, planned: PlannedStage) -> PlannedStage:
+        again.append(planned)
+        return real(self, planned)
+
+    monkeypatch.setattr(stage_shardings.MeshSearch, "rematerialized", counted)
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
+    monkeypatch.setattr(stage_shardings, "ENOUGH_OF_LARGE", enough)
+    found = autopar.plan(perceptron, state, x, **options, memory_limit=limit)
+    assert max(stage.peak_bytes_per_device for stage in found.stages) <= limit
+    assert bool(again) == looks_on
