@@ -1,6 +1,9 @@
 """`stages="auto"` on a cluster of several nodes, run on this machine's devices."""
 
+from __future__ import annotations
+
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -141,3 +144,35 @@ def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> 
     assert long.num_microbatches == short.num_microbatches
     assert [s.layers for s in long.stages] == [s.layers for s in short.stages]
     assert long.estimates == short.estimates
+
+
+class Expected:
+    """A search for stages that takes so long with each number of microbatches; None: too much."""
+
+    def __init__(self, seconds: dict[int, float | None], count: int):
+        self.seconds, self.num_microbatches = seconds, count
+
+    def with_microbatches(self, count: int) -> Expected:
+        return Expected(self.seconds, count)
+
+    def within(self, limit: int) -> tuple[None, float] | None:
+        found = self.seconds[self.num_microbatches]
+        return None if found is None else (None, found)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left"),
+    [
+        ({8: 1.0, 16: 1.01, 32: 1.2, 64: 1.03}, [8, 16, 64]),  # as good as any: the fewest first
+        ({8: 0.9, 16: 1.01, 32: 1.2, 64: 1.3}, [8, 16, 64]),  # hardly better is looked beyond
+        ({8: None, 16: None, 32: None, 64: 1.0}, [64, 8, 16]),  # too large until there
+        ({8: 1.2, 16: 1.19, 32: 1.2, 64: 1.19}, []),  # hardly better than what is known
+    ],
+)
+def test_numbers_of_microbatches_that_are_worth_trying(
+    seconds: dict[int, float | None], left: list[int]
+) -> None:
+    known = seconds[32] or math.inf
+    search: Any = Expected(seconds, 32)
+    found = layout_search._worth_trying(search, [8, 16, 64], 0, known, known)
+    assert found == left

@@ -63,3 +63,13 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_threads_that_overlap_restore_what_was_there_before_the_first() -> None:
+    first, second = rare_collections(), rare_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == THRESHOLDS
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (701, 11, 9)

@@ -368,7 +368,18 @@ def tokens(stack: Any, x: Any) -> Any:
     return jax.lax.fori_loop(0, 3, lambda _, x: scanned(stack, x)[0], x)
 
 
-@pytest.mark.full
+def reads_its_start(stack: Any, x: Any) -> Any:
+    """The first carry begins with what the body reads, the second with the same, one with 0."""
+
+    def body(carry: Any, w: Any) -> Any:
+        h, other, total = carry
+        h = jnp.tanh(h @ w) + x
+        return (h, other * 0.5, total + h.sum()), h.mean()
+
+    (h, other, total), means = jax.lax.scan(body, (x, x, 0.0), stack * 0.5)
+    return h, other, total, means
+
+
 def test_layers_under_a_scan_are_followed_on_their_actors() -> None:
     def train_scan(stack: Any, x: Any) -> Any:
         gradient = jax.grad(lambda stack: jnp.mean((scanned(stack, x)[0] - x) ** 2))(stack)
@@ -381,12 +392,14 @@ def test_layers_under_a_scan_are_followed_on_their_actors() -> None:
     with made:
         trained = made(stack, BATCH["x"])
         assert len(trained.sharding.parts) == 2
-        for fn in (scanned, tokens):
+        for fn in (scanned, tokens, reads_its_start):
             found = autopar.follow(made, fn)(trained, BATCH["x"])
-            assert trained.fetched is None or fn is tokens
+            assert trained.fetched is None or fn is not scanned
             assert_close(found, jax.jit(fn)(np.asarray(trained), BATCH["x"]))
         with pytest.raises(DeviceError, match="`reduce_sum`"):
             autopar.follow(made, lambda stack: jnp.sum(stack**2))(trained)
+        with pytest.raises(DeviceError, match=r"`mul`.*returns"):
+            autopar.follow(made, lambda stack: stack * 0.5)(trained)
 
 
 def test_actors_read_their_rows_of_a_source(step: RayExecutable) -> None:

@@ -9,6 +9,7 @@ the time of planning GPT-39B, for nothing. Garbage without cycles is freed at on
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,19 +18,26 @@ THRESHOLDS = (200_000, 50, 100)
 older and the oldest are: cyclic garbage waits for up to some hundred megabytes of new objects."""
 
 
+_lock = threading.Lock()
+_before: list[tuple[int, int, int]] = []  # the thresholds outside, once for everyone inside
+
+
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """While it is open, cyclic garbage is looked for rarely; then as before.
 
     Also usable as a decorator. A user's own wider thresholds, or a collector that is off, stay.
+    Several threads may be inside: the last one that leaves restores what the first one found.
     """
-    before = gc.get_threshold()
-    if before[0] == 0 or not gc.isenabled():
-        yield
-        return
-    first, second, third = map(max, before, THRESHOLDS)
-    gc.set_threshold(first, second, third)
+    with _lock:
+        _before.append(_before[0] if _before else gc.get_threshold())
+        if len(_before) == 1 and _before[0][0] and gc.isenabled():
+            first, second, third = map(max, _before[0], THRESHOLDS)
+            gc.set_threshold(first, second, third)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _lock:
+            found = _before.pop()
+            if not _before:
+                gc.set_threshold(*found)

@@ -92,7 +92,7 @@ class StageSearch:
                 once[link.source, link.target] += link.bytes
         costs, ways = UnitCosts(units, options, cluster, split.num_microbatches), {}
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
-            report(f"costs of {len(costs.firsts)} kinds of layers on {size} devices")
+            report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
             ways[size] = costs.ways(size)
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(

@@ -345,13 +345,13 @@ def _worth_trying(
         if choice is None:
             continue
         seconds[count] = choice[1]
-        if choice[1] > best:
+        if choice[1] > ENOUGH * best:
             break
-        best = choice[1]
+        best = min(best, choice[1])
     best = min(seconds.values(), default=math.inf)
     if best * WORTH_PRICING > promised:
         return []
-    good = [count for count, each in seconds.items() if each <= ENOUGH * best]
+    good = [count for count, each in sorted(seconds.items()) if each <= ENOUGH * best]
     return [*good, *(count for count in counts if count not in good)] if good else []
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
@@ -146,6 +146,16 @@ Way = tuple[UnitCost, ...]
 """What each unit costs on one mesh at one price of memory."""
 
 
+def _typical(kinds: Sequence[Kind], kind: Kind) -> int:
+    """The unit in the middle of those that are alike: it has the backward pass of its own layers.
+
+    Where layers are cut inside of what is computed again as a whole, the next unit has the backward
+    pass of such a block, and the second one that of the first one as well.
+    """
+    places = [place for place, other in enumerate(kinds) if other == kind]
+    return places[len(places) // 2]
+
+
 class _FreeWays(NamedTuple):
     """The plans of units with any memory, by logical mesh and kind; the ways of quick meshes."""
 
@@ -178,7 +188,7 @@ class UnitCosts:
         ends = (0, *units.boundaries, len(units.layers))
         runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
         kinds = [tuple(layer.digest for layer in run) for run in runs]
-        self.firsts = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
+        self.typical = {kind: _typical(kinds, kind) for kind in dict.fromkeys(kinds)}
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
@@ -223,20 +233,24 @@ class UnitCosts:
         """
         if size in self._free:
             return self._free[size]
+        self._free[size] = self._found_free_ways(size)
+        return self._free[size]
+
+    def _found_free_ways(self, size: int) -> _FreeWays:
         part, options = submesh(self._cluster, size), self._options
-        made = self._free[size] = _FreeWays(part, {}, {}, {})
+        made = _FreeWays(part, {}, {}, {})
         held = (
-            sum(map(bytes_of, held_leaves(self._labelled[i].graph))) for i in self.firsts.values()
+            sum(map(bytes_of, held_leaves(self._labelled[i].graph))) for i in self.typical.values()
         )
         if min(held) > size * memory_limit_of(options, self._cluster):
             return made  # not even the smallest unit's state fits
-        places = {kind: self._place(kind) for kind in self.firsts}
+        places = {kind: self._place(kind) for kind in self.typical}
         meshes = [
             logical_meshes(options, part, place.graph.graph, of_stage=True)
             for place in places.values()
         ]
         common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
-        heaviest = max(self.firsts, key=self._flops)
+        heaviest = max(self.typical, key=self._flops)
 
         def plan(mesh: tuple[int, ...], kind: Kind) -> PlannedStage:
             search = self._search(places[kind], mesh, part)
@@ -252,7 +266,7 @@ class UnitCosts:
         }
         for mesh in common:
             if seconds[mesh] <= TOO_SLOW * min(seconds.values()):
-                for kind in self.firsts:
+                for kind in self.typical:
                     if kind != heaviest:
                         plan(mesh, kind)
                 made.ways[mesh] = self._way(made.planned[mesh], part)
@@ -268,7 +282,7 @@ class UnitCosts:
         return sum(layer.flops for run in own for layer in run)
 
     def _place(self, kind: Kind) -> PlaceInPipeline:
-        return PlaceInPipeline(self._labelled[self.firsts[kind]], ONE_IN_FLIGHT)
+        return PlaceInPipeline(self._labelled[self.typical[kind]], ONE_IN_FLIGHT)
 
     def _search(self, place: PlaceInPipeline, mesh: tuple[int, ...], part: Cluster) -> MeshSearch:
         stage = place.graph
@@ -277,18 +291,18 @@ class UnitCosts:
         return MeshSearch.of(split, mesh, own, part, None, place)
 
     def _way(self, planned: Mapping[Kind, PlannedStage], part: Cluster) -> Way:
-        known = {kind: self._cost(kind, planned[kind], part) for kind in self.firsts}
+        known = {kind: self._cost(kind, planned[kind], part) for kind in self.typical}
         return tuple(known[kind] for kind in self._kinds)
 
     def _cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
-        """What the first unit of a kind costs by a plan; found once."""
+        """What the typical unit of a kind costs by a plan; found once."""
         if id(planned) not in self._known:
             self._known[id(planned)] = planned, self._found_cost(kind, planned, part)
         return self._known[id(planned)][1]
 
     def _found_cost(self, kind: Kind, planned: PlannedStage, part: Cluster) -> UnitCost:
-        first = self.firsts[kind]
-        stage, layers = self._labelled[first], self._runs[first]
+        place = self.typical[kind]
+        stage, layers = self._labelled[place], self._runs[place]
         total = sum(layer.flops for layer in layers)
         forward = sum(layer.forward_flops for layer in layers) / total if total else 0.0
         program, prices = planned.program, planned.costs(part)

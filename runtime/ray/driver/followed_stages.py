@@ -26,7 +26,7 @@ from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.graph.primitives import CONTROL_FLOW
 from autopar.runtime.followed import MeshProgram
-from autopar.runtime.followed_parts import Environment, OneStage, ProgramPart, literal
+from autopar.runtime.followed_parts import Environment, OneStage, ProgramPart, literal, read
 from autopar.runtime.on_meshes import Cut, HeldRows, Home, OnMeshes, is_var
 from autopar.runtime.ray.transport.host_tiles import numbers, plain
 from autopar.runtime.ray.transport.pickling import dumps
@@ -84,6 +84,9 @@ class ActorsProgram(MeshProgram):
         self.deferred: dict[Var, JaxprEqn] = {}
         here = Mesh(np.asarray(jax.local_devices()[:1]), ("driver",))
         super().__init__(jaxpr, homes, [here] * num_stages, name)
+        for atom in jaxpr.outvars:
+            if is_var(atom) and atom in self.deferred:
+                raise _needs_all_rows(self.deferred[atom])
 
     def like(self, jaxpr: Jaxpr, homes: Sequence[Home]) -> MeshProgram:
         """Another one, as a body of this one is."""
@@ -110,14 +113,7 @@ class ActorsProgram(MeshProgram):
             slices = eqn.invars[sum(jax_compat.scan_counts(eqn.params)) :] if name == "scan" else ()
             if not any(is_var(v) and v in split for v in slices):
                 return None  # its body scans them
-        raise DeviceError(
-            f"autopar.follow cannot run `{name}` on Ray actors: it reads an array "
-            "whose rows are on several of them.",
-            where=user_source(eqn),
-            why="layers under a scan are on the actors of their stages; they can be scanned there, "
-            "and what works on each element alone can come before.",
-            hint="step.apply(fn, state) brings all of it together; or train with runtime='local'.",
-        )
+        raise _needs_all_rows(eqn)
 
     def by_rows(self, eqn: JaxprEqn, rows: HeldRows) -> ProgramPart:
         """It is done by who reads it."""
@@ -129,6 +125,17 @@ class ActorsProgram(MeshProgram):
         """A scan on each stage, the carry moves on."""
         self.write(eqn.outvars, max(stages))
         return _ScanOnStages(self, eqn, rows)
+
+
+def _needs_all_rows(eqn: JaxprEqn) -> DeviceError:
+    return DeviceError(
+        f"autopar.follow cannot run `{eqn.primitive.name}` on Ray actors: it reads or returns an "
+        "array whose rows are on several of them.",
+        where=user_source(eqn),
+        why="layers under a scan are on the actors of their stages; they can be scanned there, "
+        "and what works on each element alone can come before.",
+        hint="step.apply(fn, state) brings all of it together; or train with runtime='local'.",
+    )
 
 
 class _Nothing(ProgramPart):
@@ -145,10 +152,10 @@ class _StagePart(ProgramPart):
 
     def __init__(self, program: ActorsProgram, segment: OneStage, read_outside: set[Var]):
         self._program = program
-        made = {v for eqn in segment.eqns for v in eqn.outvars}
+        made = dict.fromkeys(v for eqn in segment.eqns for v in eqn.outvars)
         reads = dict.fromkeys(v for eqn in segment.eqns for v in eqn.invars if is_var(v))
         self.reads = [v for v in reads if v not in made]
-        self.writes = [v for v in dict.fromkeys(made) if v in read_outside]
+        self.writes = [v for v in made if v in read_outside]
         jaxpr = jax_compat.replace_jaxpr(
             program.jaxpr, invars=self.reads, outvars=self.writes, eqns=segment.eqns
         )
@@ -164,21 +171,31 @@ class _StagePart(ProgramPart):
 
 
 class _ScanOnStages(ProgramPart):
-    """A scan over rows that are on several stages, and elementwise equations before it."""
+    """A scan over rows that are on several stages, and elementwise equations before it.
+
+    Operands are known by their places: a carry may begin with an array that the body reads as well.
+    """
 
     def __init__(self, program: ActorsProgram, eqn: JaxprEqn, rows: HeldRows):
         self._program, self.eqn, self._rows = program, eqn, rows
         self._counts = jax_compat.scan_counts(eqn.params)
-        self._before = list(self._needed(eqn))
-        made = {v for each in self._before for v in each.outvars}
-        inner = (v for each in self._before for v in each.invars)
-        self.reads = [v for v in dict.fromkeys((*inner, *eqn.invars)) if is_var(v) if v not in made]
+        self._start = sum(self._counts)  # where the slices begin
+        self._before = list({id(each): each for each in self._needed(eqn)}.values())
+        self._made = {v for each in self._before for v in each.outvars}
+        for atom in eqn.invars[: self._start]:
+            if is_var(atom) and (atom in self._made or self._is_held_in_rows(atom)):
+                raise _needs_all_rows(eqn)
+        inner = (v for each in self._before for v in each.invars if is_var(v))
+        self._inner = [v for v in dict.fromkeys(inner) if v not in self._made]
+        # The places of operands that no equation before makes.
+        self._places = [
+            place
+            for place, atom in enumerate(eqn.invars)
+            if not (is_var(atom) and atom in self._made)
+        ]
+        given = (eqn.invars[place] for place in self._places)
+        self.reads = list(dict.fromkeys((*self._inner, *filter(is_var, given))))
         self.writes = list(eqn.outvars)
-        start = sum(self._counts)
-        xs = {v for v in eqn.invars[start:] if is_var(v)}
-        # What is read row by row: rows of parameters, and other operands of the scan.
-        self._by_rows = [v in xs or isinstance(program.home(v), HeldRows) for v in self.reads]
-        self._carried = [v for v in eqn.invars[self._counts[0] : start] if is_var(v)]
         self._functions: dict[int, StageFunction] = {}
 
     def _needed(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -188,54 +205,76 @@ class _ScanOnStages(ProgramPart):
                 yield from self._needed(before)
                 yield before
 
+    def _is_held_in_rows(self, atom: Any) -> bool:
+        return is_var(atom) and isinstance(self._program.home(atom), HeldRows)
+
+    def _is_by_rows(self, var: Var) -> bool:
+        """Whether an operand of an elementwise equation before has the rows, as all but scalars."""
+        return bool(var.aval.shape)
+
     def _function(self, number: int) -> StageFunction:
         if number not in self._functions:
             first, end = self._rows.bounds()[number]
 
             def call(*arrays: Any) -> list[Any]:
-                values = dict(zip(self.reads, arrays, strict=True))
-                for each in (*self._before, self.eqn):
-                    operands = [values[v] if is_var(v) else literal(v) for v in each.invars]
-                    length = {"length": end - first} if each is self.eqn else {}
-                    results = jax_compat.bind(each, operands, **length)
-                    values.update(zip(each.outvars, results, strict=True))
-                return [values[v] for v in self.writes]
+                values = dict(zip(self._inner, arrays, strict=False))
+                rest = iter(arrays[len(self._inner) :])
+                for each in self._before:
+                    read = [values[v] if is_var(v) else literal(v) for v in each.invars]
+                    values.update(zip(each.outvars, jax_compat.bind(each, read), strict=True))
+                own = set(self._places)
+                operands = [
+                    next(rest) if place in own else values[atom]
+                    for place, atom in enumerate(self.eqn.invars)
+                ]
+                return list(jax_compat.bind(self.eqn, operands, length=end - first))
 
-            avals = [
-                jax.ShapeDtypeStruct((end - first, *v.aval.shape[1:]), v.aval.dtype)
-                if is_by_rows
-                else v.aval
-                for v, is_by_rows in zip(self.reads, self._by_rows, strict=True)
-            ]
+            def part(aval: Any) -> Any:
+                return jax.ShapeDtypeStruct((end - first, *aval.shape[1:]), aval.dtype)
+
+            avals = [part(v.aval) if self._is_by_rows(v) else v.aval for v in self._inner]
+            for place in self._places:
+                aval = self.eqn.invars[place].aval
+                avals.append(part(aval) if place >= self._start else aval)
             stage = self._rows.stages[number]
             made = StageFunction.of(call, avals, stage, self._program.name)
             self._functions[number] = made
         return self._functions[number]
 
     def run(self, env: Environment) -> None:
-        values = {v: env[v] for v in self.reads}
-        operands = [*values.values()]
+        inner = [env[v] for v in self._inner]
+        operands = {place: read(env, self.eqn.invars[place]) for place in self._places}
+        known = [*inner, *operands.values()]
+        consts, carries = self._counts
         stacked: dict[int, list[Any]] = {}
-        order, carries = list(range(len(self._rows.stages))), self._counts[1]
+        order = list(range(len(self._rows.stages)))
         for number in reversed(order) if self.eqn.params["reverse"] else order:
-            first, end = self._rows.bounds()[number]
-            given = []
-            for v, is_by_rows in zip(self.reads, self._by_rows, strict=True):
-                whole, cut = values[v].first, values[v].cut
-                if not is_by_rows:
-                    given.append(GivenArray(whole, None, cut))
-                elif isinstance(self._program.home(v), HeldRows):
-                    given.append(GivenArray(whole, number, None))
+            given = [
+                self._part(value, v, number)
+                if self._is_by_rows(v)
+                else GivenArray(value.first, None, value.cut)
+                for v, value in zip(self._inner, inner, strict=True)
+            ]
+            for place, value in operands.items():
+                if place < self._start:
+                    given.append(GivenArray(value.first, None, value.cut))
                 else:
-                    given.append(GivenArray(whole[first:end], None, None))
+                    given.append(self._part(value, self.eqn.invars[place], number))
             results = self._program.evaluate(self._function(number), given)
-            typed = _typed(results, self.writes, operands)
-            values.update(zip(self._carried, typed[:carries], strict=True))
-            stacked[number] = results[carries:]
+            carry = _typed(results[:carries], self.writes[:carries], known)
+            operands.update(zip(range(consts, self._start), carry, strict=True))
+            stacked[number] = list(results[carries:])
         joined = [np.concatenate(parts) for parts in zip(*(stacked[n] for n in order), strict=True)]
-        env.update(zip(self.writes[:carries], typed[:carries], strict=True))
+        env.update(zip(self.writes[:carries], carry, strict=True))
         after = self.writes[carries:]
-        env.update(zip(after, _typed(joined, after, operands), strict=True))
+        env.update(zip(after, _typed(joined, after, known), strict=True))
+
+    def _part(self, value: OnMeshes, atom: Any, number: int) -> GivenArray:
+        """The rows of one stage."""
+        first, end = self._rows.bounds()[number]
+        if self._is_held_in_rows(atom):
+            return GivenArray(value.first, number, None)
+        return GivenArray(value.first[first:end], None, None)
 
 
 def _typed(
