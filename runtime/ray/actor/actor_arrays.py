@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -190,8 +191,9 @@ class ActorArrays:
             arrays = [self.store[x] if isinstance(x, int) else _sent(*x, mesh=mesh) for x in given]
         except Missing:
             return None
-        with no_mesh():
-            results = self._functions[number](*arrays)
+        # In a thread of its own, for the reason that `StageActor.make` gives.
+        with ThreadPoolExecutor(1) as thread:
+            results = thread.submit(_called, self._functions[number], arrays).result()
         return [to_host(x) for x in results]
 
     def fetch(self, wanted: Sequence[tuple[int, Box | None]]) -> list[np.ndarray]:
@@ -201,6 +203,11 @@ class ActorArrays:
     def ready(self, key: int) -> None:
         """Wait until an array of the store is there and computed."""
         self.store.wait(key).block_until_ready()
+
+
+def _called(function: Callable[..., Any], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    with no_mesh():
+        return function(*arrays)
 
 
 def _sent(numbers: np.ndarray, cut: Cut | None, mesh: Mesh) -> jax.Array:
