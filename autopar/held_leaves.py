@@ -173,7 +173,7 @@ def held_leaves(executable: Executable, name: str) -> HeldLeaves:
     """Where a step has its leaves, for a function of this name that follows it.
 
     Raises:
-      DeviceError: they are on Ray actors, or its devices are not there.
+      DeviceError: its devices are not there.
     """
     if isinstance(executable, CompiledOnly):
         raise DeviceError(

@@ -2,8 +2,8 @@
 
 A plan of a large model makes millions of small objects that all live until it is made, with hardly
 a cycle among them. CPython looks through all of them again and again, as often as their number has
-grown by a quarter (`Python's gc module <https://docs.python.org/3/library/gc.html>`_): a quarter of
-the time of planning GPT-39B, for nothing. Garbage without cycles is freed at once as ever.
+grown by a quarter (`Python's gc module <https://docs.python.org/3/library/gc.html>`_), for nothing.
+Garbage without cycles is freed at once as ever.
 """
 
 from __future__ import annotations

@@ -115,9 +115,15 @@ class Prober:
                 text_of = TEXT_AFTER_PASSES
             try:
                 made = lowered.compile(compiler_options={**options, "xla_dump_to": name, **text_of})
-            finally:  # what did not fit was placed before
+            except Exception as error:  # what did not fit was placed before
                 self.ended = time.monotonic()
-                self.buffers = peak_buffers(folder, is_tpu)
+                try:
+                    self.buffers = peak_buffers(folder, is_tpu)
+                except Exception as unread:  # the compiler's own words are what matters
+                    raise error from unread
+                raise
+            self.ended = time.monotonic()
+            self.buffers = peak_buffers(folder, is_tpu)
             self.temporaries = temporary_bytes(folder) if is_tpu else None
             given = before_passes(folder, self.mesh, self.names)
             kept = collectives(str(made.as_text()), self.mesh, self.names)

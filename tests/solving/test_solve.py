@@ -81,15 +81,18 @@ def test_a_thousand_nodes_of_a_transformer_are_solved_exactly() -> None:
     assert solve(replace(problem, usage_limit=peak)).cost == free.cost
 
 
+def with_little_memory(problem: Problem, assignment: tuple[int, ...]) -> Problem:
+    """Half way between what an assignment needs and what the smallest strategies would."""
+    peak, _ = peak_usage(problem, assignment)
+    smallest = tuple(np.full_like(usage, usage.min()) for usage in problem.usages)
+    least, _ = peak_usage(replace(problem, usages=smallest), assignment)
+    return replace(problem, usage_limit=(peak + least) // 2)
+
+
 def test_a_transformer_with_little_memory() -> None:
     problem = transformer(layers=3, strategies=6)
     free = solve(problem)
-    peak, _ = peak_usage(problem, free.assignment)
-    least, _ = peak_usage(
-        replace(problem, usages=tuple(np.full_like(u, u.min()) for u in problem.usages)),
-        free.assignment,
-    )
-    tight = replace(problem, usage_limit=(peak + least) // 2)
+    tight = with_little_memory(problem, free.assignment)
     solution = solve(tight, work_limit=2)
     check(tight, solution.assignment, solution.cost)
     assert free.cost <= solution.lower_bound <= solution.cost
@@ -100,12 +103,7 @@ def test_memory_that_binds_hard_leaves_a_small_gap() -> None:
     problem = transformer(layers=24, strategies=12)
     assert problem.num_nodes > 500
     free = solve(problem)
-    peak, _ = peak_usage(problem, free.assignment)
-    least, _ = peak_usage(
-        replace(problem, usages=tuple(np.full_like(u, u.min()) for u in problem.usages)),
-        free.assignment,
-    )
-    tight = replace(problem, usage_limit=(peak + least) // 2)
+    tight = with_little_memory(problem, free.assignment)
     solution = solve(tight, work_limit=5)
     check(tight, solution.assignment, solution.cost)
     assert solution.cost > 1.2 * free.cost

@@ -337,7 +337,7 @@ class ResidentArrays:
                     actor, None, "evaluate", function.number, data, function.stage, entries
                 )
             failed = f"What follows {{}} fails on stage {function.stage}"
-            results = [self._steps.result(*each, failed) for each in refs.items()]
+            results = self._steps.results(refs, failed)
         if None in results:
             raise self.lost_array()
         self._told.update((actor, function.number) for actor in refs)

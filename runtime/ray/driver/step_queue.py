@@ -16,7 +16,7 @@ import copy
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -141,6 +141,22 @@ class StepQueue:
                 where=f"actor {actor}, {self._pool.plans[actor].label}",
             ) from None
 
+    def results(self, refs: Mapping[int, Any], what: str) -> list[Any]:
+        """What a call of several actors gives; the first that fails ends the others' wait.
+
+        Raises:
+          StageError, LostActorError: see `result`.
+        """
+        found: dict[int, Any] = {}
+        while len(found) < len(refs):
+            left = {actor: ref for actor, ref in refs.items() if actor not in found}
+            self.wait([*left.values()], for_all=False)
+            done, _ = ray.wait([*left.values()], num_returns=len(left), timeout=0)
+            found |= {
+                actor: self.result(actor, ref, what) for actor, ref in left.items() if ref in done
+            }
+        return [found[actor] for actor in refs]
+
     def finish(self) -> None:
         """Wait until all steps are done.
 
@@ -157,8 +173,8 @@ class StepQueue:
         if serial in running:
             self.wait([running[serial][actor] for actor in actors])
 
-    def wait(self, wanted: Sequence[Any]) -> None:
-        """Wait for some calls, and meanwhile see what becomes of the steps.
+    def wait(self, wanted: Sequence[Any], *, for_all: bool = True) -> None:
+        """Wait for some calls, or any of them, and meanwhile see what becomes of the steps.
 
         Raises:
           StageError: a step failed.
@@ -167,8 +183,8 @@ class StepQueue:
         watch = Watch(pool.handles, pool.plans, pool.deadline, of_instructions=True)
         while True:
             self._look()
-            _, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
-            if not left:
+            done, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
+            if not left or (done and not for_all):
                 self._look()
                 return
             pending = [ref for _, refs in self._running for ref in refs]
