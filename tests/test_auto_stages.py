@@ -13,7 +13,8 @@ import pytest
 
 import autopar
 from autopar.base.errors import MemoryLimitError
-from autopar.passes.planner import layout_search
+from autopar.passes.planner import layout_search, one_mesh
+from autopar.passes.planner.more_microbatches import worth_trying
 
 DEPTH, WIDTH, ROWS = 4, 512, 64
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
@@ -125,7 +126,7 @@ def test_one_mesh_of_a_long_program_is_bounded_by_its_layers(
     batch = [jax.ShapeDtypeStruct((16 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
     options: dict[str, Any] = {"method": "data", "microbatches": 4}
     for margin in (1.02, 2):
-        monkeypatch.setattr(layout_search, "ONE_MESH_MARGIN", margin)
+        monkeypatch.setattr(one_mesh, "MARGIN", margin)
         plan = autopar.plan(train_step, state, *batch, cluster=cluster(), stages="auto", **options)
         kinds.append({bool(c.note) for c in plan.candidates})
     assert kinds == [{True}, {True, False}]
@@ -174,5 +175,5 @@ def test_numbers_of_microbatches_that_are_worth_trying(
 ) -> None:
     known = seconds[32] or math.inf
     search: Any = Expected(seconds, 32)
-    found = layout_search._worth_trying(search, [8, 16, 64], 0, known, known)
+    found = worth_trying(search, [8, 16, 64], 0, known, known)
     assert found == left

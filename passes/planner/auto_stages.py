@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,16 +22,21 @@ from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.planner.layouts import StageLayout, chunks_of
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
     StageChoice,
     StageOption,
     StageRange,
     best_stages,
 )
-from autopar.passes.planner.stage_shardings import (
-    SplitStep,
+from autopar.passes.planner.unit_costs import (
+    NOTHING,
+    NeighbourTransfer,
+    UnitCost,
+    UnitCosts,
+    Way,
+    units_of,
 )
-from autopar.passes.planner.unit_costs import NOTHING, NeighbourTransfer, UnitCosts, Way, units_of
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -199,26 +204,36 @@ class StageSearch:
         return {is_hidden: self._stage_options(is_hidden) for is_hidden in sorted(flags)}
 
     def _stage_options(self, is_hidden: bool) -> _Options:
-        count = len(self.starts)
-        found = {}
+        """Of stages that are alike, found once."""
+        found: _Options = {}
         for size, ways in self.ways.items():
             passing = [self._seconds(size, moved) for moved in (*self.crossing[:-1], 0)]
             once = [(x, y, self._seconds(size, moved)) for x, y, moved in self.once]
-            for start in range(count):
-                totals = [NOTHING for _ in ways]
-                for stop in range(start + 1, count + 1):
-                    totals = [x.joined(way[stop - 1]) for x, way in zip(totals, ways, strict=True)]
-                    received = math.ceil(self.crossing[start - 1] / size) if start else 0
-                    here = range(start, stop)
-                    apart = sum(each for x, y, each in once if (x in here) != (y in here))
-                    there = passing[stop - 1]
+            numbers: dict[tuple[UnitCost, ...], int] = {}
+            columns = [tuple(way[unit] for way in ways) for unit in range(len(self.starts))]
+            alike = [numbers.setdefault(column, len(numbers)) for column in columns]
+            known: dict[Hashable, tuple[StageOption, ...]] = {}
+            totals: dict[tuple[int, ...], list[UnitCost]] = {(): [NOTHING for _ in ways]}
+            for start, stop in itertools.combinations(range(len(self.starts) + 1), 2):
+                units = tuple(alike[start:stop])
+                if units not in totals:
+                    before, last = totals[units[:-1]], columns[stop - 1]
+                    totals[units] = [*map(UnitCost.joined, before, last)]
+                received = math.ceil(self.crossing[start - 1] / size) if start else 0
+                here = range(start, stop)
+                apart = sum(each for x, y, each in once if (x in here) != (y in here))
+                there = passing[stop - 1]
+                key = units, received, apart, there
+                if key not in known:
                     transfer = NeighbourTransfer(2 * there, there, apart, is_hidden)
-                    options = [
-                        option
-                        for total in totals
-                        for option in total.options(transfer, received, self.remat)
-                    ]
-                    found[start, stop, size] = _not_dominated(options)
+                    known[key] = _not_dominated(
+                        [
+                            option
+                            for total in totals[units]
+                            for option in total.options(transfer, received, self.remat)
+                        ]
+                    )
+                found[start, stop, size] = known[key]
         return found
 
     def _seconds(self, size: int, moved: int) -> float:

@@ -30,12 +30,12 @@ from autopar.passes.planner.alike_stages import (
 )
 from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
 from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_on_any
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
     LARGE_PROBLEM,
     PlaceInPipeline,
     PlannedStage,
-    SplitStep,
     in_pipeline,
     memory_limit_of,
 )

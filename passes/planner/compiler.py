@@ -25,6 +25,7 @@ stage whose one piece is the whole step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster
@@ -42,10 +43,9 @@ from autopar.passes.planner.candidates import PlannedStep, Report, quickest
 from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch, seconds_of_best
-from autopar.passes.planner.layouts import (
-    asked_layout,
-)
+from autopar.passes.planner.layouts import StageLayout, asked_layout
 from autopar.passes.planner.model_flops import model_flops
+from autopar.passes.planner.one_mesh import OneMeshBound
 from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans
 from autopar.passes.planner.refusals import out_of_memory
@@ -134,21 +134,26 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     layout = asked_layout(options, cluster)
     pipelines: list[PlannedStep] = []
     stages_first = cluster.num_nodes > 1 or search.is_long
+    first = one_mesh_first(search, layout) if options.stages == "auto" else None
+    if first is not None:
+        search = replace(search, best_seconds=seconds_of_best(first[0]))
     if options.stages == "auto" and stages_first:
         pipelines = search.automatic_pipelines()
-    search = replace(search, best_seconds=seconds_of_best(pipelines))
-    fewest = 1 if layout.is_pipeline else search.fewest_on_one_mesh(layout)
-    if fewest is None:
-        return pipelines, ""
-    try:
-        candidates, reason = search.candidates(layout, at_least=fewest)
-    except BatchArgumentError:
-        # The devices of one mesh are too many for a microbatch; a stage has fewer.
-        if options.stages == "auto" and not stages_first:
-            pipelines = search.automatic_pipelines()
-        if not pipelines:
-            raise
-        return pipelines, ""
+    if first is None:
+        search = replace(search, best_seconds=seconds_of_best(pipelines))
+        bound = OneMeshBound(1) if layout.is_pipeline else search.bound_on_one_mesh(layout)
+        if bound is None:
+            return pipelines, ""
+        try:
+            first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
+        except BatchArgumentError:
+            # The devices of one mesh are too many for a microbatch; a stage has fewer.
+            if options.stages == "auto" and not stages_first:
+                pipelines = search.automatic_pipelines()
+            if not pipelines:
+                raise
+            return pipelines, ""
+    candidates, reason = first
     for other in search.rewritten():
         best = quickest(candidates)
         candidates += other.candidates(layout, optional=True)[0]
@@ -163,6 +168,29 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.stages == "auto" and not stages_first and not fits:
         pipelines = search.automatic_pipelines()
     return candidates + pipelines, reason
+
+
+def one_mesh_first(
+    search: LayoutSearch, layout: StageLayout
+) -> tuple[list[PlannedStep], str] | None:
+    """Plans for one mesh, where the layers of a long program say that it is quicker than stages.
+
+    Where that turns out so, stages need not be planned. None if they do not say so, or none fits.
+    """
+    if layout.is_pipeline or not search.is_long:
+        return None
+    promise = search.promise_of_stages()
+    if math.isinf(promise):
+        return None
+    hopeful = replace(search, best_seconds=promise)
+    bound = hopeful.bound_on_one_mesh(layout)
+    if bound is None or min(bound.expected.values(), default=math.inf) > promise:
+        return None
+    try:
+        found = hopeful.candidates(layout, at_least=bound.fewest, expected=bound.expected)
+    except BatchArgumentError:
+        return None
+    return found if any(candidate.fits for candidate in found[0]) else None
 
 
 @rare_collections()

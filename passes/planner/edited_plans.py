@@ -14,7 +14,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, Report
 from autopar.passes.planner.following import follow_plan, plan_with
 from autopar.passes.planner.plan_writer import output_specs
-from autopar.passes.planner.stage_shardings import SplitStep
+from autopar.passes.planner.split_step import SplitStep
 from autopar.plans.plan import Plan
 
 

@@ -24,11 +24,11 @@ from autopar.passes.planner.candidates import (
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.plan_writer import choice_text, node_names
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
     PlaceInPipeline,
     PlannedStage,
-    SplitStep,
     memory_limit_of,
     prepare,
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
@@ -26,12 +29,13 @@ from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout, quickest
 from autopar.passes.planner.layouts import (
     StageLayout,
-    largest_count,
     logical_meshes,
     microbatch_counts,
 )
 from autopar.passes.planner.least_memory import too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
+from autopar.passes.planner.more_microbatches import doubled, worth_trying
+from autopar.passes.planner.one_mesh import OneMeshBound, OneMeshCosts, find_bound
 from autopar.passes.planner.recomputing import recomputed_step
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
@@ -39,7 +43,8 @@ from autopar.passes.planner.rewritings import (
     check_splits,
     rewritten_steps,
 )
-from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.planner.unit_costs import UnitCosts, units_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
@@ -49,13 +54,30 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
-ONE_MESH_MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
-ONE_BATCH_MARGIN = 1.25  # the same without microbatches
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
-ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
-WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at,
-WORTH_PLANNING = 1.02  # or not planned
+WORTH_PLANNING = 1.02  # times what a pipeline may take: with less, it is not planned
 WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
+
+
+class PricedStages(NamedTuple):
+    """A split step, the search for its stages, and what that finds within the memory first."""
+
+    split: SplitStep
+    search: StageSearch
+    first: tuple[StageLayout, float] | None
+
+
+class KnownCosts(NamedTuple):
+    """What layers cost, by microbatches: in stages and on one mesh; numbers above are inexact."""
+
+    stages: dict[int, PricedStages]
+    one_mesh: dict[int, OneMeshCosts | None]
+    inexact: list[int]
+
+    @classmethod
+    def nothing(cls) -> KnownCosts:
+        """Before anything is priced."""
+        return cls({}, {}, [])
 
 
 @dataclass(frozen=True)
@@ -70,6 +92,7 @@ class LayoutSearch:
     rewriting: Rewriting = AS_WRITTEN
     keep: Keep = lambda candidates: None
     best_seconds: float = math.inf
+    known: KnownCosts = field(default_factory=KnownCosts.nothing, compare=False)
 
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> LayoutSearch:
@@ -91,14 +114,16 @@ class LayoutSearch:
 
     def within(self, options: Options, cluster: Cluster) -> LayoutSearch:
         """The same search with other options and another cluster, silent."""
-        return replace(self, options=options, cluster=cluster, report=lambda message: None)
+        silent = replace(self, options=options, cluster=cluster, report=lambda message: None)
+        return replace(silent, known=KnownCosts.nothing())
 
     def rewritten(self) -> Iterator[LayoutSearch]:
         """Searches for other programs of the same step."""
         for found in rewritten_steps(self.graph, self.rules, self.options, self.cluster):
             self.report(str(found))
             rules = populate(found.graph.jaxpr)
-            yield replace(self, graph=found.graph, rules=rules, rewriting=found.rewriting)
+            other = replace(self, graph=found.graph, rules=rules, rewriting=found.rewriting)
+            yield replace(other, known=KnownCosts.nothing())
 
     def following(self, plan: Plan) -> LayoutSearch:
         """The search for the program that a plan was made for.
@@ -162,11 +187,13 @@ class LayoutSearch:
         optional: bool = False,
         bounded: bool = True,
         at_least: int = 1,
+        expected: Mapping[tuple[int, ...], float] = MappingProxyType({}),
     ) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more.
 
-        If they are `optional`, there may be none. `at_least` so many microbatches are tried. If
-        `bounded`, numbers that cannot fit one mesh are passed over, but for the last.
+        If they are `optional`, there may be none. `at_least` so many microbatches are tried, with
+        which a step is `expected` to take so long on logical shapes of one mesh. If `bounded`,
+        numbers that cannot fit one mesh are passed over, but for the last.
         """
         made: list[PlannedStep] = []
         options, cluster = self.options, self.cluster
@@ -200,7 +227,8 @@ class LayoutSearch:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)
             more = count != counts[-1] and not split.later_loops
-            made += planned(split, so_far._replace(more_microbatches=more))
+            known = so_far if count > at_least else so_far._replace(expected=expected)
+            made += planned(split, known._replace(more_microbatches=more))
             if split.later_loops:
                 made += planned(self.split(count, keeps=True), so_far)
             last = split if more else None
@@ -208,44 +236,33 @@ class LayoutSearch:
                 break
         return made, ""
 
-    def fewest_on_one_mesh(self, layout: StageLayout) -> int | None:
-        """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
+    def bound_on_one_mesh(self, layout: StageLayout) -> OneMeshBound | None:
+        """With how many microbatches one mesh may be quicker than what fits elsewhere, if at all.
 
-        None: with no number of them. Of a long program that is told by its layers, planned alone
-        with prices of memory; from one number that does not fit to the first that may. Where layers
-        meet better than each has it alone, a whole plan takes less, hence the margin; the whole
-        batch at once has no gradients to add up, hence a larger one. More microbatches only take
-        longer.
+        Of a long program that is told by its layers.
         """
         counts = list(microbatch_counts(self.graph, self.options, layout))
         if not self.is_long or math.isinf(self.best_seconds):
-            return counts[0]
-        limit = memory_limit_of(self.options, self.cluster)
+            return OneMeshBound(counts[0])
         counts = counts[min(len(self._too_few(counts)), len(counts) - 1) :]
-        while counts:
-            count = counts[0]
-            try:
+        return find_bound(counts, self.best_seconds, self._layers_on_one_mesh, self._limit)
+
+    def _layers_on_one_mesh(self, count: int) -> OneMeshCosts | None:
+        """What the layers cost with so many microbatches; None where they are not cut so."""
+        if count not in self.known.one_mesh:
+            found = None
+            with contextlib.suppress(InexactMicrobatchError, BatchArgumentError):
                 units = units_of(self.split(count, is_pipeline=True), self.report)
-            except (InexactMicrobatchError, BatchArgumentError):
-                return count
-            if units is None:
-                return count
-            self.report("costs of layers on one mesh")
-            costs = UnitCosts(units, self.options, self.cluster, count)
-            margin = ONE_MESH_MARGIN if count > 1 else ONE_BATCH_MARGIN
-            if costs.least_seconds(self.cluster.num_devices) > margin * self.best_seconds:
-                return None
-            totals = costs.totals(self.cluster.num_devices)
-            fitting = [total for total in totals if total.bytes_for_one <= limit]
-            if fitting:
-                least = min(count * total.seconds + total.once_seconds for total in fitting)
-                return count if least <= margin * self.best_seconds else None
-            counts = [
-                more
-                for more in counts[1:]
-                if any(total.with_rows(count / more).bytes_for_one <= limit for total in totals)
-            ]
-        return None
+                if units is not None:
+                    self.report("costs of layers on one mesh")
+                    costs = UnitCosts(units, self.options, self.cluster, count)
+                    found = OneMeshCosts(costs, self.cluster.num_devices)
+            self.known.one_mesh[count] = found
+        return self.known.one_mesh[count]
+
+    @property
+    def _limit(self) -> int:
+        return memory_limit_of(self.options, self.cluster)
 
     def are_slower(self, candidates: Sequence[PlannedStep]) -> bool:
         """Whether these, on one mesh, take longer than what fits elsewhere with any memory.
@@ -258,56 +275,84 @@ class LayoutSearch:
     def _too_few(self, counts: Sequence[int]) -> list[int]:
         """The first of these numbers of microbatches with which no plan for one mesh can fit."""
         meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
-        devices, limit = max(map(math.prod, meshes)), memory_limit_of(self.options, self.cluster)
-        device = self.cluster.device.name
-        return too_few(self.graph, self.rules, device, counts, devices, limit, self.report)
+        devices, device = max(map(math.prod, meshes)), self.cluster.device.name
+        return too_few(self.graph, self.rules, device, counts, devices, self._limit, self.report)
+
+    def promise_of_stages(self) -> float:
+        """What the search for stages expects of a step, with the microbatches that it begins with.
+
+        Infinite where no stages are found.
+        """
+        found = next(iter(self._stages_of(self._stage_counts())), None)
+        first = None if found is None else found.first
+        return math.inf if first is None else first[1]
+
+    def _stage_counts(self) -> Sequence[int]:
+        """The microbatches of automatic stages in the order in which they are tried.
+
+        Those that are asked, else about four for each node (at least eight) and more. A long
+        program begins with a number in the middle, which tells most about the others.
+        """
+        options, sizes = self.options, batch_sizes(self.graph)
+        asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
+        if options.logical_mesh is not None or not sizes:
+            return []
+        counts: Sequence[int] = [*doubled(sizes, enough)] if asked == "auto" else [int(asked)]
+        return [counts[len(counts) // 2], *counts] if self.is_long else counts
+
+    def _stages_of(self, counts: Sequence[int]) -> Iterator[PricedStages]:
+        """The stages with the first of some numbers of microbatches into which the batch divides.
+
+        None where the program cannot be cut.
+        """
+        for count in itertools.takewhile(lambda count: count >= 2, counts):
+            if any(count > other for other in self.known.inexact):
+                continue
+            if count not in self.known.stages:
+                try:
+                    split = self.split(count, is_pipeline=True)
+                except (InexactMicrobatchError, BatchArgumentError):
+                    self.known.inexact.append(count - 1)
+                    continue
+                search = StageSearch.of(split, self.options, self.cluster, self.report)
+                if search is None:
+                    return
+                first = search.within(self._limit)
+                self.known.stages[count] = PricedStages(split, search, first)
+            yield self.known.stages[count]
 
     def automatic_pipelines(self) -> list[PlannedStep]:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
 
-        With the microbatches that are asked, else with about four for each node (at least eight),
-        and with more where nothing fits, or where less of a bubble pays. A long program begins with
-        a number in the middle, which tells most about the others.
+        With more microbatches where nothing fits, or where less of a bubble pays.
         """
-        options, sizes = self.options, batch_sizes(self.graph)
-        asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
-        limit = memory_limit_of(options, self.cluster)
-        if options.logical_mesh is not None or not sizes:
-            return []
-        counts: Sequence[int] = [*_doubled(sizes, enough)] if asked == "auto" else [int(asked)]
-        if self.is_long:
-            counts = [counts[len(counts) // 2], *counts]
-        made, promised = list[PlannedStep](), math.inf
-        while counts and counts[0] >= 2:
-            try:
-                split = self.split(counts[0], is_pipeline=True)
-            except (InexactMicrobatchError, BatchArgumentError):
-                counts = [count for count in counts if count < counts[0]]
-                continue
-            stages = StageSearch.of(split, options, self.cluster, self.report)
-            if stages is None:
-                break
-            first = stages.within(limit)
+        counts, tried = self._stage_counts(), set[int]()
+        made, promised = list[PlannedStep](), self.best_seconds
+        while (found := next(self._stages_of(counts), None)) is not None:
+            split, stages, first = found
+            tried.add(split.num_microbatches)
             if first is not None and first[1] * WORTH_PLANNING < promised:
-                planned = self._within(stages, split)
+                planned = self._within(stages, split, first)
                 made += planned
                 if any(candidate.fits for candidate in planned):
                     promised = first[1]
-            left = [count for count in counts if count != split.num_microbatches]
+            left = [count for count in counts if count not in tried]
             expected = math.inf if first is None else first[1]
-            counts = _worth_trying(stages, left, limit, expected, promised)
+            counts = worth_trying(stages, left, self._limit, expected, promised)
         return made
 
-    def _within(self, stages: StageSearch, split: SplitStep) -> list[PlannedStep]:
-        """Pipelines of the stages that are found, with less and less memory.
+    def _within(
+        self, stages: StageSearch, split: SplitStep, first: tuple[StageLayout, float]
+    ) -> list[PlannedStep]:
+        """Pipelines of the stages that are found, the `first` ones and with less and less memory.
 
         The search adds up what layers need, which is not all: until a pipeline fits, or one that
         fits takes about as long as the search takes the next one to do at the least.
         """
         made: list[PlannedStep] = []
-        limit = target = memory_limit_of(self.options, self.cluster)
-        for _ in range(STAGES_TRIED):
-            found = stages.within(target)
+        limit = target = self._limit
+        for tried in range(STAGES_TRIED):
+            found = stages.within(target) if tried else first
             if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
                 break
             layout, options, cluster = found[0], self.options, self.cluster
@@ -318,50 +363,6 @@ class LayoutSearch:
             most = max(max(candidate.peak_bytes) for candidate in planned)
             target -= max(most - limit, limit // 50)
         return made
-
-
-def _worth_trying(
-    stages: StageSearch, counts: Sequence[int], limit: int, expected: float, promised: float
-) -> Sequence[int]:
-    """What is left to try, first the fewest microbatches that may fit and are as good as any.
-
-    None where that is hardly less than what is `promised` of the best that is known. From the
-    number that stages are known for, with which they are `expected` to take so long, it is looked
-    both ways while numbers get better or are about as good: with fewer, stages wait longer for each
-    other and need more memory, with more, they start more often what takes as long for few rows.
-    """
-    own, best = stages.num_microbatches, expected
-    seconds: dict[int, float] = {}
-    for count in sorted((count for count in counts if count < own), reverse=True):
-        choice = stages.with_microbatches(count).within(limit)
-        if choice is None:
-            break
-        seconds[count] = choice[1]
-        best = min(best, choice[1])
-        if choice[1] > ENOUGH * best:
-            break
-    for count in sorted(count for count in counts if count > own):
-        choice = stages.with_microbatches(count).within(limit)
-        if choice is None:
-            continue
-        seconds[count] = choice[1]
-        if choice[1] > ENOUGH * best:
-            break
-        best = min(best, choice[1])
-    best = min(seconds.values(), default=math.inf)
-    if best * WORTH_PRICING > promised:
-        return []
-    good = [count for count, each in sorted(seconds.items()) if each <= ENOUGH * best]
-    return [*good, *(count for count in counts if count not in good)] if good else []
-
-
-def _doubled(sizes: set[int], enough: int) -> Iterator[int]:
-    """Numbers of microbatches from one that is enough, as far as the batch divides."""
-    count = largest_count(sizes, enough)
-    yield count
-    while largest_count(sizes, 2 * count) > count:
-        count *= 2
-        yield count
 
 
 def seconds_of_best(candidates: Sequence[PlannedStep]) -> float:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.units import format_bytes
 from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
-    LARGE_PROBLEM,
     Allowed,
     MeshSearch,
     PlaceInPipeline,
     PlannedStage,
-    SplitStep,
     memory_limit_of,
 )
 from autopar.passes.sharding.strategy_graph import StrategyGraph
@@ -29,11 +29,13 @@ MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 class SearchSoFar(NamedTuple):
     """What is known when meshes are planned: a step that fits takes so long elsewhere.
 
-    And whether `more_microbatches` can be tried after these.
+    Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
+    some of the meshes with any memory.
     """
 
     seconds: float = math.inf
     more_microbatches: bool = False
+    expected: Mapping[tuple[int, ...], float] = MappingProxyType({})
 
 
 NOTHING_SO_FAR = SearchSoFar()
@@ -99,9 +101,12 @@ def plan_meshes(
     """`plan_mesh` for each mesh, as far as that can be the cheapest of all that fit.
 
     A mesh whose cheapest program exceeds the memory and costs more than one that fits elsewhere is
-    not planned within the limit: that would only cost more. Meshes of the same devices need about
-    the same at the least: where more microbatches can be tried and two meshes of a large program do
-    not fit with these, the others are not planned within the limit either.
+    not planned within the limit: that would only cost more. Where it is known what a step may be
+    expected to take, the meshes are planned in that order, and not at all if it is hardly less than
+    with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
+    same devices need about the same at the least: where more microbatches can be tried and two
+    meshes of a large program do not fit with these, the others are not planned within the limit
+    either.
 
     Args:
       split: the whole step.
@@ -113,37 +118,50 @@ def plan_meshes(
       others: what is known from elsewhere.
     """
     limit = memory_limit_of(options, cluster)
-    searches, found = [], list[PlannedStage]()
-    for number, mesh in enumerate(meshes):
-        of = f", {number + 1} of {len(meshes)}" if len(meshes) > 1 else ""
-        report(f"choosing shardings on a mesh of {_shape(mesh)}{of}")
-        part = submesh(cluster, math.prod(mesh))
-        searches.append(MeshSearch.of(split, mesh, options, part, None, None))
-        found.append(searches[-1].attempt(None, False))
-        if found[-1].fits:
-            fits(found[-1])
-    firsts = list(found)
-    exceeding = [i for i, planned in enumerate(found) if not planned.fits]
-    failed = 0
-    for i in sorted(exceeding, key=lambda i: firsts[i].solution.lower_bound):
-        fitting = (_whole_seconds(x, cluster) for x in found if x.fits)
-        if firsts[i].least_seconds > min(fitting, default=others.seconds):
+    searches, found = dict[int, MeshSearch](), dict[int, PlannedStage]()
+    failed, left = 0, [*range(len(meshes))]
+
+    def least(i: int) -> float:
+        """What is known of the seconds on a mesh before it is planned (within the limit)."""
+        if i in found:
+            return found[i].least_seconds
+        known = others.expected
+        wrong = [x.least_seconds / known[x.mesh] for x in found.values() if x.mesh in known]
+        enough = ENOUGH_OF_LARGE if wrong else 1.0
+        return known.get(meshes[i], 0.0) * min(wrong, default=1.0) * enough
+
+    while left:
+        i = min(left, key=least)
+        fitting = (_whole_seconds(x, cluster) for x in found.values() if x.fits)
+        if found and least(i) > min(fitting, default=others.seconds):
+            break
+        if i not in found:
+            of = f", {len(found) + 1} of {len(meshes)}" if len(meshes) > 1 else ""
+            report(f"choosing shardings on a mesh of {_shape(meshes[i])}{of}")
+            part = submesh(cluster, math.prod(meshes[i]))
+            searches[i] = MeshSearch.of(split, meshes[i], options, part, None, None)
+            found[i] = searches[i].attempt(None, False)
+            if found[i].fits:
+                fits(found[i])
+                left.remove(i)
             continue
-        hurries = others.more_microbatches and len(searches[i].built.nodes) > LARGE_PROBLEM
+        left.remove(i)
+        first = found[i]
+        hurries = others.more_microbatches and searches[i].is_large
         if hurries and failed == MESHES_TRIED:
             break
-        missing = format_bytes(firsts[i].peak.bytes - limit)
+        missing = format_bytes(first.peak.bytes - limit)
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
-        within = searches[i].tightened(firsts[i])
+        within = searches[i].tightened(first)
         if not within.fits:
             failed += 1
-            small = [] if hurries else searches[i].small(firsts[i]) + searches[i].least(False)
-            within = min([firsts[i], within, *small], key=lambda x: x.peak.bytes)
-        if within is not firsts[i]:
-            found[i] = replace(within, unlimited=firsts[i])
+            small = [] if hurries else searches[i].small(first) + searches[i].least(False)
+            within = min([first, within, *small], key=lambda x: x.peak.bytes)
+        if within is not first:
+            found[i] = replace(within, unlimited=first)
             if within.fits:
                 fits(found[i])
-    return found
+    return [found[i] for i in sorted(found)]
 
 
 def _whole_seconds(planned: PlannedStage, cluster: Cluster) -> float:

@@ -15,7 +15,8 @@ from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import StageLayout, microbatch_counts
-from autopar.passes.planner.stage_shardings import SplitStep, memory_limit_of
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 from autopar.passes.recompute.run_again import recomputed

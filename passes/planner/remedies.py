@@ -28,12 +28,14 @@ from autopar.passes.planner.layouts import (
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.recomputing import recomputed_step
 from autopar.passes.planner.refusals import smallest
-from autopar.passes.planner.stage_shardings import MeshSearch, SplitStep, memory_limit_of
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.restrict import check_batch
 from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 
 SECONDS = 6.0  # for all tries; the one that is going on is ended
+SECONDS_OF_SOLVER = 0.5  # for a stage of a pipeline: close to the limit, proofs take long
 MOST_NAMED = 3
 DOUBLINGS = 6  # of the nodes
 
@@ -260,6 +262,7 @@ def _pipelines(search: Searched, layout: StageLayout, counts: list[int]) -> Iter
         options = replace(options, schedule="1f1b")
     if options.remat == "auto":
         options = replace(options, remat="full")
+    options = replace(options, solver_time_limit=options.solver_time_limit or SECONDS_OF_SOLVER)
     for count in reversed(counts):
         try:
             split = search.split(count, True)

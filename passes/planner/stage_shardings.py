@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 from jax.extend.core import Var
@@ -14,16 +14,14 @@ from autopar.base.cluster import Cluster, axis_names
 from autopar.base.costs import PICOSECONDS
 from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
-from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes.graph.graph import Graph
-from autopar.passes.graph.microbatched import InFlight, Microbatched
+from autopar.passes.graph.microbatched import InFlight
 from autopar.passes.pieces.piece_costs import PieceCosts
 from autopar.passes.pieces.pieces import StagePiece
 from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.layouts import submesh
-from autopar.passes.planner.rewritings import AS_WRITTEN, Rewriting
-from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.build import build
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.loop_kinds import loop_kinds
@@ -36,7 +34,6 @@ from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import restriction
 from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-from autopar.passes.sharding.traffic import MemoryTraffic
 from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import Infeasible, Problem, Solution, solve
 
@@ -45,40 +42,13 @@ ENOUGH_GAP = 1e-3  # of the best cost, where a problem is large
 ENOUGH_MEMORY_GAP = 5e-3  # the same where memory may bind; to prove more takes long
 LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
 DEAR = (10.0, 1000.0)  # times a quickest plan's seconds over its bytes: prices of a byte
+HOPELESS = 1.5  # times the limit: where plans chosen for their bytes need more, nothing fits
 HURRIED_GAP = 2e-3  # what is enough where many problems are solved to choose among them,
 HURRIED_WORK = 0.3  # or so much deterministic work
 PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory cost a step's time
 ENOUGH_OF_LARGE = 1.02  # times what a large stage takes with any memory: nothing else is looked at
 ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
-
-
-@dataclass(frozen=True)
-class SplitStep:
-    """A step with its batch split in time, its rules, and how each output is put together.
-
-    `rewriting` says what is written otherwise in its program than in the user's; of a step with
-    several loops over the microbatches, `later_loops` says what the later ones do with what earlier
-    ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again.
-    """
-
-    step: Microbatched
-    rules: Rules
-    certificate: tuple[OutputCertificate, ...] = ()
-    num_microbatches: int = 1
-    rewriting: Rewriting = AS_WRITTEN
-    later_loops: str = ""
-    recomputation: Recomputation | None = None
-
-    @property
-    def graph(self) -> Graph:
-        """All of the program."""
-        return self.step.graph
-
-    @cached_property
-    def traffic(self) -> MemoryTraffic:
-        """What its equations move in memory."""
-        return MemoryTraffic(self.graph.jaxpr)
 
 
 @dataclass(frozen=True)
@@ -135,12 +105,13 @@ def prepare(
 ) -> tuple[StrategyGraph, Pricing, BatchDims]:
     """The integer program of a split graph on one mesh, its prices, and where the batch is."""
     graph, rules = split.graph, split.rules
-    dims = batch_dims(graph, rules)
+    dims = split.dims
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
     allowed = restriction(graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds)
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic)
-    return build(split.step, rules, mesh, pricing, allowed), pricing, dims
+    buffers = split.buffers(cluster.device.name)
+    return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims
 
 
 Allowed = Sequence[Sequence[int]]
@@ -280,6 +251,10 @@ class MeshSearch:
             if ways[0].fits and ways[0].step_seconds <= ENOUGH_OF_LARGE * first.least_seconds:
                 return replace(ways[0], unlimited=first)
         made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
+        small = [] if self.is_large else self.small(made[-1])
+        if small and min(x.peak.bytes for x in small) > HOPELESS * self.limit:
+            best = min([*made, *small, *self.least(self.remats[-1])], key=lambda x: x.peak.bytes)
+            return best if best is first else replace(best, unlimited=first)
         if ways:
             ways += [*made, *(self.at_least_price(x) for x in made[1:] if not x.fits)]
             fitting = [x for x in ways if x.fits]
@@ -293,7 +268,8 @@ class MeshSearch:
         if any(x.fits for x in made):
             best = min((x for x in made if x.fits), key=lambda x: x.step_seconds)
         else:
-            made += [*self.small(made[len(self.remats) - 1]), *self.least(self.remats[-1])]
+            small = small or self.small(made[len(self.remats) - 1])
+            made += [*small, *self.least(self.remats[-1])]
             best = min(made, key=lambda x: x.peak.bytes)
         return best if best is first else replace(best, unlimited=first)
 

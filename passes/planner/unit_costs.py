@@ -16,6 +16,7 @@ from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.candidates import stage_options
 from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
     StageOption,
 )
@@ -24,12 +25,10 @@ from autopar.passes.planner.stage_shardings import (
     MeshSearch,
     PlaceInPipeline,
     PlannedStage,
-    SplitStep,
     memory_limit_of,
 )
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
-from autopar.passes.sharding.batch_dims import batch_dims
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
@@ -193,6 +192,7 @@ class UnitCosts:
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
         self._free: dict[int, _FreeWays] = {}
+        self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
         self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
 
     def ways(self, size: int) -> list[Way]:
@@ -223,8 +223,14 @@ class UnitCosts:
 
     def least_seconds(self, size: int) -> float:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
-        totals = map(_joined, self._free_ways(size).ways.values())
-        return min(map(self._step_seconds, totals), default=math.inf)
+        return min(self.seconds_by_mesh(size).values(), default=math.inf)
+
+    def seconds_by_mesh(self, size: int) -> dict[tuple[int, ...], float]:
+        """The same for each logical mesh of so many devices; of slow ones a bound."""
+        free = self._free_ways(size)
+        found = {mesh: self._step_seconds(_joined(way)) for mesh, way in free.ways.items()}
+        slow = TOO_SLOW * min(found.values(), default=math.inf)
+        return {mesh: found.get(mesh, slow) for mesh in free.searches}
 
     def _free_ways(self, size: int) -> _FreeWays:
         """The plans with any memory on the logical meshes of so many devices that are quick.
@@ -287,8 +293,14 @@ class UnitCosts:
     def _search(self, place: PlaceInPipeline, mesh: tuple[int, ...], part: Cluster) -> MeshSearch:
         stage = place.graph
         own = dataclasses.replace(stage_options(stage, self._options), remat="none")
-        split = SplitStep(stage.step, populate(stage.graph.jaxpr))
-        return MeshSearch.of(split, mesh, own, part, None, place)
+        return MeshSearch.of(self._split(place), mesh, own, part, None, place)
+
+    def _split(self, place: PlaceInPipeline) -> SplitStep:
+        """The unit's graph with what is known of it on all meshes."""
+        stage = place.graph
+        if id(stage) not in self._splits:
+            self._splits[id(stage)] = SplitStep(stage.step, populate(stage.graph.jaxpr))
+        return self._splits[id(stage)]
 
     def _way(self, planned: Mapping[Kind, PlannedStage], part: Cluster) -> Way:
         known = {kind: self._cost(kind, planned[kind], part) for kind in self.typical}
@@ -310,7 +322,7 @@ class UnitCosts:
         loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
         outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
         inside = sum(prices.seconds(loop.body) for loop in loops)
-        dims = batch_dims(stage.graph, planned.split.rules)
+        dims = planned.split.dims
         rowless = sum(prices.rowless_seconds(loop.body, dims) for loop in loops)
         account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
         fixed = sum(account.throughout.values())

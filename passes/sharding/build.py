@@ -19,7 +19,7 @@ from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
-from autopar.passes.sharding.scope_memory import settle
+from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.scopes import (
     Assigned,
     Entry,
@@ -28,7 +28,6 @@ from autopar.passes.sharding.scopes import (
     Scope,
     ScopeValue,
     aval_shape,
-    itemsize,
 )
 from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraph, StrategyGraphBuilder
 from autopar.passes.sharding.sums import accumulating, starts_of_sums, whole_inside
@@ -44,9 +43,10 @@ def build(
     mesh: tuple[int, ...],
     pricing: Pricing,
     restriction: Restriction,
+    buffers: ScopeBuffers | None = None,
 ) -> StrategyGraph:
-    """Nodes with their strategies and costs (seconds a step), and edges with resharding costs."""
-    return _Walk(rules, mesh, pricing, restriction).run(step)
+    """Nodes with their costs (seconds a step), and edges; meshes may share a step's `buffers`."""
+    return _Walk(rules, mesh, pricing, restriction, buffers).run(step)
 
 
 class _Walk(StrategyGraphBuilder):
@@ -125,7 +125,7 @@ class _Walk(StrategyGraphBuilder):
                 if not isinstance(var, jex_core.DropVar)
             )
             ends.append(self.built.time)
-        settle(self.compiler, scope.jaxpr, env, ends)
+        self.buffers.settle(scope.jaxpr, env, ends)
         return begins
 
     def equation(
@@ -149,7 +149,7 @@ class _Walk(StrategyGraphBuilder):
             return self.opener(scope, eqn, shape, values)
         followed = values[lead]
         assert isinstance(followed, Assigned)
-        found = tuple(self.follow(shape, lead, layout) for layout in followed.layouts)
+        found = self.follow(shape, lead, followed.layouts)
         return self._grouped(scope, eqn, shape, values, followed.node, found)
 
     def constrained(
@@ -214,12 +214,7 @@ class _Walk(StrategyGraphBuilder):
         for s, option in enumerate(options):
             seconds[s] += scope.times * sum(self.pricing.exchange(eqn, *option[1:3]))
             if option.completed:
-                seconds[s] += scope.times * sum(
-                    self.pricing.reshard(
-                        a, b, aval_shape(var), itemsize(var.aval), self.built.sum_ratio(var)
-                    )
-                    for a, b, var in zip(option.left, option.results, eqn.outvars, strict=True)
-                )
+                seconds[s] += scope.times * self.completing(eqn, option)
         return self._grouped(scope, eqn, shape, values, node, options)
 
     def _grouped(
@@ -229,19 +224,20 @@ class _Walk(StrategyGraphBuilder):
         shape: st.Shape,
         values: list[ScopeValue],
         node: int,
-        found: tuple[st.Strategy, ...],
+        found: st.Strategies,
     ) -> tuple[Entry, list[ScopeValue]]:
+        sides = self.sides(found)
         for position, value in enumerate(values):
             if isinstance(value, (Assigned, Recomputed)):
-                self.link(value, [s.operands[position] for s in found], node, scope.times)
+                self.link(value, sides.operands[position], node, scope.times)
         whole = scope.times * self.pricing.compute(eqn, shape.rule)
         start = scope.times * self.pricing.start(eqn)
-        for s, strategy in enumerate(found):
-            self.built.nodes[node].seconds[s] += start + whole / strategy.division
-        layouts = zip(*(s.results for s in found), strict=True)
+        seconds = self.built.nodes[node].seconds
+        for s, division in enumerate(sides.divisions):
+            seconds[s] += start + whole / division
         results: list[ScopeValue] = [
             self.assigned(node, made, v, eqn.primitive.name not in UNFUSED)
-            for made, v in zip(layouts, eqn.outvars, strict=True)
+            for made, v in zip(sides.results, eqn.outvars, strict=True)
         ]
         if all(math.prod(aval_shape(v)) <= 1 for v in eqn.outvars):
             results = [Replicated() for _ in eqn.outvars]

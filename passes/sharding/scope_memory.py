@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.core import DropVar, Jaxpr, Literal, Var
 
@@ -17,19 +18,47 @@ from autopar.passes.sharding.held_values import held_values
 from autopar.passes.sharding.scopes import Assigned, ScopeValue, aval_shape, value_bytes
 
 
-def settle(
-    compiler: CompilerRules, jaxpr: Jaxpr, env: Mapping[Var, ScopeValue], ends: Sequence[int]
-) -> None:
-    """Say of a scope's values whether they are buffers, and until when.
+class ScopeBuffers:
+    """Which values of a program's scopes are buffers; found once for all meshes.
 
-    Args:
-      compiler: nothing is said where its rules are those of near readers.
-      jaxpr: the scope's.
-      env: what its variables are.
-      ends: when each of its equations is done.
+    Nothing is said where the compiler's rules are those of near readers.
     """
-    if not compiler.fuses_anywhere:
-        return
+
+    def __init__(self, compiler: CompilerRules):
+        self.compiler = compiler
+        self._found: dict[int, tuple[Jaxpr, _ScopeFacts]] = {}  # by identity of what lives
+
+    def settle(self, jaxpr: Jaxpr, env: Mapping[Var, ScopeValue], ends: Sequence[int]) -> None:
+        """Say of a scope's values whether they are buffers, and until when.
+
+        Args:
+          jaxpr: the scope's.
+          env: what its variables are.
+          ends: when each of its equations is done.
+        """
+        if not self.compiler.fuses_anywhere:
+            return
+        if id(jaxpr) not in self._found:
+            self._found[id(jaxpr)] = jaxpr, _facts(jaxpr, self.compiler)
+        facts = self._found[id(jaxpr)][1]
+        for var in facts.made_again:
+            value = env.get(var)
+            if isinstance(value, Assigned):
+                value.live.made_again = True
+        for var, reader in facts.last_read.items():
+            value = env.get(var)
+            if isinstance(value, Assigned):
+                value.live.last = max(value.live.last, ends[reader])
+
+
+class _ScopeFacts(NamedTuple):
+    """The values that are no buffers, and the last equation of those that read each buffer."""
+
+    made_again: Sequence[Var]
+    last_read: Mapping[Var, int]
+
+
+def _facts(jaxpr: Jaxpr, compiler: CompilerRules) -> _ScopeFacts:
     program = [
         InstructionValues(
             eqn,
@@ -43,13 +72,10 @@ def settle(
     held = held_values(
         program, inputs, outputs, value_bytes, lambda v: math.prod(aval_shape(v)), compiler
     )
-    for made, end in zip(program, ends, strict=True):
-        for var in made.results:
-            value = env.get(var)
-            if isinstance(value, Assigned) and held.made_of.get(var) not in (None, {var}):
-                value.live.made_again = True
+    results = (var for made in program for var in made.results)
+    made_again = [var for var in results if held.made_of.get(var) not in (None, {var})]
+    last_read: dict[Var, int] = {}
+    for number, made in enumerate(program):
         if any(map(held.is_held, made.results)):
-            for var in held.read_by(made.operands):
-                value = env.get(var)
-                if isinstance(value, Assigned):
-                    value.live.last = max(value.live.last, end)
+            last_read.update(dict.fromkeys(held.read_by(made.operands), number))
+    return _ScopeFacts(made_again, last_read)

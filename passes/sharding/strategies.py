@@ -37,6 +37,9 @@ class Strategy(NamedTuple):
         return self.left != self.results
 
 
+Strategies = tuple[Strategy, ...]
+
+
 @dataclass(frozen=True)
 class Shape:
     """What strategies depend on: the rule and in which operands the equation is linear."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
+from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.scopes import (
     Assigned,
     LiveRange,
@@ -68,22 +70,47 @@ class StrategyGraph:
         return dtype_bytes(jnp.dtype(dtype)) / itemsize(var.aval) if dtype else 1.0
 
 
+Layouts = tuple[Layout, ...]
+"""Of a value, for each strategy of a node."""
+
+
+class StrategySides(NamedTuple):
+    """Of a list of strategies: each operand's layouts, each result's, and what work is divided by.
+
+    It holds the list, so that no other one has its id.
+    """
+
+    found: st.Strategies
+    operands: tuple[Layouts, ...]
+    results: tuple[Layouts, ...]
+    divisions: tuple[int, ...]
+
+
 class StrategyGraphBuilder:
     """Adds nodes and edges; strategies, layouts and prices are found once each."""
 
     def __init__(
-        self, rules: Rules, mesh: tuple[int, ...], pricing: Pricing, restriction: Restriction
+        self,
+        rules: Rules,
+        mesh: tuple[int, ...],
+        pricing: Pricing,
+        restriction: Restriction,
+        buffers: ScopeBuffers | None = None,
     ):
         self.rules, self.mesh = rules, mesh
         self.pricing, self.restriction = pricing, restriction
-        self.compiler = rules_of(pricing.cluster.device.name)
+        self.buffers = buffers or ScopeBuffers(rules_of(pricing.cluster.device.name))
         self.built = StrategyGraph(mesh, sum_dtypes=restriction.sum_dtypes)
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
         self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
-        self._follow: dict[tuple[int, int, Layout], st.Strategy] = {}
-        self._options: dict[object, tuple[st.Strategy, ...]] = {}
-        self._tables: dict[tuple[int, int, float], np.ndarray] = {}
-        self._ids: dict[tuple[Layout, ...], int] = {}
+        self._follow: dict[tuple[int, int, int], st.Strategies] = {}
+        self._reads: dict[tuple[int, int, int], Layouts] = {}
+        self._options: dict[object, st.Strategies] = {}
+        self._tables: dict[tuple[int, int, float], np.ndarray | None] = {}
+        # Equal layouts are one object, and lists of strategies stay: they are known by their ids.
+        self._interned: dict[Layouts, Layouts] = {}
+        self._ids = set[int]()
+        self._sides: dict[int, StrategySides] = {}
         # Nodes of weights and sums of gradients: what is moved from or to them can be hidden.
         self.in_background: set[int] = set()
 
@@ -93,7 +120,8 @@ class StrategyGraphBuilder:
         """A value that `node` decides, alive from now on."""
         live = LiveRange(self.built.time, self.built.time, fused)
         ratio = self.built.sum_ratio(var)
-        value = Assigned(node, layouts, aval_shape(var), itemsize(var.aval), live, ratio)
+        shape, layouts = aval_shape(var), self.interned(layouts)
+        value = Assigned(node, layouts, shape, itemsize(var.aval), live, ratio)
         self.built.values.append(value)
         return value
 
@@ -116,28 +144,33 @@ class StrategyGraphBuilder:
             if value.live.entering and value.live.last < value.live.first:
                 value.live.first = self.built.time
             value.live.last = self.built.time
-            self._link_assigned(value, tuple(wanted), node, times)
+            self._link_assigned(value, self.interned(wanted), node, times)
         elif isinstance(value, Recomputed):
+            wanted = self.interned(wanted)
             for position, operand in enumerate(value.operands):
                 if isinstance(operand, (Assigned, Recomputed)):
-                    reads = [self._project(value, position, layout) for layout in wanted]
-                    self.link(operand, reads, node, times)
+                    self.link(operand, self._projected(value, position, wanted), node, times)
 
-    def _project(self, value: Recomputed, position: int, layout: Layout) -> Layout:
-        choice = st.produce(value.shape, 0, layout, self.mesh)
-        return self.strategy(value.shape, choice).operands[position]
+    def _projected(self, value: Recomputed, position: int, wanted: Layouts) -> Layouts:
+        """In which layouts an operand is read to compute a value again in those that are wanted."""
+        key = (id(value.shape), position, id(wanted))
+        if key not in self._reads:
+            choices = (st.produce(value.shape, 0, layout, self.mesh) for layout in wanted)
+            reads = [self.strategy(value.shape, choice).operands[position] for choice in choices]
+            self._reads[key] = self.interned(reads)
+        return self._reads[key]
 
-    def _link_assigned(
-        self, value: Assigned, wanted: tuple[Layout, ...], node: int, times: int
-    ) -> None:
+    def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: int) -> None:
         table = self._table(value, wanted)
+        if table is None:
+            return
         if self.pricing.cluster.overlap and {value.node, node} & self.in_background:
             table = (1 - self.pricing.cluster.overlap) * table
         if value.node == node:
             seconds = self.built.nodes[node].seconds
             for s in range(len(wanted)):
                 seconds[s] += times * float(table[s, s])
-        elif table.any():
+        else:
             a, b = value.node, node
             matrix = times * table
             if a > b:
@@ -145,19 +178,42 @@ class StrategyGraphBuilder:
             known = self.built.edges.get((a, b))
             self.built.edges[a, b] = matrix if known is None else known + matrix
 
-    def _table(self, value: Assigned, wanted: tuple[Layout, ...]) -> np.ndarray:
-        ratio = value.sum_ratio
-        key = (self._id(value.layouts), self._id(wanted), ratio)
-        tables = self._tables.get(key)
-        if tables is None:
+    def _table(self, value: Assigned, wanted: Layouts) -> np.ndarray | None:
+        """Seconds by the value's layout and the one that is wanted; None where all are free."""
+        key = (id(value.layouts), id(wanted), value.sum_ratio)
+        if key not in self._tables:
             rows, row_of = _unique(value.layouts)
             columns, column_of = _unique(wanted)
+            ratio = value.sum_ratio
             linear = np.array([[self.pricing.linear(a, b, ratio) for b in columns] for a in rows])
-            tables = self._tables[key] = linear[np.ix_(row_of, column_of)]
+            self._tables[key] = linear[np.ix_(row_of, column_of)] if linear.any() else None
+        tables = self._tables[key]
+        if tables is None:
+            return None
         return tables[..., 0] + tables[..., 1] * (math.prod(value.shape) * value.itemsize)
 
-    def _id(self, layouts: tuple[Layout, ...]) -> int:
-        return self._ids.setdefault(layouts, len(self._ids))
+    def interned(self, layouts: Sequence[Layout]) -> Layouts:
+        """The one object for equal layouts."""
+        if id(layouts) in self._ids and isinstance(layouts, tuple):
+            return layouts
+        made = tuple(layouts)
+        known = self._interned.setdefault(made, made)
+        self._ids.add(id(known))
+        return known
+
+    def sides(self, found: st.Strategies) -> StrategySides:
+        """What strategies ask of operands and leave in results, found once for a list of them."""
+        known = self._sides.get(id(found))
+        if known is None:
+            operands = zip(*(s.operands for s in found), strict=True)
+            results = zip(*(s.results for s in found), strict=True)
+            known = self._sides[id(found)] = StrategySides(
+                found,
+                tuple(map(self.interned, operands)),
+                tuple(map(self.interned, results)),
+                tuple(s.division for s in found),
+            )
+        return known
 
     def shape(self, eqn: JaxprEqn, rounding: bool) -> st.Shape:
         rule = self.rules[eqn]
@@ -173,14 +229,16 @@ class StrategyGraphBuilder:
             self._strategies[key] = st.strategy(shape, choice, self.mesh)
         return self._strategies[key]
 
-    def follow(self, shape: st.Shape, lead: int, layout: Layout) -> st.Strategy:
-        key = (id(shape), lead, layout)
+    def follow(self, shape: st.Shape, lead: int, layouts: Layouts) -> st.Strategies:
+        """The strategies that take operand `lead` as it lies, in each of some layouts."""
+        layouts = self.interned(layouts)
+        key = (id(shape), lead, id(layouts))
         if key not in self._follow:
-            choice = st.follow(shape, lead, layout, self.mesh)
-            self._follow[key] = self.strategy(shape, choice)
+            choices = (st.follow(shape, lead, layout, self.mesh) for layout in layouts)
+            self._follow[key] = tuple(self.strategy(shape, choice) for choice in choices)
         return self._follow[key]
 
-    def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> tuple[st.Strategy, ...]:
+    def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> st.Strategies:
         """Strategies of an equation that opens a group, without duplicates."""
         allowed, must = self.restriction.allowed_factors(eqn, shape)
         scatter = self.restriction.may_scatter(eqn)
@@ -220,6 +278,15 @@ class StrategyGraphBuilder:
             options = tuple(o for o in options if o.division in (1, most))
         self._options[key] = options
         return options
+
+    def completing(self, eqn: JaxprEqn, option: st.Strategy) -> float:
+        """Seconds of reducing what an equation leaves, at once."""
+        return sum(
+            self.pricing.reshard(
+                a, b, aval_shape(var), itemsize(var.aval), self.built.sum_ratio(var)
+            )
+            for a, b, var in zip(option.left, option.results, eqn.outvars, strict=True)
+        )
 
     def _parts_along(self, axes: frozenset[int], option: st.Strategy, adds: bool) -> int:
         """Into how many parts these axes cut an equation; a sum of parts counts as cut."""

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar.passes.planner.auto_stages import StageSearch
-from autopar.passes.planner.layout_search import _doubled
+from autopar.passes.planner.more_microbatches import doubled
 from autopar.passes.planner.unit_costs import UnitCost
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
@@ -40,8 +40,8 @@ def test_more_microbatches_may_fit() -> None:
     found = search(4, (SMALL,) * 4)
     assert found.within(59) is None  # one unit needs 30 and 10 for each in flight, two need 60
     assert found.with_microbatches(32).within(59) is not None
-    assert [*_doubled({64}, 8)] == [8, 16, 32, 64]
-    assert [*_doubled({24}, 8)] == [8]
+    assert [*doubled({64}, 8)] == [8, 16, 32, 64]
+    assert [*doubled({24}, 8)] == [8]
 
 
 @pytest.mark.parametrize(("odd", "regular"), [(1.04, True), (6.0, False)])

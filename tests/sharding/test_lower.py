@@ -20,7 +20,7 @@ from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.pieces.cutting import uncut
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import parts_of
-from autopar.passes.planner.stage_shardings import SplitStep
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.schedule import ONE_STAGE
 from autopar.passes.sharding.collectives import collectives

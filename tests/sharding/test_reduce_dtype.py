@@ -15,7 +15,7 @@ from autopar.base.options import Options
 from autopar.passes.graph.graph import walk
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.mesh_choice import plan_mesh
-from autopar.passes.planner.stage_shardings import SplitStep
+from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.collectives import collectives
 from autopar.passes.trace.trace import trace

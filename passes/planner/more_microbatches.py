@@ -1,0 +1,56 @@
+"""With how many microbatches automatic stages are tried after some number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.layouts import largest_count
+
+ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
+WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at
+
+
+def worth_trying(
+    stages: StageSearch, counts: Sequence[int], limit: int, expected: float, promised: float
+) -> Sequence[int]:
+    """What is left to try, first the fewest microbatches that may fit and are as good as any.
+
+    None where that is hardly less than what is `promised` of the best that is known. From the
+    number that stages are known for, with which they are `expected` to take so long, it is looked
+    both ways while numbers get better or are about as good: with fewer, stages wait longer for each
+    other and need more memory, with more, they start more often what takes as long for few rows.
+    """
+    own, best = stages.num_microbatches, expected
+    seconds: dict[int, float] = {}
+    for count in sorted((count for count in counts if count < own), reverse=True):
+        choice = stages.with_microbatches(count).within(limit)
+        if choice is None:
+            break
+        seconds[count] = choice[1]
+        best = min(best, choice[1])
+        if choice[1] > ENOUGH * best:
+            break
+    for count in sorted(count for count in counts if count > own):
+        choice = stages.with_microbatches(count).within(limit)
+        if choice is None:
+            continue
+        seconds[count] = choice[1]
+        if choice[1] > ENOUGH * best:
+            break
+        best = min(best, choice[1])
+    best = min(seconds.values(), default=math.inf)
+    if best * WORTH_PRICING > promised:
+        return []
+    good = [count for count, each in sorted(seconds.items()) if each <= ENOUGH * best]
+    return [*good, *(count for count in counts if count not in good)] if good else []
+
+
+def doubled(sizes: set[int], enough: int) -> Iterator[int]:
+    """Numbers of microbatches from one that is enough, as far as the batch divides."""
+    count = largest_count(sizes, enough)
+    yield count
+    while largest_count(sizes, 2 * count) > count:
+        count *= 2
+        yield count

@@ -1,0 +1,57 @@
+"""A step with its batch split in time, and what is known of it on every mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.base.plan_records import OutputCertificate, Recomputation
+from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.planner.rewritings import AS_WRITTEN, Rewriting
+from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
+from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.sharding.scope_memory import ScopeBuffers
+from autopar.passes.sharding.traffic import MemoryTraffic
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step with its batch split in time, its rules, and how each output is put together.
+
+    `rewriting` says what is written otherwise in its program than in the user's; of a step with
+    several loops over the microbatches, `later_loops` says what the later ones do with what earlier
+    ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again.
+    """
+
+    step: Microbatched
+    rules: Rules
+    certificate: tuple[OutputCertificate, ...] = ()
+    num_microbatches: int = 1
+    rewriting: Rewriting = AS_WRITTEN
+    later_loops: str = ""
+    recomputation: Recomputation | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """All of the program."""
+        return self.step.graph
+
+    @cached_property
+    def traffic(self) -> MemoryTraffic:
+        """What its equations move in memory."""
+        return MemoryTraffic(self.graph.jaxpr)
+
+    @cached_property
+    def dims(self) -> BatchDims:
+        """Where the batch is."""
+        return batch_dims(self.graph, self.rules)
+
+    def buffers(self, device: str) -> ScopeBuffers:
+        """Which of its values are buffers on a kind of device."""
+        return self._buffers.setdefault(device, ScopeBuffers(rules_of(device)))
+
+    @cached_property
+    def _buffers(self) -> dict[str, ScopeBuffers]:
+        return {}
