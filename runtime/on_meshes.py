@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.arrays.buffers import HOST_MEMORY
 from autopar.arrays.split_array import SplitArray, put
 from autopar.passes.graph import jax_compat
 
@@ -48,7 +49,7 @@ class OnMeshes:
         self.first, self.cut = array, cut
         self._copies: dict[tuple[jax.Device, ...], Any] = {}
         devices = _devices_of(array)
-        if devices is not None:
+        if devices is not None and array.sharding.memory_kind != HOST_MEMORY:
             self._copies[devices] = array
 
     def on(self, mesh: Mesh) -> Any:

@@ -25,7 +25,7 @@ from autopar.passes.primitives.cuts import DimCut
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.reshard import ReshardStep
+from autopar.passes.sharding.reshard import HOST_COPIES, ReshardStep
 from autopar.passes.sharding.run_order import Tie, ties
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -98,7 +98,7 @@ class _Device:
 
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
-        waiting = ties(block, self.mesh) if self.rules.keeps_order else {}
+        waiting = ties(block, self.mesh, self.rules.keeps_order)
         for number, instruction in enumerate(block.instructions):
             if number in waiting:
                 self.wait(env, waiting[number])
@@ -209,6 +209,10 @@ class _Device:
         if is_key(value.dtype):  # collectives carry the numbers that a typed key wraps
             data = self.step(step, jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        if step.kind in HOST_COPIES:
+            to_host = step.kind == "to-host"
+            space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
+            return jax.device_put(value, space)
         value = jnp.asarray(value)
         names = self.axes(step.axes)
         if step.kind == "slice":

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar.arrays.buffers import HOST_MEMORY
+from autopar.base.errors import DeviceError
 from autopar.base.run_flags import LATENCY_HIDING
 from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
@@ -75,6 +77,23 @@ def mesh_of(program: SpmdProgram, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(own, program.axis_names, axis_types=(AxisType.Auto,) * len(program.mesh))
 
 
+def _in_host(sharding: NamedSharding) -> NamedSharding:
+    """The same parts in the memory of the hosts.
+
+    Raises:
+      DeviceError: the devices have no such memory.
+    """
+    device = sharding.mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise DeviceError(
+            f"The plan puts arrays into the hosts' memory, and {device.device_kind} cannot.",
+            why=f"JAX offers it the memory kinds {', '.join(kinds) or 'none'}, not {HOST_MEMORY}.",
+            hint="plan with offload='none'.",
+        )
+    return sharding.with_memory_kind(HOST_MEMORY)
+
+
 def check_type(found: Any, wanted: jax.ShapeDtypeStruct) -> None:
     """See that a leaf's shape and dtype are as compiled for.
 
@@ -125,7 +144,10 @@ class StagePrograms:
             stage = program.value_of[number].stage
             if stage in stage_meshes:
                 spec, partial = spec_of(version, pieces.programs[stage])
-                self.places[number] = Place(NamedSharding(stage_meshes[stage], spec), partial)
+                sharding = NamedSharding(stage_meshes[stage], spec)
+                if version.layout.in_host:
+                    sharding = _in_host(sharding)
+                self.places[number] = Place(sharding, partial)
 
     def variants(self) -> dict[tuple[str, tuple[int, ...]], Any]:
         """A compiled function for every piece and every set of values that it donates."""

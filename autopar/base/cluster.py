@@ -73,6 +73,9 @@ class Cluster(Displayed, Record):
       process_bandwidth: bytes per second that a process of one mesh sends one of another by way of
         their hosts; 0: meshes reach each other over the links alone. `autopar.Ray(devices="gpu")`
         with sockets sets it where it is 0.
+      host_bandwidth: bytes per second that each device moves to or from the memory of its host, all
+        devices at a time; 0: nothing is put there.
+      host_memory_bytes: of each node, for what is put there; 0: not known, and no limit.
 
     >>> cluster = Cluster.preset("dgx-h100", nodes=2)
     >>> cluster.num_devices, cluster.axis_link((2, 8), 1).kind, cluster.axis_link((2, 8), 0).kind
@@ -94,6 +97,8 @@ class Cluster(Displayed, Record):
     overlap: float = 0.0
     price_per_device_hour: float = 0.0
     process_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    host_memory_bytes: int = 0
 
     page: ClassVar = ("small_pages", "cluster_page")
 
@@ -148,7 +153,9 @@ class Cluster(Displayed, Record):
             inter_node=Link(system["inter_bandwidth"], system["inter_latency"]),
             collective_seconds=system["collective_seconds"],
             devices_per_card=system.get("devices_per_card", 1),
-            pair_bandwidth=_pairs(system, devices_per_node),
+            pair_bandwidth=hardware.pair_bandwidth(system, devices_per_node),
+            host_bandwidth=system.get("host_bandwidth", 0.0),
+            host_memory_bytes=hardware.host_memory_bytes(system, devices_per_node),
             source=f"autopar's preset {system_name}",
         )
 
@@ -292,6 +299,11 @@ class Cluster(Displayed, Record):
         """Bytes per second of one network card, which `devices_per_card` devices share."""
         return self.inter_node.bandwidth * self.devices_per_card
 
+    @property
+    def host_share(self) -> int:
+        """Bytes of a node's memory for each of its devices."""
+        return self.host_memory_bytes // self.devices_per_node
+
     def with_links(self, scale: float) -> Cluster:
         """The same devices, their links so many times as quick."""
 
@@ -337,14 +349,6 @@ def _axis_link(cluster: Cluster, shape: tuple[int, ...], axes: tuple[int, ...]) 
     return link_of_groups(nodes, places, cluster.intra_node, inter, cluster.pair_bandwidth)
 
 
-def _pairs(system: dict[str, Any], size: int) -> tuple[tuple[float, ...], ...]:
-    """Bandwidths of a node's direct links, where the table says how many there are."""
-    links = system.get("pair_links", ())
-    if size > len(links):
-        return ()
-    return tuple(tuple(n * system["link_bandwidth"] for n in row) for row in links)
-
-
 def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
     """Virtual devices share the cores and the memory of their machine."""
     core = Cluster.preset("cpu")
@@ -363,6 +367,8 @@ def _local_cpus(nodes: int, devices_per_node: int) -> Cluster:
         devices_per_node=devices_per_node,
         device=device,
         intra_node=Link(core.intra_node.bandwidth * share, core.intra_node.latency),
+        host_bandwidth=core.host_bandwidth * share,
+        host_memory_bytes=hardware.machine_memory_bytes(),
         source=f"{core.source}, for {hardware.num_cores()} cores",
     )
 
@@ -381,19 +387,8 @@ def _local_accelerators(devices: Sequence[Any], nodes: int, devices_per_node: in
         )
     preset = Cluster.preset(name, nodes=nodes, devices_per_node=devices_per_node)
     # What the allocator owns is the true limit of what programs can use, and tells variants apart.
-    memory = _memory_limit(devices)
+    memory = hardware.allocator_bytes(devices)
     device = dataclasses.replace(preset.device, name=kind)
     if memory:
         device = dataclasses.replace(device, memory_bytes=memory, memory_fraction=1.0)
     return dataclasses.replace(preset, name=f"local {kind}", device=device)
-
-
-def _memory_limit(devices: Sequence[Any]) -> int | None:
-    """What the allocator of the first of these devices has that this process can ask."""
-    for device in devices:
-        try:
-            stats = device.memory_stats()
-        except RuntimeError:  # another process's, or not there at all
-            continue
-        return (stats or {}).get("bytes_limit")
-    return None

@@ -22,7 +22,7 @@ def impossible_numbers(cluster: Any) -> list[str]:
     rates += numbers("device.fused_speedup")
     latencies = ("intra_node.latency", "inter_node.latency", "collective_seconds")
     seconds = numbers("device.kernel_seconds", *latencies, "price_per_device_hour")
-    seconds += numbers("process_bandwidth")
+    seconds += numbers("process_bandwidth", "host_bandwidth", "host_memory_bytes")
     problems = [f"{name} is {n}, less than 1" for name, n in counts if n < 1]
     problems += [f"{name} is {x}, not positive" for name, x in rates if not 0 < x < math.inf]
     problems += [f"{name} is {x}, negative" for name, x in seconds if not 0 <= x < math.inf]

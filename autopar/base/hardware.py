@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,28 @@ def machine_memory_bytes() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def pair_bandwidth(system: dict[str, Any], size: int) -> tuple[tuple[float, ...], ...]:
+    """Bandwidths of a node's direct links, where the table says how many there are."""
+    links = system.get("pair_links", ())
+    if size > len(links):
+        return ()
+    return tuple(tuple(n * system["link_bandwidth"] for n in row) for row in links)
+
+
+def host_memory_bytes(system: dict[str, Any], size: int) -> int:
+    """The memory of a node; one with more devices than usual has as much for each."""
+    known, usual = system.get("host_memory_bytes", 0), system["devices_per_node"]
+    return int(known * max(size, usual) // usual)
+
+
+def allocator_bytes(devices: Sequence[Any]) -> int | None:
+    """What the allocator of the first of these devices has that this process can ask."""
+    for device in devices:
+        try:
+            stats = device.memory_stats()
+        except RuntimeError:  # another process's, or not there at all
+            continue
+        return (stats or {}).get("bytes_limit")
+    return None

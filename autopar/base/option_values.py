@@ -139,6 +139,32 @@ def logical_mesh(value: Any) -> tuple[int, ...] | None:
     return shape
 
 
+OFFLOADED = ("none", "auto", "optimizer")
+"""The named values of `offload`."""
+
+
+def offload(value: Any) -> str | tuple[str, ...]:
+    """What lies in the hosts' memory: a named value, or patterns of paths; None: "none"."""
+    if value is None:
+        return "none"
+    if isinstance(value, str) and value in OFFLOADED:
+        return value
+    patterns = (value,) if isinstance(value, str) else value
+    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, Mapping)
+    found = tuple(patterns) if is_list else ()
+    if found and all(isinstance(pattern, str) and pattern for pattern in found):
+        named = [name for name in found if name in OFFLOADED]
+        if not named:
+            return found
+        why = f"{named[0]!r} is no path; it is said alone."
+        raise impossible("offload", value, why, f"write offload={named[0]!r}.")
+    why = (
+        f"it must be one of {', '.join(map(repr, OFFLOADED))}, or a pattern of paths of the state, "
+        "or several."
+    )
+    raise impossible("offload", value, why, "for instance offload='opt_state' or ('*mu*', '*nu*').")
+
+
 def remat(value: Any) -> str:
     """What is computed again: "none", "full", "override", or "auto" (also None)."""
     known = ("auto", "none", "full", "override")

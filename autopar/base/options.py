@@ -99,6 +99,12 @@ class Options:
         mesh all of each layer. "auto": "full" for stages that do not fit otherwise; on one mesh,
         where neither microbatches nor shards make the step fit, as little as makes it fit.
         "override": as "auto", after undoing the program's own `jax.checkpoint`.
+      offload: which arrays of the state lie in the memory of the hosts between steps, and are on
+        the devices only while the step computes with them, a few at a time. "none"; "auto": those
+        for which that is cheaper than what else would make the step fit, by `host_bandwidth` and
+        `host_memory_bytes` of the cluster; "optimizer": all that only the optimizer reads (moments,
+        master weights); or a path pattern such as "opt_state" or "*nu*", or several, for those
+        that it names.
 
     Raises:
       OptionError: a value is not one that the option can have.
@@ -133,6 +139,7 @@ class Options:
     schedule: str | Callable[..., Any] | None = "auto"
     num_chunks: int | str | None = "auto"
     remat: str | None = "auto"
+    offload: str | tuple[str, ...] = "none"
     constraints: str = "pin"
     reduce_dtype: str = AS_COMPUTED
 
@@ -162,6 +169,7 @@ class Options:
         num_chunks = "auto" if self.num_chunks is None else self.num_chunks
         set_field("num_chunks", auto_or(num_chunks, count, "num_chunks"))
         set_field("remat", values.remat(self.remat))
+        set_field("offload", values.offload(self.offload))
         values.one_of(self.constraints, CONSTRAINTS, "constraints")
         values.one_of(self.reduce_dtype, REDUCE_DTYPES, "reduce_dtype")
         if self.stages == "auto" or self.stages == 1:

@@ -13,7 +13,10 @@ def digests(plan: PlanRecord) -> dict[str, str]:
     """A short digest of each part that an edited plan is followed by; `Plan.written` keeps them."""
 
     def specs(tensors: Iterable[TensorPlan]) -> object:
-        return [[tensor.path, tensor.spec] for tensor in tensors]
+        return [
+            [tensor.path, tensor.spec, *(["host"] if tensor.memory == "host" else [])]
+            for tensor in tensors
+        ]
 
     def choices(stage: StagePlan) -> object:
         return [[item.node, item.choice] for item in stage.strategies]
@@ -33,13 +36,14 @@ def edited_parts(plan: PlanRecord) -> frozenset[str]:
     return frozenset(name for name, digest in plan.written.items() if now.get(name) != digest)
 
 
-def layout_of(spec: Spec) -> str:
-    """A spec as strategies write layouts.
+def layout_of(spec: Spec, memory: str = "device") -> str:
+    """A spec, and where it lies, as strategies write layouts.
 
-    >>> layout_of(((), ("x", "y")))
-    '[-|xy]'
+    >>> layout_of(((), ("x", "y"))), layout_of(((),), "host")
+    ('[-|xy]', '[-] host')
     """
-    return f"[{'|'.join(''.join(axes) or '-' for axes in spec)}]"
+    cuts = f"[{'|'.join(''.join(axes) or '-' for axes in spec)}]"
+    return f"{cuts} host" if memory == "host" else cuts
 
 
 def chosen_layouts(plan: PlanRecord) -> dict[tuple[int, str], str]:

@@ -49,6 +49,7 @@ class TensorPlan(Record):
       bytes_per_device: of the part that each device holds.
       donated: whether the step consumes the buffer.
       stages: the pipeline stages that hold it; `spec` names axes of the first one's mesh.
+      memory: where it lies between steps: in that of the "device", or of its "host".
     """
 
     path: str
@@ -60,6 +61,12 @@ class TensorPlan(Record):
     bytes_per_device: int
     donated: bool = False
     stages: tuple[int, ...] = (0,)
+    memory: str = "device"
+
+    @property
+    def device_bytes(self) -> int:
+        """What a device holds of it between steps."""
+        return self.bytes_per_device if self.memory == "device" else 0
 
     @property
     def value(self) -> str:
@@ -253,6 +260,26 @@ class Recomputation(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class InHostMemory(Record):
+    """What of the state lies in the memory of the hosts between steps.
+
+    So many `arrays`, of which the hosts of a node's devices hold `bytes_per_node`; in a step a
+    device copies `moved_bytes` to and from it, which takes `seconds` if nothing hides it.
+    """
+
+    arrays: int
+    bytes_per_node: int
+    moved_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        what = f"{self.arrays} array{'s' * (self.arrays != 1)} of the state"
+        size, moved = format_bytes(self.bytes_per_node), format_bytes(self.moved_bytes)
+        seconds = format_seconds(self.seconds)
+        return f"{what}: {size} a node; a device copies {moved} a step, which takes {seconds}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate(Record):
     """A plan that was considered; estimates are None where it is impossible, as `note` says."""
 
@@ -293,6 +320,7 @@ class PlanRecord(Displayed, Record):
       interrupted: planning stopped before everything was tried, by Ctrl-C or `planning_time_limit`.
       written: digests of the parts that may be edited in a file, as they were written.
       recomputation: of a plan for one mesh, what is computed again to save memory.
+      host: what of the state lies in the hosts' memory.
     """
 
     autopar_version: str
@@ -317,6 +345,7 @@ class PlanRecord(Displayed, Record):
     interrupted: bool = False
     written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     recomputation: Recomputation | None = None
+    host: InHostMemory | None = None
     format_version: int = FORMAT_VERSION
 
     page: ClassVar = ("plan_page", "plan_page")
@@ -495,6 +524,7 @@ def _check_tensor(tensor: TensorPlan, stage: StagePlan) -> None:
     assert len(tensor.spec) == len(tensor.shape), f"{tensor.path}: {tensor.spec} for {tensor.shape}"
     used = [axis for axes in tensor.spec for axis in axes]
     assert len(set(used)) == len(used), f"{tensor.path}: an axis cuts two dimensions: {tensor.spec}"
+    assert tensor.memory in ("device", "host"), f"{tensor.path} lies in {tensor.memory!r}"
     assert set(used) <= set(sizes), f"{tensor.path}: {tensor.spec} names an unknown axis"
     for size, axes in zip(tensor.shape, tensor.spec, strict=True):
         assert size % math.prod(sizes[a] for a in axes) == 0, f"{tensor.path}: {axes} cut {size}"

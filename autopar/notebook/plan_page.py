@@ -146,6 +146,8 @@ def _notes(plan: PlanRecord) -> list[str]:
         notes.append("Planning was stopped: this is the best plan that had been found.")
     if plan.recomputation is not None:
         notes.append(f"Computed again: {plan.recomputation}.")
+    if plan.host is not None:
+        notes.append(f"In the memory of the hosts: {plan.host}.")
     if plan.padding:
         sizes = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
         notes.append(f"Padded inside the step: {sizes}.")
@@ -178,7 +180,7 @@ def memory_rows(plan: PlanRecord) -> str:
         sizes: Counter[str] = Counter()
         for tensor in plan.inputs:
             copies = sum(stage in here for stage in tensor.stages)
-            sizes[categories[tensor.path]] += copies * tensor.bytes_per_device
+            sizes[categories[tensor.path]] += copies * tensor.device_bytes
         if (rest := peak - sizes.total()) > 0:
             sizes["computed values"] = rest
         parts = [(f"{k}: {format_bytes(n)}", float(n), colors[k]) for k, n in sizes.items()]
@@ -226,7 +228,7 @@ def _tensors(plan: PlanRecord) -> str:
                 Cell(f'<code class="l">{text(partition_spec(group.tensor.spec))}</code>'),
                 str(group.count),
                 format_bytes(group.bytes),
-                format_bytes(group.bytes_per_device),
+                group.per_device,
                 *((summaries.format_homes(group.stages),) if staged else ()),
                 Cell(f'<span class="q" title="{attribute(why)}">{text(brief)}</span>'),
             )

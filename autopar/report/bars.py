@@ -150,7 +150,7 @@ def _memory_parts(plan: PlanRecord) -> list[tuple[str, int]]:
     categories = input_categories(plan)
     sizes: Counter[str] = Counter()
     for tensor in plan.inputs:
-        sizes[categories[tensor.path]] += tensor.bytes_per_device
+        sizes[categories[tensor.path]] += tensor.device_bytes
     peak = max(plan.estimates.peak_bytes_per_device, sum(sizes.values()))
     parts = sorted(sizes.items(), key=lambda item: -item[1])
     large = [(name, size) for name, size in parts[:5] if size > 0.001 * peak]

@@ -16,6 +16,9 @@ from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
 
 MOST_ROWS = 24
+IN_HOST = " in the host's memory"
+"""What is said of the layout of a leaf that lies there."""
+
 TINY_SECONDS = 1e-15  # seconds; costs are whole picoseconds
 
 
@@ -203,4 +206,6 @@ def _short_layout(text: str) -> str:
         r"\('(\w)', '(\w)'(?:, '(\w)')?\)", lambda m: "/".join(filter(None, m.groups())), dims
     )
     sums = re.findall(r"a \w+ over (\w)", rest)
-    return f"[{dims.replace('None', '-').replace(chr(39), '')}]{''.join(f' +{a}' for a in sums)}"
+    there = " host" * text.endswith(IN_HOST)
+    dims = dims.removesuffix(IN_HOST).removesuffix(")").replace("None", "-").replace("'", "")
+    return f"[{dims}]{''.join(f' +{a}' for a in sums)}{there}"

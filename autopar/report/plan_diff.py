@@ -58,6 +58,7 @@ def _causes(plan: PlanRecord, other: PlanRecord) -> Iterator[str]:
     yield from _pair("mesh", _meshes(plan.stages), _meshes(other.stages))
     yield from _pair("stages", _stages(plan), _stages(other))
     yield from _pair("recomputed", _remat(plan.stages), _remat(other.stages))
+    yield from _pair("in the hosts' memory", str(plan.host or "-"), str(other.host or "-"))
     yield from _pair("padded", _padding(plan), _padding(other))
     yield from _pair("blocks of experts", *(str(p.expert_blocks) for p in (plan, other)))
     yield from _pair("later loops", plan.later_loops or "-", other.later_loops or "-")
@@ -147,6 +148,8 @@ def _otherwise(before: TensorPlan, after: TensorPlan) -> str:
         parts += [f"{field} {x} -> {y}"] if x != y else []
     if before.spec != after.spec:
         parts.append(f"{partition_spec(before.spec)} -> {partition_spec(after.spec)}")
+    if before.memory != after.memory:
+        parts.append(f"in the memory of the {before.memory} -> {after.memory}")
     if before.donated != after.donated:
         parts.append("donated" if after.donated else "no longer donated")
     if before.bytes_per_device != after.bytes_per_device:

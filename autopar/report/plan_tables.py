@@ -100,6 +100,8 @@ class _Tables:
             add_row(grid, "loops", f"several; later ones {does} what they need of earlier ones")
         if plan.recomputation is not None:
             add_row(grid, "recomputed", str(plan.recomputation))
+        if plan.host is not None:
+            add_row(grid, "in hosts", str(plan.host))
         if plan.interrupted:
             add_row(grid, "interrupted", "the best plan that had been found when planning stopped")
         if plan.padding:
@@ -216,7 +218,7 @@ class _Tables:
                     _shape(group.tensor, self.styles),
                     str(group.count),
                     format_bytes(group.bytes),
-                    format_bytes(group.bytes_per_device),
+                    group.per_device,
                     *((summaries.format_homes(group.stages),) if self.staged else ()),
                 )
         if len(members) > 1:

@@ -12,7 +12,14 @@ from autopar.base.plan_records import NodeStrategy, PlanRecord, Spec, StagePlan,
 from autopar.base.runner_up import RunnerUp
 from autopar.base.units import format_bytes, format_microbatches, format_seconds, without_rows
 from autopar.passes.sharding.pins import matches_path
-from autopar.report.explanation import TINY_SECONDS, Explanation, LayoutReason, parts_of, place_of
+from autopar.report.explanation import (
+    IN_HOST,
+    TINY_SECONDS,
+    Explanation,
+    LayoutReason,
+    parts_of,
+    place_of,
+)
 from autopar.report.name_matching import is_called, near_names, patterns
 from autopar.report.path_folding import fold_paths, short_path
 
@@ -110,9 +117,7 @@ def _of_leaf(
 ) -> LayoutReason:
     value = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
     source = found[0].source if found else ""
-    plain = LayoutReason(
-        tensor.path, tensor.role, value, tensor.stages[0], source, partition_spec(tensor.spec)
-    )
+    plain = LayoutReason(tensor.path, tensor.role, value, tensor.stages[0], source, _stored(tensor))
     if found is None:
         return dataclasses.replace(plain, forced_by="computed", why="it is stored as it is made.")
     pin = next((p for p in plan.options.get("pins", ()) if matches_path(tensor.path, p)), None)
@@ -128,9 +133,7 @@ def _of_output(
     has_state: bool,
 ) -> LayoutReason:
     value = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
-    plain = LayoutReason(
-        tensor.path, "output", value, tensor.stages[0], "", partition_spec(tensor.spec)
-    )
+    plain = LayoutReason(tensor.path, "output", value, tensor.stages[0], "", _stored(tensor))
     pin = next((p for p in plan.options.get("pins", ()) if matches_path(tensor.path, p)), None)
     if pin is not None and found is not None:
         return dataclasses.replace(plain, forced_by="pin", why=f"the pin {pin!r} asks for it.")
@@ -206,6 +209,11 @@ def _sharding(node: NodeStrategy) -> str:
     return layout_text(node.choice.partition(" ")[2])
 
 
+def _stored(tensor: TensorPlan) -> str:
+    """How a leaf is stored."""
+    return partition_spec(tensor.spec) + (IN_HOST if tensor.memory == "host" else "")
+
+
 def partition_spec(spec: Spec) -> str:
     """How a leaf is cut, as a `PartitionSpec`.
 
@@ -226,7 +234,7 @@ def layout_text(text: str) -> str:
     spec = tuple(tuple(axes.replace("-", "")) for axes in dims.split("|")) if dims else ()
     sums = re.findall(r"\+(\w+)\((\w+)\)", rest)
     left = "".join(f", a {kind} over {axis} left to do" for kind, axis in sums)
-    return partition_spec(spec) + left
+    return partition_spec(spec) + left + (IN_HOST if rest.endswith(" host") else "")
 
 
 def _quicker(plan: PlanRecord) -> str:

@@ -18,6 +18,7 @@ from autopar.base.plan_records import (
     StageTransfer,
     TensorPlan,
 )
+from autopar.base.units import format_bytes
 from autopar.report.path_folding import fold_paths, short_path
 
 
@@ -26,8 +27,8 @@ class TensorGroup:
     """Tensors that differ only in their paths, such as the layers of a model.
 
     `path` folds them (`Block_{0..11}/{bias,scale}`), `tensor` is the first of them, `bytes` are
-    those of all together, `bytes_per_device` those on a device of the mesh that holds the most,
-    and `stages` has an entry for each of them.
+    those of all, `bytes_per_device` those on a device of the mesh that holds the most (or in its
+    host's memory); `stages` has an entry for each of them.
     """
 
     path: str
@@ -36,6 +37,11 @@ class TensorGroup:
     bytes: int
     bytes_per_device: int
     stages: tuple[tuple[int, ...], ...] = ((0,),)
+
+    @property
+    def per_device(self) -> str:
+        """The bytes per device in words; those of the hosts' memory are said to be there."""
+        return format_bytes(self.bytes_per_device) + " host" * (self.tensor.memory == "host")
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def fold_tensors(
     alike: dict[tuple[object, ...], dict[str, TensorPlan]] = {}
     order: dict[str, int] = {}
     for tensor in tensors:
-        key = (tensor.role, tensor.shape, tensor.dtype, tensor.spec, tensor.donated)
+        key = (tensor.role, tensor.shape, tensor.dtype, tensor.spec, tensor.donated, tensor.memory)
         alike.setdefault(key, {})[tensor.path] = tensor
         order[tensor.path] = len(order)
     groups: list[tuple[int, TensorGroup]] = []
@@ -99,18 +105,20 @@ def fold_tensors(
                 count=len(members),
                 tensor=members[0],
                 bytes=sum(tensor.bytes for tensor in members),
-                bytes_per_device=most_bytes_per_device(members, meshes),
+                bytes_per_device=most_bytes_per_device(members, meshes, members[0].memory),
                 stages=tuple(tensor.stages for tensor in members),
             )
             groups.append((min(order[path] for path in paths), group))
     return tuple(group for _, group in sorted(groups, key=lambda item: item[0]))
 
 
-def most_bytes_per_device(tensors: Iterable[TensorPlan], meshes: Sequence[int] = ()) -> int:
-    """What a device of the fullest mesh holds of these tensors, in bytes."""
+def most_bytes_per_device(
+    tensors: Iterable[TensorPlan], meshes: Sequence[int] = (), memory: str = "device"
+) -> int:
+    """What a device of the fullest mesh, or its "host", holds of these tensors, in bytes."""
     sizes: Counter[int] = Counter()
     for tensor in tensors:
-        for stage in tensor.stages:
+        for stage in tensor.stages if tensor.memory == memory else ():
             sizes[meshes[stage] if meshes else stage] += tensor.bytes_per_device
     return max(sizes.values(), default=0)
 
@@ -126,8 +134,7 @@ def group_certificate(plan: PlanRecord) -> tuple[tuple[str, int, tuple[str, ...]
         paths = [entry.path for entry in plan.certificate if entry.how == how]
         results = [path for path in paths if not is_state.get(path, False)]
         names = list(fold_paths(results))
-        if len(results) < len(paths):
-            count = len(paths) - len(results)
+        if count := len(paths) - len(results):
             names.append(f"{count} {'leaf' if count == 1 else 'leaves'} of the new state")
         rows.append((how, len(paths), tuple(names)))
     return tuple(rows)
@@ -377,9 +384,8 @@ def memory_limit(plan: PlanRecord) -> int | None:
     limit = plan.options.get("memory_limit")
     if limit is None and isinstance(plan.cluster.get("device"), Mapping):
         device = plan.cluster["device"]
-        limit = device.get("memory_bytes")
-        if isinstance(limit, int):
-            limit = int(limit * device.get("memory_fraction", 1.0))
+        known, share = device.get("memory_bytes"), device.get("memory_fraction", 1.0)
+        limit = int(known * share) if isinstance(known, int) else None
     return limit if isinstance(limit, int) else None
 
 

@@ -44,7 +44,7 @@ from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.pins import pins_of
-from autopar.passes.sharding.spmd_program import SpmdProgram
+from autopar.passes.sharding.spmd_program import SpmdProgram, host_bytes
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
 from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
 
@@ -60,7 +60,8 @@ class PlannedStep:
     """A step in stages: what each mesh runs, in which order, and what that is expected to take.
 
     The split step is as it was sliced: scans over layers are cut in it. A device may hold `limit`
-    bytes; `remat` says of each stage whether its backward pass computes the forward pass again.
+    bytes, and its host `host_limit` for it (0: any number); `remat` says of each stage whether its
+    backward pass computes the forward pass again.
     """
 
     split: SplitStep
@@ -72,6 +73,7 @@ class PlannedStep:
     forecast: Forecast
     limit: int
     remat: tuple[bool, ...]
+    host_limit: int = 0
 
     @property
     def is_pipeline(self) -> bool:
@@ -88,10 +90,19 @@ class PlannedStep:
         """Bytes per device at each mesh's worst moment of the simulated step."""
         return self.forecast.peak_bytes if self.is_pipeline else (self.planned[0].peak.bytes,)
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes that the host of a device has of the state; of the mesh that has most."""
+        sizes = Counter[int]()
+        for program, mesh in zip(self.pieces.programs, self.schedule.mesh_of_stage, strict=True):
+            sizes[mesh] += host_bytes(program)
+        return max(sizes.values())
+
     @property
     def fits(self) -> bool:
-        """Whether every device can hold what it has at its worst moment."""
-        return max(self.peak_bytes) <= self.limit
+        """Whether every device, and every host, can hold what it has at its worst moment."""
+        there = not self.host_limit or self.host_bytes <= self.host_limit
+        return there and max(self.peak_bytes) <= self.limit
 
     @property
     def runnable(self) -> Runnable:
@@ -318,7 +329,10 @@ def assemble(
     pieces = take_apart(stages, [p.program for p in planned], remat)
     parts = parts_of(pieces, split)
     expected = _expected(pieces, parts, schedule, planned, cluster)
-    return PlannedStep(split, stages, planned, pieces, parts, schedule, expected, limit, remat)
+    host = cluster.host_share
+    return PlannedStep(
+        split, stages, planned, pieces, parts, schedule, expected, limit, remat, host
+    )
 
 
 def take_apart(stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool]) -> Pieces:

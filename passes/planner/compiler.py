@@ -52,6 +52,7 @@ from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
+from autopar.passes.sharding.host_leaves import check_offload
 from autopar.passes.sharding.pins import check_pins
 from autopar.plans.plan import Plan
 
@@ -94,6 +95,7 @@ def compile_graph(
     search = LayoutSearch.of(graph, options, cluster, report)
     options = options if plan is None else with_pins_of(plan, options)
     check_pins(graph, options.pins)
+    check_offload(graph, options.offload, cluster)
     if plan is not None:
         asked = options.to_dict()
         plan.require(program_hash=program_hash, options=asked, leaves=leaf_types(graph))
@@ -129,7 +131,25 @@ def compile_graph(
 
 
 def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
-    """Everything that is tried, and why not more microbatches."""
+    """Everything that is tried, and why not more microbatches.
+
+    Where memory binds, with what may lie in the hosts' memory as well.
+    """
+    if search.options.offload != "auto" or not search.cluster.host_bandwidth:
+        return _candidates(search)
+    options = replace(search.options, offload="none")
+    without = replace(search.within(options, search.cluster), report=search.report)
+    found, reason = _candidates(without)
+    if all(c.fits and all(p.unlimited is None for p in c.planned) for c in found):
+        return found, reason
+    search.report("putting state into the hosts' memory")
+    search = replace(search, best_seconds=seconds_of_best(found))
+    more, other_reason = _candidates(search)
+    return found + more, reason if quickest(found) else other_reason
+
+
+def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
+    """Everything that is tried with these options, and why not more microbatches."""
     options, cluster = search.options, search.cluster
     layout = asked_layout(options, cluster)
     pipelines: list[PlannedStep] = []
@@ -140,7 +160,8 @@ def _all_candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.stages == "auto" and stages_first:
         pipelines = search.automatic_pipelines()
     if first is None:
-        search = replace(search, best_seconds=seconds_of_best(pipelines))
+        known = min(search.best_seconds, seconds_of_best(pipelines))
+        search = replace(search, best_seconds=known)
         bound = OneMeshBound(1) if layout.is_pipeline else search.bound_on_one_mesh(layout)
         if bound is None:
             return pipelines, ""

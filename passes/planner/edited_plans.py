@@ -60,11 +60,11 @@ def _check_strategies(plan: Plan) -> None:
     layouts = chosen_layouts(plan)
     for tensor in plan.inputs:
         choice = layouts.get((tensor.stages[0], tensor.path))
-        if choice is not None and choice != layout_of(tensor.spec):
+        if choice is not None and choice != layout_of(tensor.spec, tensor.memory):
             raise PlanMismatchError(
                 f"The plan says two things of {tensor.path}.",
-                why=f"its spec is {layout_of(tensor.spec)}, and the strategy of its node is "
-                f"{choice}; strategies were edited.",
+                why=f"its spec is {layout_of(tensor.spec, tensor.memory)}, and the strategy of its "
+                f"node is {choice}; strategies were edited.",
                 hint="change only the spec, and strategies will follow; or plan again with pins=.",
             )
 
@@ -83,9 +83,15 @@ def _pins_of_inputs(plan: Plan, graph: Graph) -> tuple[Pin, ...]:
         choice = layouts.get((tensor.stages[0], tensor.path))
         if choice is None:
             continue
-        own = layout_of(tensor.spec) != choice
+        if (tensor.memory == "host") != choice.endswith(" host"):
+            raise PlanMismatchError(
+                f"The plan says two things of {tensor.path}.",
+                why=f"its memory is that of the {tensor.memory}, its node's strategy is {choice}.",
+                hint="plan again, with offload= naming what lies in the hosts' memory.",
+            )
+        own = layout_of(tensor.spec, tensor.memory) != choice
         other = later.get(without_rows(tensor.path))
-        its = other is not None and layout_of(other.spec) != choice
+        its = other is not None and layout_of(other.spec, other.memory) != choice
         if own and its and other is not None and other.spec != tensor.spec:
             raise PlanMismatchError(
                 f"The plan says two things of {tensor.path}, which {other.path} replaces.",

@@ -194,7 +194,8 @@ def _as_written(plan: Plan, written: StagePlan, built: StrategyGraph) -> list[li
         for node in built.inputs:
             leaf = stored.get(built.nodes[node].label)
             if leaf is not None and all(map(is_known, leaf.spec)):
-                layout = Layout(tuple(tuple(map(names.index, axes)) for axes in leaf.spec))
+                dims = tuple(tuple(map(names.index, axes)) for axes in leaf.spec)
+                layout = Layout(dims, in_host=leaf.memory == "host")
                 chosen[node] = describe(layout, names)
     for index, text in chosen.items():
         layouts = built.nodes[index].layouts

@@ -50,6 +50,7 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
 from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.sharding.host_leaves import may_leave
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
@@ -276,7 +277,8 @@ class LayoutSearch:
         """The first of these numbers of microbatches with which no plan for one mesh can fit."""
         meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
         devices, device = max(map(math.prod, meshes)), self.cluster.device.name
-        return too_few(self.graph, self.rules, device, counts, devices, self._limit, self.report)
+        away, limit = may_leave(self.graph, self.options.offload, self.cluster), self._limit
+        return too_few(self.graph, self.rules, device, counts, devices, limit, self.report, away)
 
     def promise_of_stages(self) -> float:
         """What the search for stages expects of a step, with the microbatches that it begins with.

@@ -133,10 +133,16 @@ def chunks_of(options: Options) -> int:
 
 def submesh(cluster: Cluster, num_devices: int) -> Cluster:
     """A part of the cluster: devices of one node where they fit there, else whole nodes."""
+    share = cluster.host_share
     if num_devices <= cluster.devices_per_node:
-        return dataclasses.replace(cluster, num_nodes=1, devices_per_node=num_devices)
+        host = share * num_devices
+        return dataclasses.replace(
+            cluster, num_nodes=1, devices_per_node=num_devices, host_memory_bytes=host
+        )
     if num_devices % cluster.devices_per_node:
-        return dataclasses.replace(cluster, num_nodes=num_devices, devices_per_node=1)
+        return dataclasses.replace(
+            cluster, num_nodes=num_devices, devices_per_node=1, host_memory_bytes=share
+        )
     return dataclasses.replace(cluster, num_nodes=num_devices // cluster.devices_per_node)
 
 

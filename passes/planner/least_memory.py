@@ -9,13 +9,15 @@ over without splitting the batch, building a program or solving it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jax.extend.core import Literal, Var
 from numpy.typing import NDArray
 
+from autopar.base.cluster import Cluster
+from autopar.base.options import Options
 from autopar.base.units import format_bytes, format_microbatches
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, Graph
@@ -23,8 +25,10 @@ from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import batch_dims
 from autopar.passes.sharding.compiler_rules import CompilerRules, rules_of
+from autopar.passes.sharding.host_leaves import may_leave
 from autopar.passes.sharding.peak_memory import FUSION_REACH
 from autopar.passes.sharding.scopes import value_bytes
+from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 
 _Bytes = NDArray[np.int64]
 
@@ -48,9 +52,12 @@ class LeastMemory:
     all_sums: int
 
     @classmethod
-    def of(cls, graph: Graph, rules: Rules, device: str) -> LeastMemory:
-        """Counts what a traced step must hold on that kind of device."""
-        return _count(graph, rules, rules_of(device))
+    def of(cls, graph: Graph, rules: Rules, device: str, away: Collection[int] = ()) -> LeastMemory:
+        """Counts what a traced step must hold on that kind of device.
+
+        Not the leaves with the numbers `away`, which may lie in the hosts' memory.
+        """
+        return _count(graph, rules, rules_of(device), away)
 
     def bytes(self, num_microbatches: int, num_devices: int) -> int:
         """What at least one device holds at the worst moment of a step."""
@@ -71,13 +78,15 @@ def too_few(
     num_devices: int,
     limit: int,
     report: Callable[[str], None],
+    away: Collection[int] = (),
 ) -> list[int]:
     """The first of these numbers of microbatches with which no plan for one mesh can fit.
 
-    The last is never one of them: of that, a plan says what is missing.
+    The last is never one of them: of that, a plan says what is missing. Leaves that are `away` need
+    not be on the devices.
     """
     found: list[int] = []
-    memory = LeastMemory.of(graph, rules, device) if len(counts) > 1 else None
+    memory = LeastMemory.of(graph, rules, device, away) if len(counts) > 1 else None
     for count in counts[:-1]:
         assert memory is not None
         least = memory.bytes(count, num_devices)
@@ -90,7 +99,15 @@ def too_few(
     return found
 
 
-def _count(graph: Graph, rules: Rules, compiler: CompilerRules) -> LeastMemory:
+def state_on_devices(graph: Graph, options: Options, cluster: Cluster) -> int:
+    """Bytes of the state's arrays that must be on devices between steps."""
+    away = may_leave(graph, options.offload, cluster)
+    return sum(bytes_of(v) for v, number in held_leaves(graph).items() if number not in away)
+
+
+def _count(
+    graph: Graph, rules: Rules, compiler: CompilerRules, away: Collection[int]
+) -> LeastMemory:
     jaxpr, dims = graph.jaxpr, batch_dims(graph, rules)
     eqns, end = jaxpr.eqns, len(jaxpr.eqns)
     same: dict[Var, Var] = {}  # what passes a barrier is the same buffer
@@ -132,7 +149,12 @@ def _count(graph: Graph, rules: Rules, compiler: CompilerRules) -> LeastMemory:
     last.update(dict.fromkeys((*kept, *outputs), end))
     whole, rows, sums = (np.zeros(end + 1, np.int64) for _ in range(3))
     all_sums, inputs = 0, set(jaxpr.invars)
+    gone = {jaxpr.invars[i] for i in away}
+    later = (graph.inputs[i].alias for i in away)
+    gone |= {x for i in later if i is not None and isinstance(x := jaxpr.outvars[i], Var)}
     for var, stop in last.items():
+        if var in gone:
+            continue
         lives_long = var in solid and steps[stop] - made_at[var] > FUSION_REACH
         lives_long = lives_long and not compiler.fuses_anywhere  # then readers may make it again
         if var not in written and not lives_long:

@@ -14,7 +14,7 @@ from autopar.passes.pipeline.parts import PipelineParts
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.sharding.reshard import COLLECTIVES
+from autopar.passes.sharding.reshard import COLLECTIVES, HOST_COPIES
 from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Relayout
 
 
@@ -103,7 +103,7 @@ def _moving(block: Block, pricing: Pricing) -> _Moving:
 def _resharding(instruction: Relayout, pricing: Pricing) -> _Moving:
     latency = moved = 0.0
     for step, _, size in instruction.moves():
-        if step.kind not in COLLECTIVES:  # a device's own work
+        if step.kind not in (*COLLECTIVES, *HOST_COPIES):  # a device's own work
             continue
         alpha, beta = pricing.step(step)
         latency += alpha

@@ -35,6 +35,7 @@ from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.planner.candidates import (
     PlannedStep,
 )
+from autopar.passes.planner.host_memory import in_host_memory
 from autopar.passes.planner.layouts import largest_count, submesh
 from autopar.passes.planner.plan_model import step_model
 from autopar.passes.planner.rewritings import AS_WRITTEN
@@ -45,7 +46,7 @@ from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.collectives import collectives_of, short_source
 from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.scopes import aval_shape, itemsize
-from autopar.passes.sharding.spmd_program import is_literal, local_bytes
+from autopar.passes.sharding.spmd_program import is_literal, part_bytes
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.plans.plan import Plan
 
@@ -82,7 +83,7 @@ def write_plan(
 
     def state_bytes(mesh: int) -> int:
         here = (t for t in inputs if mesh in {schedule.mesh_of_stage[s] for s in t.stages})
-        return sum(t.bytes_per_device for t in here if t.role == "state")
+        return sum(t.device_bytes for t in here if t.role == "state")
 
     made = Plan(
         autopar_version=__version__,
@@ -101,6 +102,7 @@ def write_plan(
         expert_blocks=chosen.split.rewriting.expert_blocks,
         later_loops=chosen.split.later_loops,
         recomputation=chosen.split.recomputation,
+        host=in_host_memory(chosen, cluster),
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=compute,
@@ -246,9 +248,10 @@ def _tensor_plan(
         dtype=str(aval.dtype),
         spec=tuple(tuple(program.axis_names[a] for a in axes) for axes in version.layout.dims),
         bytes=size,
-        bytes_per_device=size if is_literal(version) else local_bytes(version, program.mesh),
+        bytes_per_device=size if is_literal(version) else part_bytes(version, program.mesh),
         donated=donated,
         stages=stages,
+        memory="host" if version.layout.in_host else "device",
     )
 
 

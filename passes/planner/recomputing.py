@@ -15,13 +15,13 @@ from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import StageLayout, microbatch_counts
+from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.sharding.pricing import Pricing
-from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 
 
 def recomputed_plans(
@@ -45,7 +45,7 @@ def recomputed_plans(
       report: takes a line of progress.
     """
     made: list[PlannedStep] = []
-    state = sum(map(bytes_of, held_leaves(graph)))
+    state = state_on_devices(graph, options, cluster)
     if state > cluster.num_devices * memory_limit_of(options, cluster):
         return []
 

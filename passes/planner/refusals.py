@@ -36,6 +36,8 @@ def out_of_memory(
     """
     limit = memory_limit_of(options, cluster)
     best = smallest(candidates)
+    if max(best.peak_bytes) <= limit:
+        return _hosts_too_small(best, cluster)
     what = f"No plan keeps within {limit:,} bytes per device"
     if not best.is_pipeline:
         hints = ["a smaller batch", "more devices"]
@@ -69,6 +71,19 @@ def out_of_memory(
         least_plan=_in_words(best),
         largest_tensors=alive[:5],
         would_fit=would_fit,
+    )
+
+
+def _hosts_too_small(best: PlannedStep, cluster: Cluster) -> MemoryLimitError:
+    """The error of a step that fits the devices, and not the memory of their hosts."""
+    needed = best.host_bytes * cluster.devices_per_node
+    return MemoryLimitError(
+        f"The hosts of {cluster.name} have too little memory for what offload= puts there.",
+        where=f"{_in_words(best)}",
+        why=f"a node has {cluster.host_memory_bytes:,} bytes (host_memory_bytes of the cluster), "
+        f"and {needed:,} would be in it.",
+        hint="put less there, cut the state over more devices (method='zero3'), or use more nodes.",
+        least_bytes=max(best.peak_bytes),
     )
 
 

@@ -25,14 +25,14 @@ from autopar.passes.planner.layouts import (
     microbatch_counts,
     submesh,
 )
-from autopar.passes.planner.least_memory import LeastMemory
+from autopar.passes.planner.least_memory import LeastMemory, state_on_devices
 from autopar.passes.planner.recomputing import recomputed_step
 from autopar.passes.planner.refusals import smallest
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.sharding.host_leaves import may_leave
 from autopar.passes.sharding.restrict import check_batch
-from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 
 SECONDS = 6.0  # for all tries; the one that is going on is ended
 SECONDS_OF_SOLVER = 0.5  # for a stage of a pipeline: close to the limit, proofs take long
@@ -90,14 +90,21 @@ def remedies(
       seconds: of this process, after which no other change is tried.
     """
     begun, name = time.process_time(), search.cluster.device.name
-    least = LeastMemory.of(search.graph, search.rules, name)
+    bounds: dict[frozenset[int], LeastMemory] = {}
+
+    def least(found: S) -> LeastMemory:
+        away = may_leave(found.graph, found.options.offload, found.cluster)
+        if away not in bounds:
+            bounds[away] = LeastMemory.of(search.graph, search.rules, name, away)
+        return bounds[away]
 
     def fitting(changes: Iterable[Remedy], most: int) -> list[str]:
         found: list[str] = []
         for remedy in changes:
             if len(found) == most or time.process_time() - begun >= seconds:
                 break
-            if _fits(within(search, remedy.options, remedy.cluster), least):
+            other = within(search, remedy.options, remedy.cluster)
+            if _fits(other, least(other)):
                 found.append(remedy.words)
         return found
 
@@ -174,6 +181,8 @@ def _option_changes(options: Options, cluster: Cluster) -> Iterator[Remedy]:
         for name, free in _restrictions(options).items()
         if name == "microbatches" or not options.stages_by_hand
     ]
+    if options.offload == "none" and cluster.host_bandwidth:
+        changes.append({"offload": "auto"})
     if options.stages not in ("auto", 1) and options.logical_mesh is None:
         changes.append({"stages": 1})
     for changed in changes:
@@ -223,7 +232,7 @@ def _possible(search: Searched, least: LeastMemory, count: int, layout: StageLay
         memory_limit_of(search.options, search.cluster),
         search.cluster.num_devices,
     )
-    if sum(map(bytes_of, held_leaves(search.graph))) > devices * limit:
+    if state_on_devices(search.graph, search.options, search.cluster) > devices * limit:
         return False
     again = search.options.remat != "none" or layout.is_pipeline
     return again or least.bytes(count, devices) <= limit

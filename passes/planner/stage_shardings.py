@@ -23,6 +23,8 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.build import build
+from autopar.passes.sharding.folded_hosts import FoldedHosts
+from autopar.passes.sharding.host_leaves import host_leaves, hosts_fit
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.loop_kinds import loop_kinds
 from autopar.passes.sharding.lower import lower
@@ -108,7 +110,10 @@ def prepare(
     dims = split.dims
     pins = resolve_pins(graph, options.pins, mesh, axis_names(mesh))
     kinds = loop_kinds(graph, rules) if options.method in LOOP_METHODS else None
-    allowed = restriction(graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds)
+    hosted = host_leaves(graph, options.offload, dims) if cluster.host_bandwidth else {}
+    allowed = restriction(
+        graph, options.method, dims, mesh, pins, options.reduce_dtype, kinds, hosted
+    )
     pricing = Pricing(cluster, mesh, allowed.reduce_scatter, split.traffic)
     buffers = split.buffers(cluster.device.name)
     return build(split.step, rules, mesh, pricing, allowed, buffers), pricing, dims
@@ -136,7 +141,8 @@ def in_pipeline(
         more = account.loop_seconds(costs) - kept.loop_seconds(costs)
         seconds = more * place.graph.loop.num_microbatches
     worst = account.peak(_names(place.graph.graph))
-    return replace(planned, peak=worst, fits=worst.bytes <= limit, again_seconds=seconds)
+    fits = worst.bytes <= limit and hosts_fit(program, costs.pricing.cluster)
+    return replace(planned, peak=worst, fits=fits, again_seconds=seconds)
 
 
 def _names(graph: Graph) -> dict[Var, str]:
@@ -190,21 +196,24 @@ class MeshSearch:
         """The problem's solution among what is allowed."""
         enough = ENOUGH_GAP if problem.usage_limit is None else ENOUGH_MEMORY_GAP
         allowed, time_limit = self.allowed, self.options.solver_time_limit
+        folded = FoldedHosts(problem) if allowed else FoldedHosts.of(problem, self.built)
         found = solve(
-            problem if allowed is None else problem.restricted(allowed),
+            folded.problem if allowed is None else problem.restricted(allowed),
             time_limit=time_limit,
             work_limit=None if time_limit else SOLVER_WORK,
-            enough_gap=enough if problem.num_nodes > LARGE_PROBLEM else 0.0,
+            enough_gap=enough if problem.num_nodes > LARGE_PROBLEM or folded.holders else 0.0,
             seed=self.options.seed,
         )
         if allowed is None:
-            return found
+            return folded.unfolded(found)
         assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
         return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
 
     def hurried(self, problem: Problem) -> Solution:
         """A good solution among all strategies, soon."""
-        return solve(problem, work_limit=HURRIED_WORK, enough_gap=HURRIED_GAP)
+        folded = FoldedHosts.of(problem, self.built)
+        found = solve(folded.problem, work_limit=HURRIED_WORK, enough_gap=HURRIED_GAP)
+        return folded.unfolded(found)
 
     def lowered(self, solution: Solution, remat: bool) -> PlannedStage:
         """The program of a solution, with its peak."""
@@ -227,7 +236,8 @@ class MeshSearch:
         graph = self.split.graph
         donated = [label.donated for label in graph.inputs]
         worst = peak(planned.program, _names(graph), donated)
-        return replace(planned, peak=worst, fits=worst.bytes <= self.limit)
+        fits = worst.bytes <= self.limit and hosts_fit(planned.program, self.pricing.cluster)
+        return replace(planned, peak=worst, fits=fits)
 
     @property
     def is_large(self) -> bool:

@@ -16,6 +16,7 @@ from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.candidates import stage_options
 from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
+from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
     StageOption,
@@ -33,7 +34,6 @@ from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
 from autopar.passes.sharding.spmd_program import Block, Loop
-from autopar.passes.slicing.anatomy import bytes_of, held_leaves
 from autopar.passes.slicing.slice_stages import find_layers, slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
@@ -246,7 +246,8 @@ class UnitCosts:
         part, options = submesh(self._cluster, size), self._options
         made = _FreeWays(part, {}, {}, {})
         held = (
-            sum(map(bytes_of, held_leaves(self._labelled[i].graph))) for i in self.typical.values()
+            state_on_devices(self._labelled[i].graph, options, self._cluster)
+            for i in self.typical.values()
         )
         if min(held) > size * memory_limit_of(options, self._cluster):
             return made  # not even the smallest unit's state fits

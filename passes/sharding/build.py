@@ -60,8 +60,7 @@ class _Walk(StrategyGraphBuilder):
         self._starts: set[Var] = set()  # what loops begin to add to
         jaxpr, built = graph.jaxpr, self.built
         env: dict[Var, ScopeValue] = {}
-        inputs: list[int] = []
-        held: list[Assigned] = []
+        inputs, held = list[int](), list[Assigned]()
         for index, (var, label) in enumerate(zip(jaxpr.invars, graph.inputs, strict=True)):
             layouts = self.restriction.input_layouts(index, self.mesh)
             node = self.boundary(label.path, "", layouts, times=1)
@@ -118,6 +117,7 @@ class _Walk(StrategyGraphBuilder):
                 entry, results = self.barrier(scope, eqn, values), values
             else:
                 entry, results = self.equation(scope, eqn, values)
+            self.walked(name)
             scope.entries.append(entry)
             env.update(
                 (var, value)

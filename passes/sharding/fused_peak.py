@@ -98,15 +98,14 @@ class _Moments:
             and any(s.kind == "all-gather" and s.dim for s in x.steps)
         }
         self.early: dict[int, list[ShardedValue]] = defaultdict(list)  # by when they may be there
-        if rules.keeps_order:
-            made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
-            for time, tie in ties(block, mesh).items():
-                for value in self.held.read_by(tie.sources):
-                    self.last[value] = max(self.last.get(value, 0), time)
-                instruction = block.instructions[time]
-                if isinstance(instruction, Relayout):
-                    after = max(made.get(v, -1) for v in tie.results)
-                    self.early[after + 1].append(instruction.target)
+        made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
+        for time, tie in ties(block, mesh, rules.keeps_order).items():
+            for value in self.held.read_by(tie.sources):
+                self.last[value] = max(self.last.get(value, 0), time)
+            instruction = block.instructions[time]
+            if isinstance(instruction, Relayout):
+                after = max(made.get(v, -1) for v in tie.results)
+                self.early[after + 1].append(instruction.target)
         if rules.delays_gradients:
             for instruction in unread_products(block):
                 for value in self.read(instruction):

@@ -14,10 +14,14 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Mesh axes per dimension (outermost first), and the axes over which the value is partial."""
+    """Mesh axes per dimension (outermost first), and the axes over which the value is partial.
+
+    `in_host`: the parts are not in the devices' memory but in that of their hosts.
+    """
 
     dims: tuple[tuple[int, ...], ...]
     partial: tuple[tuple[int, str], ...] = ()
+    in_host: bool = False
 
     @property
     def used(self) -> frozenset[int]:
@@ -27,6 +31,16 @@ class Layout(NamedTuple):
     @property
     def is_replicated(self) -> bool:
         return not self.partial and not any(self.dims)
+
+
+def on_device(layout: Layout) -> Layout:
+    """The same parts in the devices' memory."""
+    return Layout(layout.dims, layout.partial) if layout.in_host else layout
+
+
+def in_host(layout: Layout) -> Layout:
+    """The same parts in the hosts' memory."""
+    return Layout(layout.dims, layout.partial, True)
 
 
 def replicated(rank: int) -> Layout:
@@ -69,10 +83,10 @@ def divides(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> bool:
 
 
 def describe(layout: Layout, names: Sequence[str]) -> str:
-    """`x,y|-|z +sum(y)`: the axes of every dimension, then what is unreduced."""
+    """`x,y|-|z +sum(y)`: the axes of every dimension, what is unreduced, `host` if it is there."""
     dims = "|".join("".join(names[a] for a in axes) or "-" for axes in layout.dims)
     partial = "".join(f" +{monoid}({names[a]})" for a, monoid in layout.partial)
-    return f"[{dims}]{partial}"
+    return f"[{dims}]{partial}{' host' if layout.in_host else ''}"
 
 
 def with_sums(layout: Layout, mesh: Sequence[int]) -> Iterator[Layout]:

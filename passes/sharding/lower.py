@@ -13,12 +13,20 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.base.errors import AutoparError
+from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
-from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
+from autopar.passes.sharding.layout import (
+    Layout,
+    on_device,
+    replicated,
+    stacked,
+    without_partial,
+)
+from autopar.passes.sharding.leaf_by_leaf import is_long, leaf_by_leaf
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import adding, reshard_steps
 from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
@@ -56,6 +64,12 @@ def lower(
         for var, node in zip(jaxpr.invars, built.inputs, strict=True)
     )
     lowering = _Lowering(context, None, inputs)
+    lowering.stored = {
+        atom: inputs[label.alias].layout
+        for atom, label in zip(jaxpr.outvars, graph.outputs, strict=True)
+        if isinstance(atom, Var) and label.alias is not None
+        if inputs[label.alias].layout.in_host
+    }
     lowering.run(built.scope)
     outputs = []
     for index, (atom, label) in enumerate(zip(jaxpr.outvars, graph.outputs, strict=True)):
@@ -66,7 +80,10 @@ def lower(
         else:
             layout = without_partial(lowering.home(atom))
         outputs.append(lowering.get(atom, layout))
-    block = Block(inputs, tuple(lowering.instructions), tuple(outputs))
+    instructions = tuple(lowering.instructions)
+    if lowering.copies or lowering.stored:
+        instructions = leaf_by_leaf(instructions)
+    block = Block(inputs, instructions, tuple(outputs))
     cluster = pricing.cluster
     rules = rules_of(cluster.device.name)
     return SpmdProgram(built.mesh, axis_names, block, rules, cluster.overlap > 0)
@@ -103,6 +120,8 @@ class _Lowering:
         self.passed: dict[Var, Atom] = {}  # a barrier's result -> its operand
         self.aliases: dict[Var, Atom] = {}  # a branch's variable -> the outer atom
         self.captured: dict[ShardedValue, ShardedValue] = {}  # inner version -> outer version
+        self.stored: dict[Atom, Layout] = {}  # what goes to the hosts' memory when it is made
+        self.copies: dict[Var, tuple[Var, int]] = {}  # of what lies there: where it was copied
         self.stacked_small: set[Var] = set()
         for version in inputs:
             self.define(version)
@@ -111,10 +130,13 @@ class _Lowering:
         self.versions.setdefault(version.atom, []).append(version.layout)
 
     def home(self, atom: Atom) -> Layout:
-        """The layout in which a value was made; a recomputed one counts as replicated."""
+        """The layout in which a value was made; a recomputed one counts as replicated.
+
+        Of what lies in the hosts' memory, that of a copy on the devices.
+        """
         if not isinstance(atom, jex_core.Literal):
             if atom in self.versions:
-                return self.versions[atom][0]
+                return on_device(self.versions[atom][0])
             if atom in self.aliases:
                 assert self.parent is not None
                 return self.parent.home(self.aliases[atom])
@@ -132,6 +154,8 @@ class _Lowering:
             known = [self._produce(atom, layout)]
         if layout in known or wanted in self.unreduced:
             return wanted
+        if known[0].in_host:
+            return self.get(self._copied(atom, known[0]), layout)
         shape, size = aval_shape(atom), itemsize(atom.aval)
         pricing = self.context.pricing
         built = self.context.built
@@ -148,6 +172,21 @@ class _Lowering:
         self.instructions.append(Relayout(version, wanted, steps, purpose, "", sum_dtype))
         self.define(wanted)
         return wanted
+
+    def _copied(self, atom: Var, layout: Layout) -> Var:
+        """A value of the hosts' memory on the devices: copied again after products and loops."""
+        known, place = self.copies.get(atom, (None, 0))
+        if known is not None and not any(map(is_long, self.instructions[place:])):
+            return known
+        copy, lies = jax_compat.new_var(atom.aval), on_device(layout)
+        self.copies[atom] = copy, len(self.instructions)
+        self.passed[copy] = atom
+        source, target = ShardedValue(atom, layout), ShardedValue(copy, lies)
+        steps = reshard_steps(layout, lies, self.context.built.mesh)
+        purpose = self._purpose(atom, layout)
+        self.instructions.append(Relayout(source, target, steps, purpose, ""))
+        self.define(target)
+        return copy
 
     def _produce(self, atom: Var, layout: Layout) -> Layout:
         """Compute a recomputed value as it is read."""
@@ -220,6 +259,8 @@ class _Lowering:
                 self.get(version.atom, layout)
                 self.versions[version.atom].remove(version.layout)
                 self.unreduced.add(version)
+            if version.atom in self.stored:
+                self.get(version.atom, self.stored[version.atom])
 
     def _small(self, entry: Entry) -> None:
         """Scalars: partial sums pass through what is linear in them, else they are completed."""

@@ -43,6 +43,8 @@ class MemoryRow(NamedTuple):
 
     def bytes_in(self, layout: Layout, mesh: tuple[int, ...]) -> int:
         """What a device holds if the value has this layout."""
+        if layout.in_host:
+            return 0
         shape = local_shape(self.value.shape, layout, mesh)
         return self.times * self.value.itemsize * math.prod(shape)
 

@@ -17,7 +17,13 @@ from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.exchange_rounds import exchange_round
 from autopar.passes.sharding.layout import Layout
-from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, adding, reshard_steps
+from autopar.passes.sharding.reshard import (
+    COLLECTIVES,
+    HOST_COPIES,
+    ReshardStep,
+    adding,
+    reshard_steps,
+)
 from autopar.passes.sharding.traffic import MemoryTraffic, alone
 
 _FLOAT = jnp.inexact
@@ -78,11 +84,13 @@ class Pricing:
         """Seconds of one step as (a, b): a + b x the bytes of a device's larger buffer."""
         key = (step.kind, step.axes)
         if key not in self._alpha_beta:
-            self._alpha_beta[key] = (
-                alpha_beta(step.kind, self.cluster, self.mesh, step.axes)
-                if step.kind in COLLECTIVES
-                else (0.0, 1 / self.cluster.device.memory_bandwidth)
-            )
+            if step.kind in COLLECTIVES:
+                found = alpha_beta(step.kind, self.cluster, self.mesh, step.axes)
+            elif step.kind in HOST_COPIES:
+                found = self.cluster.device.kernel_seconds, 1 / self.cluster.host_bandwidth
+            else:
+                found = 0.0, 1 / self.cluster.device.memory_bandwidth
+            self._alpha_beta[key] = found
         return self._alpha_beta[key]
 
     def exchange(

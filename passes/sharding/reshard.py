@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autopar.passes.sharding.layout import Layout, cuts_product, num_parts
+from autopar.passes.sharding.layout import Layout, cuts_product, num_parts, on_device
 
 StepKind = Literal[
-    "slice", "to-partial", "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
-]
+    "slice", "to-partial", "all-reduce", "reduce-scatter", "all-gather", "all-to-all",
+    "to-device", "to-host",
+]  # fmt: skip
 COLLECTIVES: tuple[StepKind, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+HOST_COPIES: tuple[StepKind, ...] = ("to-device", "to-host")
+"""Copies between the memory of a device and that of its host."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ def reshard_steps(
     """
     if source == target:
         return ()
+    if source.in_host or target.in_host:
+        return _by_host(source, target, mesh, reduce_scatter)
     dims = [list(axes) for axes in source.dims]
     partial = dict(source.partial)
     wanted_partial = dict(target.partial)
@@ -145,4 +150,18 @@ def reshard_steps(
     if missing:
         emit("to-partial", missing, parts)
     assert tuple(map(tuple, dims)) == target.dims, (source, target, steps)
+    return tuple(steps)
+
+
+def _by_host(
+    source: Layout, target: Layout, mesh: tuple[int, ...], reduce_scatter: bool
+) -> tuple[ReshardStep, ...]:
+    """The same where a value comes from the hosts' memory, or goes there: it moves in its parts."""
+    steps = list(reshard_steps(on_device(source), on_device(target), mesh, reduce_scatter))
+    if source.in_host:
+        parts = cuts_product(source, mesh)
+        steps.insert(0, ReshardStep("to-device", (), parts_in=parts, parts_out=parts))
+    if target.in_host:
+        parts = cuts_product(target, mesh)
+        steps.append(ReshardStep("to-host", (), parts_in=parts, parts_out=parts))
     return tuple(steps)

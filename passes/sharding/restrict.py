@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -39,6 +40,7 @@ from autopar.passes.sharding.layout import (
     all_layouts,
     cuts_product,
     divides,
+    in_host,
     num_parts,
     replicated,
     with_sums,
@@ -66,13 +68,24 @@ class Restriction:
     matching: AxisMatching
     sum_dtypes: Mapping[Var, str] = field(default_factory=dict)
     loops: LoopMethod | None = None
+    hosted: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def reduce_scatter(self) -> bool:
         return self.method != "zero1"
 
     def input_layouts(self, index: int, mesh: tuple[int, ...]) -> tuple[Layout, ...]:
-        """The layouts that an input leaf may be stored in, the replicated one first if allowed."""
+        """The layouts that an input leaf may be stored in, the replicated one first if allowed.
+
+        Those in the hosts' memory come last, or are the only ones.
+        """
+        layouts, how = self._cuts_of_input(index, mesh), self.hosted.get(index)
+        if how is None:
+            return layouts
+        there = tuple(map(in_host, layouts))
+        return there if how == "must" else (*layouts, *there)
+
+    def _cuts_of_input(self, index: int, mesh: tuple[int, ...]) -> tuple[Layout, ...]:
         var, label = self.graph.jaxpr.invars[index], self.graph.inputs[index]
         shape = aval_shape(var)
         whole = replicated(len(shape))
@@ -219,10 +232,12 @@ def restriction(
     pins: Pins = NO_PINS,
     reduce_dtype: str = AS_COMPUTED,
     kinds: LoopKinds | None = None,
+    hosted: Mapping[int, str] = MappingProxyType({}),
 ) -> Restriction:
     """The restriction of a method on one program and a logical mesh.
 
-    `kinds`: of the program's loops, for the methods that ask for them.
+    `kinds`: of the program's loops, for the methods that ask for them; `hosted`: leaves that may or
+    must lie in the hosts' memory.
     """
     state_bytes = sum(
         value_bytes(var)
@@ -234,7 +249,7 @@ def restriction(
     sums = sum_dtypes(graph, dims, reduce_dtype)
     loops = None if kinds is None else LoopMethod(method, kinds, mesh)
     return Restriction(
-        graph, method, dims, pins, used, state_bytes, from_state, matching, sums, loops
+        graph, method, dims, pins, used, state_bytes, from_state, matching, sums, loops, hosted
     )
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE, PRODUCTS, REDUCTIONS
 from autopar.passes.sharding.compiler_rules import writes_buffer
+from autopar.passes.sharding.leaf_by_leaf import copies_in_turn
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
@@ -61,10 +62,17 @@ class Tie(NamedTuple):
     sources: tuple[ShardedValue, ...]
 
 
-def ties(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
-    """By the numbers of a block's instructions, what these wait for."""
+def ties(block: Block, mesh: Sequence[int], keeps_order: bool = True) -> dict[int, Tie]:
+    """By the numbers of a block's instructions, what these wait for.
+
+    Unless a compiler `keeps_order`, only copies from the hosts' memory wait.
+    """
+    turns = copies_in_turn(block, mesh)
+    copies = {time: Tie(turn.source, turn.results, turn.stored) for time, turn in turns.items()}
+    if not keeps_order:
+        return copies
     gathers = {**_filters_on_time(block, mesh), **_gathers_after_loops(block, mesh)}
-    return {**gathers, **_products_in_order(block, mesh)}
+    return {**gathers, **_products_in_order(block, mesh), **copies}
 
 
 def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:

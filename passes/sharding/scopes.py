@@ -77,7 +77,8 @@ class LiveRange:
     `entering`: it is one microbatch's slice of a stack, there from its first use. `absent`: it is a
     stack of which a stage only ever has what belongs to a few microbatches. `same_as`: in the
     layout of that value, it is that value's buffer. `made_again`: it is no buffer, because all who
-    read it compute it.
+    read it compute it. `copied`: when it was read last, and brought from the hosts' memory if it
+    lies there.
     """
 
     first: int
@@ -87,6 +88,7 @@ class LiveRange:
     absent: bool = False
     made_again: bool = False
     same_as: Assigned | None = None
+    copied: int = -1
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,18 @@ def is_literal(version: ShardedValue) -> bool:
 
 
 def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
-    """Bytes that one device holds of a version."""
+    """Bytes that one device holds of a version; none of what is in its host's memory."""
+    return 0 if version.layout.in_host else part_bytes(version, mesh)
+
+
+def host_bytes(program: SpmdProgram) -> int:
+    """Bytes that a device's host has of what enters a program."""
+    there = (v for v in program.block.inputs if v.layout.in_host)
+    return sum(part_bytes(version, program.mesh) for version in there)
+
+
+def part_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
+    """Bytes of a device's part of a version, in its own memory or in that of its host."""
     if is_literal(version):
         return 0
     shape = local_shape(aval_shape(version.atom), version.layout, mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.graph.primitives import ADDS
+from autopar.passes.graph.primitives import ADDS, HEAVY
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
-from autopar.passes.sharding.layout import Layout, num_parts
+from autopar.passes.sharding.layout import Layout, num_parts, on_device
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scope_memory import ScopeBuffers
@@ -111,6 +111,7 @@ class StrategyGraphBuilder:
         self._interned: dict[Layouts, Layouts] = {}
         self._ids = set[int]()
         self._sides: dict[int, StrategySides] = {}
+        self.last_long = 0  # when the last product or loop was walked
         # Nodes of weights and sums of gradients: what is moved from or to them can be hidden.
         self.in_background: set[int] = set()
 
@@ -124,6 +125,11 @@ class StrategyGraphBuilder:
         value = Assigned(node, layouts, shape, itemsize(var.aval), live, ratio)
         self.built.values.append(value)
         return value
+
+    def walked(self, name: str) -> None:
+        """Note that an equation of this primitive is done."""
+        if name in HEAVY:
+            self.last_long = self.built.time
 
     def enters_loop(self, value: ScopeValue, node: int, *, is_carry: bool, is_sum: bool) -> None:
         """Inside a loop weights are still weights, and what adds up gradients is not waited for."""
@@ -144,6 +150,10 @@ class StrategyGraphBuilder:
             if value.live.entering and value.live.last < value.live.first:
                 value.live.first = self.built.time
             value.live.last = self.built.time
+            if value.layouts[-1].in_host:
+                copied, value.live.copied = value.live.copied, self.built.time
+                if copied > self.last_long:  # to a device, for a near reader
+                    value = replace(value, layouts=self.interned([*map(on_device, value.layouts)]))
             self._link_assigned(value, self.interned(wanted), node, times)
         elif isinstance(value, Recomputed):
             wanted = self.interned(wanted)

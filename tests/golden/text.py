@@ -171,6 +171,7 @@ def _tensor(item: TensorPlan, how: str = "") -> Line:
         f"@{'+'.join(map(str, item.stages))}",
         f"{item.dtype}[{','.join(cut)}]",
         f"{item.bytes_per_device}B",
+        *(["in the host"] if item.memory == "host" else []),
     ]
     return " ".join(words), item.path
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from autopar.arrays.buffers import HOST_MEMORY
 from autopar.arrays.ray_array import key_implementation
 from autopar.arrays.sourced_leaf import SourcedLeaf
 from autopar.arrays.split_array import SplitArray
@@ -72,6 +73,8 @@ def assembled(
         spec = [*sharding.spec, *[None] * (len(real_shape) - len(sharding.spec))]
         real = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     devices = list(sharding.mesh.devices.flat)
+    if sharding.memory_kind == HOST_MEMORY:
+        devices = [SingleDeviceSharding(device, memory_kind=HOST_MEMORY) for device in devices]
     values, where = [], []
     for tile, holders in tiles:
         values += [tile] * len(holders)
@@ -97,7 +100,7 @@ def copied(array: Any) -> jax.Array:
     """A copy, in other memory."""
     found = numbers(array)
     shards = [
-        jax.device_put(shard.data, shard.device, may_alias=False)
+        jax.device_put(shard.data, shard.data.sharding, may_alias=False)
         for shard in found.addressable_shards
     ]
     copy = jax.make_array_from_single_device_arrays(found.shape, found.sharding, shards)

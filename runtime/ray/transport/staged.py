@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from autopar.arrays.buffers import HOST_MEMORY
 from autopar.passes.graph.logical import no_mesh
 from autopar.runtime.ray.transport.chunks import CHUNK_BYTES
 from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, numbers, placed, plain
@@ -24,7 +25,6 @@ from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
 AHEAD = 4
 """Chunks that are copied to the host while an earlier one is sent."""
-PINNED = "pinned_host"
 
 Parts = Sequence[tuple[Move, np.ndarray]]
 Until = Callable[[int], None]
@@ -74,7 +74,7 @@ def _towards_host(piece: jax.Array) -> jax.Array:
     """Begin to copy to the host."""
     (device,) = piece.devices()
     if has_pinned(device):
-        return jax.device_put(piece, SingleDeviceSharding(device, memory_kind=PINNED))
+        return jax.device_put(piece, SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
     piece.copy_to_host_async()
     return piece
 
@@ -82,7 +82,7 @@ def _towards_host(piece: jax.Array) -> jax.Array:
 @functools.cache
 def has_pinned(device: jax.Device) -> bool:
     """Whether a device copies to and from pinned memory of its host."""
-    return any(memory.kind == PINNED for memory in device.addressable_memories())
+    return any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
 
 
 class Landing:
