@@ -85,10 +85,10 @@ def _in_host(sharding: NamedSharding) -> NamedSharding:
     """
     device = sharding.mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY not in kinds:
+    if kinds and HOST_MEMORY not in kinds:  # devices that are absent have none
         raise DeviceError(
             f"The plan puts arrays into the hosts' memory, and {device.device_kind} cannot.",
-            why=f"JAX offers it the memory kinds {', '.join(kinds) or 'none'}, not {HOST_MEMORY}.",
+            why=f"JAX offers it the memory kinds {', '.join(kinds)}, not {HOST_MEMORY}.",
             hint="plan with offload='none'.",
         )
     return sharding.with_memory_kind(HOST_MEMORY)
