@@ -38,22 +38,25 @@ CLUSTERS = {"gpu:h100": "8xh100", "gpu:h200": "8xh200", "gpu:a100": "8xa100"}
 class Case(NamedTuple):
     """A program, how many sequences (or images) a step has, and the options of its plan.
 
+    Remat "dots": all is computed again but products.
+
     From those `held_out`, no rule of memory was read (`passes/sharding/compiler_rules.py`).
     """
 
     program: str
     batch: int
-    remat: bool
+    remat: bool | str
     options: dict[str, Any]
     held_out: bool = False
 
     @property
     def name(self) -> str:
         more = " ".join(f"{key}={value}" for key, value in self.options.items())
-        return f"{self.program}{' remat' if self.remat else ''} {more}"
+        again = " remat" if self.remat is True else f" {self.remat}" if self.remat else ""
+        return f"{self.program}{again} {more}"
 
 
-def case(program: str, batch: int, remat: bool = False, **options: Any) -> Case:
+def case(program: str, batch: int, remat: bool | str = False, **options: Any) -> Case:
     return Case(program, batch, remat, {"microbatches": 1, **options})
 
 
@@ -62,12 +65,16 @@ CASES = (
     case("gpt-125M", 64, method="zero3"),
     case("gpt-125M", 128, method="zero2", microbatches=4),
     case("gpt-125M", 64, remat=True, method="zero3"),
+    case("gpt-125M", 64, remat="dots", method="zero3"),
     case("gpt-350M", 64, method="zero3"),
     case("gpt-350M", 128, remat=True, method="zero3", microbatches=4),
     case("gpt-350M", 32, method="megatron"),
     case("gpt-1.3B", 32, remat=True, method="zero3"),
     case("gpt-1.3B", 16, method="shard"),
     case("gpt-350M", 64, method="data", stages=2, microbatches=4),
+    case("bert-base", 256, method="data", stages=2, microbatches=4),
+    case("vit-base", 1024, method="zero2", stages=2, microbatches=4),
+    case("unet-60M", 512, method="data", stages=2, microbatches=4),
     case("llama-7B", 16, method="zero3"),
     case("llama-scanned-7B", 16, remat=True, method="zero3"),
     case("moe-380M", 64, method="zero3"),
@@ -87,7 +94,14 @@ HELD_OUT = (
     case("gpt-350M", 64, remat=True, method="zero2"),
     case("gpt-2.6B", 16, method="megatron"),
     case("gpt-125M", 128),
+    case("gpt-760M", 32, remat="dots", method="data"),
+    case("bert-large", 64, remat="dots", method="zero3"),
+    case("gpt-760M", 32, method="zero2", stages=2, microbatches=4),
+    case("bert-large", 128, method="zero2", stages=2, microbatches=8),
+    case("vit-large", 512, method="data", stages=2, microbatches=4),
+    case("unet-130M", 512, method="zero2", stages=2, microbatches=4),
     case("llama-7B", 16, method="zero2", microbatches=2),
+    case("llama-scanned-7B", 16, remat="dots", method="zero3"),
     case("llama-scanned-7B", 8, method="data"),
     case("llama-scanned-7B", 8, remat=True, method="megatron"),
     case("moe-690M", 64, method="zero3"),

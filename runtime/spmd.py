@@ -6,6 +6,7 @@ explicit collective, so the compiled program contains the collectives that the p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from autopar.passes.sharding.spmd_program import (
     Relayout,
     ShardedValue,
 )
+from autopar.passes.sharding.turned_sums import turned_sums
 
 Env = dict[ShardedValue, Any]
 
@@ -99,12 +101,17 @@ class _Device:
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         waiting = ties(block, self.mesh, self.rules.keeps_order)
+        orders = turned_sums(block) if self.rules.turns_sums else {}
         for number, instruction in enumerate(block.instructions):
             if number in waiting:
                 self.wait(env, waiting[number])
             if isinstance(instruction, Relayout):
                 value = self.read(env, instruction.source)
-                env[instruction.target] = self.relayout(instruction, value)
+                if number in orders:
+                    value = self.turned(instruction, value, orders[number])
+                else:
+                    value = self.relayout(instruction, value)
+                env[instruction.target] = value
             elif isinstance(instruction, Compute):
                 self.compute(env, instruction)
             elif isinstance(instruction, Loop):
@@ -204,6 +211,20 @@ class _Device:
         for step, dtype, _ in instruction.moves():
             value = self.step(step, value.astype(dtype))
         return value.astype(own)
+
+    def turned(self, instruction: Relayout, value: Any, order: Sequence[int]) -> Any:
+        """The same, of the value with its dimensions in another order, and back in its own."""
+
+        def place(dim: int) -> int:
+            return order.index(dim) if dim >= 0 else dim
+
+        steps = tuple(
+            dataclasses.replace(step, dim=place(step.dim), target=place(step.target))
+            for step in instruction.steps
+        )
+        moved = dataclasses.replace(instruction, steps=steps)
+        result = self.relayout(moved, lax.transpose(value, order))
+        return lax.transpose(result, tuple(map(order.index, range(len(order)))))
 
     def step(self, step: ReshardStep, value: Any) -> Any:
         if is_key(value.dtype):  # collectives carry the numbers that a typed key wraps

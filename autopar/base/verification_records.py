@@ -189,6 +189,8 @@ class VerificationRecord(Record):
       collectives: those that are planned or compiled, by stage and task.
       interrupted: Ctrl-C came before everything was compiled.
       times: of plans for one mesh, what kernels take, as planned and as the compiler estimates.
+      planned_for: the devices that the plan is for, if their kind is another than the target's: the
+        planned memory is then by the rules of the target's compiler.
     """
 
     target: str
@@ -203,6 +205,7 @@ class VerificationRecord(Record):
     collectives: tuple[CollectiveCheck, ...]
     interrupted: bool = False
     times: tuple[TimeCheck, ...] = ()
+    planned_for: str = ""
 
     @property
     def failures(self) -> dict[str, str]:
@@ -235,9 +238,17 @@ class VerificationRecord(Record):
     @property
     def note(self) -> str:
         """What could not be as on the target's own machines; "" where all is."""
-        if not self.target.startswith("gpu:"):
-            return ""
-        return "No GPU was there to tune kernels on: they are those that XLA takes by default."
+        told = []
+        if self.planned_for:
+            told.append(
+                f"The plan is for {self.planned_for}: planned memory is here by the rules of the "
+                "target's compiler."
+            )
+        if self.target.startswith("gpu:"):
+            told.append(
+                "No GPU was there to tune kernels on: they are those that XLA takes by default."
+            )
+        return " ".join(told)
 
     @property
     def compile_seconds(self) -> float:

@@ -64,7 +64,7 @@ class Bert(nn.Module):
 
     size: BertSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, is_token: jax.Array) -> jax.Array:

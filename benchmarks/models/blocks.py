@@ -105,6 +105,11 @@ class RotaryAttention(nn.Module):
         return nn.Dense(width, use_bias=False, dtype=self.dtype, name="o")(y)
 
 
-def maybe_remat(block: Any, remat: bool) -> Any:
-    """The block's class, whose backward pass computes its forward pass again if asked for."""
+def maybe_remat(block: Any, remat: bool | str) -> Any:
+    """The block's class, whose backward pass computes its forward pass again if asked for.
+
+    "dots": all of it but its products (`jax.checkpoint_policies.dots_saveable`).
+    """
+    if remat == "dots":
+        return nn.remat(block, policy=jax.checkpoint_policies.dots_saveable)
     return nn.remat(block) if remat else block

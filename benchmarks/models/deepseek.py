@@ -107,7 +107,7 @@ class DeepSeek(nn.Module):
 
     size: DeepSeekSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

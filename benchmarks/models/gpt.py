@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
     size: GPTSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
     attention: str | None = None
 
     @nn.compact

@@ -49,7 +49,7 @@ class GraphNetwork(nn.Module):
 
     size: GraphSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, nodes: jax.Array, edges: jax.Array, ends: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ class ScannedBlock(nn.Module):
 
     size: LlamaSize
     dtype: Any
-    remat: bool
+    remat: bool | str
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -64,7 +64,7 @@ class Llama(nn.Module):
 
     size: LlamaSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
     scanned: bool = False
 
     @nn.compact

@@ -29,7 +29,7 @@ class LSTM(nn.Module):
 
     size: LSTMSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:

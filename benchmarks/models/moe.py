@@ -115,7 +115,7 @@ class MoE(nn.Module):
 
     size: MoESize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

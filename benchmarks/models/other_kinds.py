@@ -28,13 +28,14 @@ class KeyedState(TrainState):
     key: jax.Array = struct.field()
 
 
-def build_other(name: str, batch: int, remat: bool, layers: int | None) -> TrainStep:
+def build_other(name: str, batch: int, remat: bool | str, layers: int | None) -> TrainStep:
     """The train step of a family and size, as `registry.build` gives those of others.
 
     Args:
       name: one of `OTHERS`.
       batch: sequences, images or graphs of a step.
-      remat: whether every block's backward pass computes its forward pass again.
+      remat: whether every block's backward pass computes its forward pass again; "dots": all but
+        its products.
       layers: instead of the model's own number.
     """
     family, _, key = name.partition("-")
@@ -85,7 +86,7 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
-def _bert(size: bert.BertSize, count: int, remat: bool) -> TrainStep:
+def _bert(size: bert.BertSize, count: int, remat: bool | str) -> TrainStep:
     tokens = jax.ShapeDtypeStruct((count, size.sequence), jnp.int32)
     flags = jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)
     batch = {"tokens": tokens, "targets": tokens, "is_token": flags, "is_masked": flags}
@@ -98,7 +99,7 @@ def _bert(size: bert.BertSize, count: int, remat: bool) -> TrainStep:
     return _trained(bert.Bert(size, DTYPE, remat), loss, batch, has_key=True)
 
 
-def _vit(size: vit.ViTSize, count: int, remat: bool) -> TrainStep:
+def _vit(size: vit.ViTSize, count: int, remat: bool | str) -> TrainStep:
     images = jax.ShapeDtypeStruct((count, size.pixels, size.pixels, 3), jnp.float32)
     batch = {"images": images, "targets": jax.ShapeDtypeStruct((count,), jnp.int32)}
 
@@ -108,7 +109,7 @@ def _vit(size: vit.ViTSize, count: int, remat: bool) -> TrainStep:
     return _trained(vit.ViT(size, DTYPE, remat), loss, batch, has_key=False)
 
 
-def _unet(size: unet.UNetSize, count: int, remat: bool) -> TrainStep:
+def _unet(size: unet.UNetSize, count: int, remat: bool | str) -> TrainStep:
     images = jax.ShapeDtypeStruct((count, size.pixels, size.pixels, 3), jnp.float32)
 
     def loss(self: Any, batch: Any, key: jax.Array) -> jax.Array:
@@ -123,7 +124,7 @@ def _unet(size: unet.UNetSize, count: int, remat: bool) -> TrainStep:
     return _trained(unet.UNet(size, DTYPE, remat), loss, {"images": images}, has_key=True)
 
 
-def _lstm(size: lstm.LSTMSize, count: int, remat: bool) -> TrainStep:
+def _lstm(size: lstm.LSTMSize, count: int, remat: bool | str) -> TrainStep:
     tokens = jax.ShapeDtypeStruct((count, size.sequence), jnp.int32)
 
     def loss(self: Any, batch: Any, key: jax.Array) -> jax.Array:
@@ -133,7 +134,7 @@ def _lstm(size: lstm.LSTMSize, count: int, remat: bool) -> TrainStep:
     return _trained(lstm.LSTM(size, DTYPE, remat), loss, batch, has_key=False)
 
 
-def _graphs(size: graph_network.GraphSize, count: int, remat: bool) -> TrainStep:
+def _graphs(size: graph_network.GraphSize, count: int, remat: bool | str) -> TrainStep:
     def floats(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *shape), jnp.float32)
 
@@ -151,7 +152,7 @@ def _graphs(size: graph_network.GraphSize, count: int, remat: bool) -> TrainStep
     return _trained(_vmapped(size, remat), loss, batch, has_key=False)
 
 
-def _vmapped(size: graph_network.GraphSize, remat: bool) -> Any:
+def _vmapped(size: graph_network.GraphSize, remat: bool | str) -> Any:
     import flax.linen as nn
 
     made = nn.vmap(

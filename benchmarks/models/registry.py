@@ -64,7 +64,7 @@ NAMES = tuple(ENTRIES)
 def build(
     name: str,
     dtype: Any = jnp.bfloat16,
-    remat: bool = True,
+    remat: bool | str = True,
     batch: int | None = None,
     layers: int | None = None,
     size: Any = None,
@@ -75,7 +75,8 @@ def build(
     Args:
       name: one of `NAMES`.
       dtype: of activations and products.
-      remat: whether every block's backward pass computes its forward pass again.
+      remat: whether every block's backward pass computes its forward pass again; "dots": all but
+        its products.
       batch: sequences or images of a step, instead of the model's usual number.
       layers: instead of the model's own number.
       size: of the same family, instead of the model's own.

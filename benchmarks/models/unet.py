@@ -61,7 +61,7 @@ class UNet(nn.Module):
 
     size: UNetSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, images: jax.Array, times: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ class ViT(nn.Module):
 
     size: ViTSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:

@@ -74,7 +74,7 @@ class WideResNet(nn.Module):
 
     size: WideResNetSize
     dtype: Any
-    remat: bool = False
+    remat: bool | str = False
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:

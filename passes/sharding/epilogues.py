@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from jax.extend.core import JaxprEqn
 
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import PRODUCTS
 from autopar.passes.sharding.compiler_rules import (
     KERNEL_ROW_ELEMENTS,
@@ -77,39 +78,59 @@ def without_epilogues(
     root: Callable[[V], V],
     num_elements: Callable[[V], int],
     rules: CompilerRules,
+    softmaxes: Collection[V],
+    outputs: Collection[V],
 ) -> dict[V, frozenset[V]]:
-    """`made_of` where a product writes what is made of its result, if nobody reads that itself."""
-    products: dict[V, tuple[int, list[V]]] = {}  # by result: its number among products, operands
+    """`made_of` where a product writes what is made of its result, if nobody reads that itself.
+
+    Of several products in one sum the last one does; it waits for what else is in the sum. What
+    needs a sum or maximum over the result's rows comes after the product; `softmaxes` do not. All
+    that an optimizer makes of a gradient, `outputs`, is written at once.
+    """
+    products: dict[V, list[V]] = {}  # by result: its operands
     users: dict[V, set[V]] = defaultdict(set)
-    numbers: dict[V, int] = {}
-    count = 0
+    read: dict[V, frozenset[V]] = {}  # by buffer: of which buffers it is made
+    summed: set[V] = set()  # sums and maximums over rows
     for made in program:
         own = [root(v) for v in made.operands if v is not None]
+        sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
         if name_of(made) in PRODUCTS:
-            count += 1
-            products[made.results[0]] = count, own
-        roots = map(root, made.results)
+            products[made.results[0]] = own
+        roots = [root(v) for v in made.results]
+        if made.eqn is not None and not is_barrier(made.eqn) and roots == own:
+            continue  # the same buffer
         held = {v for v in roots if made_of.get(v) == frozenset((v,))}
         if made.eqn is not None and reduces_rows(made.eqn):
             held.clear()  # a sum or a maximum is made beside
+            summed.update(roots)
         elif not (takes_part(made) or (made.eqn is not None and rules.may_be_fused(made.eqn))):
             held.update(own)  # what reads buffers has no epilogue
-        numbers.update(dict.fromkeys(held, count))
-        for source in frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own)):
+        read.update(dict.fromkeys(roots, sources))
+        for source in sources:
             users[source] |= held
-    gone: dict[V, frozenset[V]] = {}
-    for product, (number, own) in products.items():
-        if len(users[product]) != 1:
-            continue
-        (user,) = users[product]
-        if (
-            user != product
-            and numbers[user] == number
-            and num_elements(user) == num_elements(product)
-        ):
-            gone[product] = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+    last: dict[V, V] = {}  # by what is made of products: the last one of these
+    for product in products:
+        last.update(dict.fromkeys(users[product], product))
+    results = {root(v) for v in outputs}
 
-    def sources(value: V) -> frozenset[V]:
+    def is_after(user: V, product: V) -> bool:
+        return any(v in summed and product in read[v] for v in read[user])
+
+    gone: dict[V, frozenset[V]] = {}
+    for product, own in products.items():
+        own_users = users[product]
+        if len(own_users) == 1 or own_users <= results:
+            is_fused = all(
+                user != product
+                and last[user] == product
+                and num_elements(user) == num_elements(product)
+                and (user in softmaxes or not is_after(user, product))
+                for user in own_users
+            )
+            if is_fused and own_users:
+                gone[product] = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+
+    def buffers(value: V) -> frozenset[V]:
         return frozenset[V]().union(*(gone.get(v, frozenset((v,))) for v in made_of[value]))
 
-    return {value: sources(value) for value in made_of}
+    return {value: buffers(value) for value in made_of}

@@ -21,7 +21,7 @@ from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.heap import HeapBuffer, heap_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.reshard import adding
-from autopar.passes.sharding.run_order import ties, unread_products
+from autopar.passes.sharding.run_order import ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -106,10 +106,6 @@ class _Moments:
             if isinstance(instruction, Relayout):
                 after = max(made.get(v, -1) for v in tie.results)
                 self.early[after + 1].append(instruction.target)
-        if rules.delays_gradients:
-            for instruction in unread_products(block):
-                for value in self.read(instruction):
-                    self.last[value] = end
         for value in self.held.read_by(outputs):
             self.last[value] = end
 

@@ -97,8 +97,8 @@ def held_values(
             if read is not None and not _takes_in(made, place, rules):
                 refusing.add(read)
 
-    if rules.products_write_epilogues:
-        refusing |= softmax_buffers(program, root)
+    softmaxes = softmax_buffers(program, root) if rules.products_write_epilogues else set[V]()
+    refusing |= softmaxes
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
     roots = dict(made_of)  # as if everything that can be fused were
     chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
@@ -152,7 +152,7 @@ def held_values(
             if is_again:
                 made_of[value], chains[value] = sources, chain
     if rules.products_write_epilogues:
-        made_of = without_epilogues(program, made_of, root, num_elements, rules)
+        made_of = without_epilogues(program, made_of, root, num_elements, rules, softmaxes, outputs)
     return HeldValues(buffer_of, made_of)
 
 

@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE, PRODUCTS, REDUCTIONS
 from autopar.passes.sharding.compiler_rules import writes_buffer
 from autopar.passes.sharding.leaf_by_leaf import copies_in_turn
@@ -217,28 +216,3 @@ def _is_read(
             seen.add(time)
             waiting += writes(instructions[time])
     return False
-
-
-def unread_products(block: Block) -> list[Instruction]:
-    """The products of which no other product reads anything, as those of weights' gradients.
-
-    Not those of what is computed again, after a barrier, nor convolutions.
-    """
-    again: set[ShardedValue] = set()
-    for instruction in block.instructions:
-        is_start = isinstance(instruction, Compute) and is_barrier(instruction.eqn)
-        if is_start or any(value in again for value in reads(instruction)):
-            again.update(writes(instruction))
-    reaching: set[ShardedValue] = set()  # what a later product reads, or what is made of it
-    found: list[Instruction] = []
-    for instruction in reversed(block.instructions):
-        is_read = any(value in reaching for value in writes(instruction))
-        if isinstance(instruction, Compute) and instruction.eqn.primitive.name in PRODUCTS:
-            reaching.update(reads(instruction))
-            is_first = again.isdisjoint(reads(instruction))
-            is_convolution = instruction.eqn.primitive.name == "conv_general_dilated"
-            if not is_read and is_first and not is_convolution:
-                found.append(instruction)
-        elif is_read or not isinstance(instruction, (Compute, Relayout)):
-            reaching.update(reads(instruction))
-    return found

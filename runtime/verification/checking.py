@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
 from autopar.passes.primitives.populate import populate
+from autopar.passes.sharding.compiler_rules import RULES, rules_of
 from autopar.passes.sharding.peak_memory import peak
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.traffic import MemoryTraffic
@@ -74,6 +76,7 @@ def verify_step(
     """
     meshes = {stage.mesh: stage.num_devices for stage in plan.stages}
     target.require(sum(meshes.values()))
+    runnable, peaks, planned_for = _on_target(plan, runnable, graph, target)
     constants = tuple(
         jax.ShapeDtypeStruct(typed.shape, typed.dtype, weak_type=typed.weak_type)
         for typed in map(jax.typeof, graph.constants)
@@ -99,7 +102,7 @@ def verify_step(
         seconds=seconds,
         report=report,
     )
-    pieces = _pieces(plan, runnable, graph, keys, made)
+    pieces = _pieces(plan, runnable, graph, keys, made, peaks)
     return Verification(
         target=target.name,
         compiler=target.compiler,
@@ -109,11 +112,35 @@ def verify_step(
         decisions_hash=plan.decisions_hash,
         plan=repr(plan),
         pieces=pieces,
-        stages=_stages(plan, runnable, graph, made.findings, target),
+        stages=_stages(plan, runnable, graph, made.findings, target, peaks),
         collectives=_collectives(plan, pieces),
         times=_times(plan, runnable, microbatched, pieces),
         interrupted=made.interrupted,
+        planned_for=planned_for,
     )
+
+
+def _on_target(
+    plan: Plan, runnable: Runnable, graph: Graph, target: Target
+) -> tuple[Runnable, list[int], str]:
+    """What meshes run, what a device of each stage is expected to need, and what the plan is for.
+
+    A plan for another kind of devices is held to the rules of the target's compiler; "": it is for
+    this kind.
+    """
+    peaks = [stage.peak_bytes_per_device for stage in plan.stages]
+    own, rules = str(plan.cluster["device"]["name"]), RULES[target.platform]
+    if rules_of(own) == rules:
+        return runnable, peaks, ""
+    programs = tuple(dataclasses.replace(x, rules=rules) for x in runnable.pieces.programs)
+    pieces = dataclasses.replace(runnable.pieces, programs=programs)
+    if plan.is_pipeline:
+        rows = live_bytes(runnable.program, inner_bytes(pieces, peaks))
+        most = [max(live.during for live in row) for row in rows]
+        peaks = [most[stage.mesh] for stage in plan.stages]
+    else:
+        peaks = [peak(programs[0], {}, [label.donated for label in graph.inputs]).bytes]
+    return dataclasses.replace(runnable, pieces=pieces), peaks, own
 
 
 def _pieces(
@@ -122,8 +149,8 @@ def _pieces(
     graph: Graph,
     keys: Sequence[Key],
     made: CompiledPrograms,
+    peaks: Sequence[int],
 ) -> tuple[PieceCheck, ...]:
-    peaks = [stage.peak_bytes_per_device for stage in plan.stages]
     inside = inner_bytes(runnable.pieces, peaks)
     by_name = {piece.name: piece for piece in runnable.pieces.pieces}
     often = 1 if not plan.is_pipeline else plan.num_microbatches
@@ -158,6 +185,7 @@ def _stages(
     graph: Graph,
     findings: Mapping[Key, ProgramFinding],
     target: Target,
+    planned: Sequence[int],
 ) -> tuple[StageCheck, ...]:
     limit = target.memory_bytes or memory_limit(plan)
     peaks = _compiled_peaks(runnable.program, findings)
@@ -165,7 +193,7 @@ def _stages(
         StageCheck(
             number,
             stage.mesh,
-            stage.peak_bytes_per_device,
+            planned[number],
             peaks[stage.mesh],
             limit,
             () if plan.is_pipeline else _planned_buffers(runnable, graph),

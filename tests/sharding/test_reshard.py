@@ -18,7 +18,8 @@ from autopar.base.cluster import axis_names
 from autopar.passes.sharding.compiler_rules import CPU, RULES, TPU
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, reshard_steps
-from autopar.passes.sharding.spmd_program import Block, Relayout, ShardedValue
+from autopar.passes.sharding.spmd_program import Block, Compute, Relayout, ShardedValue
+from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.runtime.spmd import block_function
 from sharding.algebra import check_steps, layouts
 
@@ -234,3 +235,47 @@ def test_reduce_scatters_run_across_what_tpus_would_reduce_whole(
         np.testing.assert_array_equal(step(rows), rows.sum(0))
         told = step.lower(rows).as_text().partition("scatter_dimension = ")[2]
         assert int(told.partition(" ")[0]) == last - (is_across and backend == TPU)
+
+
+def test_tpus_add_gradients_in_the_order_in_which_they_are_read() -> None:
+    def gradient(x: Any, y: Any) -> Any:
+        return (y.T @ x).T
+
+    shapes = jnp.zeros((4, 8)), jnp.zeros((4, 16))
+    jaxpr = jax.make_jaxpr(gradient)(*shapes).jaxpr
+    *before, product, turned = jaxpr.eqns
+    whole = replicated(2)
+    partial, cut = whole._replace(partial=((0, "sum"),)), Layout(((0,), ()))
+    inputs = tuple(ShardedValue(v, whole) for v in jaxpr.invars)
+    versions = dict(zip(jaxpr.invars, inputs, strict=True))
+    instructions: list[Any] = []
+    for eqn in before:
+        versions[eqn.outvars[0]] = ShardedValue(eqn.outvars[0], whole)
+        made = tuple(versions[v] for v in (*eqn.invars, *eqn.outvars))
+        instructions.append(Compute(eqn, made[:-1], made[-1:]))
+    variable, result = product.outvars[0], ShardedValue(turned.outvars[0], Layout(((), (0,))))
+    source, target = ShardedValue(variable, partial), ShardedValue(variable, cut)
+    instructions += [
+        Compute(product, tuple(versions[v] for v in product.invars), (source,)),
+        Relayout(source, target, reshard_steps(partial, cut, (8,)), "gradient", ""),
+        Compute(turned, (target,), (result,)),
+    ]
+    block = Block(inputs, tuple(instructions), (result,))
+    assert list(turned_sums(block).values()) == [(1, 0)]
+    rows = np.arange(32 * 8).reshape(32, 8) % 7, np.arange(32 * 16).reshape(32, 16) % 5
+    places = []
+    for backend in (CPU, TPU):
+        run = block_function((8,), ("x",), block, RULES[backend])
+        step = jax.jit(
+            jax.shard_map(
+                lambda x, y, run=run: run([x, y])[0],
+                mesh=jax.make_mesh((8,), ("x",), (AxisType.Auto,)),
+                in_specs=PartitionSpec("x"),
+                out_specs=PartitionSpec(None, "x"),
+            )
+        )
+        arguments = [jnp.asarray(x, jnp.float32) for x in rows]
+        np.testing.assert_array_equal(step(*arguments), rows[0].T @ rows[1])
+        text = step.lower(*arguments).as_text()
+        places.append(int(text.partition("scatter_dimension = ")[2].partition(" ")[0]))
+    assert places == [0, 1]
