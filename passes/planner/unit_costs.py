@@ -40,6 +40,7 @@ from autopar.passes.slicing.stage_graphs import Stages
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
 PRICES = (0.25, 4.0)
+MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
 
@@ -162,6 +163,7 @@ class _FreeWays(NamedTuple):
     searches: dict[tuple[int, ...], dict[Kind, MeshSearch]]
     planned: dict[tuple[int, ...], dict[Kind, PlannedStage]]
     ways: dict[tuple[int, ...], Way]
+    heaviest: dict[tuple[int, ...], float]  # seconds of the kind that computes most
 
 
 def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
@@ -226,11 +228,17 @@ class UnitCosts:
         return min(self.seconds_by_mesh(size).values(), default=math.inf)
 
     def seconds_by_mesh(self, size: int) -> dict[tuple[int, ...], float]:
-        """The same for each logical mesh of so many devices; of slow ones a bound."""
+        """The same for each logical mesh of so many devices; of the slower ones a guess.
+
+        They are as much slower as with the layers that compute most.
+        """
         free = self._free_ways(size)
         found = {mesh: self._step_seconds(_joined(way)) for mesh, way in free.ways.items()}
-        slow = TOO_SLOW * min(found.values(), default=math.inf)
-        return {mesh: found.get(mesh, slow) for mesh in free.searches}
+        if not found:
+            return {}
+        known = min(found, key=found.__getitem__)
+        once = found[known] / free.heaviest[known] if free.heaviest[known] else 1.0
+        return {mesh: found.get(mesh, x * once) for mesh, x in free.heaviest.items()}
 
     def _free_ways(self, size: int) -> _FreeWays:
         """The plans with any memory on the logical meshes of so many devices that are quick.
@@ -244,7 +252,7 @@ class UnitCosts:
 
     def _found_free_ways(self, size: int) -> _FreeWays:
         part, options = submesh(self._cluster, size), self._options
-        made = _FreeWays(part, {}, {}, {})
+        made = _FreeWays(part, {}, {}, {}, {})
         held = (
             state_on_devices(self._labelled[i].graph, options, self._cluster)
             for i in self.typical.values()
@@ -267,12 +275,14 @@ class UnitCosts:
             made.planned.setdefault(mesh, {})[kind] = planned
             return planned
 
-        seconds = {
-            mesh: self._step_seconds(self._cost(heaviest, plan(mesh, heaviest), part))
-            for mesh in common
-        }
         for mesh in common:
-            if seconds[mesh] <= TOO_SLOW * min(seconds.values()):
+            cost = self._cost(heaviest, plan(mesh, heaviest), part)
+            made.heaviest[mesh] = self._step_seconds(cost)
+        quickest = sorted(common, key=made.heaviest.__getitem__)[:MESHES_PRICED]
+        for mesh in common:
+            if mesh not in quickest:
+                continue
+            if made.heaviest[mesh] <= TOO_SLOW * made.heaviest[quickest[0]]:
                 for kind in self.typical:
                     if kind != heaviest:
                         plan(mesh, kind)
