@@ -14,14 +14,14 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
-from autopar.passes.planner.layouts import StageLayout, chunks_of
+from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout, chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
     StageChoice,
@@ -35,6 +35,7 @@ from autopar.passes.planner.unit_costs import (
     UnitCost,
     UnitCosts,
     Way,
+    joined,
     units_of,
 )
 
@@ -63,6 +64,7 @@ class StageSearch:
       cluster: all devices.
       remat: as in the options.
       schedules: by which the stages may be run.
+      meshes: the logical mesh of each of the ways.
     """
 
     starts: tuple[int, ...]
@@ -73,6 +75,7 @@ class StageSearch:
     cluster: Cluster
     remat: str | None
     schedules: tuple[str, ...] = ("1f1b",)
+    meshes: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -95,20 +98,22 @@ class StageSearch:
         for link in units.links:
             if not link.per_microbatch:
                 once[link.source, link.target] += link.bytes
-        costs, ways = UnitCosts(units, options, cluster, split.num_microbatches), {}
+        costs = UnitCosts(units, options, cluster, split.num_microbatches)
+        priced = {}
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
-            ways[size] = costs.ways(size)
+            priced[size] = costs.ways(size)
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(
             starts=starts,
             crossing=tuple(crossing),
             once=moved,
-            ways=ways,
+            ways={size: [way for _, way in ways] for size, ways in priced.items()},
             num_microbatches=split.num_microbatches,
             cluster=cluster,
             remat=options.remat,
             schedules=_schedules(options),
+            meshes={size: [mesh for mesh, _ in ways] for size, ways in priced.items()},
         )
 
     def within(self, limit: int) -> tuple[StageLayout, float] | None:
@@ -130,8 +135,33 @@ class StageSearch:
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
             name if len(self.schedules) > 1 else "",
+            self._expected(choice, limit, name) if self.meshes else (),
         )
         return layout, choice.step_seconds
+
+    def _expected(
+        self, choice: StageChoice, limit: int, schedule: str
+    ) -> tuple[ExpectedSeconds, ...]:
+        """What each stage takes in a step on logical meshes; infinite where it does not fit."""
+        found = []
+        for place, stage in enumerate(choice.stages):
+            before = self.crossing[stage.start - 1] if stage.start else 0
+            received = math.ceil(before / stage.num_devices)
+            flight = _in_flight(schedule)(len(choice.stages) - place)
+            seconds: dict[tuple[int, ...], float] = {}
+            size = stage.num_devices
+            for mesh, way in zip(self.meshes[size], self.ways[size], strict=True):
+                total = joined(way[stage.start : stage.stop])
+                alone = NeighbourTransfer(0.0, 0.0, 0.0, False)
+                fitting = (
+                    self._own_seconds(option)
+                    for option in total.options(alone, received, self.remat)
+                    if option.bytes_in_flight(min(flight, self.num_microbatches)) <= limit
+                )
+                least = min(fitting, default=math.inf)
+                seconds[mesh] = min(seconds.get(mesh, math.inf), least)
+            found.append(seconds)
+        return tuple(found)
 
     def _choice(self, limit: int, schedule: str) -> StageChoice | None:
         """The best stages by a schedule; of many units regular ones if they are about as good."""
@@ -168,7 +198,7 @@ class StageSearch:
                 [
                     option
                     for option in self._options[schedule in HIDES_TRANSFERS][run]
-                    if option.bytes_fixed + flight * option.bytes_per_microbatch <= limit
+                    if option.bytes_in_flight(flight) <= limit
                 ]
                 for run, flight in zip(runs, flights, strict=True)
             ]

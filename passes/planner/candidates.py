@@ -28,8 +28,13 @@ from autopar.passes.planner.alike_stages import (
     taken_over,
     with_shared_programs,
 )
-from autopar.passes.planner.layouts import StageLayout, chunks_of, logical_meshes, submesh
-from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_on_any
+from autopar.passes.planner.layouts import (
+    StageLayout,
+    chunks_of,
+    logical_meshes,
+    submesh,
+)
+from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_stage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
@@ -39,14 +44,12 @@ from autopar.passes.planner.stage_shardings import (
     in_pipeline,
     memory_limit_of,
 )
-from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
-from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.spmd_program import SpmdProgram, host_bytes
 from autopar.passes.slicing.slice_stages import one_stage, slice_stages
-from autopar.passes.slicing.stage_graphs import Boundaries, StageGraph, Stages
+from autopar.passes.slicing.stage_graphs import Boundaries, Stages
 
 Report = Callable[[str], None]
 Keep = Callable[["Sequence[PlannedStep]"], None]
@@ -234,7 +237,8 @@ def _plan_stages(
                 planned.append(fitting)
                 continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
-        planned.append(plan_stage(place, own, part))
+        expected = layout.expected[number] if layout.expected else {}
+        planned.append(plan_stage(place, own, part, expected))
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
@@ -287,33 +291,6 @@ def _elsewhere(
     tried = [x for x in (planned.unlimited, planned) if x is not None]
     checked = (in_pipeline(x, place, limit, costs) for x in tried)
     return next((x for x in checked if x.fits), None)
-
-
-def plan_stage(place: PlaceInPipeline, options: Options, part: Cluster) -> PlannedStage:
-    """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does.
-
-    Args:
-      place: its graph, with the batch labelled, and what it has in flight.
-      options: method, pins, memory limit, remat and so on.
-      part: the devices of its mesh.
-    """
-    stage = place.graph
-    own = stage_options(stage, options)
-    one = SplitStep(stage.step, populate(stage.graph.jaxpr))
-    meshes = logical_meshes(own, part, stage.graph, of_stage=True)
-    candidates = plan_on_any(one, meshes, own, part, place)
-    fitting = [c for c in candidates if c.fits] or candidates
-
-    def key(planned: PlannedStage) -> tuple[float, int]:
-        return planned.step_seconds, len(planned.mesh)
-
-    best, free = min(fitting, key=key), min((c.unlimited or c for c in candidates), key=key)
-    return replace(best, unlimited=None if free is best else free)
-
-
-def stage_options(stage: StageGraph, options: Options) -> Options:
-    """The options with the pins that are for a stage's own inputs."""
-    return replace(options, pins=pins_of(stage.graph, options.pins))
 
 
 def assemble(

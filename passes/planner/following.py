@@ -18,11 +18,10 @@ from autopar.passes.planner.candidates import (
     assemble,
     parts_of,
     sliced,
-    stage_options,
     take_apart,
 )
 from autopar.passes.planner.layouts import submesh
-from autopar.passes.planner.mesh_choice import plan_mesh
+from autopar.passes.planner.mesh_choice import plan_mesh, stage_options
 from autopar.passes.planner.plan_writer import choice_text, node_names
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch

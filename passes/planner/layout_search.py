@@ -357,7 +357,8 @@ class LayoutSearch:
             found = stages.within(target) if tried else first
             if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
                 break
-            layout, options, cluster = found[0], self.options, self.cluster
+            layout = found[0] if self.is_long else replace(found[0], expected=())
+            options, cluster = self.options, self.cluster
             planned = plan_layout(split, layout, options, cluster, self.report, self.keep)
             made += planned
             if all(candidate.fits for candidate in planned):

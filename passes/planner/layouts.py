@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster, axis_names
@@ -19,6 +19,10 @@ from autopar.passes.slicing.stage_graphs import StageParts
 MAX_AXES = 2
 
 
+ExpectedSeconds = Mapping[tuple[int, ...], float]
+"""Of a step, by logical mesh."""
+
+
 @dataclass(frozen=True)
 class StageLayout:
     """Where stages begin and what they run on.
@@ -30,12 +34,15 @@ class StageLayout:
       remat: for every stage, whether its backward pass computes the forward pass again; empty if
         that is not decided here.
       schedule: what these were chosen for; empty if for none of several.
+      expected: for every stage, the seconds of a step that it is expected to take on logical
+        shapes of its mesh; empty if that is not known.
     """
 
     boundaries: int | tuple[int, ...] | StageParts
     devices: tuple[int, ...]
     remat: tuple[bool, ...] = ()
     schedule: str = ""
+    expected: tuple[ExpectedSeconds, ...] = ()
 
     @property
     def is_pipeline(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.units import format_bytes
-from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes, submesh
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
@@ -21,7 +21,10 @@ from autopar.passes.planner.stage_shardings import (
     PlannedStage,
     memory_limit_of,
 )
+from autopar.passes.primitives.populate import populate
+from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.strategy_graph import StrategyGraph
+from autopar.passes.slicing.stage_graphs import StageGraph
 
 MESHES_TRIED = 2  # of those that do not fit, before more microbatches are
 
@@ -35,7 +38,7 @@ class SearchSoFar(NamedTuple):
 
     seconds: float = math.inf
     more_microbatches: bool = False
-    expected: Mapping[tuple[int, ...], float] = MappingProxyType({})
+    expected: ExpectedSeconds = MappingProxyType({})
 
 
 NOTHING_SO_FAR = SearchSoFar()
@@ -71,12 +74,17 @@ def plan_on_any(
     options: Options,
     cluster: Cluster,
     place: PlaceInPipeline,
+    expected: ExpectedSeconds = MappingProxyType({}),
 ) -> list[PlannedStage]:
     """`plan_mesh` of a stage for each mesh, as far as that can be the cheapest of all that fit.
 
     A mesh whose cheapest program exceeds the memory and costs more than one that fits on another
-    mesh is not planned within the limit; nor is one of a large stage that costs hardly less.
+    mesh is not planned within the limit; nor is one of a large stage that costs hardly less. Where
+    it is known what a stage is `expected` to take, meshes are planned in that order, and not where
+    it is hardly less than with what fits.
     """
+    if expected:
+        return _plan_in_order(split, meshes, options, cluster, place, expected)
     searches = [MeshSearch.of(split, mesh, options, cluster, None, place) for mesh in meshes]
     found = [search.attempt(None, search.remats[0]) for search in searches]
     best = min((x.step_seconds for x in found if x.fits), default=math.inf)
@@ -86,6 +94,58 @@ def plan_on_any(
         if enough * found[i].least_seconds <= best:
             found[i] = searches[i].within(found[i])
             best = min(best, found[i].step_seconds if found[i].fits else math.inf)
+    return found
+
+
+def plan_stage(
+    place: PlaceInPipeline,
+    options: Options,
+    part: Cluster,
+    expected: ExpectedSeconds = MappingProxyType({}),
+) -> PlannedStage:
+    """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does.
+
+    Args:
+      place: its graph, with the batch labelled, and what it has in flight.
+      options: method, pins, memory limit, remat and so on.
+      part: the devices of its mesh.
+      expected: what it is expected to take on logical shapes, where that is known.
+    """
+    stage = place.graph
+    own = stage_options(stage, options)
+    one = SplitStep(stage.step, populate(stage.graph.jaxpr))
+    meshes = logical_meshes(own, part, stage.graph, of_stage=True)
+    candidates = plan_on_any(one, meshes, own, part, place, expected)
+    fitting = [c for c in candidates if c.fits] or candidates
+
+    def key(planned: PlannedStage) -> tuple[float, int]:
+        return planned.step_seconds, len(planned.mesh)
+
+    best, free = min(fitting, key=key), min((c.unlimited or c for c in candidates), key=key)
+    return replace(best, unlimited=None if free is best else free)
+
+
+def stage_options(stage: StageGraph, options: Options) -> Options:
+    """The options with the pins that are for a stage's own inputs."""
+    return replace(options, pins=pins_of(stage.graph, options.pins))
+
+
+def _plan_in_order(
+    split: SplitStep,
+    meshes: Sequence[tuple[int, ...]],
+    options: Options,
+    cluster: Cluster,
+    place: PlaceInPipeline,
+    expected: ExpectedSeconds,
+) -> list[PlannedStage]:
+    found = list[PlannedStage]()
+    for mesh in sorted(meshes, key=lambda mesh: expected.get(mesh, 0.0)):
+        fitting = [x for x in found if x.fits]
+        best = min((x.step_seconds for x in fitting), default=math.inf)
+        known = (x for x in fitting if 0 < expected.get(x.mesh, 0.0) < math.inf)
+        wrong = min((x.step_seconds / expected[x.mesh] for x in known), default=0.0)
+        if not wrong or ENOUGH_OF_LARGE * wrong * expected.get(mesh, 0.0) <= best:
+            found.append(plan_mesh(split, mesh, options, cluster, place=place))
     return found
 
 

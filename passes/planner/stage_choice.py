@@ -38,6 +38,10 @@ class StageOption:
     once_seconds: float = 0.0
     hidden_seconds: float = 0.0
 
+    def bytes_in_flight(self, microbatches: int) -> int:
+        """Bytes per device with so many microbatches in flight."""
+        return self.bytes_fixed + microbatches * self.bytes_per_microbatch
+
 
 class StageRange(NamedTuple):
     """Layers `start` to `stop` (half open) on a submesh of `num_devices`, run as `option` says."""

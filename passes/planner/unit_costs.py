@@ -13,10 +13,10 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.candidates import stage_options
 from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.mesh_choice import stage_options
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
     StageOption,
@@ -197,11 +197,11 @@ class UnitCosts:
         self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
         self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
 
-    def ways(self, size: int) -> list[Way]:
+    def ways(self, size: int) -> list[tuple[tuple[int, ...], Way]]:
         """For each logical mesh of so many devices that is quick, and each price of memory."""
         free, limit = self._free_ways(size), memory_limit_of(self._options, self._cluster)
-        found = [*free.ways.values()]
-        totals = {mesh: _joined(way) for mesh, way in free.ways.items()}
+        found = [*free.ways.items()]
+        totals = {mesh: joined(way) for mesh, way in free.ways.items()}
         if all(self._needs(total) <= limit for total in totals.values()):
             return found
         least = self.least_seconds(size)
@@ -218,8 +218,8 @@ class UnitCosts:
                 same = solution.assignment == known[kind].solution.assignment
                 priced[kind] = known[kind] if same else search.program(solution, False)
             if any(priced[kind] is not known[kind] for kind in priced):
-                found.append(self._way(priced, free.part))
-                if self._needs(_joined(found[-1])) <= limit:
+                found.append((mesh, self._way(priced, free.part)))
+                if self._needs(joined(found[-1][1])) <= limit:
                     enough.add(mesh)
         return found
 
@@ -233,7 +233,7 @@ class UnitCosts:
         They are as much slower as with the layers that compute most.
         """
         free = self._free_ways(size)
-        found = {mesh: self._step_seconds(_joined(way)) for mesh, way in free.ways.items()}
+        found = {mesh: self._step_seconds(joined(way)) for mesh, way in free.ways.items()}
         if not found:
             return {}
         known = min(found, key=found.__getitem__)
@@ -291,7 +291,7 @@ class UnitCosts:
 
     def totals(self, size: int) -> list[UnitCost]:
         """What all units need on one mesh of so many devices, in each of the ways to run them."""
-        return [*map(_joined, self.ways(size))]
+        return [joined(way) for _, way in self.ways(size)]
 
     def _flops(self, kind: Kind) -> float:
         """Of all units of a kind together."""
@@ -359,5 +359,6 @@ class UnitCosts:
         return total.seconds * self._num_microbatches + total.once_seconds
 
 
-def _joined(way: Way) -> UnitCost:
+def joined(way: Way) -> UnitCost:
+    """Its units, one after the other."""
     return functools.reduce(UnitCost.joined, way, NOTHING)

@@ -12,7 +12,7 @@ from plain_jit import equals_plain_jit
 
 import autopar
 from autopar.passes.graph.alike import pairs_if_alike
-from autopar.passes.planner import alike_stages, candidates
+from autopar.passes.planner import alike_stages, candidates, mesh_choice
 from autopar.passes.planner.stage_shardings import PlannedStage
 
 WIDTH, LAYERS = 32, 4
@@ -42,7 +42,7 @@ def planned(
 ) -> tuple[autopar.Plan, int]:
     """The plan in stages of a layer, and how many of them were planned."""
     calls: list[object] = []
-    real = candidates.plan_stage
+    real = mesh_choice.plan_stage
 
     def counted(*arguments: Any) -> PlannedStage:
         calls.append(arguments)
