@@ -231,3 +231,36 @@ def test_hosts_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_offload_cannot_be(offload: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         autopar.plan(train_step, *arguments(), cluster=CLUSTER, offload=offload)
+
+
+def layers_step(params: Any, x: jax.Array) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        y = x
+        for up, down in params:
+            y = y + jax.nn.gelu(y @ up) @ down
+        return jnp.mean(y**2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def test_activations_wait_in_the_hosts_memory(tmp_path: Path) -> None:
+    """Where even what is computed again does not save enough, what is kept waits there."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    params = [(jax.random.normal(k, (8, 32)) / 8, jax.random.normal(k, (32, 8)) / 8) for k in keys]
+    x = jax.random.normal(keys[0], (512, 8))
+    options: dict[str, Any] = {"method": "data", "microbatches": 2, "stages": 1}
+    full = autopar.plan(layers_step, params, x, remat="full", **options)
+    options["memory_limit"] = full.estimates.peak_bytes_per_device - 1024
+    step = autopar.compile(layers_step, params, x, offload="auto", **options)
+    host, again = step.plan.host, step.plan.recomputation
+    assert host is not None and host.values and again is not None and again.hosted
+    assert "values of a microbatch" in str(step.plan)
+    expected = jax.jit(layers_step)(params, x)
+    same(step(jax.tree.map(jnp.array, params), x), expected)
+    step.plan.save(tmp_path / "plan.json")
+    followed = autopar.compile(
+        layers_step, params, x, offload="auto", plan=tmp_path / "plan.json", **options
+    )
+    assert followed.plan == step.plan
+    same(followed(jax.tree.map(jnp.array, params), x), expected)

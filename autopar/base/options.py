@@ -102,9 +102,10 @@ class Options:
       offload: which arrays of the state lie in the memory of the hosts between steps, and are on
         the devices only while the step computes with them, a few at a time. "none"; "auto": those
         for which that is cheaper than what else would make the step fit, by `host_bandwidth` and
-        `host_memory_bytes` of the cluster; "optimizer": all that only the optimizer reads (moments,
-        master weights); or a path pattern such as "opt_state" or "*nu*", or several, for those
-        that it names.
+        `host_memory_bytes` of the cluster, and on one mesh, where even that and computing again do
+        not, what a microbatch keeps for its backward pass; "optimizer": all that only the optimizer
+        reads (moments, master weights); or a path pattern such as "opt_state" or "*nu*", or
+        several, for those that it names.
 
     Raises:
       OptionError: a value is not one that the option can have.

@@ -238,7 +238,9 @@ class Recomputation(Record):
 
     What is kept inside a layer is worth more than `price` (seconds for each byte of a microbatch).
     `operations` say how many of which primitive run again, the most frequent first; `saved_bytes`
-    are those of a microbatch on all devices together; `seconds` is what it adds to a step.
+    are those of a microbatch on all devices together; `seconds` is what it adds to a step. Of what
+    is kept, so many values (`hosted`) of so many bytes wait in the hosts' memory: those of the
+    `host_share` of the layers that come first.
     """
 
     price: float
@@ -246,34 +248,43 @@ class Recomputation(Record):
     layers: int
     saved_bytes: int
     seconds: float
+    hosted: int = 0
+    hosted_bytes: int = 0
+    host_share: float = 0.0
 
     def __str__(self) -> str:
-        shown = [f"{count} {name}" for name, count in self.operations[:4]]
+        shown = [f"{count} {name}" for name, count in self.operations[:4]] or ["nothing"]
         more = sum(count for _, count in self.operations[4:])
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])
         where = f"{self.layers} layer" + "s" * (self.layers != 1)
         size, seconds = format_bytes(self.saved_bytes), format_seconds(self.seconds)
+        hosted = f"; {self.hosted} values wait in the hosts' memory" if self.hosted else ""
         return (
             f"{what} in {where}: a microbatch keeps {size} less on all devices, "
-            f"a step takes {seconds} more"
+            f"a step takes {seconds} more{hosted}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class InHostMemory(Record):
-    """What of the state lies in the memory of the hosts between steps.
+    """What lies in the memory of the hosts: state between steps, and what a step keeps.
 
-    So many `arrays`, of which the hosts of a node's devices hold `bytes_per_node`; in a step a
-    device copies `moved_bytes` to and from it, which takes `seconds` if nothing hides it.
+    So many `arrays` of the state and `values` of a microbatch, of which the hosts of a node's
+    devices hold `bytes_per_node`; in a step a device copies `moved_bytes` to and from it, which
+    takes `seconds` if nothing hides it.
     """
 
     arrays: int
     bytes_per_node: int
     moved_bytes: int
     seconds: float
+    values: int = 0
 
     def __str__(self) -> str:
-        what = f"{self.arrays} array{'s' * (self.arrays != 1)} of the state"
+        parts = [f"{self.arrays} array{'s' * (self.arrays != 1)} of the state"]
+        if self.values:
+            parts = parts * bool(self.arrays) + [f"{self.values} values of a microbatch"]
+        what = " and ".join(parts)
         size, moved = format_bytes(self.bytes_per_node), format_bytes(self.moved_bytes)
         seconds = format_seconds(self.seconds)
         return f"{what}: {size} a node; a device copies {moved} a step, which takes {seconds}"

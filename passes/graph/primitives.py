@@ -70,6 +70,7 @@ dynamic_slice               : linear_first opens_group rearranges updates
 dynamic_update_slice        : opens_group rearranges unfused updates
 iota                        : cheap cut_anywhere moves positional
 optimization_barrier        : cut_anywhere distinct linear_all moves unfused updates
+to_host                     : cut_anywhere distinct linear_first moves unfused
 bitcast_convert_type random_unwrap random_wrap  : moves
 scatter                     : moves scatter updates
 scatter-add scatter-sub     : scatter updates =sum
@@ -135,6 +136,7 @@ _IMPLIED = {
 # Names that JAX 0.10.2 by itself does not have, and where they stand.
 OTHER_RELEASES: Mapping[str, str] = {
     "constrain": "autopar's own: what a user's sharding constraint says, see `constraints.py`",
+    "to_host": "autopar's own: a value that waits in the hosts' memory, see `host_values.py`",
     "exchange": "autopar's own: rows to blocks of experts and back, see `exchanges.py`",
     "block_product": "autopar's own: products in these blocks, see `block_products.py`",
     **dict.fromkeys(("one_minus_square", "polynomial"), "JAX 0.12"),
@@ -286,6 +288,8 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 SHARDING_HINTS = _having("hint")
 CONSTRAIN = "constrain"  # what is kept of it
+
+TO_HOST = "to_host"  # what `autopar.passes.recompute` writes for what waits in the hosts' memory
 
 # What `autopar.passes.experts` writes for grouped products.
 EXCHANGE, BLOCK_PRODUCT = "exchange", "block_product"

@@ -10,7 +10,7 @@ from autopar.base.plan_records import InHostMemory
 from autopar.passes.pipeline.validate import LOOP_KINDS
 from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.sharding.reshard import HOST_COPIES, ReshardStep
-from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Relayout
+from autopar.passes.sharding.spmd_program import Block, Branch, Loop, Relayout, waiting_values
 
 
 def in_host_memory(step: PlannedStep, cluster: Cluster) -> InHostMemory | None:
@@ -19,7 +19,8 @@ def in_host_memory(step: PlannedStep, cluster: Cluster) -> InHostMemory | None:
     there = [
         any(pieces.versions[value].layout.in_host for value in group) for group in pieces.inputs
     ]
-    if not any(there):
+    values = sum(len(waiting_values(piece.block)) for piece in pieces.pieces)
+    if not any(there) and not values:
         return None
     moved, seconds = defaultdict[int, int](int), defaultdict[int, float](float)
     for piece in pieces.pieces:
@@ -34,6 +35,7 @@ def in_host_memory(step: PlannedStep, cluster: Cluster) -> InHostMemory | None:
         bytes_per_node=step.host_bytes * cluster.devices_per_node,
         moved_bytes=max(moved.values(), default=0),
         seconds=max(seconds.values(), default=0.0),
+        values=values,
     )
 
 

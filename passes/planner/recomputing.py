@@ -56,7 +56,8 @@ def recomputed_plans(
 
     for count in microbatch_counts(graph, options, layout):
         try:
-            steps = RecomputedSteps.of(split(count, True), cluster)
+            hosting = options.offload == "auto"
+            steps = RecomputedSteps.of(split(count, True), cluster, hosting)
         except (InexactMicrobatchError, BatchArgumentError, OptionError):
             break
         if steps.least_that_fits(fits, report):
@@ -68,9 +69,10 @@ def recomputed_step(
     split: SplitStep, cluster: Cluster, again: Recomputation | None = None
 ) -> SplitStep:
     """A step with a loop that computes again what a plan says; None: all of every layer."""
-    steps = RecomputedSteps.of(split, cluster)
     if again is not None:
-        return steps.at(again.price)
+        steps = RecomputedSteps.of(split, cluster, hosting=again.host_share > 0)
+        return steps.at(again.price, again.host_share)
+    steps = RecomputedSteps.of(split, cluster)
     return steps[len(steps) - 1] if len(steps) else split
 
 
@@ -89,14 +91,16 @@ class RecomputedSteps:
     num_devices: int
 
     @classmethod
-    def of(cls, split: SplitStep, cluster: Cluster) -> RecomputedSteps:
-        """Those of a step with one loop."""
+    def of(cls, split: SplitStep, cluster: Cluster, hosting: bool = False) -> RecomputedSteps:
+        """Those of a step with one loop; if `hosting`, the hosts' memory may have what is kept."""
         prices = Pricing(cluster, (cluster.num_devices,), traffic=split.traffic)
 
         def seconds(eqn: JaxprEqn) -> float:
             return prices.compute(eqn, split.rules[eqn])
 
-        return cls(split, KeptValues.of(split.step, split.rules, seconds), cluster.num_devices)
+        price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0
+        values = KeptValues.of(split.step, split.rules, seconds, price)
+        return cls(split, values, cluster.num_devices)
 
     def least_that_fits(
         self, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
@@ -123,8 +127,10 @@ class RecomputedSteps:
         """The steps, from the one that keeps most."""
         return self._made(self.values.family[place])
 
-    def at(self, price: float) -> SplitStep:
-        """The step that keeps what is worth it at a price."""
+    def at(self, price: float, host_share: float = 0.0) -> SplitStep:
+        """The step that keeps what is worth it at a price, or in the hosts' memory at theirs."""
+        if host_share:
+            return self._made(self.values.hosting(price, host_share))
         return self._made(self.values.at(price))
 
     def _made(self, kept: KeptChoice) -> SplitStep:
@@ -137,5 +143,8 @@ class RecomputedSteps:
             layers=len({layer for layer, _ in kept.again}),
             saved_bytes=kept.saved_bytes,
             seconds=kept.seconds * self.split.num_microbatches / self.num_devices,
+            hosted=len(kept.hosted),
+            hosted_bytes=kept.hosted_bytes,
+            host_share=kept.host_share,
         )
         return replace(self.split, step=step, rules=populate(step.graph.jaxpr), recomputation=again)

@@ -110,7 +110,7 @@ for _name in ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "lgamma", "nexta
     OWN[_name] = elementwise
 for _name in ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "polygamma"):
     OWN[_name] = elementwise
-OWN["threefry2x32"] = OWN["polynomial"] = elementwise
+OWN["threefry2x32"] = OWN["polynomial"] = OWN["to_host"] = elementwise
 OWN["empty2"] = OWN["platform_index"] = elementwise  # scalars: nothing to cut
 
 

@@ -12,13 +12,15 @@ beginning is taken, so layers that are alike are treated alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Var
 
+from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import makers_of, readers_of, variables
 from autopar.passes.graph.jumps import is_jump
@@ -33,6 +35,13 @@ Seconds = Callable[[JaxprEqn], float]
 
 _UNITS = 1e15  # of a second, for capacities
 _PRICES_TRIED = 24
+HOST_SHARES = (
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+)  # of the layers whose kept values may wait in the hosts' memory
+SMALL_SHARE = 1000  # smaller than the largest value over this: it stays on the devices
 _LARGEST = 2**60
 
 
@@ -46,6 +55,9 @@ class KeptChoice:
       values: that are kept inside of layers.
       saved_bytes: of a microbatch, against keeping all that the backward pass reads.
       seconds: of computing again on one device, for one microbatch.
+      hosted: values that are kept in the hosts' memory.
+      hosted_bytes: of a microbatch.
+      host_share: the share of the layers, the first ones, whose kept values these are.
     """
 
     price: float
@@ -53,6 +65,9 @@ class KeptChoice:
     values: frozenset[Var]
     saved_bytes: int
     seconds: float
+    hosted: frozenset[Var] = frozenset()
+    hosted_bytes: int = 0
+    host_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,14 +78,19 @@ class KeptValues:
       parts: the step's forward and backward equations.
       layer_of: for each forward equation that belongs to one, its layer.
       seconds_of: what an equation takes on one device.
+      host_price: seconds for each byte that is put into the hosts' memory and brought back, on one
+        device; 0: nothing is.
     """
 
     parts: Anatomy
     layer_of: Mapping[int, int]
     seconds_of: Seconds
+    host_price: float = 0.0
 
     @classmethod
-    def of(cls, step: Microbatched, rules: Rules, seconds_of: Seconds) -> KeptValues:
+    def of(
+        cls, step: Microbatched, rules: Rules, seconds_of: Seconds, host_price: float = 0.0
+    ) -> KeptValues:
         """Those of a step with a loop over its microbatches.
 
         Raises:
@@ -79,7 +99,7 @@ class KeptValues:
         parts = dissect(step)
         found = layers_of(parts, rules).layers
         layer_of = {i: n for n, layer in enumerate(found) for i in layer.equations}
-        return cls(parts, layer_of, seconds_of)
+        return cls(parts, layer_of, seconds_of, host_price)
 
     @cached_property
     def maker(self) -> Mapping[Var, int]:
@@ -121,7 +141,63 @@ class KeptValues:
             kept = self.at(float(price))
             if kept.again:
                 found.setdefault(kept.values, kept)
-        return tuple(sorted(found.values(), key=lambda kept: kept.saved_bytes))
+        family = sorted(found.values(), key=lambda kept: kept.saved_bytes)
+        if self.host_price:
+            prices = dict.fromkeys((self.host_price, *(kept.price for kept in family[-1:])))
+            hosting = [self.hosting(price, share) for price in prices for share in HOST_SHARES]
+            hosting.sort(key=lambda kept: kept.saved_bytes)
+            family += [kept for kept in hosting if kept.hosted]
+        return tuple(family)
+
+    def hosting(self, price: float, share: float) -> KeptChoice:
+        """The best choice at a price, whose kept values are in the hosts' memory.
+
+        Those of so large a share of the layers, the first ones. The last layer's backward pass
+        comes at once: what that reads is kept as it is.
+        """
+        kept = self.at(price)
+        *layers, last = sorted({*self.layer_of.values()})
+        again = frozenset((layer, number) for layer, number in kept.again if layer != last)
+        more = sum(map(bytes_of, {*self.wanted.get(last, ())} - kept.values))
+        eqns = self.parts.body.eqns
+        kept = replace(
+            kept,
+            again=again,
+            values=kept.values.union(self.wanted.get(last, ())),
+            saved_bytes=kept.saved_bytes - more,
+            seconds=sum(self.seconds_of(eqns[number]) for _, number in again),
+        )
+        hosted = {
+            var
+            for layer in layers[: math.ceil(share * len(layers))]
+            for var in self._kept_for(layer, kept)
+        }
+        size = sum(map(bytes_of, hosted))
+        return replace(
+            kept,
+            saved_bytes=kept.saved_bytes + size,
+            hosted=frozenset(hosted),
+            hosted_bytes=size,
+            host_share=share,
+        )
+
+    def _kept_for(self, layer: int, kept: KeptChoice) -> Iterator[Var]:
+        """What is kept for a layer's backward pass and large, of what layers make."""
+        eqns = self.parts.body.eqns
+        numbers = (number for at, number in kept.again if at == layer)
+        read = [v for number in sorted(numbers) for v in variables(eqns[number].invars)]
+        for var in dict.fromkeys((*read, *self.wanted.get(layer, ()))):
+            number = self.maker.get(var, -1)
+            runs_again = (layer, number) in kept.again and not self.is_given(layer, var)
+            is_kept = var in kept.values or not runs_again
+            may_wait = number in self.layer_of and not is_key(var.aval.dtype)
+            if is_kept and may_wait and bytes_of(var) * SMALL_SHARE >= self._largest:
+                yield var
+
+    @cached_property
+    def _largest(self) -> int:
+        eqns = self.parts.body.eqns
+        return max((bytes_of(v) for i in self.layer_of for v in eqns[i].outvars), default=0)
 
     def at(self, price: float) -> KeptChoice:
         """The best choice at a price."""

@@ -4,6 +4,7 @@ An equation that runs again stands, once for its layer, just before the first ba
 needs it. What it reads passes a barrier first, as after `jax.checkpoint`, so that XLA does not take
 the two for one. A gradient that arrives at the layer passes the same barrier: nothing of the layer
 can run again before the backward pass has come to it. Random bits come from the same keys.
+What is kept in the hosts' memory is put there when it is made, and comes back by that barrier.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
+from autopar.passes.graph.host_values import put_away
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 
@@ -39,6 +41,8 @@ class _Rewriting:
         self.fresh: dict[tuple[int, Var], Var] = {}  # by layer: what is computed again
         self.through: dict[tuple[int, Var], Var] = {}  # by layer: what has passed its barrier
         self.begun: set[int] = set()
+        self.away: dict[Var, Var] = {}  # what is in the hosts' memory
+        self.back: dict[Var, Var] = {}  # what was brought back from there last
 
     def run(self) -> list[JaxprEqn]:
         """The equations of the new body."""
@@ -46,6 +50,11 @@ class _Rewriting:
             if index in self.late:
                 eqn = self._reader(eqn)
             self.out.append(eqn)
+            for var in eqn.outvars:
+                if var in self.kept.hosted:
+                    put = put_away(var, eqn.source_info)
+                    self.out.append(put)
+                    self.away[var] = put.outvars[0]
         return self.out
 
     def _reader(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -53,10 +62,14 @@ class _Rewriting:
         env: dict[Var, Var] = {}
         for var in variables(eqn.invars):
             layer = self.home.get(var)
-            if layer is not None and self._is_again(layer, var):
+            if layer is not None and (self._is_again(layer, var) or var in self.away):
                 if layer not in self.begun:
                     env.update(self._begin(layer, eqn))
-                env[var] = self._again(layer, var)
+                if self._is_again(layer, var):
+                    env[var] = self._again(layer, var)
+        for var in variables(eqn.invars):
+            if var in self.away:
+                env[var] = self.back.get(var, self.away[var])
         if not env:
             return eqn
         return eqn.replace(invars=[_read(env, atom) for atom in eqn.invars])
@@ -83,15 +96,18 @@ class _Rewriting:
                     seen.add(var)
                     stack.append(var)
         made = self.values.maker
+        needed |= dict.fromkeys(v for v in self.values.wanted[layer] if v in self.away)
         gradients = [v for v in variables(reader.invars) if made.get(v) in self.late]
-        passing = [*(v for v in needed if not is_key(v.aval.dtype)), *gradients]
+        named = [*(v for v in needed if not is_key(v.aval.dtype)), *gradients]
+        passing = [self.away.get(v, v) for v in named]
         results = [jax_compat.new_var(v.aval) for v in passing]
         barrier = jax_compat.optimization_barrier_primitive()
         info, effects = reader.source_info, jex_core.no_effects
         if passing:
             self.out.append(jex_core.new_jaxpr_eqn(passing, results, barrier, {}, effects, info))
-        env = dict(zip(passing, results, strict=True))
+        env = dict(zip(named, results, strict=True))
         self.through.update(((layer, var), env[var]) for var in needed if var in env)
+        self.back.update((var, env[var]) for var in needed if var in self.away)
         return {var: env[var] for var in gradients}
 
     def _again(self, layer: int, var: Var) -> Var:

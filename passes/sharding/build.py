@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier
 from autopar.passes.graph.graph import Atom, user_source
+from autopar.passes.graph.host_values import is_put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.graph.scans import ScanParts
@@ -133,6 +134,8 @@ class _Walk(StrategyGraphBuilder):
     ) -> tuple[Entry, list[ScopeValue]]:
         if eqn.effects or eqn.primitive.name in CONTROL_FLOW:
             return self.opaque(scope, eqn, values)
+        if is_put_away(eqn) and isinstance(values[0], Assigned):
+            return self.put_away(scope, eqn, values[0])
         shape = self.shape(eqn, self._adds_rounded(scope, eqn))
         sizes = [math.prod(aval_shape(v)) for v in eqn.outvars]
         all_small = all(isinstance(v, Replicated) for v in values) and max(sizes) <= SMALL_ELEMENTS
@@ -254,6 +257,7 @@ class _Walk(StrategyGraphBuilder):
                 shape = st.shape_of(elementwise(alone), ())
                 scope.entries.append(Entry("recomputed", alone, shape, part_of=eqn))
             elif isinstance(value, Assigned):
+                values[place] = self.brought_back(scope, value, eqn.outvars[place])
                 value.live.last = self.built.time
                 value.live.fused = False  # XLA writes what a barrier reads
         others = [i for i, value in enumerate(values) if not isinstance(value, Recomputed)]

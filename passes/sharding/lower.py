@@ -7,7 +7,6 @@ scalars stay partial until a nonlinear use, whatever group they come from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
@@ -15,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 from autopar.base.errors import AutoparError
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, user_source
-from autopar.passes.graph.microbatched import Microbatched, Task
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
@@ -27,6 +26,7 @@ from autopar.passes.sharding.layout import (
     without_partial,
 )
 from autopar.passes.sharding.leaf_by_leaf import is_long, leaf_by_leaf
+from autopar.passes.sharding.lowering_context import LoweringContext
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import adding, reshard_steps
 from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
@@ -58,7 +58,9 @@ def lower(
     if loop is not None and loop.tasks:
         tasks = {id(eqn): task for eqn, task in zip(loop.body.eqns, loop.tasks, strict=True)}
     jaxpr = graph.jaxpr
-    context = _Context(built, assignment, pricing, batch_dims, frozenset(jaxpr.invars), tasks)
+    context = LoweringContext(
+        built, assignment, pricing, batch_dims, frozenset(jaxpr.invars), tasks
+    )
     inputs = tuple(
         ShardedValue(var, built.nodes[node].layouts[assignment[node]])
         for var, node in zip(jaxpr.invars, built.inputs, strict=True)
@@ -89,29 +91,12 @@ def lower(
     return SpmdProgram(built.mesh, axis_names, block, rules, cluster.overlap > 0)
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What all scopes of one lowering share."""
-
-    built: StrategyGraph
-    assignment: Sequence[int]
-    pricing: Pricing
-    batch_dims: Mapping[Var, frozenset[int]]
-    arguments: frozenset[Var]
-    tasks: Mapping[int, Task]
-
-    def task(self, eqn: JaxprEqn) -> Task | None:
-        """The task of an equation of the loop over microbatches."""
-        return self.tasks.get(id(eqn))
-
-    def layout(self, node: int) -> Layout:
-        return self.built.nodes[node].layouts[self.assignment[node]]
-
-
 class _Lowering:
     """One scope: the versions that exist so far and the instructions that made them."""
 
-    def __init__(self, context: _Context, parent: _Lowering | None, inputs: Sequence[ShardedValue]):
+    def __init__(
+        self, context: LoweringContext, parent: _Lowering | None, inputs: Sequence[ShardedValue]
+    ):
         self.context, self.parent = context, parent
         self.instructions: list[Instruction] = []
         self.versions: dict[Var, list[Layout]] = {}
@@ -210,10 +195,10 @@ class _Lowering:
         self.define(ShardedValue(atom, have))
 
     def _purpose(self, atom: Atom, source: Layout) -> str:
-        if self.context.batch_dims.get(atom):
-            return "activation"
         while atom in self.passed:
             atom = self.passed[atom]
+        if self.context.batch_dims.get(atom):
+            return "activation"
         if atom in self.context.arguments:
             return "parameter"
         if source.partial:
@@ -228,7 +213,11 @@ class _Lowering:
                 self._small(entry)
             elif entry.kind == "grouped":
                 assert entry.node is not None
-                self._compute(entry, entry.strategies[self.context.assignment[entry.node]])
+                chosen = entry.strategies[self.context.assignment[entry.node]]
+                if any(layout.in_host for layout in chosen.results):
+                    self._put_away(entry.eqn, chosen)
+                else:
+                    self._compute(entry, chosen)
             elif entry.kind == "opaque":
                 self._opaque(entry)
             elif entry.kind == "passed":
@@ -237,6 +226,14 @@ class _Lowering:
                 self._scan(entry)
             else:
                 self._cond(entry)
+
+    def _put_away(self, eqn: JaxprEqn, chosen: st.Strategy) -> None:
+        """A value waits in the hosts' memory."""
+        source = self.get(eqn.invars[0], chosen.operands[0])
+        target = ShardedValue(eqn.outvars[0], chosen.results[0])
+        steps = reshard_steps(source.layout, target.layout, self.context.built.mesh)
+        self.instructions.append(Relayout(source, target, steps, "activation", ""))
+        self.define(target)
 
     def _compute(
         self, entry: Entry, chosen: st.Strategy, once: bool = False, movable: bool = False

@@ -206,9 +206,22 @@ def local_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
 
 
 def host_bytes(program: SpmdProgram) -> int:
-    """Bytes that a device's host has of what enters a program."""
-    there = (v for v in program.block.inputs if v.layout.in_host)
+    """Bytes that a device's host has of a program: what enters it there, and what waits there."""
+    there = [v for v in program.block.inputs if v.layout.in_host]
+    there += waiting_values(program.block)
     return sum(part_bytes(version, program.mesh) for version in there)
+
+
+def waiting_values(block: Block) -> list[ShardedValue]:
+    """What a block, or a loop in it, puts into the hosts' memory and brings back."""
+    found: list[ShardedValue] = []
+    for instruction in block.instructions:
+        if isinstance(instruction, Relayout):
+            if instruction.target.layout.in_host and instruction.target not in block.outputs:
+                found.append(instruction.target)
+        elif isinstance(instruction, Loop):
+            found += waiting_values(instruction.body)
+    return found
 
 
 def part_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:

@@ -17,12 +17,13 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
-from autopar.passes.sharding.layout import Layout, num_parts, on_device
+from autopar.passes.sharding.layout import Layout, in_host, num_parts, on_device
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.scopes import (
     Assigned,
+    Entry,
     LiveRange,
     Node,
     Recomputed,
@@ -160,6 +161,28 @@ class StrategyGraphBuilder:
             for position, operand in enumerate(value.operands):
                 if isinstance(operand, (Assigned, Recomputed)):
                     self.link(operand, self._projected(value, position, wanted), node, times)
+
+    def put_away(
+        self, scope: Scope, eqn: JaxprEqn, value: Assigned
+    ) -> tuple[Entry, list[ScopeValue]]:
+        """A value that waits in the hosts' memory, in the parts that it has."""
+        there = tuple(map(in_host, value.layouts))
+        parts = [num_parts((a for axes in x.dims for a in axes), self.mesh) for x in there]
+        found = tuple(
+            st.Strategy((), (here,), (away,), division, (away,))
+            for here, away, division in zip(value.layouts, there, parts, strict=True)
+        )
+        self.link(value, there, value.node, scope.times)
+        made = self.assigned(value.node, self.interned(there), eqn.outvars[0])
+        return Entry("grouped", eqn, None, value.node, found), [made]
+
+    def brought_back(self, scope: Scope, value: Assigned, var: Var) -> Assigned:
+        """A value on the devices, for all who read it from now on."""
+        if not value.layouts[-1].in_host:
+            return value
+        here = self.interned([*map(on_device, value.layouts)])
+        self.link(value, here, value.node, scope.times)
+        return self.assigned(value.node, here, var)
 
     def _projected(self, value: Recomputed, position: int, wanted: Layouts) -> Layouts:
         """In which layouts an operand is read to compute a value again in those that are wanted."""
