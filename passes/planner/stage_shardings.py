@@ -40,6 +40,7 @@ from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import Infeasible, Problem, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
+MEMORY_WORK = 1.5  # the same within a limit of memory, for which several problems are solved
 ENOUGH_GAP = 1e-3  # of the best cost, where a problem is large
 ENOUGH_MEMORY_GAP = 5e-3  # the same where memory may bind; to prove more takes long
 LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
@@ -194,13 +195,15 @@ class MeshSearch:
 
     def solved(self, problem: Problem) -> Solution:
         """The problem's solution among what is allowed."""
-        enough = ENOUGH_GAP if problem.usage_limit is None else ENOUGH_MEMORY_GAP
+        limited = problem.usage_limit is not None
+        enough = ENOUGH_MEMORY_GAP if limited else ENOUGH_GAP
+        work = MEMORY_WORK if limited else SOLVER_WORK
         allowed, time_limit = self.allowed, self.options.solver_time_limit
         folded = FoldedHosts(problem) if allowed else FoldedHosts.of(problem, self.built)
         found = solve(
             folded.problem if allowed is None else problem.restricted(allowed),
             time_limit=time_limit,
-            work_limit=None if time_limit else SOLVER_WORK,
+            work_limit=None if time_limit else work,
             enough_gap=enough if problem.num_nodes > LARGE_PROBLEM or folded.holders else 0.0,
             seed=self.options.seed,
         )
