@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"method": "shard", "logical_mesh": (2, 4)},
     "cube": {"method": "shard", "logical_mesh": (2, 2, 2), "microbatches": 2},
     "keep": {"donate_argnums": ()},
+    "hosts": {"cluster": "dgx-h100", "stages": 1, "method": "zero2", "offload": "optimizer"},
     # several meshes
     "1f1b": {"stages": 2, "microbatches": 4, "schedule": "1f1b"},
     "zb_h1": {"stages": 2, "microbatches": 4, "schedule": "zb_h1"},
@@ -112,7 +113,7 @@ PLANNED: dict[str, str] = {
     "two_views": "auto zero2 1f1b zb_h1",
     "loss_scale_where": "auto zero2 1f1b zb_h1",
     "loss_scale_cond": "auto zero2 1f1b zb_h1 gpipe",
-    "bfloat16": "cpu auto zero2 1f1b zb_h1 nodes",
+    "bfloat16": "cpu auto zero2 hosts 1f1b zb_h1 nodes",
     "bfloat16_scan": "auto zero2 zero3 1f1b zb_h1 remat",
     "ema": "auto zero2 1f1b zb_h1 keep_1f1b",
     "contrastive": "auto shard zero2 h100",
