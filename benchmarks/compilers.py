@@ -63,6 +63,7 @@ def case(program: str, batch: int, remat: bool | str = False, **options: Any) ->
 CASES = (
     case("gpt-125M", 64, method="data"),
     case("gpt-125M", 64, method="zero3"),
+    case("gpt-125M", 64, method="zero1"),
     case("gpt-125M", 128, method="zero2", microbatches=4),
     case("gpt-125M", 64, remat=True, method="zero3"),
     case("gpt-125M", 64, remat="dots", method="zero3"),
@@ -85,7 +86,7 @@ CASES = (
     case("vit-base", 512, method="data"),
     case("unet-60M", 256, method="data"),
     case("lstm-66M", 512, method="data"),
-    case("graph-small", 64, method="data"),
+    case("graph-small", 256, method="data"),
 )
 HELD_OUT = (
     case("gpt-760M", 32, remat=True, method="zero3"),
@@ -118,7 +119,7 @@ HELD_OUT = (
     case("lstm-180M", 256, method="zero3"),
     case("lstm-66M", 1024, method="zero2", microbatches=4),
     case("graph-large", 64, remat=True, method="zero3"),
-    case("graph-small", 128, method="zero2", microbatches=2),
+    case("graph-small", 512, method="zero2", microbatches=2),
 )
 ALL = (*CASES, *(item._replace(held_out=True) for item in HELD_OUT))
 

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
+from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
     CompilerRules,
@@ -21,7 +22,7 @@ from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.heap import HeapBuffer, heap_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.reshard import adding
-from autopar.passes.sharding.run_order import ties
+from autopar.passes.sharding.run_order import products_left, ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -46,6 +47,7 @@ def fused_peak(
     rules: CompilerRules,
     kept: Collection[ShardedValue],
     slices: Collection[ShardedValue] = (),
+    is_body: bool = False,
 ) -> tuple[int, Alive]:
     """Bytes of a device at the worst moment of a block, and what is there.
 
@@ -55,8 +57,11 @@ def fused_peak(
       rules: of the compiler.
       kept: inputs that somebody else reads afterwards.
       slices: inputs that are read from larger buffers, which are counted outside.
+      is_body: it is a loop's or a branch's, not a program of its own.
     """
-    return _Moments(block, mesh, rules, kept, slices).worst()
+    moments = _Moments(block, mesh, rules, kept, slices)
+    copies = rules.copies_in and not is_body
+    return moments.worst(boundary_copies(block, mesh, moments.held) if copies else ())
 
 
 class _Moments:
@@ -106,6 +111,9 @@ class _Moments:
             if isinstance(instruction, Relayout):
                 after = max(made.get(v, -1) for v in tie.results)
                 self.early[after + 1].append(instruction.target)
+        if rules.leaves_products:
+            for instruction in products_left(block, mesh):
+                self.last.update(dict.fromkeys(self.read(instruction), end))
         for value in self.held.read_by(outputs):
             self.last[value] = end
 
@@ -127,7 +135,7 @@ class _Moments:
         results = writes(instruction)
         return not results or any(map(self.held.is_held, results))
 
-    def worst(self) -> tuple[int, Alive]:
+    def worst(self, copies: Collection[HeapBuffer] = ()) -> tuple[int, Alive]:
         freed: dict[int, list[ShardedValue]] = defaultdict(list)
         for value, time in self.last.items():
             freed[time].append(value)
@@ -138,7 +146,7 @@ class _Moments:
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers: list[HeapBuffer] = []
+        buffers = list(copies)
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             for value in (*filled[time], *self.early[time]):
@@ -147,6 +155,7 @@ class _Moments:
                     total += alive[value]
             results = [v for v in writes(instruction) if self._is_new(v, alive)]
             inside, beside = self._inside(instruction)
+            copied = sum(x.bytes for x in copies if x.first <= time <= x.last)
             if isinstance(instruction, Loop):
                 again = (v for v in self.read(instruction) if self.last[v] > time)
                 inside += sum(self.size(v) for v in again if v in self.turned)
@@ -158,8 +167,9 @@ class _Moments:
                 alive[value] = self.size(value)
                 since[value] = time if taken is None else since.get(taken, 0)
                 total += alive[value]
-            if total + inside > best:
-                best, there = total + inside, {**alive, **beside}
+            if total + inside + copied > best:
+                best, there = total + inside + copied, {**alive, **beside}
+                there.update({"copies in another order": copied} if copied else {})
             if inside:
                 buffers.append(HeapBuffer(inside, time, time))
             for value in freed[time]:
@@ -284,7 +294,7 @@ class _Moments:
         else:
             parts = [(body, body.inputs, (), {*body.inputs}) for body in instruction.blocks]
         for body, kept, slices, entered in parts:
-            size, alive = fused_peak(body, self.mesh, self.rules, kept, slices)
+            size, alive = fused_peak(body, self.mesh, self.rules, kept, slices, is_body=True)
             size -= sum(map(self.size, entered))
             if size > worst:
                 worst, there = size, {v: x for v, x in alive.items() if v not in entered}

@@ -216,3 +216,27 @@ def _is_read(
             seen.add(time)
             waiting += writes(instructions[time])
     return False
+
+
+def products_left(block: Block, mesh: Sequence[int]) -> list[Instruction]:
+    """The products that are left to the end, to run beside the gathers of new state there.
+
+    Of which no other product reads anything: those of weights' gradients. None if less than half
+    as much is gathered after all products as these make.
+    """
+    reaching: set[ShardedValue] = set()  # what a later product reads, or what is made of it
+    found: list[Instruction] = []
+    gathered = 0
+    for instruction in reversed(block.instructions):
+        is_read = any(value in reaching for value in writes(instruction))
+        if _is_product(instruction):
+            reaching.update(reads(instruction))
+            if not is_read:
+                found.append(instruction)
+        elif is_read or not isinstance(instruction, (Compute, Relayout)):
+            reaching.update(reads(instruction))
+        if not found and isinstance(instruction, Relayout) and instruction.purpose == "state":
+            is_gather = any(step.kind == "all-gather" for step in instruction.steps)
+            gathered += local_bytes(instruction.target, mesh) if is_gather else 0
+    made = sum(local_bytes(v, mesh) for x in found for v in writes(x))
+    return found if 2 * gathered >= made else []

@@ -15,15 +15,17 @@ from autopar.base.options import Options
 from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS, RULES, TPU
 from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, live_bytes
+from autopar.passes.sharding.layout import replicated
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
+from autopar.passes.sharding.spmd_program import Block, Compute, ShardedValue, SpmdProgram
 from autopar.runtime.verification.peak_buffers import temporary_bytes
 from sharding.steps import compiled, graph_of, shaped, sharded
 
 DEVICES = 8
 
 
-def peak_of(step: Any, *shapes: Any) -> MemoryPeak:
-    made = compiled(graph_of(step, *shapes, batch_argnums=(1,)), method="data", microbatches=1)
+def peak_of(step: Any, *shapes: Any, method: str = "data") -> MemoryPeak:
+    made = compiled(graph_of(step, *shapes, batch_argnums=(1,)), method=method, microbatches=1)
     donated = [label.donated for label in made.graph.inputs]
     return peak(dataclasses.replace(sharded(made), rules=RULES[TPU]), {}, donated)
 
@@ -95,6 +97,66 @@ def test_a_product_waits_for_the_sum_that_takes_it() -> None:
     # The logits are read by the product whose result is added to the gathers' gradient.
     assert sizes(found, "float32[4096,4096]") == [512 * 4096 * 4]
     assert sum(sizes(found, "float32[4096,32]")) < 8 * 4096 * 32 * 4
+
+
+def test_products_are_left_to_the_end_where_state_is_gathered_there() -> None:
+    def step(state: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for weight in weights:
+                y = jnp.tanh(y @ weight)
+            return jnp.sum(y * y)
+
+        weights, velocity = state
+        gradients = jax.grad(loss)(weights)
+        velocity = jax.tree.map(lambda v, g: 0.5 * v + g, velocity, gradients)
+        return [jax.tree.map(lambda w, v: w - v, weights, velocity), velocity]
+
+    weights = [shaped(64, 64)] * 6
+    shapes = [weights, weights], shaped(DEVICES * 1024, 64)
+    prompt, left = (
+        len(sizes(peak_of(step, *shapes, method=method), "float32[8192,64]"))
+        for method in ("data", "zero2")
+    )
+    # Of the last four layers the gradients of their results are there beside these.
+    assert left >= prompt + 3
+
+
+def program_of(function: Any, *shapes: Any) -> SpmdProgram:
+    jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
+
+    def whole(atom: Any) -> ShardedValue:
+        return ShardedValue(atom, replicated(len(atom.aval.shape)))
+
+    instructions = tuple(
+        Compute(eqn, tuple(map(whole, eqn.invars)), tuple(map(whole, eqn.outvars)))
+        for eqn in jaxpr.eqns
+    )
+    inputs, outputs = tuple(map(whole, jaxpr.invars)), tuple(map(whole, jaxpr.outvars))
+    return SpmdProgram((1,), ("x",), Block(inputs, instructions, outputs), RULES[TPU])
+
+
+@pytest.mark.parametrize("is_softmax", [True, False])
+def test_exponentials_are_copied_where_programs_take_them(is_softmax: bool) -> None:
+    def backward(exponentials: Any, gradient: Any, values: Any) -> Any:
+        product = jnp.einsum("bqd,bkd->bqk", gradient, values)
+        if not is_softmax:
+            return product * exponentials
+        rows = jax.lax.reduce(product * exponentials, 0.0, jax.lax.add, (2,))
+        return (product - rows[..., None]) * exponentials
+
+    rows = shaped(4, 256, 256)
+    found = peak(program_of(backward, rows, shaped(4, 256, 8), shaped(4, 256, 8)), {}, [False] * 3)
+    copied = dict(found.alive).get("copies in another order", 0)
+    assert copied == (4 * 256 * 256 * 4 if is_softmax else 0)
+
+
+def test_what_fills_vectors_in_another_order_is_copied_out() -> None:
+    for last, copied in ((1000, 1), (1024, 0)):
+        program = program_of(lambda x, w: x @ w, shaped(8, 256, 16), shaped(16, last))
+        size = 8 * 256 * last * 4
+        others = (8 * 256 * 16 + 16 * last) * 4
+        assert peak(program, {}, [False] * 2).bytes == others + (1 + copied) * size
 
 
 def test_an_optimizers_update_is_written_by_the_gradients_product() -> None:
