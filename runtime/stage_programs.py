@@ -83,7 +83,9 @@ def _in_host(sharding: NamedSharding) -> NamedSharding:
     Raises:
       DeviceError: the devices have no such memory.
     """
-    device = sharding.mesh.devices.flat[0]
+    devices = list(sharding.mesh.devices.flat)
+    own = (device for device in devices if device.process_index == jax.process_index())
+    device = next(own, devices[0])  # others' devices do not say
     kinds = [memory.kind for memory in device.addressable_memories()]
     if kinds and HOST_MEMORY not in kinds:  # devices that are absent have none
         raise DeviceError(
