@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar.arrays.buffers import HOST_MEMORY
 from autopar.base.cluster import Cluster, Link
 from autopar.base.errors import DeviceError, OptionError
 from autopar.passes.graph.logical import no_mesh
@@ -102,7 +103,8 @@ def calibrate(
         rates = {name: rate for name in base.device.peak_flops if (rate := bench.flops(name))}
         bandwidth, kernel = bench.memory_bandwidth(), bench.kernel_seconds()
         links = bench.links() if len(devices) > 1 else None
-    return _written(base, rates, bandwidth, kernel, links)
+        to_hosts = bench.host_bandwidth()
+    return _written(base, rates, bandwidth, kernel, links, to_hosts)
 
 
 def _written(
@@ -111,6 +113,7 @@ def _written(
     bandwidth: float,
     kernel: float,
     links: tuple[Link, float] | None,
+    to_hosts: float | None,
 ) -> Calibration:
     device, before = base.device, base
     main = max(rates, key=lambda name: device.peak_flops[name], default=None)
@@ -131,6 +134,8 @@ def _written(
     changes: dict[str, Any] = {"device": device}
     if links is not None:
         changes |= {"intra_node": links[0], "collective_seconds": links[1], "pair_bandwidth": ()}
+    if to_hosts is not None:
+        changes["host_bandwidth"] = to_hosts
     if base.num_nodes > 1 or links is None:
         source += f"; links {'between nodes' if links else ''} of {base.source}".replace("  ", " ")
     cluster = dataclasses.replace(base, source=source, **changes)
@@ -154,6 +159,8 @@ def _written(
             MeasuredNumber("intra_node.latency", link.latency, was.latency, "s"),
             MeasuredNumber("collective_seconds", start, before.collective_seconds, "s"),
         ]
+    if to_hosts is not None:
+        rows.append(MeasuredNumber("host_bandwidth", to_hosts, before.host_bandwidth, "B/s"))
     return Calibration(cluster, tuple(rows))
 
 
@@ -165,7 +172,7 @@ class _Bench:
         self._count = len(devices)
         platform = devices[0].platform
         self._kind = platform if platform in ("cpu", "tpu") else "gpu"
-        self._share = seconds / 12  # of each number
+        self._share = seconds / 13  # of each number
 
     def flops(self, name: str) -> float | None:
         """FLOP/s of a device in products of large matrices; None: JAX has no such here."""
@@ -203,6 +210,21 @@ class _Bench:
         """What one more kernel of a program takes, that does next to nothing."""
         x = self._ones((8, 8), jnp.float32)
         return self._each(lambda x, w: jnp.tanh(x @ w), x, x)
+
+    def host_bandwidth(self) -> float | None:
+        """Bytes per second to the host's memory and back; None: JAX has no such here."""
+        device = self._mesh.devices.flat[0]
+        if all(memory.kind != HOST_MEMORY for memory in device.addressable_memories()):
+            return None
+        size = _BYTES[self._kind][1]
+        here = self._ones((size // 4,), jnp.float32)
+        lies = here.sharding
+        there = jax.device_put(here, lies.with_memory_kind(HOST_MEMORY))
+
+        def copied(x: jax.Array, to: jax.Array) -> float:
+            return self._quickest(lambda: jax.device_put(x, to.sharding, may_alias=False))
+
+        return 2 * size / (copied(here, there) + copied(there, here))
 
     def links(self) -> tuple[Link, float]:
         """The link between two devices, and what starting a collective takes."""

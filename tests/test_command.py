@@ -244,6 +244,7 @@ def test_calibrate_measures_what_is_here(tmp_path: Path, monkeypatch: Any) -> No
     assert found["cluster"] == measured.to_dict()
     names = {number["name"] for number in found["measured"]}
     assert {"peak_flops.float32", "memory_bandwidth", "intra_node.bandwidth"} <= names
+    assert "host_bandwidth" in names and measured.host_bandwidth > 0
     assert all(number["value"] > 0 for number in found["measured"])
     assert "measured by autopar calibrate" in measured.source
     assert measured.num_devices == autopar.Cluster.local().num_devices
