@@ -82,9 +82,10 @@ assignment too):
 - Elementwise operations are in the order of dimensions of what they read. So a gradient that is
   transposed after the product is added over devices as it is then (`turned_sums.py`).
 - An elementwise kernel writes over no temporary that it reads, but over donated arguments.
-- One heap: every temporary has a fixed place from when it begins, in the smallest hole
-  (`heap.py`); arguments are never used for anything but results. `memory_analysis` counts what is
-  lost between buffers twice, so verification reads the sizes of the allocations instead.
+- One heap: every temporary, those of a loop's body too, has a fixed place from when it begins, in
+  the smallest hole (`heap.py`); arguments are never used for anything but results.
+  `memory_analysis` counts what is lost between buffers twice, so verification reads the sizes of
+  the allocations instead.
 - What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
 - Tiles: the compiler chooses the order of dimensions so that (8, 128) pads little.
 

@@ -19,7 +19,7 @@ from autopar.passes.sharding.compiler_rules import (
     reduces_rows,
 )
 from autopar.passes.sharding.epilogues import InstructionValues
-from autopar.passes.sharding.heap import HeapBuffer, heap_bytes
+from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order, live_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.reshard import adding
 from autopar.passes.sharding.run_order import products_left, ties
@@ -47,9 +47,8 @@ def fused_peak(
     rules: CompilerRules,
     kept: Collection[ShardedValue],
     slices: Collection[ShardedValue] = (),
-    is_body: bool = False,
 ) -> tuple[int, Alive]:
-    """Bytes of a device at the worst moment of a block, and what is there.
+    """Bytes of a device at the worst moment of a program's block, and what is there.
 
     Args:
       block: what runs.
@@ -57,11 +56,16 @@ def fused_peak(
       rules: of the compiler.
       kept: inputs that somebody else reads afterwards.
       slices: inputs that are read from larger buffers, which are counted outside.
-      is_body: it is a loop's or a branch's, not a program of its own.
     """
     moments = _Moments(block, mesh, rules, kept, slices)
-    copies = rules.copies_in and not is_body
-    return moments.worst(boundary_copies(block, mesh, moments.held) if copies else ())
+    copies = boundary_copies(block, mesh, moments.held) if rules.copies_in else ()
+    size, there = moments.worst(copies)
+    if rules.one_heap:
+        entering = sum(map(moments.size, moments.entering.difference(slices)))
+        lost = entering + heap_bytes(in_order(moments.buffers)) - size
+        if lost > 0:
+            return size + lost, {**there, "between buffers": lost}
+    return size, there
 
 
 class _Moments:
@@ -79,6 +83,7 @@ class _Moments:
         self.sizes: dict[ShardedValue, int] = {}
         self.entering = set(block.inputs)
         self.constants = _of_constants(block.instructions, rules)
+        self.buffers: list[HeapBuffer] = []  # once the worst moment was found
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
         self.held: HeldValues[ShardedValue] = held_values(
@@ -140,13 +145,13 @@ class _Moments:
         for value, time in self.last.items():
             freed[time].append(value)
         alive: Alive = {v: self.size(v) for v in self.block.inputs if v not in self.slices}
-        entering = sum(alive.values())
         since: dict[str | ShardedValue, int] = dict.fromkeys(alive, -1)
         alive.update((v, self.size(v)) for v in self._copied_slices())
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers = list(copies)
+        buffers = self.buffers
+        buffers += copies
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             for value in (*filled[time], *self.early[time]):
@@ -154,11 +159,14 @@ class _Moments:
                     alive[value], since[value] = self.size(value), time
                     total += alive[value]
             results = [v for v in writes(instruction) if self._is_new(v, alive)]
-            inside, beside = self._inside(instruction)
+            inside, beside, held_inside = self._inside(instruction)
+            buffers += (x.between(time, time + 1) for x in held_inside)
             copied = sum(x.bytes for x in copies if x.first <= time <= x.last)
             if isinstance(instruction, Loop):
-                again = (v for v in self.read(instruction) if self.last[v] > time)
-                inside += sum(self.size(v) for v in again if v in self.turned)
+                read = (v for v in self.read(instruction) if self.last[v] > time)
+                again = sum(self.size(v) for v in read if v in self.turned)
+                inside += again
+                buffers.append(HeapBuffer(again, time, time))
             for value in results:
                 taken = self._taken_over(instruction, value, dying)
                 if taken is not None:
@@ -170,19 +178,13 @@ class _Moments:
             if total + inside + copied > best:
                 best, there = total + inside + copied, {**alive, **beside}
                 there.update({"copies in another order": copied} if copied else {})
-            if inside:
-                buffers.append(HeapBuffer(inside, time, time))
             for value in freed[time]:
                 if value in alive and since.get(value, 0) >= 0:
                     buffers.append(HeapBuffer(alive[value], since.get(value, 0), time))
                 total -= alive.pop(value, 0)
-        if self.rules.one_heap:
-            end = len(self.block.instructions)
-            left = ((since.get(v, 0), size) for v, size in alive.items())
-            buffers += [HeapBuffer(size, first, end) for first, size in left if first >= 0]
-            lost = entering + heap_bytes(buffers) - best
-            if lost > 0:
-                best, there = best + lost, {**there, "between buffers": lost}
+        end = len(self.block.instructions)
+        left = ((since.get(v, 0), size) for v, size in alive.items())
+        buffers += [HeapBuffer(size, first, end) for first, size in left if first >= 0]
         return best, there
 
     def _reductions(self) -> dict[ShardedValue, set[ShardedValue]]:
@@ -274,18 +276,22 @@ class _Moments:
         twice = {v for r in self.read(instruction) for v in self.reduced.get(r, ())}
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
-    def _inside(self, instruction: Instruction) -> tuple[int, Alive]:
-        """What a loop's or branch's body, or a sum in another dtype, needs beside its results."""
+    def _inside(self, instruction: Instruction) -> tuple[int, Alive, list[HeapBuffer]]:
+        """What a loop's or branch's body, or a sum in another dtype, needs beside its results.
+
+        The buffers are from 0 to 1.
+        """
         if isinstance(instruction, Compute):
             if not is_filter_gradient(instruction.eqn):
-                return 0, {}
+                return 0, {}, []
             size = sum(map(self.size, instruction.results))
-            return size, {"the gradient of a filter in cuDNN's order": size}
+            there: Alive = {"the gradient of a filter in cuDNN's order": size}
+            return size, there, [HeapBuffer(size, 0, 0)]
         if isinstance(instruction, Relayout):
             size = sum_bytes(instruction, self.mesh)
             sums: Alive = {f"sums of a gradient in {instruction.sum_dtype}": size} if size else {}
-            return size, sums
-        worst, there = 0, Alive()
+            return size, sums, [HeapBuffer(size, 0, 0)] if size else []
+        worst, there, buffers = 0, Alive(), list[HeapBuffer]()
         if isinstance(instruction, Loop):
             consts, carry = _counts(instruction)
             inputs = instruction.body.inputs
@@ -294,11 +300,20 @@ class _Moments:
         else:
             parts = [(body, body.inputs, (), {*body.inputs}) for body in instruction.blocks]
         for body, kept, slices, entered in parts:
-            size, alive = fused_peak(body, self.mesh, self.rules, kept, slices, is_body=True)
+            moments = _Moments(body, self.mesh, self.rules, kept, slices)
+            size, alive = moments.worst()
             size -= sum(map(self.size, entered))
             if size > worst:
                 worst, there = size, {v: x for v, x in alive.items() if v not in entered}
-        return worst, there
+                end = len(body.instructions) + 2
+                buffers = [
+                    HeapBuffer(x.bytes, (x.first + 1) / end, (x.last + 1) / end)
+                    for x in moments.buffers
+                ]
+                # What a trip loses between its own buffers is lost wherever these lie.
+                own = in_order(buffers)
+                buffers.append(HeapBuffer(heap_bytes(own) - live_bytes(own), 0, 1))
+        return worst, there, buffers
 
 
 def made_by(instruction: Instruction) -> InstructionValues[ShardedValue]:

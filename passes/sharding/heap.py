@@ -16,8 +16,20 @@ class HeapBuffer(NamedTuple):
     """So many bytes, from one moment to another one, both included."""
 
     bytes: int
-    first: int
-    last: int
+    first: float
+    last: float
+
+    def between(self, start: float, end: float) -> HeapBuffer:
+        """The same where its times are from 0 to 1 between these moments."""
+        length = end - start
+        return self._replace(first=start + length * self.first, last=start + length * self.last)
+
+
+def in_order(buffers: Sequence[HeapBuffer]) -> list[HeapBuffer]:
+    """The same with whole numbers as moments."""
+    moments = {x for buffer in buffers for x in (buffer.first, buffer.last)}
+    places = {moment: place for place, moment in enumerate(sorted(moments))}
+    return [x._replace(first=places[x.first], last=places[x.last]) for x in buffers]
 
 
 SMALL_SHARE = 400
@@ -48,7 +60,7 @@ def live_bytes(buffers: Sequence[HeapBuffer]) -> int:
 
 
 def _placed_bytes(buffers: Sequence[HeapBuffer]) -> int:
-    placed: list[tuple[int, int, int, int]] = []  # place, end, first, last, in order of place
+    placed: list[tuple[int, int, float, float]] = []  # place, end, first, last, in order of place
     size = 0
     for buffer in sorted(buffers, key=lambda x: (x.first, -x.bytes, x.last)):
         best, best_hole, end = -1, 0, 0

@@ -14,7 +14,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS, RULES, TPU
-from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, live_bytes
+from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order, live_bytes
 from autopar.passes.sharding.layout import replicated
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.spmd_program import Block, Compute, ShardedValue, SpmdProgram
@@ -199,6 +199,16 @@ def test_holes_between_buffers_are_lost() -> None:
     assert (heap_bytes(buffers), live_bytes(buffers)) == (20, 16)
     assert heap_bytes([HeapBuffer(3, 2, 3), *buffers]) == 20, "three are where four were"
     assert heap_bytes([]) == 0
+
+
+def test_a_loops_buffers_lie_in_holes_one_by_one() -> None:
+    # Two holes of four, and a body that holds four twice: no hole is as large as the body.
+    outside = [HeapBuffer(4, 0, 4), HeapBuffer(5, 1, 9), HeapBuffer(4, 2, 4), HeapBuffer(5, 3, 9)]
+    body = [HeapBuffer(4, 0.2, 0.8), HeapBuffer(4, 0.4, 0.6)]
+    placed = in_order([*outside, *(x.between(5, 6) for x in body)])
+    assert all(isinstance(moment, int) for x in placed for moment in x[1:])
+    assert heap_bytes(placed) == 18
+    assert heap_bytes([*outside, HeapBuffer(8, 5, 6)]) == 26
 
 
 def test_a_tpus_temporaries_are_read_from_its_allocations(tmp_path: Path) -> None:
