@@ -316,7 +316,8 @@ class Executable(Displayed, AroundStep):
             return not isinstance(self._compiled, PipelineStep)  # which places them itself
         return (
             isinstance(leaf, jax.Array)
-            and leaf.committed
+            # `jax.jit` moves what is not committed, but not to another kind of memory.
+            and (leaf.committed or leaf.sharding.memory_kind != wanted.memory_kind)
             and not leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
         )
 

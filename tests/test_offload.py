@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from odd_steps import STEPS
 from sharding.steps import graph_of
 
 import autopar
@@ -140,6 +141,40 @@ def test_parameters_and_a_pipeline(expected: Any) -> None:
     assert kinds(state) == {"pinned_host"}
     follow = autopar.follow(step, lambda params, x: x @ params[0] @ params[-1])
     same(follow(state[0], x), x @ expected[0][0][0] @ expected[0][0][-1])
+
+
+def tied_step(state: Any, tokens: jax.Array) -> Any:
+    def loss_fn(state: Any) -> jax.Array:
+        y = state["table"][tokens]
+        for w in state["layers"]:
+            y = y + jnp.tanh(y @ w)
+        return jnp.mean(jax.nn.logsumexp(y @ state["table"].T, -1))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), loss
+
+
+def test_what_two_stages_read() -> None:
+    """It is sent before the loops over microbatches, though it is copied again after them."""
+    (layers, _), _ = arguments()
+    state = {"table": layers[0] + 1, "layers": layers}
+    tokens = jnp.arange(ROWS) % WIDTH
+    step = autopar.compile(
+        tied_step, state, tokens, method="data", offload="*", microbatches=2, stages=2
+    )
+    expected = jax.jit(tied_step)(state, tokens)
+    same(step(state, tokens), expected)
+
+
+def test_a_plain_state_of_few_bits() -> None:
+    step, arguments = STEPS["int4_weights"]()
+    found = autopar.compile(
+        step, *arguments, batch_argnums=(1, 2), offload="*", method="data", donate_argnums=()
+    )
+    result = found(*arguments)
+    assert {"int4", "uint4"} <= {str(x.dtype) for x in jax.tree.leaves(result)}
+    assert kinds(result[0]) == {"pinned_host"}
+    same(result, jax.jit(step)(*arguments))
 
 
 def test_auto_rescues_what_does_not_fit() -> None:

@@ -121,6 +121,8 @@ def with_sent(stage: OpenStage, position: int, *, per_microbatch: bool) -> tuple
         if version != inner and version not in made_by(body).union(stage.edge.inputs):
             steps = reshard_steps(inner.layout, version.layout, stage.program.mesh)
             body = (*body, Relayout(inner, version, steps, "activation", ""))
+    else:
+        stage = _brought_early(stage, version)
     sent = {**stage.sent, position: Exchanged(per_microbatch, version)}
     return replace(stage, body=body, sent=sent), version.layout
 
@@ -159,6 +161,24 @@ def pruned(stage: OpenStage) -> OpenStage:
     wanted = (*stage.outer_outputs, *read_by(after), *(outer for outer, _ in operands))
     before, body = needed(stage.before, wanted), needed(stage.body, stage.body_outputs)
     return replace(stage, before=before, body=body, after=after)
+
+
+def _brought_early(stage: OpenStage, version: ShardedValue) -> OpenStage:
+    """The stage in which what it sends does not wait for its loop, where only copies make it.
+
+    A leaf in the hosts' memory is copied again after the loop, and the other stage's loop reads it.
+    """
+    made = {v: x for x in stage.after for v in writes(x)}
+    early = list[Instruction]()
+    while (instruction := made.get(version)) is not None:
+        if not isinstance(instruction, Relayout):
+            return stage
+        early.insert(0, instruction)
+        version = instruction.source
+    if any(outer == version for outer, _ in stage.edge.results):
+        return stage
+    after = tuple(x for x in stage.after if not any(x is other for other in early))
+    return replace(stage, before=(*stage.before, *early), after=after)
 
 
 def _inner(pairs: Pairs, stack: ShardedValue) -> ShardedValue:
