@@ -56,6 +56,7 @@ Keep = Callable[["Sequence[PlannedStep]"], None]
 # What schedule="auto" chooses from, by simulated time. The first of equal ones is taken.
 AUTO_SCHEDULES = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
 SMALL_BUBBLE = 0.05
+NEARLY_FULL = 0.95  # of the memory
 
 
 @dataclass(frozen=True)
@@ -254,10 +255,13 @@ def _scheduled(step: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
 def _may_pay(step: PlannedStep) -> bool:
     """Whether a schedule with less of a bubble can pay, of a step planned with 1F1B.
 
-    Large stages are not planned once more for what is at most `SMALL_BUBBLE` of the step.
+    Large stages are not planned once more for what is at most `SMALL_BUBBLE` of the step, nor where
+    memory is short: what waits for the weights' gradients would take more.
     """
     if not step.fits or max(len(x.built.nodes) for x in step.planned) <= LARGE_PROBLEM:
         return True
+    if max(step.peak_bytes) > NEARLY_FULL * step.limit:
+        return False
     waiting = step.schedule.num_stages - 1
     return waiting > SMALL_BUBBLE * (step.split.num_microbatches + waiting)
 

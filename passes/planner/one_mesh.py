@@ -77,9 +77,16 @@ def find_bound(
         if fitting:
             quickest = min(count * total.seconds + total.once_seconds for total in fitting)
             return None if quickest > longest else OneMeshBound(count, costs.by_mesh)
-        counts = [
-            more
-            for more in counts[1:]
-            if any(total.with_rows(count / more).bytes_for_one <= limit for total in costs.totals)
-        ]
+        longest = MARGIN * best_seconds
+        counts = [more for more in counts[1:] if _may_do(costs.totals, count, more, limit, longest)]
     return None
+
+
+def _may_do(totals: Sequence[UnitCost], count: int, more: int, limit: int, longest: float) -> bool:
+    """Whether a way to run `count` microbatches may fit with more of them, and be quick enough."""
+    for total in totals:
+        fewer_rows = total.with_rows(count / more)
+        seconds = more * fewer_rows.seconds + fewer_rows.once_seconds
+        if fewer_rows.bytes_for_one <= limit and seconds <= longest:
+            return True
+    return False

@@ -39,7 +39,8 @@ from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
-PRICES = (0.25, 4.0)
+# What is kept for every microbatch in flight is there once, or as often as on a middle stage.
+PRICES = ((0.25, False), (0.25, True), (4.0, True))
 MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
@@ -207,12 +208,14 @@ class UnitCosts:
         least = self.least_seconds(size)
         step = least * size / self._cluster.num_devices
         enough = set[tuple[int, ...]]()  # meshes whose plans need no higher price
-        for price, (mesh, total) in itertools.product(PRICES, totals.items()):
+        middle = max(self._cluster.num_devices // size // 2, 1)
+        for (price, often), (mesh, total) in itertools.product(PRICES, totals.items()):
+            flight = dict.fromkeys(ONE_IN_FLIGHT, middle) if often else ONE_IN_FLIGHT
             if mesh in enough or self._step_seconds(total) > TOO_SLOW * least:
                 continue
             known, priced = free.planned[mesh], dict[Kind, PlannedStage]()
             for kind, search in free.searches[mesh].items():
-                rows = memory_rows(search.built, search.memory(False))
+                rows = memory_rows(search.built, StageMemory(flight, remat=False))
                 of_byte = price * step / limit
                 solution = solve_at_price(search.built, rows, of_byte, search.hurried)
                 same = solution.assignment == known[kind].solution.assignment
