@@ -299,3 +299,21 @@ def test_activations_wait_in_the_hosts_memory(tmp_path: Path) -> None:
     )
     assert followed.plan == step.plan
     same(followed(jax.tree.map(jnp.array, params), x), expected)
+
+
+def test_a_leaf_that_two_stages_read() -> None:
+    def step(w: Any, x: jax.Array) -> Any:
+        def loss_fn(w: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(jnp.tanh(x @ w["tied"]) @ w["own"]) @ w["tied"].T) ** 2
+
+        loss, gradients = jax.value_and_grad(loss_fn)(w)
+        return jax.tree.map(lambda p, g: p - g, w, gradients), loss
+
+    keys = jax.random.split(jax.random.key(2), 3)
+    w = {
+        name: jax.random.normal(key, (8, 8))
+        for name, key in zip(("tied", "own"), keys, strict=False)
+    }
+    x = jax.random.normal(keys[2], (16, 8))
+    expected = jax.jit(step)(w, x)
+    same(autopar.compile(step, w, x, stages=2, microbatches=2, offload="*")(w, x), expected)

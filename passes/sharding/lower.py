@@ -72,6 +72,13 @@ def lower(
         if isinstance(atom, Var) and label.alias is not None
         if inputs[label.alias].layout.in_host
     }
+    # What is handed on as it is, to another stage for instance, is not waited for.
+    handed_on = {
+        index: lowering.get(atom, lowering.home(atom)).atom
+        for index, (atom, label) in enumerate(zip(jaxpr.outvars, graph.outputs, strict=True))
+        if label.alias is None and isinstance(atom, Var) and atom in lowering.versions
+        if lowering.versions[atom][0].in_host
+    }
     lowering.run(built.scope)
     outputs = []
     for index, (atom, label) in enumerate(zip(jaxpr.outvars, graph.outputs, strict=True)):
@@ -81,14 +88,13 @@ def lower(
             layout = context.layout(built.outputs[index])
         else:
             layout = without_partial(lowering.home(atom))
-        outputs.append(lowering.get(atom, layout))
+        outputs.append(lowering.get(handed_on.get(index, atom), layout))
     instructions = tuple(lowering.instructions)
     if lowering.copies or lowering.stored:
         instructions = leaf_by_leaf(instructions)
     block = Block(inputs, instructions, tuple(outputs))
-    cluster = pricing.cluster
-    rules = rules_of(cluster.device.name)
-    return SpmdProgram(built.mesh, axis_names, block, rules, cluster.overlap > 0)
+    rules = rules_of(pricing.cluster.device.name)
+    return SpmdProgram(built.mesh, axis_names, block, rules, pricing.cluster.overlap > 0)
 
 
 class _Lowering:
