@@ -254,6 +254,18 @@ def test_hosts_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         autopar.compile(train_step, *arguments(), offload="optimizer", method="data")
 
 
+def test_a_simulation_on_slower_hosts() -> None:
+    slow = dataclasses.replace(CLUSTER, host_bandwidth=CLUSTER.host_bandwidth / 100)
+    options: dict[str, Any] = {"offload": "*", "method": "zero2", "stages": 1, "microbatches": 1}
+    plan = autopar.plan(train_step, *arguments(), cluster=CLUSTER, **options)
+    other = autopar.plan(train_step, *arguments(), cluster=slow, **options)
+    assert other.estimates.step_seconds > 1.2 * plan.estimates.step_seconds
+    expected = pytest.approx(other.estimates.step_seconds, rel=0.02)
+    assert plan.simulate(cluster=slow).step_seconds == expected
+    with pytest.raises(OptionError, match="host_bandwidth is 0"):
+        plan.simulate(cluster=dataclasses.replace(CLUSTER, host_bandwidth=0.0))
+
+
 @pytest.mark.parametrize(
     ("offload", "words"),
     [
@@ -277,6 +289,12 @@ def layers_step(params: Any, x: jax.Array) -> Any:
 
     loss, gradients = jax.value_and_grad(loss_fn)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def test_a_step_without_an_optimizers_state_says_so() -> None:
+    params = [(jnp.zeros((8, 32)), jnp.zeros((32, 8)))]
+    with pytest.warns(autopar.errors.AutoparWarning, match="puts nothing into the hosts' memory"):
+        autopar.plan(layers_step, params, jnp.ones((8, 8)), cluster=CLUSTER, offload="optimizer")
 
 
 def test_activations_wait_in_the_hosts_memory(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ class ModelPiece(Record):
 
     The seconds are those of its parts, one after the other: computing on one device, starting
     collectives of whatever size, and moving bytes that are in proportion to the rows of a
-    microbatch, and others (parameters, gradients). The `name` is unique in the step, `when` is
-    "prologue", "F", "B", "W" or "epilogue", `reads`, `writes` and `donates` are numbers of values,
-    and `temporary_bytes` are needed on each device beside these.
+    microbatch, and others (parameters, gradients), and copying to and from the hosts' memory. The
+    `name` is unique in the step, `when` is "prologue", "F", "B", "W" or "epilogue", `reads`,
+    `writes` and `donates` are numbers of values, and `temporary_bytes` are needed on each device
+    beside these.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelPiece(Record):
     activation_seconds: float
     other_seconds: float
     temporary_bytes: int
+    host_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -394,7 +394,7 @@ def task_seconds(pipeline: PipelinePlan) -> dict[str, dict[int, float]]:
     seconds: dict[str, dict[int, float]] = {}
     for piece in pipeline.model.pieces if pipeline.model else ():
         of_stage = seconds.setdefault(piece.when, {})
-        parts = (piece.compute_seconds, piece.latency_seconds)
-        total = sum((*parts, piece.activation_seconds, piece.other_seconds))
+        total = piece.compute_seconds + piece.latency_seconds + piece.host_seconds
+        total += piece.activation_seconds + piece.other_seconds
         of_stage[piece.stage] = of_stage.get(piece.stage, 0.0) + total
     return seconds

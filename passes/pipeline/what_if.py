@@ -81,14 +81,16 @@ class _Scales:
     """By what the plan's numbers are multiplied.
 
     `compute` includes that a device has fewer rows, `rows` is that alone; `bandwidth` and `latency`
-    are of seconds within a stage; meshes lie on `cluster`; `copies` of each stage's devices work in
-    parallel, and `sync` gives the seconds in which they add up so many bytes of gradients.
+    are of seconds within a stage, `host` of copies to and from its hosts; meshes lie on `cluster`;
+    `copies` of each stage's devices work in parallel, and `sync` gives the seconds in which they
+    add up so many bytes of gradients.
     """
 
     rows: float
     compute: float
     bandwidth: float
     latency: float
+    host: float
     cluster: Cluster
     copies: int
     sync: Callable[[int, int], float]
@@ -136,6 +138,11 @@ def what_if(
     if cluster is not None:
         meshes, copies = _placed(plan, cluster, count)
     scales = _scales(plan, rows, cluster, copies, link_scale, compute_scale)
+    if math.isinf(scales.host) and any(piece.host_seconds for piece in model.pieces):
+        raise OptionError(
+            "The plan puts arrays into the hosts' memory, and the cluster's host_bandwidth is 0.",
+            hint="set host_bandwidth, in bytes per second, or plan again without offload=.",
+        )
     if copies > 1:
         _divided(model, count * copies, f"{count} microbatches on {copies} copies of each mesh")
     if meshes != pipeline.num_meshes:
@@ -237,6 +244,7 @@ def _scales(
         compute=rows / copies / faster,
         bandwidth=old_link.bandwidth / new_link.bandwidth / link_scale,
         latency=(new.collective_seconds + new_link.latency) / started if started else 1.0,
+        host=old.host_bandwidth / new.host_bandwidth if new.host_bandwidth else math.inf,
         cluster=new.with_links(link_scale),
         copies=copies,
         sync=sync,
@@ -308,6 +316,7 @@ def _piece_seconds(piece: ModelPiece, scales: _Scales) -> float:
         + piece.latency_seconds * scales.latency
         + piece.activation_seconds * scales.bandwidth * rows
         + piece.other_seconds * scales.bandwidth
+        + (piece.host_seconds * scales.host if piece.host_seconds else 0.0)
     )
 
 

@@ -31,12 +31,14 @@ from dataclasses import dataclass, replace
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
     AutoparError,
+    AutoparWarning,
     BatchArgumentError,
     PlanMismatchError,
 )
 from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
 from autopar.base.rare_collections import rare_collections
+from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import PlannedStep, Report, quickest
@@ -127,6 +129,12 @@ def compile_graph(
     meshes = [planned.mesh for planned in chosen.planned]
     warn_of_lost(zip((x.graph.jaxpr for x in chosen.stages.graphs), meshes, strict=True))
     made = write_plan(chosen, candidates, program_hash, options, cluster, needed)
+    if options.offload == "optimizer" and made.host is None:
+        warn_at_call(
+            "offload='optimizer' puts nothing into the hosts' memory: the state has no large array "
+            "that only the optimizer reads. A pattern of paths says what else shall lie there.",
+            AutoparWarning,
+        )
     return Compiled(replace(made, interrupted=interrupted), chosen.runnable, chosen.split.graph)
 
 

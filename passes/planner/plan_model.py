@@ -19,11 +19,15 @@ from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, R
 
 
 class _Moving(NamedTuple):
-    """Seconds of a block's collectives: starting them, activations' bytes, other bytes."""
+    """Seconds of a block's collectives: starting them, activations' bytes, other bytes.
+
+    And those of copies between a device and its host.
+    """
 
     latency: float = 0.0
     activation: float = 0.0
     other: float = 0.0
+    host: float = 0.0
 
     def plus(self, more: _Moving, times: int = 1) -> _Moving:
         return _Moving(*(a + times * b for a, b in zip(self, more, strict=True)))
@@ -67,6 +71,7 @@ def step_model(
                 activation_seconds=moving.activation,
                 other_seconds=moving.other,
                 temporary_bytes=inside[piece.name],
+                host_seconds=moving.host,
             )
         )
     return StepModel(
@@ -101,12 +106,16 @@ def _moving(block: Block, pricing: Pricing) -> _Moving:
 
 
 def _resharding(instruction: Relayout, pricing: Pricing) -> _Moving:
-    latency = moved = 0.0
+    latency = moved = host = 0.0
     for step, _, size in instruction.moves():
         if step.kind not in (*COLLECTIVES, *HOST_COPIES):  # a device's own work
             continue
         alpha, beta = pricing.step(step)
         latency += alpha
-        moved += beta * size
-    of_activation = instruction.purpose == "activation"
-    return _Moving(latency, moved if of_activation else 0.0, 0.0 if of_activation else moved)
+        if step.kind in HOST_COPIES:
+            host += beta * size
+        else:
+            moved += beta * size
+    if instruction.purpose == "activation":
+        return _Moving(latency, activation=moved, host=host)
+    return _Moving(latency, other=moved, host=host)
