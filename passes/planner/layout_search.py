@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout, quickest
 from autopar.passes.planner.layouts import (
+    ExpectedSeconds,
     StageLayout,
     logical_meshes,
     microbatch_counts,
@@ -69,7 +70,7 @@ class PricedStages(NamedTuple):
 
 
 class KnownCosts(NamedTuple):
-    """What layers cost, by microbatches: in stages and on one mesh; numbers above are inexact."""
+    """What layers cost, by microbatches; a batch is not divided into more than `inexact` say."""
 
     stages: dict[int, PricedStages]
     one_mesh: dict[int, OneMeshCosts | None]
@@ -188,7 +189,7 @@ class LayoutSearch:
         optional: bool = False,
         bounded: bool = True,
         at_least: int = 1,
-        expected: Mapping[tuple[int, ...], float] = MappingProxyType({}),
+        expected: ExpectedSeconds = MappingProxyType({}),
     ) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more.
 
@@ -285,7 +286,7 @@ class LayoutSearch:
 
         Infinite where no stages are found.
         """
-        found = next(iter(self._stages_of(self._stage_counts())), None)
+        found = self._first_stages(self._stage_counts())
         first = None if found is None else found.first
         return math.inf if first is None else first[1]
 
@@ -302,10 +303,10 @@ class LayoutSearch:
         counts: Sequence[int] = [*doubled(sizes, enough)] if asked == "auto" else [int(asked)]
         return [counts[len(counts) // 2], *counts] if self.is_long else counts
 
-    def _stages_of(self, counts: Sequence[int]) -> Iterator[PricedStages]:
+    def _first_stages(self, counts: Sequence[int]) -> PricedStages | None:
         """The stages with the first of some numbers of microbatches into which the batch divides.
 
-        None where the program cannot be cut.
+        None where there is no such number, or the program cannot be cut.
         """
         for count in itertools.takewhile(lambda count: count >= 2, counts):
             if any(count > other for other in self.known.inexact):
@@ -318,10 +319,11 @@ class LayoutSearch:
                     continue
                 search = StageSearch.of(split, self.options, self.cluster, self.report)
                 if search is None:
-                    return
+                    return None
                 first = search.within(self._limit)
                 self.known.stages[count] = PricedStages(split, search, first)
-            yield self.known.stages[count]
+            return self.known.stages[count]
+        return None
 
     def automatic_pipelines(self) -> list[PlannedStep]:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
@@ -330,7 +332,7 @@ class LayoutSearch:
         """
         counts, tried = self._stage_counts(), set[int]()
         made, promised = list[PlannedStep](), self.best_seconds
-        while (found := next(self._stages_of(counts), None)) is not None:
+        while (found := self._first_stages(counts)) is not None:
             split, stages, first = found
             tried.add(split.num_microbatches)
             if first is not None and first[1] * WORTH_PLANNING < promised:

@@ -186,7 +186,7 @@ def plan_meshes(
         if i in found:
             return found[i].least_seconds
         known = others.expected
-        wrong = [x.least_seconds / known[x.mesh] for x in found.values() if x.mesh in known]
+        wrong = [x.least_seconds / known[x.mesh] for x in found.values() if known.get(x.mesh)]
         enough = ENOUGH_OF_LARGE if wrong else 1.0
         return known.get(meshes[i], 0.0) * min(wrong, default=1.0) * enough
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from autopar.passes.planner.layouts import ExpectedSeconds
 from autopar.passes.planner.unit_costs import UnitCost, UnitCosts
 
 MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
@@ -23,7 +24,7 @@ class OneMeshBound(NamedTuple):
     """
 
     fewest: int
-    expected: Mapping[tuple[int, ...], float] = MappingProxyType({})
+    expected: ExpectedSeconds = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""One mesh beside stages: from how many microbatches on it is planned, and on which shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.base.options import Options
+from autopar.passes.planner import mesh_choice
+from autopar.passes.planner.layout_search import LayoutSearch
+from autopar.passes.planner.mesh_choice import SearchSoFar, plan_meshes
+from autopar.passes.planner.one_mesh import OneMeshBound, find_bound
+from autopar.passes.planner.unit_costs import UnitCost
+from autopar.passes.trace.trace import trace
+
+MESH = (2, 4)
+# Of the whole batch at once: 8 s, 1 of them however few the rows; 20 bytes stay, 64 hold rows.
+ALL_ROWS = UnitCost(8.0, 2.0, 1.0, 0.5, 20, 32, 40, 8)
+
+
+class Layers:
+    """All layers on one mesh with some number of microbatches; the numbers that were priced."""
+
+    def __init__(self) -> None:
+        self.priced: list[int] = []
+
+    def __call__(self, count: int) -> Any:
+        self.priced.append(count)
+        total = ALL_ROWS.with_rows(1 / count)
+        self.by_mesh = {MESH: count * total.seconds + total.once_seconds}
+        self.totals = [total]
+        return self
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "fewest", "priced"),
+    [
+        (92, 8.0, 1, [1]),  # the whole batch fits, and is not too slow
+        (60, 30.0, 2, [1, 2]),
+        (40, 30.0, 4, [1, 4]),  # what cannot fit is not priced
+        (60, 8.0, None, [1]),  # with two microbatches it takes 9.5 s: not priced either
+        (92, 6.0, None, [1]),
+        (27, 30.0, None, [1]),
+    ],
+)
+def test_the_fewest_microbatches_on_one_mesh(
+    limit: int, best: float, fewest: int | None, priced: list[int]
+) -> None:
+    layers = Layers()
+    found = find_bound([1, 2, 4, 8, 16], best, layers, limit)
+    assert (None if found is None else found.fewest) == fewest
+    assert layers.priced == priced
+    if found is not None:
+        assert found.expected == layers.by_mesh
+
+
+def test_layers_that_are_not_known_bound_nothing() -> None:
+    assert find_bound([4, 8], 1.0, lambda count: None, 1) == OneMeshBound(4)
+
+
+def step(w: Any, x: jax.Array) -> Any:
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * gradient, loss
+
+
+def test_meshes_go_in_the_order_of_what_they_are_expected_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where they would hardly take less they are not planned."""
+    cluster = autopar.Cluster.preset("dgx-h100")
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), "float32")
+    graph = trace(step, shapes).graph
+    split = LayoutSearch.of(graph, Options(), cluster, lambda message: None).split(1)
+    meshes, begun = [(8,), (4, 2), (2, 4)], list[str]()
+    expected = {(8,): 300.0, (4, 2): 2.0, (2, 4): 400.0}
+
+    def planned(known: dict[tuple[int, ...], float]) -> list[tuple[int, ...]]:
+        begun.clear()
+        so_far = SearchSoFar(expected=known)
+        found = plan_meshes(split, meshes, Options(), cluster, begun.append, others=so_far)
+        return [each.mesh for each in found]
+
+    assert planned({}) == meshes
+    assert planned(expected) == [(4, 2)]
+    assert "4 x 2" in begun[0]
+    monkeypatch.setattr(mesh_choice, "ENOUGH_OF_LARGE", 1e-6)
+    assert planned(expected) == meshes
+    assert "4 x 2" in begun[0] and "mesh of 8," in begun[1]
