@@ -27,6 +27,7 @@ from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_rows import memory_rows
 from autopar.passes.sharding.spmd_program import Relayout, host_bytes
 from autopar.passes.solver import solve
+from autopar.report import plot_plan
 from autopar.runtime import stage_programs
 
 LAYERS, WIDTH, ROWS = 2, 32, 16
@@ -93,6 +94,8 @@ def test_moments_live_in_the_hosts_memory(step: Any, expected: Any) -> None:
     shown = str(step.plan)
     assert "in hosts" in shown and "KiB host" in shown
     assert "[x, -] host" in str(step.plan.explain("mu"))
+    tiles = plot_plan(step.plan).axes[0]
+    assert any(text.get_text().endswith("of them, host") for text in tiles.texts)
 
 
 def test_a_state_is_born_saved_and_restored_there(step: Any, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def _draw_tile(
     axes.add_patch(frame)
     lines = _name_lines(group.path, category)
     times = f", {group.count} of them" if group.count > 1 else ""
+    times += ", host" * (group.tensor.memory == "host")
     dims = zip(tensor.shape, tensor.spec, strict=True)
     shape = " x ".join("/".join([str(size), *dim]) for size, dim in dims)
     below: dict[str, Any] = {"ha": "center", "va": "top", "textcoords": "offset points"}
