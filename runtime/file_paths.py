@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,24 @@ def fetched(folder: Any) -> Iterator[Path]:
         with reaching(folder):
             _fetch(folder, Path(scratch))
         yield Path(scratch)
+
+
+class LocalCopy:
+    """A folder on this machine with the files of one on the network, while this object is there.
+
+    Attributes:
+      path: the folder.
+
+    Raises:
+      FileNotFoundError: there is none on the network.
+      CheckpointError: it cannot be reached.
+    """
+
+    def __init__(self, folder: Any):
+        self.path = Path(tempfile.mkdtemp(prefix="autopar_"))
+        self._end = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        with reaching(folder):
+            _fetch(folder, self.path)
 
 
 def _fetch(folder: Any, into: Path) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import CheckpointError
-from autopar.runtime.file_paths import path_of, reaching
+from autopar.runtime.file_paths import LocalCopy, is_remote, path_of, reaching
 
 Rows = tuple[slice, ...]
 
@@ -221,15 +221,21 @@ def _of_whole(whole: Callable[[str], np.ndarray], name: str, rows: Rows) -> np.n
 
 
 def _orbax(path: Any) -> Iterator[tuple[str, StoredArray]]:
-    """The arrays of a tree that Orbax wrote; each is read whole, one at a time."""
+    """The arrays of a tree that Orbax wrote; each is read whole, one at a time.
+
+    Orbax itself reads from this machine and from `gs://`; from elsewhere, the folder is fetched.
+    """
     import jax
 
     from autopar.runtime.checkpoint_files import orbax
 
     ocp: Any = orbax()
+    is_fetched = is_remote(path) and not os.fspath(path).startswith("gs://")
+    copy = LocalCopy(path) if is_fetched else None  # there as long as `whole` is
+    folder = path if copy is None else copy.path
     checkpointer = ocp.PyTreeCheckpointer()
     try:
-        metadata = checkpointer.metadata(path)
+        metadata = checkpointer.metadata(folder)
         tree = getattr(metadata, "item_metadata", metadata)
         tree = getattr(tree, "tree", tree)
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0] if tree is not None else []
@@ -252,7 +258,7 @@ def _orbax(path: Any) -> Iterator[tuple[str, StoredArray]]:
         for key in reversed(keys):
             wanted, arguments = {key: wanted}, {key: arguments}
         asked = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-        found: Any = checkpointer.restore(path, args=asked)
+        found: Any = checkpointer.restore(folder if copy is None else copy.path, args=asked)
         for key in keys:
             found = found[key]
         return np.asarray(found)

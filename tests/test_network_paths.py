@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils.epath import backend
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import autopar
 from autopar.base.errors import AutoparWarning, CheckpointError
@@ -113,6 +115,34 @@ def test_weights(files: dict[str, Any], tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["b.c"].read((slice(1, 2), slice(0, 2))), [[1, 1]])
     with pytest.raises(CheckpointError, match="does not exist"):
         open_weights("s3://bucket/none.npz")
+
+
+def test_weights_in_a_folder_of_orbax(
+    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import orbax.checkpoint as ocp
+
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(4, np.float32)}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", arrays)
+    for file in (tmp_path / "orbax").rglob("*"):
+        if file.is_file():
+            name = file.relative_to(tmp_path).as_posix()
+            files[f"/bucket/{name}"] = MemoryFile(Bucket(), f"/bucket/{name}", file.read_bytes())
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    found = open_weights("s3://bucket/orbax")
+    assert found.keys() == {"a", "b.c"}
+    np.testing.assert_array_equal(found["a"].read((slice(1, 2), slice(0, 2))), [[3, 4]])
+    np.testing.assert_array_equal(found["b.c"].read((slice(0, 4),)), np.ones(4))
+    assert found["b.c"].dtype == np.float32
+    assert len(list((tmp_path / "scratch").iterdir())) == 1
+    del found
+    gc.collect()
+    assert not list((tmp_path / "scratch").iterdir())
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        files["/bucket/empty/x.txt"] = files["/bucket/orbax/_METADATA"]
+        open_weights("s3://bucket/empty")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
