@@ -13,29 +13,29 @@ from jax import lax
 _rng = np.random.default_rng(0)
 
 
-def f32(*shape: int) -> jax.Array:
-    return jnp.asarray(_rng.normal(size=shape), np.float32)
+def f32(*shape: int) -> np.ndarray:
+    return np.asarray(_rng.normal(size=shape), np.float32)
 
 
-def bf16(*shape: int) -> jax.Array:
-    return jnp.asarray(_rng.random(shape) + 0.5, jnp.bfloat16)
+def bf16(*shape: int) -> np.ndarray:
+    return np.asarray(_rng.random(shape) + 0.5, jnp.bfloat16)
 
 
-def ints(*shape: int, low: int = 0, high: int = 4) -> jax.Array:
-    return jnp.asarray(_rng.integers(low, high, shape), np.int32)
+def ints(*shape: int, low: int = 0, high: int = 4) -> np.ndarray:
+    return np.asarray(_rng.integers(low, high, shape), np.int32)
 
 
-def bools(*shape: int) -> jax.Array:
-    return jnp.asarray(_rng.random(shape) < 0.5)
+def bools(*shape: int) -> np.ndarray:
+    return np.asarray(_rng.random(shape) < 0.5)
 
 
-def positive(*shape: int) -> jax.Array:
-    return jnp.asarray(_rng.random(shape) * 0.8 + 0.1, np.float32)
+def positive(*shape: int) -> np.ndarray:
+    return np.asarray(_rng.random(shape) * 0.8 + 0.1, np.float32)
 
 
-def definite(batch: int, size: int) -> jax.Array:
+def definite(batch: int, size: int) -> np.ndarray:
     x = _rng.normal(size=(batch, size, size))
-    return jnp.asarray(x @ x.transpose(0, 2, 1) + size * np.eye(size), np.float32)
+    return np.asarray(x @ x.transpose(0, 2, 1) + size * np.eye(size), np.float32)
 
 
 RAGGED = jnp.array([3, 0, 6, 1], np.int32)  # two rows are in no group

@@ -196,35 +196,57 @@ def check_slices(
 
     Returns how many ways there were.
     """
-    count = 0
-    for eqn, operands, wholes in evaluated:
-        rule = rules[eqn]
-        traced = eqn.primitive.name in _POSITIONAL
-        ways = ways_of(rule)
-        count += len(ways)
+    ways = [ways_of(rules[eqn]) for eqn, _, _ in evaluated]
+    cut = [(eqn, rules[eqn], each) for (eqn, _, _), each in zip(evaluated, ways, strict=True)]
+    found = _results_of_slices(cut, [operands for _, operands, _ in evaluated])
+    for (eqn, rule, each), results, (_, _, wholes) in zip(cut, found, evaluated, strict=True):
+        for index, way in enumerate(each):
+            check_way(eqn, rule, way, wholes, [results[i][index] for i in range(places(way))])
+    return sum(map(len, ways))
 
-        def local(
-            slices: list[list[Any]], place: Any, eqn: Any = eqn, ways: list[Way] = ways
-        ) -> list[list[Any]]:
-            return [
-                bind_local(eqn, operands, *way_cuts(rules[eqn], way, place))
-                for operands, way in zip(slices, ways, strict=True)
-            ]
 
-        run = jax.jit(local) if traced else local
-        found = []
-        for place in range(max(map(places, ways), default=0)):
-            slices = [
-                [
-                    like(host_take(operand, cuts), operand)
-                    for operand, cuts in zip(operands, way_cuts(rule, way, place)[0], strict=True)
-                ]
-                for way in ways
+Cut = tuple[JaxprEqn, FactorRule, list[Way]]
+
+
+def _results_of_slices(equations: list[Cut], operands: list[list[Any]]) -> list[list[list[Any]]]:
+    """For every equation and place, the results of each way, from slices taken on the host.
+
+    All are one program, for compiling many small ones takes long, but for those in `_POSITIONAL`.
+    """
+
+    def slices(number: int, place: int) -> list[list[Any]]:
+        _, rule, ways = equations[number]
+        return [
+            [
+                like(host_take(operand, cuts), operand)
+                for operand, cuts in zip(
+                    operands[number], way_cuts(rule, way, place)[0], strict=True
+                )
             ]
-            found.append(run(slices, jnp.int32(place) if traced else place))
-        for index, way in enumerate(ways):
-            check_way(eqn, rule, way, wholes, [found[i][index] for i in range(places(way))])
-    return count
+            for way in ways
+        ]
+
+    def local(number: int, slices: list[list[Any]], place: Any) -> list[list[Any]]:
+        eqn, rule, ways = equations[number]
+        return [
+            bind_local(eqn, part, *way_cuts(rule, way, place))
+            for part, way in zip(slices, ways, strict=True)
+        ]
+
+    def run(slices: list[list[list[list[Any]]]]) -> list[list[list[list[Any]]]]:
+        return [
+            [local(number, parts, place) for place, parts in enumerate(at_places)]
+            for number, at_places in enumerate(slices)
+        ]
+
+    numbers = [max(map(places, ways), default=0) for _, _, ways in equations]
+    cut = [[slices(number, place) for place in range(end)] for number, end in enumerate(numbers)]
+    is_traced = [eqn.primitive.name in _POSITIONAL for eqn, _, _ in equations]
+    found = jax.jit(run)([[] if is_traced[i] else parts for i, parts in enumerate(cut)])
+    for number in (i for i, traced in enumerate(is_traced) if traced):
+        one = jax.jit(functools.partial(local, number))
+        found[number] = [one(parts, jnp.int32(i)) for i, parts in enumerate(cut[number])]
+    return found
 
 
 def places(way: Way) -> int:
@@ -287,7 +309,7 @@ def host_take(whole: Any, cuts: Cuts) -> np.ndarray:
 def like(value: np.ndarray, operand: Any) -> Any:
     if is_key(operand):
         return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(operand))
-    return jnp.asarray(value)
+    return value
 
 
 def host(value: Any) -> np.ndarray:

@@ -185,7 +185,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.clear_caches()
 
 
-def half(*shape: int) -> jax.Array:
+def half(*shape: int) -> Any:
     return f32(*shape).astype(jnp.bfloat16)
 
 
