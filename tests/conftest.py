@@ -2,7 +2,9 @@
 
 import gc
 import os
+import threading
 from importlib import metadata
+from typing import Any
 
 # Compiling is most of the suite's time. XLA:CPU's older emitters take a third of the time of the
 # fusion emitters; both give the same partitioned program. JAX 0.12 no longer has the flag.
@@ -31,6 +33,47 @@ jax.config.update("jax_disable_most_optimizations", True)
 # cycles is a twelfth of the time; what a test leaves behind is found all the same, only later.
 gc.set_threshold(100_000, 20, 50)
 
+
+class _Contexts(threading.local):
+    """MLIR's contexts of the programs that a thread lowers, a new one after some hundred of them.
+
+    JAX makes one for every program, which takes as long as to lower a small one: it loads dialects.
+    The suite lowers more than ten thousand, and none of them sees what else is in a context.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def context(self) -> Any:
+        if not self._left:
+            self._context, self._left = mlir.make_ir_context(), 256
+        self._left -= 1
+        return self._context
+
+
+if metadata.version("jaxlib").startswith("0.10."):
+    from jax._src.interpreters import mlir
+
+    contexts = _Contexts()
+
+    class _InSharedContext(mlir.ModuleContext):
+        def __init__(self, *, context: Any = None, **others: Any) -> None:
+            super().__init__(context=context or contexts.context(), **others)
+
+    setattr(mlir, "ModuleContext", _InSharedContext)  # noqa: B010 (to mypy, a class is a type)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_not_searched() -> None:
+    """What is there before a file's tests is left out when Python searches for cycles.
+
+    So do searches for what refers to a traced value, which every plan of a program with
+    `jax.custom_jvp` makes: in a process of millions of objects they took a tenth of the time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 LIBRARY_WARNINGS: tuple[str, ...] = ()
 """Warnings that libraries of the programs raise about themselves, each with its reason."""
 
@@ -42,14 +85,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts a file's tests of one program next to each other, so that they share its plain run."""
-    files = {item.path: None for item in items}
-    rank = {path: index for index, path in enumerate(files)}
+    """Puts a program's tests next to each other, of all files that use its plain run."""
+    ranks: dict[Any, int] = {}
     programs: dict[str, int] = {}
 
     def key(item: pytest.Item) -> tuple[int, int]:
+        runs = getattr(getattr(item, "module", None), "plain_run", None)
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         program = str(parameters.get("program", ""))
-        return rank[item.path], programs.setdefault(program, len(programs))
+        together = runs if runs and program else item.path
+        rank = ranks.setdefault(together, len(ranks))
+        return rank, programs.setdefault(program, len(programs))
 
     items.sort(key=key)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import re
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PROGRAMS, Case, Program, Tolerance, compare, data, is_variant
+from programs.plain_runs import plain_run
 
 import autopar
 from autopar.base.errors import InexactMicrobatchError
@@ -49,18 +49,6 @@ def in_both(program: Program) -> bool:
 
 
 every_program = pytest.mark.parametrize("program", list(PROGRAMS.values()), ids=str)
-
-
-@functools.lru_cache(maxsize=2)
-def plain_run(name: str) -> tuple[Case, compare.Run]:
-    """A program's case and its run under plain `jax.jit`, kept for the next methods."""
-    program = PROGRAMS[name]
-    reason = program.missing()
-    if reason:
-        pytest.skip(reason)
-    with program.context():
-        case = program.build()
-        return case, compare.record(case.plain, case)
 
 
 def parallelize(case: Case, **options: Any) -> Callable[..., Any]:

@@ -163,6 +163,7 @@ def test_values_of_the_trace_that_are_printed_or_kept(capsys: Any) -> None:
     def keeps(w: Any, batch: Any) -> Any:
         KEPT.append(w * 2)
 
+    gc.unfreeze()  # the list was there before this file's tests
     with pytest.warns(AutoparWarning, match=r"keeps a value(.|\n)*a list of 1") as told:
         autopar.plan(step_with(keeps), W, BATCH)
     assert len(told) == 1
