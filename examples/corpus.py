@@ -21,9 +21,8 @@ def read_corpus() -> tuple[np.ndarray, np.ndarray]:
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = [path for path in root.rglob("*.py") if not skipped & {*path.relative_to(root).parts}]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
-    held_out = files[10::20]
-    training = [path for path in files if path not in held_out]
-    return _read(training), _read(held_out)
+    training = [path for number, path in enumerate(files) if number % 20 != 10]
+    return _read(training), _read(files[10::20])
 
 
 def _read(paths: list[Path]) -> np.ndarray:

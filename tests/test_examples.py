@@ -1,5 +1,6 @@
 """The examples, made small: what they write, and that a resumed run is the same run."""
 
+import functools
 import importlib
 import os
 import re
@@ -52,8 +53,11 @@ def importable() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def gpt(importable: None) -> ModuleType:
-    return importlib.import_module("train_gpt")
+def gpt(importable: None) -> Iterator[ModuleType]:
+    module = importlib.import_module("train_gpt")
+    with pytest.MonkeyPatch.context() as patch:  # several runs read the text once
+        patch.setattr(module, "read_corpus", functools.cache(module.read_corpus))
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
+import jax
+import pytest
 import ray
 
 from autopar.runtime.ray.driver.ray_cluster import start_local
@@ -15,7 +17,11 @@ from autopar.runtime.ray.driver.ray_cluster import start_local
 
 @contextlib.contextmanager
 def cluster(num_cpus: int) -> Iterator[None]:
-    start_local(num_cpus, num_gpus=0, logging_level="error", log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Actors compile as this process does (`conftest.py`): they inherit it from Ray.
+        optimizes = jax.config.values["jax_disable_most_optimizations"]
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(optimizes))
+        start_local(num_cpus, num_gpus=0, logging_level="error", log_to_driver=False)
     try:
         yield
     finally:
