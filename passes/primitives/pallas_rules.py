@@ -217,6 +217,8 @@ def _evaluated(closed: Any, dim: int, axes: Sequence[int], grid: Sequence[int]) 
             ids[axis] = place[i]
         return function(*ids)[0]
 
+    if not one.eqns:  # as most are, a place or a constant; to compile takes long
+        return np.broadcast_to(at(places.T), len(places)).astype(np.int64)
     with jax.ensure_compile_time_eval():
         return np.asarray(jax.jit(jax.vmap(at))(places)).astype(np.int64)
 
