@@ -48,13 +48,13 @@ def random_value(aval: Any, rng: np.random.Generator) -> Any:
         ]
         return jnp.stack(keys).reshape(aval.shape) if aval.shape else keys[0]
     if aval.dtype == bool:
-        return jnp.asarray(rng.random(aval.shape) < 0.5)
+        return np.asarray(rng.random(aval.shape) < 0.5)
     if jnp.issubdtype(aval.dtype, jnp.integer):
-        return jnp.asarray(rng.integers(0, 4, aval.shape), aval.dtype)
+        return np.asarray(rng.integers(0, 4, aval.shape), aval.dtype)
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         values = rng.random(aval.shape) + 1j * rng.random(aval.shape)
-        return jnp.asarray(values, aval.dtype)
-    return jnp.asarray(rng.random(aval.shape) + 0.5, aval.dtype)
+        return np.asarray(values, aval.dtype)
+    return np.asarray(rng.random(aval.shape) + 0.5, aval.dtype)
 
 
 Evaluated = list[tuple[JaxprEqn, list[Any], list[Any]]]
