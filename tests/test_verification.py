@@ -105,6 +105,16 @@ def test_a_slice_must_have_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPat
         target_named("tpu:v4:2x2x1").require(8)
 
 
+def test_a_slice_may_have_less_memory() -> None:
+    whole, less = target_named("tpu:v5e:2x4"), target_named("tpu:v5e:2x4:4000MiB")
+    assert (less.num_devices, less.memory_bytes) == (8, 4000 << 20)
+    assert less.compiler_options == {"xla_tpu_max_hbm_size_mib": "4000"}
+    assert not whole.compiler_options and whole.memory_bytes == 16_000_000_000
+    for wrong in ("tpu:v5e:2x4:0MiB", "tpu:v5e:2x4:4000", "gpu:h100:4000MiB"):
+        with pytest.raises(OptionError, match="There is no target"):
+            target_named(wrong)
+
+
 def test_a_plan_without_its_step_says_what_to_call(plan: autopar.Plan) -> None:
     for other in (
         pickle.loads(pickle.dumps(plan)),

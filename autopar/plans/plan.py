@@ -118,7 +118,8 @@ class Plan(PlanRecord):
 
         Args:
           target: "cpu", "gpu:h100", "gpu:h200", "gpu:a100" (these need `autopar[gpu-check]`), or a
-            slice of TPUs such as "tpu:v5e:2x4", "tpu:v4:2x2x1" (`autopar[tpu-check]`).
+            slice of TPUs such as "tpu:v5e:2x4", "tpu:v4:2x2x1" (`autopar[tpu-check]`), whose
+            devices may have less memory than they come with ("tpu:v5e:2x4:4000MiB").
           cache: whether what was compiled once is kept in the user's cache folder, or in which
             folder.
           processes: how many compile at a time; by default as many as there are cores.

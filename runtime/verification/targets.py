@@ -18,6 +18,9 @@ from autopar.base.errors import AutoparError, DeviceError, OptionError, did_you_
 TPUS = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p"}
 """The presets of TPUs by their generation."""
 
+MEMORY_LIMIT = "xla_tpu_max_hbm_size_mib"
+"""A flag of XLA:TPU: how much memory a device has."""
+
 CUDA_WHEELS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -30,16 +33,20 @@ class Target:
       platform: "cpu", "gpu" or "tpu".
       kind: the GPU, or the TPU's generation; "" of CPUs.
       shape: of a TPU slice; "" of others, of which there are as many as a plan needs.
+      limit_mib: MiB of memory that a TPU's compiler shall count on; 0: those of its generation.
     """
 
     name: str
     platform: str
     kind: str = ""
     shape: str = ""
+    limit_mib: int = 0
 
     @property
     def memory_bytes(self) -> int | None:
         """What a program may use on each device; None: it is up to the plan."""
+        if self.limit_mib:
+            return self.limit_mib << 20
         preset = {"gpu": self.kind, "tpu": TPUS.get(self.kind, "")}.get(self.platform)
         if not preset:
             return None
@@ -57,6 +64,11 @@ class Target:
     def wheels(self) -> tuple[str, ...]:
         """The modules with its compiler, one of which must be there."""
         return {"gpu": CUDA_WHEELS, "tpu": ("libtpu",)}.get(self.platform, ("jaxlib",))
+
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        """What its compiler is told beside a program's own options."""
+        return {MEMORY_LIMIT: str(self.limit_mib)} if self.limit_mib else {}
 
     def require(self, num_devices: int) -> None:
         """Refuse early what is certain to fail.
@@ -137,14 +149,15 @@ def target_named(name: Any) -> Target:
         return Target(text, "cpu")
     if text.startswith("gpu:") and text[4:] in gpus:
         return Target(text, "gpu", text[4:])
-    slice_of = re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})", text)
+    slice_of = re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})(?::([1-9]\d*)mib)?", text)
     if slice_of and slice_of[1] in TPUS:
-        return Target(text, "tpu", slice_of[1], slice_of[2])
+        return Target(text, "tpu", slice_of[1], slice_of[2], int(slice_of[3] or 0))
     raise OptionError(
         f"There is no target {name!r}.",
         where="verify",
         why=f"the targets are 'cpu', {', '.join(repr(f'gpu:{gpu}') for gpu in gpus)}, and slices "
-        f"of TPUs such as 'tpu:v5e:2x4', 'tpu:v4:2x2x1' and 'tpu:v5p:2x2x1'.",
+        f"of TPUs such as 'tpu:v5e:2x4', 'tpu:v4:2x2x1' and 'tpu:v5p:2x2x1', which may have less "
+        "memory than they come with ('tpu:v5e:2x4:4000MiB').",
         hint=did_you_mean(name, known),
     )
 

@@ -80,8 +80,9 @@ class SkippedError(Exception):
 class Prober:
     """Takes the place of `compile_ahead`: asks before it compiles, and keeps what was said."""
 
-    def __init__(self, connection: Connection, platform: str) -> None:
-        self.connection, self.platform = connection, platform
+    def __init__(self, connection: Connection, target: Target) -> None:
+        self.connection, self.platform = connection, target.platform
+        self.options = target.compiler_options
         self.mesh: tuple[int, ...] = ()
         self.names: tuple[str, ...] = ()
         self.began = self.ended = 0.0
@@ -102,7 +103,7 @@ class Prober:
         if self.connection.recv() == "skip":
             raise SkippedError
         self.began = time.monotonic()
-        options = compiler_options or {}
+        options = {**(compiler_options or {}), **self.options}
         # TPUs' programs take minutes and seldom keep all collectives: they are compiled once. For
         # the others, text after every pass is worth a second time only where something changed.
         is_tpu = self.platform == "tpu"
@@ -144,7 +145,7 @@ def main(connection: Connection) -> None:
     step: StepToCompile = pickling.loads(connection.recv_bytes())
     devices = step.target.devices(step.num_devices)
     program = LocalProgram(step.runnable, devices)
-    program.compile_ahead = prober = Prober(connection, step.target.platform)
+    program.compile_ahead = prober = Prober(connection, step.target)
     connection.send(("ready", None))
     while True:
         try:
