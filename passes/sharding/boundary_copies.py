@@ -57,7 +57,7 @@ def boundary_copies(
             whole.update(found)
             continue
         if instruction.eqn.primitive.name in PRODUCTS:
-            turned.update(found & filling)
+            turned.update(filling.intersection(map(held.root, reads(instruction))))
         if _is_batched(instruction.eqn) or instruction.eqn.primitive.name == "exp":
             batched.update(made)
         elif reduces_rows(instruction.eqn) and batched & found:

@@ -55,13 +55,19 @@ assignment too):
   (scores in float32 with their mask; not both).
 - A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
   are written in float32 and read by the backward pass, the scores not if the row is short enough
-  for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not.
+  for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not: a loss reads the logits
+  as the product wrote them (an LSTM's were counted once more, in float32).
 - A gather reads what it takes from memory: logits that are cast for the loss would be there in both
   dtypes, and longer than the backward pass; the cast is moved after the gather (`casts_after.py`).
+- Gathers and scatters of rows are kernels of their own, which read and write memory: nothing is
+  fused with them. Found on a graph network, whose gathered nodes are read by products and stay.
 - A scatter of one element to each row (the gradient of that gather) is a comparison with an iota,
   fused like any other.
 - Who reads a part of a buffer (a split, the slice of a device) reads it in the buffer, which stays:
-  queries that are cut after they were made keep the whole ones.
+  queries that are cut after they were made keep the whole ones. So those who read the parts decide
+  whether the whole is written: a U-Net's gradient of a concatenation is, by the last product in
+  that sum, and not read again from all that it is made of when the encoder's backward pass comes.
+  Where one part must be written (a scatter reads it), one kernel writes all, and the whole goes.
 - A loop's body copies the slices that products read, all at its beginning.
 - A mask that every trip can compute of nothing is computed there.
 - A product is one kernel with the sum to which its result is added, however late the rest of the
@@ -70,7 +76,13 @@ assignment too):
   as it is, and nothing has to be added over devices, the product writes the new weight and
   moments, and is run when these are. What needs a sum over the rows of a product's result (the
   backward pass of a softmax) is a kernel of its own after it. Found on GPTs by `data` and
-  `megatron`, whose memory was planned 12 to 14% too small without.
+  `megatron`, whose memory was planned 12 to 14% too small without. A product whose result others
+  read as well (a norm's sums) is not the last one of its sum.
+- Such a kernel runs as soon as all that it reads is there: a gradient is added to those of earlier
+  microbatches, or of earlier trips of a loop, with its product, not at the end of the trip where
+  the program has the sum. Found on a BERT of two microbatches, planned 29% too large.
+- What loops carry from a constant is there from the beginning of the program, because nothing makes
+  it wait (`AllocateBuffer`); stacks begin with their loop. Found on LSTMs and DeepSeek.
 - The scheduler hides the gathers of new state at the end of a step (`zero1`, `zero2`) beside
   products that nothing else waits for, those of weights' gradients: these are left to the end, and
   all that they read stays, in spite of `jax.checkpoint`. Found on a GPT with `zero2`, planned 42%
@@ -87,7 +99,11 @@ assignment too):
   `memory_analysis` counts what is lost between buffers twice, so verification reads the sizes of
   the allocations instead.
 - What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
-- Tiles: the compiler chooses the order of dimensions so that (8, 128) pads little.
+- Tiles of (8, 128) are whole: the compiler chooses the order of dimensions so that they pad little,
+  but not for convolutions (`tiles.py`).
+- With memory to spare, the scheduler delays products beside collectives, and places leave holes;
+  on a device that has no more than was planned XLA makes other choices, and computes some results
+  a second time (`benchmarks/compilers.py --tight`).
 
 **For CPUs** a value is fused into its readers if these are near (`peak_memory.py`).
 """
@@ -111,56 +127,6 @@ from autopar.passes.graph.primitives import (
 )
 
 GPU, CPU, TPU = "gpu", "cpu", "tpu"
-
-CYCLES = {
-    "add": 7,
-    "add_any": 7,
-    "atan2": 431,
-    "cbrt": 178,
-    "cos": 978,
-    "div": 19,
-    "exp": 79,
-    "exp2": 82,
-    "expm1": 190,
-    "log": 166,
-    "log1p": 229,
-    "pow": 510,
-    "rsqrt": 75,
-    "sin": 958,
-    "sqrt": 75,
-    "sub": 7,
-    "tanh": 467,
-    # What is no operation of XLA's is made of these.
-    "acos": 560,
-    "acosh": 330,
-    "asin": 560,
-    "asinh": 420,
-    "atan": 431,
-    "atanh": 270,
-    "cosh": 180,
-    "digamma": 1500,
-    "erf": 700,
-    "erf_inv": 520,
-    "erfc": 700,
-    "lgamma": 1500,
-    "logistic": 108,
-    "rem": 60,
-    "sinh": 370,
-    "tan": 1955,
-    "threefry2x32": 420,
-}
-"""Of one element of an elementwise primitive in float32, as XLA counts them for an H100
-(`hlo_op_profiles_data.h`), for its expansions the sum."""
-
-CYCLES_BY_DEFAULT = 3
-CYCLES_PER_SECOND = 2 * 132 * 128 * 1.98e9
-"""Of an H100's vector units, two at a time, as XLA has it (`gpu_performance_model_base.cc`)."""
-
-BYTES_PER_SECOND = 3.35e12
-"""Of an H100's memory; what decides is the ratio, which is alike on other GPUs."""
-
-OVERLAP = 0.95
-"""The share of a kernel's shorter part, of computing and of moving, that the other one hides."""
 
 FUSED_MOVES = frozenset(
     (
@@ -225,6 +191,7 @@ class CompilerRules:
       counts_operations: arithmetic that is done again costs time, beside the bytes that it reads.
       turns_operands: gradients of filters, and what was gathered along another dimension than the
         first, lie in an order of dimensions that their readers do not take.
+      fills_together: buffers that begin as the same constant are filled when the first is needed.
       products_take_in: a product computes its operands itself, as an elementwise kernel does.
       products_write_epilogues: a product writes what is made of its result, rather than that, and a
         softmax its exponentials.
@@ -240,6 +207,7 @@ class CompilerRules:
       turns_sums: gradients that are transposed are added over devices as they are afterwards
         (`turned_sums.py`).
       copies_in: some arguments and results are held in another order inside (`boundary_copies.py`).
+      has_tiles: arrays lie in whole tiles (`tiles.py`).
     """
 
     backend: str
@@ -247,6 +215,7 @@ class CompilerRules:
     keeps_order: bool = False
     counts_operations: bool = True
     turns_operands: bool = True
+    fills_together: bool = True
     products_take_in: bool = False
     products_write_epilogues: bool = False
     slices_are_read: bool = False
@@ -258,6 +227,7 @@ class CompilerRules:
     scatters_across: bool = False
     turns_sums: bool = False
     copies_in: bool = False
+    has_tiles: bool = False
 
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
         """Whether an equation can compute its operand at a place itself."""
@@ -265,12 +235,15 @@ class CompilerRules:
             return True
         if self.scatters_choose and is_choice(eqn):
             return True
-        if eqn.primitive.name == "gather" and place == 0 and self.gathers_read_buffers:
+        is_row_kernel = eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS
+        if is_row_kernel and place != 1 and self.gathers_read_buffers:
             return False
         return not reads_buffer(eqn, place)
 
     def may_be_fused(self, eqn: JaxprEqn) -> bool:
         """Whether those who read an equation's results can compute them."""
+        if eqn.primitive.name == "gather" and self.gathers_read_buffers:
+            return False
         return may_be_fused(eqn) or (self.scatters_choose and is_choice(eqn))
 
     def is_scattered_across(
@@ -300,6 +273,7 @@ RULES = {
         fuses_anywhere=True,
         counts_operations=False,
         turns_operands=False,
+        fills_together=False,
         products_take_in=True,
         products_write_epilogues=True,
         slices_are_read=True,
@@ -311,6 +285,7 @@ RULES = {
         scatters_across=True,
         turns_sums=True,
         copies_in=True,
+        has_tiles=True,
     ),
 }
 
@@ -381,14 +356,3 @@ def is_filter_gradient(eqn: JaxprEqn) -> bool:
         return False
     order: tuple[int, ...] = eqn.params["dimension_numbers"].out_spec
     return order[0] != 0
-
-
-def cycles(eqn: JaxprEqn) -> int:
-    """Of one element of an equation's result."""
-    return CYCLES.get(eqn.primitive.name, CYCLES_BY_DEFAULT)
-
-
-def kernel_seconds(cycles: float, moved_bytes: float) -> float:
-    """How long XLA thinks that a kernel takes, but for its launch."""
-    compute, memory = cycles / CYCLES_PER_SECOND, moved_bytes / BYTES_PER_SECOND
-    return compute + memory - OVERLAP * min(compute, memory)

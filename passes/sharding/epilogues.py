@@ -46,6 +46,7 @@ def softmax_buffers(program: Sequence[InstructionValues[V]], root: Callable[[V],
     """What a softmax over rows writes: its exponentials, and the scores of long rows."""
     largest: dict[V, V] = {}  # of every row, however it is shaped: of which scores
     shifted: dict[V, V] = {}
+    long: set[V] = set()  # scores of long rows
     found: set[V] = set()
     for made in program:
         if made.eqn is None or len(made.results) != 1:
@@ -56,7 +57,7 @@ def softmax_buffers(program: Sequence[InstructionValues[V]], root: Callable[[V],
         if name == "reduce_max" and first is not None and reduces_rows(made.eqn):
             largest[result] = first
             if made.eqn.invars[0].aval.shape[-1] > KERNEL_ROW_ELEMENTS:
-                found.add(first)
+                long.add(first)
         elif name in ("broadcast_in_dim", "max", "stop_gradient", "reshape"):
             of = {largest[v] for v in operands if v in largest}
             if len(of) == 1:
@@ -65,6 +66,7 @@ def softmax_buffers(program: Sequence[InstructionValues[V]], root: Callable[[V],
             shifted[result] = first
         elif name == "exp" and first in shifted:
             found.add(result)
+            found.update(long & {shifted[first]})
     return found
 
 
@@ -80,8 +82,10 @@ def without_epilogues(
     rules: CompilerRules,
     softmaxes: Collection[V],
     outputs: Collection[V],
-) -> dict[V, frozenset[V]]:
+) -> tuple[dict[V, frozenset[V]], dict[V, V]]:
     """`made_of` where a product writes what is made of its result, if nobody reads that itself.
+
+    And of what products write so: the product.
 
     Of several products in one sum the last one does; it waits for what else is in the sum. What
     needs a sum or maximum over the result's rows comes after the product; `softmaxes` do not. All
@@ -108,15 +112,17 @@ def without_epilogues(
         read.update(dict.fromkeys(roots, sources))
         for source in sources:
             users[source] |= held
-    last: dict[V, V] = {}  # by what is made of products: the last one of these
-    for product in products:
-        last.update(dict.fromkeys(users[product], product))
     results = {root(v) for v in outputs}
+    last: dict[V, V] = {}  # by what is made of products that nobody else reads: the last of these
+    for product in products:
+        if len(users[product]) == 1 or users[product] <= results:
+            last.update(dict.fromkeys(users[product], product))
 
     def is_after(user: V, product: V) -> bool:
         return any(v in summed and product in read[v] for v in read[user])
 
     gone: dict[V, frozenset[V]] = {}
+    epilogue_of: dict[V, V] = {}
     for product, own in products.items():
         own_users = users[product]
         if len(own_users) == 1 or own_users <= results:
@@ -129,8 +135,10 @@ def without_epilogues(
             )
             if is_fused and own_users:
                 gone[product] = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+                if len(own_users) == 1:
+                    epilogue_of.update(dict.fromkeys(own_users, product))
 
     def buffers(value: V) -> frozenset[V]:
         return frozenset[V]().union(*(gone.get(v, frozenset((v,))) for v in made_of[value]))
 
-    return {value: buffers(value) for value in made_of}
+    return {value: buffers(value) for value in made_of}, epilogue_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from typing import Any
+from dataclasses import replace
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
@@ -19,8 +19,10 @@ from autopar.passes.sharding.compiler_rules import (
     reduces_rows,
 )
 from autopar.passes.sharding.epilogues import InstructionValues
-from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order, live_bytes
+from autopar.passes.sharding.filling_numbers import filling_numbers
+from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order
 from autopar.passes.sharding.held_values import HeldValues, held_values
+from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.reshard import adding
 from autopar.passes.sharding.run_order import products_left, ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
@@ -36,6 +38,10 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
+from autopar.passes.sharding.tiles import convolved_shapes, tiled_elements
+
+LARGE_BYTES = 1 << 20
+"""What is smaller lies in tiles that are not counted."""
 
 Mesh = tuple[int, ...]
 Alive = dict[str | ShardedValue, int]
@@ -58,7 +64,7 @@ def fused_peak(
       slices: inputs that are read from larger buffers, which are counted outside.
     """
     moments = _Moments(block, mesh, rules, kept, slices)
-    copies = boundary_copies(block, mesh, moments.held) if rules.copies_in else ()
+    copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
     size, there = moments.worst(copies)
     if rules.one_heap:
         entering = sum(map(moments.size, moments.entering.difference(slices)))
@@ -79,21 +85,27 @@ class _Moments:
         kept: Collection[ShardedValue],
         slices: Collection[ShardedValue],
     ) -> None:
-        self.block, self.mesh, self.rules, self.slices = block, mesh, rules, slices
+        self.mesh, self.rules, self.slices = mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
+        self.convolved = convolved_shapes(block.instructions, mesh) if rules.has_tiles else {}
         self.entering = set(block.inputs)
-        self.constants = _of_constants(block.instructions, rules)
+        self.constants = filling_numbers(block.instructions, rules)
         self.buffers: list[HeapBuffer] = []  # once the worst moment was found
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
+        program = [made_by(x) for x in block.instructions]
         self.held: HeldValues[ShardedValue] = held_values(
-            [made_by(x) for x in block.instructions],
+            program,
             block.inputs,
             outputs,
-            self.size,
+            self.plain_size,
             self.elements,
             rules,
         )
+        order = sorted(range(len(program)), key=self.held.run_times(program).__getitem__)
+        instructions = tuple(block.instructions[number] for number in order)
+        left = products_left(block, mesh) if rules.leaves_products else []
+        self.block = block = replace(block, instructions=instructions)
         self.last: dict[ShardedValue, int] = {}
         end = len(block.instructions)
         for time, instruction in enumerate(block.instructions):
@@ -116,19 +128,28 @@ class _Moments:
             if isinstance(instruction, Relayout):
                 after = max(made.get(v, -1) for v in tie.results)
                 self.early[after + 1].append(instruction.target)
-        if rules.leaves_products:
-            for instruction in products_left(block, mesh):
-                self.last.update(dict.fromkeys(self.read(instruction), end))
+        for instruction in left:
+            self.last.update(dict.fromkeys(self.read(instruction), end))
         for value in self.held.read_by(outputs):
             self.last[value] = end
 
     def size(self, value: ShardedValue) -> int:
         if value not in self.sizes:
-            self.sizes[value] = local_bytes(value, self.mesh)
+            self.sizes[value] = self._bytes(value)
         return self.sizes[value]
 
+    def plain_size(self, value: ShardedValue) -> int:
+        return local_bytes(value, self.mesh)
+
+    def _bytes(self, value: ShardedValue) -> int:
+        plain = self.plain_size(value)
+        if not self.rules.has_tiles or plain < LARGE_BYTES:
+            return plain
+        shape = local_shape(aval_shape(value.atom), value.layout, self.mesh)
+        return tiled_elements(shape, self.convolved.get(shape)) * itemsize(value.atom.aval)
+
     def elements(self, value: ShardedValue) -> int:
-        return self.size(value) // itemsize(value.atom.aval)
+        return self.plain_size(value) // itemsize(value.atom.aval)
 
     def read(self, instruction: Instruction) -> set[ShardedValue]:
         """The buffers that an instruction reads, but for constants that a loop makes itself."""
@@ -219,9 +240,10 @@ class _Moments:
         return [v for v in needed if v in self.last]
 
     def _filled_early(self) -> dict[int, list[ShardedValue]]:
-        """By when they are filled, the buffers that begin as a constant, if one alike is earlier.
+        """By when they are filled, the buffers that begin as a constant, if that is early.
 
-        One kernel fills all of them: stacks of loops, sums that begin as zeros.
+        One kernel fills all that are alike: stacks of loops, sums that begin as zeros. Or what
+        loops carry is filled when the program begins.
         """
         found: dict[int, list[ShardedValue]] = defaultdict(list)
         first: dict[Hashable, int] = {}
@@ -229,7 +251,12 @@ class _Moments:
             for value, constant in self._beginnings(instruction):
                 self.filling.update(() if constant is None else (constant,))
                 like = value.atom.aval.dtype, aval_shape(value.atom), self.size(value)
-                if value in self.last and first.setdefault(like, time) < time:
+                if value not in self.last:
+                    continue
+                if not self.rules.fills_together:
+                    is_carried = isinstance(instruction, Loop) and constant is not None
+                    found[0] += [value] if is_carried else []
+                elif first.setdefault(like, time) < time:
                     found[first[like]].append(value)
         return found
 
@@ -310,9 +337,6 @@ class _Moments:
                     HeapBuffer(x.bytes, (x.first + 1) / end, (x.last + 1) / end)
                     for x in moments.buffers
                 ]
-                # What a trip loses between its own buffers is lost wherever these lie.
-                own = in_order(buffers)
-                buffers.append(HeapBuffer(heap_bytes(own) - live_bytes(own), 0, 1))
         return worst, there, buffers
 
 
@@ -344,44 +368,3 @@ def sum_bytes(relayout: Relayout, mesh: Mesh) -> int:
 def _counts(loop: Loop) -> tuple[int, int]:
     parts = ScanParts.of(loop.eqn)
     return parts.num_consts, parts.num_carry
-
-
-def _of_constants(
-    instructions: Iterable[Instruction], rules: CompilerRules
-) -> dict[ShardedValue, Any]:
-    """What is made of constants alone by broadcasts and casts: with the number that fills it.
-
-    None: it is not one number everywhere. A choice between the same number is no choice.
-    """
-    found: dict[ShardedValue, Any] = {}
-    plain = _PLAIN if rules.counts_operations else _PLAIN | ELEMENTWISE
-
-    def filling(value: ShardedValue) -> Any:
-        return _number(value.atom.val) if is_literal(value) else found.get(value)
-
-    for instruction in instructions:
-        own = reads(instruction)
-        number = None
-        if isinstance(instruction, Compute):
-            name = instruction.eqn.primitive.name
-            if name == "select_n":
-                cases = {filling(v) for v in instruction.operands[1:]}
-                is_constant, number = len(cases) == 1 and None not in cases, next(iter(cases))
-            else:
-                is_constant = name in plain and all(v in found for v in own)
-                is_filled = name in _PLAIN and bool(instruction.operands)
-                number = filling(instruction.operands[0]) if is_filled else None
-        else:
-            is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
-            number = found.get(own[0]) if own else None
-        if is_constant:
-            found.update(dict.fromkeys(writes(instruction), number))
-    return found
-
-
-def _number(value: Any) -> Any:
-    return value.item() if getattr(value, "size", 0) == 1 and hasattr(value, "item") else value
-
-
-_PLAIN = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
-"""What is no arithmetic on constants."""

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.sharding.compiler_rules import (
-    CompilerRules,
-    cycles,
-    is_same_buffer,
-    kernel_seconds,
-)
+from autopar.passes.sharding.compiler_rules import CompilerRules, is_same_buffer
 from autopar.passes.sharding.epilogues import (
     InstructionValues,
     V,
@@ -26,6 +21,7 @@ from autopar.passes.sharding.epilogues import (
     takes_part,
     without_epilogues,
 )
+from autopar.passes.sharding.kernel_times import cycles, kernel_seconds
 
 SMALL_BYTES = 4096
 """What is smaller is computed again without asking."""
@@ -38,10 +34,12 @@ class HeldValues(Generic[V]):
     Args:
       buffer_of: a value that is another one's buffer under a new name, and that one.
       made_of: of every buffer, itself; of every other value, the buffers it is computed from.
+      epilogue_of: of every buffer that a product writes instead of its result: that result.
     """
 
     buffer_of: Mapping[V, V]
     made_of: Mapping[V, frozenset[V]]
+    epilogue_of: Mapping[V, V]
 
     def root(self, value: V) -> V:
         """The value whose buffer this one is."""
@@ -58,6 +56,21 @@ class HeldValues(Generic[V]):
             if value is not None:
                 found |= self.made_of.get(self.root(value), frozenset())
         return found
+
+    def run_times(self, program: Sequence[InstructionValues[V]]) -> list[int]:
+        """For each instruction, the number of the one after which it runs: mostly its own.
+
+        What a product writes is made with it, as soon as everything else that this reads is there:
+        the sum of a loop's gradients so far, say, which the program has at the end of a trip.
+        """
+        made: dict[V, int] = {}
+        times = []
+        for number, own in enumerate(program):
+            products = {self.epilogue_of[v] for v in own.results if v in self.epilogue_of}
+            needed = products | self.read_by(own.operands) if products else set[V]()
+            times.append(max((made.get(v, -1) for v in needed), default=number))
+            made.update(dict.fromkeys(own.results, times[-1]))
+        return times
 
 
 def held_values(
@@ -97,6 +110,8 @@ def held_values(
             if read is not None and not _takes_in(made, place, rules):
                 refusing.add(read)
 
+    if rules.slices_are_read:
+        _read_through_parts(program, readers, root)
     softmaxes = softmax_buffers(program, root) if rules.products_write_epilogues else set[V]()
     refusing |= softmaxes
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
@@ -136,6 +151,8 @@ def held_values(
         own = [root(v) for v in made.operands if v is not None]
         sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
         is_part = rules.slices_are_read and takes_part(made)
+        if is_part and not refusing.isdisjoint(made.results):
+            refusing.update(made.results)  # one kernel writes all parts
         for value in made.results:
             made_of[value] = roots[value] = frozenset((value,))
             if value in refusing or not (is_part or (made.eqn and rules.may_be_fused(made.eqn))):
@@ -151,9 +168,25 @@ def held_values(
                 is_again = moves_less(value, sources)
             if is_again:
                 made_of[value], chains[value] = sources, chain
+    epilogue_of: dict[V, V] = {}
     if rules.products_write_epilogues:
-        made_of = without_epilogues(program, made_of, root, num_elements, rules, softmaxes, outputs)
-    return HeldValues(buffer_of, made_of)
+        made_of, epilogue_of = without_epilogues(
+            program, made_of, root, num_elements, rules, softmaxes, outputs
+        )
+    return HeldValues(buffer_of, made_of, epilogue_of)
+
+
+def _read_through_parts(
+    program: Sequence[InstructionValues[V]],
+    readers: dict[V, list[InstructionValues[V]]],
+    root: Callable[[V], V],
+) -> None:
+    """Let those who read parts of a value be its readers: they read them in the value."""
+    for made in reversed(program):
+        if takes_part(made):
+            through = [reader for v in made.results for reader in readers[root(v)]]
+            for value in {root(v) for v in made.operands if v is not None}:
+                readers[value] = [x for x in readers[value] if x is not made] + through
 
 
 def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> bool:

@@ -75,7 +75,9 @@ def _facts(jaxpr: Jaxpr, compiler: CompilerRules) -> _ScopeFacts:
     results = (var for made in program for var in made.results)
     made_again = [var for var in results if held.made_of.get(var) not in (None, {var})]
     last_read: dict[Var, int] = {}
-    for number, made in enumerate(program):
+    times = held.run_times(program)
+    for number in sorted(range(len(program)), key=times.__getitem__):
+        made = program[number]
         if any(map(held.is_held, made.results)):
-            last_read.update(dict.fromkeys(held.read_by(made.operands), number))
+            last_read.update(dict.fromkeys(held.read_by(made.operands), times[number]))
     return _ScopeFacts(made_again, last_read)

@@ -1,0 +1,59 @@
+"""The values of a program that are filled with a constant: no kernel reads them from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from autopar.passes.graph.primitives import ELEMENTWISE
+from autopar.passes.sharding.compiler_rules import CompilerRules
+from autopar.passes.sharding.spmd_program import (
+    Compute,
+    Instruction,
+    Relayout,
+    ShardedValue,
+    is_literal,
+    reads,
+    writes,
+)
+
+
+def filling_numbers(
+    instructions: Iterable[Instruction], rules: CompilerRules
+) -> dict[ShardedValue, Any]:
+    """What is made of constants alone by broadcasts and casts: with the number that fills it.
+
+    None: it is not one number everywhere. A choice between the same number is no choice.
+    """
+    found: dict[ShardedValue, Any] = {}
+    plain = _PLAIN if rules.counts_operations else _PLAIN | ELEMENTWISE
+
+    def filling(value: ShardedValue) -> Any:
+        return _number(value.atom.val) if is_literal(value) else found.get(value)
+
+    for instruction in instructions:
+        own = reads(instruction)
+        number = None
+        if isinstance(instruction, Compute):
+            name = instruction.eqn.primitive.name
+            if name == "select_n":
+                cases = {filling(v) for v in instruction.operands[1:]}
+                is_constant, number = len(cases) == 1 and None not in cases, next(iter(cases))
+            else:
+                is_constant = name in plain and all(v in found for v in own)
+                is_filled = name in _PLAIN and bool(instruction.operands)
+                number = filling(instruction.operands[0]) if is_filled else None
+        else:
+            is_constant = isinstance(instruction, Relayout) and all(v in found for v in own)
+            number = found.get(own[0]) if own else None
+        if is_constant:
+            found.update(dict.fromkeys(writes(instruction), number))
+    return found
+
+
+def _number(value: Any) -> Any:
+    return value.item() if getattr(value, "size", 0) == 1 and hasattr(value, "item") else value
+
+
+_PLAIN = frozenset(("broadcast_in_dim", "convert_element_type", "iota", "reshape"))
+"""What is no arithmetic on constants."""
