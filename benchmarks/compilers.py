@@ -188,6 +188,8 @@ def measure(
 
 
 def _told_of_collectives(row: dict[str, Any]) -> str:
+    if row["failures"]:
+        return "not compiled"
     if not row["collectives_agree"]:
         return "differ"
     return "changed by XLA" if row["collectives_changed_by"] else "as planned"
