@@ -156,9 +156,9 @@ class Expected:
     def with_microbatches(self, count: int) -> Expected:
         return Expected(self.seconds, count)
 
-    def within(self, limit: int) -> tuple[None, float] | None:
+    def within(self, limit: int, at_most: float) -> tuple[None, float] | None:
         found = self.seconds[self.num_microbatches]
-        return None if found is None else (None, found)
+        return None if found is None or found > at_most else (None, found)
 
 
 @pytest.mark.parametrize(

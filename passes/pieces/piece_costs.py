@@ -144,14 +144,16 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
       peaks: bytes per device at the worst point of each stage's whole program.
     """
     if len(pieces.programs) > 1:
-        found, known = {}, dict[object, int]()
+        known = dict[object, int]()
         for piece in pieces.pieces:
+            if piece.name in pieces.inside:
+                continue
             program = pieces.programs[piece.stage]
             same = (program.mesh, program.rules, _wiring(piece.block))
             if same not in known:
                 known[same] = temporary_bytes(piece, program)
-            found[piece.name] = known[same]
-        return found
+            pieces.inside[piece.name] = known[same]
+        return pieces.inside
     # A whole step: what it writes takes the memory of what it donates.
     (piece,) = pieces.pieces
     reads, writes, donated = (

@@ -75,6 +75,8 @@ class Pieces:
       versions: the variable and layout of every value, by number (of one microbatch, if so).
       inputs: for every input leaf of the whole graph, the values that take it, by stage.
       outputs: for every output leaf of the whole graph, its value.
+      inside: bytes per device that pieces need beside what they read and write, by name, once that
+        was found out.
     """
 
     programs: tuple[SpmdProgram, ...]
@@ -84,6 +86,7 @@ class Pieces:
     transfers: tuple[ValueTransfer, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
+    inside: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{len(self.pieces)} pieces, {len(self.transfers)} transfers"]

@@ -29,20 +29,23 @@ from autopar.passes.planner.stage_choice import (
     StageRange,
     best_stages,
 )
-from autopar.passes.planner.unit_costs import (
+from autopar.passes.planner.stage_costs import (
     NOTHING,
     NeighbourTransfer,
     UnitCost,
-    UnitCosts,
     Way,
+    equal_runs,
     joined,
-    units_of,
 )
+from autopar.passes.planner.unit_costs import UnitCosts, units_of
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
 MANY_UNITS = 16
 ABOUT_AS_GOOD = 1.03
+# Times what equal stages of fewer devices take that fit: larger submeshes on which units take
+# longer with any memory are not looked at further.
+LONGER = 1.02
 # Schedules with which a stage need not wait for what it has sent to come back.
 HIDES_TRANSFERS = ("eager_1f1b",)
 
@@ -99,10 +102,11 @@ class StageSearch:
             if not link.per_microbatch:
                 once[link.source, link.target] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
-        priced = {}
+        priced, longest = {}, math.inf
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
-            priced[size] = costs.ways(size)
+            priced[size] = costs.ways(size, longest)
+            longest = min(longest, LONGER * costs.least_that_fits(size, priced[size]))
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(
             starts=starts,
@@ -116,16 +120,17 @@ class StageSearch:
             meshes={size: [mesh for mesh, _ in ways] for size, ways in priced.items()},
         )
 
-    def within(self, limit: int) -> tuple[StageLayout, float] | None:
+    def within(self, limit: int, at_most: float = math.inf) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.
 
         Args:
           limit: bytes that a device may hold.
+          at_most: seconds of a step; stages that take longer are not looked for.
         """
         sizes = [size for size, ways in self.ways.items() if ways]
         if not sizes:
             return None
-        found = [(self._choice(limit, name), name) for name in self.schedules]
+        found = [(self._choice(limit, name, at_most), name) for name in self.schedules]
         chosen = [(choice, name) for choice, name in found if choice is not None]
         if not chosen:
             return None
@@ -163,7 +168,7 @@ class StageSearch:
             found.append(seconds)
         return tuple(found)
 
-    def _choice(self, limit: int, schedule: str) -> StageChoice | None:
+    def _choice(self, limit: int, schedule: str, at_most: float) -> StageChoice | None:
         """The best stages by a schedule; of many units regular ones if they are about as good."""
         options = self._options[schedule in HIDES_TRANSFERS]
         choice = best_stages(
@@ -174,6 +179,7 @@ class StageSearch:
             num_microbatches=self.num_microbatches,
             memory_limit=limit,
             in_flight=_in_flight(schedule),
+            at_most=at_most,
         )
         if choice is None or len(choice.stages) < 2:
             return None
@@ -190,7 +196,7 @@ class StageSearch:
             stages, left = divmod(self.cluster.num_devices, size)
             if not ways or left or not 2 <= stages <= len(self.starts):
                 continue
-            cuts = _equal_runs(len(self.starts), stages)
+            cuts = equal_runs(len(self.starts), stages)
             runs = [(start, stop, size) for start, stop in itertools.pairwise(cuts)]
             most = [_in_flight(schedule)(stages - place) for place in range(stages)]
             flights = [min(number, self.num_microbatches) for number in most]
@@ -281,19 +287,6 @@ def _schedules(options: Options) -> tuple[str, ...]:
 def _in_flight(schedule: str) -> Callable[[int], int]:
     """Microbatches in flight, by the number of stages from one to the last."""
     return (lambda left: 2 * left - 1) if schedule == "eager_1f1b" else (lambda left: left)
-
-
-def _equal_runs(count: int, parts: int) -> list[int]:
-    """Where so many runs of about equally many units begin and end; the first and last are short.
-
-    What comes before the first block and after the last is a unit as well, but not a block.
-
-    >>> _equal_runs(14, 4)
-    [0, 4, 7, 10, 14]
-    """
-    inner = max(count - 2, parts)
-    ends = [math.ceil(inner * part / parts) + (count > inner) for part in range(1, parts)]
-    return [0, *ends, count]
 
 
 def _not_dominated(options: Sequence[StageOption]) -> tuple[StageOption, ...]:

@@ -161,6 +161,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     options, cluster = search.options, search.cluster
     layout = asked_layout(options, cluster)
     pipelines: list[PlannedStep] = []
+    fewest = 1
     stages_first = cluster.num_nodes > 1 or search.is_long
     first = one_mesh_first(search, layout) if options.stages == "auto" else None
     if first is not None:
@@ -173,6 +174,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         bound = OneMeshBound(1) if layout.is_pipeline else search.bound_on_one_mesh(layout)
         if bound is None:
             return pipelines, ""
+        fewest = bound.fewest
         try:
             first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
         except BatchArgumentError:
@@ -185,12 +187,15 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     candidates, reason = first
     for other in search.rewritten():
         best = quickest(candidates)
-        candidates += other.candidates(layout, optional=True)[0]
+        candidates += other.candidates(layout, optional=True, at_least=fewest)[0]
         search = search if quickest(candidates) is best else other
     if layout.is_pipeline or any(candidate.fits for candidate in candidates):
         return candidates + pipelines, reason
     if options.remat in ("auto", "override") and not search.are_slower(candidates):
-        made = recomputed_plans(search.graph, search.split, layout, options, cluster, search.report)
+        counts = search.recomputing(layout)
+        made = recomputed_plans(
+            search.graph, search.split, layout, options, cluster, search.report, counts
+        )
         search.keep(made)
         candidates += made
     fits = any(candidate.fits for candidate in candidates)

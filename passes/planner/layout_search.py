@@ -33,10 +33,16 @@ from autopar.passes.planner.layouts import (
     logical_meshes,
     microbatch_counts,
 )
-from autopar.passes.planner.least_memory import too_few
+from autopar.passes.planner.least_memory import state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.more_microbatches import doubled, worth_trying
-from autopar.passes.planner.one_mesh import OneMeshBound, OneMeshCosts, find_bound
+from autopar.passes.planner.one_mesh import (
+    OneMeshBound,
+    OneMeshCosts,
+    find_bound,
+    working_within,
+    worth_pricing,
+)
 from autopar.passes.planner.recomputing import recomputed_step
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
@@ -58,6 +64,7 @@ from autopar.plans.plan import Plan
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 WORTH_PLANNING = 1.02  # times what a pipeline may take: with less, it is not planned
+MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, there is less of it
 WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
@@ -241,13 +248,28 @@ class LayoutSearch:
     def bound_on_one_mesh(self, layout: StageLayout) -> OneMeshBound | None:
         """With how many microbatches one mesh may be quicker than what fits elsewhere, if at all.
 
-        Of a long program that is told by its layers.
+        Of a long program that is told by its layers. Where nothing fits elsewhere, and nothing is
+        expected to fit on one mesh, it is tried with the most.
         """
         counts = list(microbatch_counts(self.graph, self.options, layout))
-        if not self.is_long or math.isinf(self.best_seconds):
+        nothing_fits, away = math.isinf(self.best_seconds), self.options.offload != "none"
+        if not self.is_long or (nothing_fits and (away or not self.known.stages)):
             return OneMeshBound(counts[0])
-        counts = counts[min(len(self._too_few(counts)), len(counts) - 1) :]
-        return find_bound(counts, self.best_seconds, self._layers_on_one_mesh, self._limit)
+        left = counts[min(len(self._too_few(counts)), len(counts) - 1) :]
+        limit = int((MAY_MEET if nothing_fits else 1.0) * self._limit)
+        if self.known.stages:
+            stages = next(iter(self.known.stages.values())).search
+            state = state_on_devices(self.graph, self.options, self.cluster)
+            left = worth_pricing(left, self.best_seconds, stages, limit, state)
+        found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit)
+        missing = OneMeshBound(counts[-1]) if nothing_fits else None  # says what is missing
+        return missing if found is None else found
+
+    def recomputing(self, layout: StageLayout) -> list[int]:
+        """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""
+        counts = list(microbatch_counts(self.graph, self.options, layout))
+        away = self.options.offload != "none"  # less is left of what layers were priced with
+        return counts if away else working_within(counts, self.known.one_mesh, self._limit)
 
     def _layers_on_one_mesh(self, count: int) -> OneMeshCosts | None:
         """What the layers cost with so many microbatches; None where they are not cut so."""

@@ -15,6 +15,7 @@ from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes, subm
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
+    HOPELESS,
     Allowed,
     MeshSearch,
     PlaceInPipeline,
@@ -51,6 +52,7 @@ def plan_mesh(
     cluster: Cluster,
     allowed_in: Callable[[StrategyGraph], Allowed] | None = None,
     place: PlaceInPipeline | None = None,
+    expected: float = 0.0,
 ) -> PlannedStage:
     """The cheapest program that fits; if none does, the one that needs least memory.
 
@@ -62,10 +64,11 @@ def plan_mesh(
       allowed_in: restricts what the nodes may choose; None: nothing does.
       place: where it is a stage of a pipeline. With remat="auto", its forward pass is computed
         again where that is quicker than other shardings that fit.
+      expected: the seconds that are expected of it; a large stage that takes hardly more is enough.
     """
     search = MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
     first = search.attempt(None, search.remats[0])
-    return first if first.fits else search.within(first)
+    return first if first.fits else search.within(first, expected)
 
 
 def plan_on_any(
@@ -145,7 +148,8 @@ def _plan_in_order(
         known = (x for x in fitting if 0 < expected.get(x.mesh, 0.0) < math.inf)
         wrong = min((x.step_seconds / expected[x.mesh] for x in known), default=0.0)
         if not wrong or ENOUGH_OF_LARGE * wrong * expected.get(mesh, 0.0) <= best:
-            found.append(plan_mesh(split, mesh, options, cluster, place=place))
+            least = expected.get(mesh, 0.0) if expected.get(mesh) != math.inf else 0.0
+            found.append(plan_mesh(split, mesh, options, cluster, None, place, least))
     return found
 
 
@@ -212,10 +216,14 @@ def plan_meshes(
             break
         missing = format_bytes(first.peak.bytes - limit)
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
-        within = searches[i].tightened(first)
+        small = searches[i].small(first) if searches[i].is_large and not hurries else []
+        hopeless = min((x.peak.bytes for x in small), default=0) > HOPELESS * limit
+        within = first if hopeless else searches[i].tightened(first)
         if not within.fits:
             failed += 1
-            small = [] if hurries else searches[i].small(first) + searches[i].least(False)
+            if not small and not hurries:
+                small = searches[i].small(first)
+            small += [] if hurries or hopeless else searches[i].least(False)
             within = min([first, within, *small], key=lambda x: x.peak.bytes)
         if within is not first:
             found[i] = replace(within, unlimited=first)

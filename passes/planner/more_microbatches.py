@@ -19,26 +19,23 @@ def worth_trying(
 
     None where that is hardly less than what is `promised` of the best that is known. From the
     number that stages are known for, with which they are `expected` to take so long, it is looked
-    both ways while numbers get better or are about as good: with fewer, stages wait longer for each
-    other and need more memory, with more, they start more often what takes as long for few rows.
+    both ways: with fewer while they fit and get better or are about as good, for stages wait longer
+    for each other and need more memory, and with more, for they start more often what takes as long
+    for few rows. What takes longer is not found out.
     """
     own, best = stages.num_microbatches, expected
     seconds: dict[int, float] = {}
     for count in sorted((count for count in counts if count < own), reverse=True):
-        choice = stages.with_microbatches(count).within(limit)
+        choice = stages.with_microbatches(count).within(limit, ENOUGH * best)
         if choice is None:
             break
         seconds[count] = choice[1]
         best = min(best, choice[1])
-        if choice[1] > ENOUGH * best:
-            break
     for count in sorted(count for count in counts if count > own):
-        choice = stages.with_microbatches(count).within(limit)
+        choice = stages.with_microbatches(count).within(limit, ENOUGH * best)
         if choice is None:
             continue
         seconds[count] = choice[1]
-        if choice[1] > ENOUGH * best:
-            break
         best = min(best, choice[1])
     best = min(seconds.values(), default=math.inf)
     if best * WORTH_PRICING > promised:

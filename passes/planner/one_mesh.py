@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layouts import ExpectedSeconds
-from autopar.passes.planner.unit_costs import UnitCost, UnitCosts
+from autopar.passes.planner.stage_costs import UnitCost, joined
+from autopar.passes.planner.unit_costs import UnitCosts
 
 MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
 ONE_BATCH_MARGIN = 1.25  # the same without microbatches
+KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
 
 
 class OneMeshBound(NamedTuple):
@@ -71,7 +74,7 @@ def find_bound(
         costs = layers(count)
         if costs is None:
             return OneMeshBound(count)
-        longest = (MARGIN if count > 1 else ONE_BATCH_MARGIN) * best_seconds
+        longest = _longest(count, best_seconds)
         if min(costs.by_mesh.values(), default=math.inf) > longest:
             return None
         fitting = [total for total in costs.totals if total.bytes_for_one <= limit]
@@ -81,6 +84,69 @@ def find_bound(
         longest = MARGIN * best_seconds
         counts = [more for more in counts[1:] if _may_do(costs.totals, count, more, limit, longest)]
     return None
+
+
+def worth_pricing(
+    counts: Sequence[int], best_seconds: float, stages: StageSearch, limit: int, state: int
+) -> list[int]:
+    """The numbers of microbatches with which one mesh may do, by what layers cost on submeshes.
+
+    The devices of a larger mesh together take no less time than those of a part of it, which send
+    each other less. So what layers take with any memory on the largest submesh is a bound, scaled
+    to the rows of a microbatch. And all devices together keep the activations of a microbatch.
+
+    Args:
+      counts: numbers of microbatches.
+      best_seconds: of a step elsewhere.
+      stages: what layers cost with some number of microbatches.
+      limit: bytes that a device may hold.
+      state: bytes that all devices hold of it between steps, at the least.
+    """
+    devices = stages.cluster.num_devices
+    totals = {size: [*map(joined, ways)] for size, ways in stages.ways.items() if ways}
+    if not totals:
+        return [*counts]
+    largest = max(totals)
+    left = list[int]()
+    for count in counts:
+        rows = stages.num_microbatches / count
+        costs = [total.with_rows(rows) for total in totals[largest]]
+        least = min(count * total.seconds + total.once_seconds for total in costs)
+        kept = min(
+            size * total.with_rows(rows).bytes_per_microbatch
+            for size, ways in totals.items()
+            for total in ways
+        )
+        fits = state + KEPT_AT_LEAST * kept <= limit * devices
+        if fits and least * largest / devices <= _longest(count, best_seconds):
+            left.append(count)
+    return left
+
+
+def working_within(
+    counts: Sequence[int], known: Mapping[int, OneMeshCosts | None], limit: int
+) -> list[int]:
+    """The numbers of microbatches with which one mesh may fit that keeps nothing of them.
+
+    It holds its state and works on one microbatch, as far as layers were priced with any number.
+    """
+    priced = {count: costs for count, costs in known.items() if costs is not None}
+    if not priced:
+        return [*counts]
+    most = max(priced)
+    return [
+        count
+        for count in counts
+        if any(
+            total.bytes_fixed + total.with_rows(most / count).bytes_working <= limit
+            for total in priced[most].totals
+        )
+    ]
+
+
+def _longest(count: int, best_seconds: float) -> float:
+    """What the layers of one mesh may take with so many microbatches."""
+    return (MARGIN if count > 1 else ONE_BATCH_MARGIN) * best_seconds
 
 
 def _may_do(totals: Sequence[UnitCost], count: int, more: int, limit: int, longest: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -14,7 +14,7 @@ from autopar.base.options import Options
 from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
-from autopar.passes.planner.layouts import StageLayout, microbatch_counts
+from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
@@ -31,6 +31,7 @@ def recomputed_plans(
     options: Options,
     cluster: Cluster,
     report: Callable[[str], None],
+    counts: Iterable[int],
 ) -> list[PlannedStep]:
     """Plans for one mesh that compute again what they cannot keep.
 
@@ -43,6 +44,7 @@ def recomputed_plans(
       options: memory limit, method and so on.
       cluster: all devices.
       report: takes a line of progress.
+      counts: numbers of microbatches that are tried, ascending.
     """
     made: list[PlannedStep] = []
     state = state_on_devices(graph, options, cluster)
@@ -54,7 +56,7 @@ def recomputed_plans(
         made.extend(planned)
         return any(candidate.fits for candidate in planned)
 
-    for count in microbatch_counts(graph, options, layout):
+    for count in counts:
         try:
             hosting = options.offload == "auto"
             steps = RecomputedSteps.of(split(count, True), cluster, hosting)

@@ -8,6 +8,7 @@ sizes and every option that the oracle offers, under the memory limit with the m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,6 +74,7 @@ def best_stages(
     num_microbatches: int,
     memory_limit: float | None,
     in_flight: Callable[[int], int] | None = None,
+    at_most: float = math.inf,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
@@ -90,6 +92,7 @@ def best_stages(
       memory_limit: bytes per device; None: no limit.
       in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
         last one, itself counted; None: 1F1B's, one for each.
+      at_most: seconds of a step; splits that take longer are not looked for.
 
     >>> def oracle(start, stop, num_devices):
     ...     return [StageOption((stop - start) / num_devices, 100 * (stop - start), 10)]
@@ -115,7 +118,7 @@ def best_stages(
         max_count=min(num_layers, num_devices // submeshes[0]),
         memory_limit=memory_limit,
     )
-    path = best_path(problem)
+    path = best_path(problem, at_most)
     if path is None:
         return None
     stages = []

@@ -38,8 +38,8 @@ STAGE_TICKS = 64.0
 """What each stage is charged: 9e-13 of the cost."""
 
 
-def best_path(problem: StageProblem) -> StagePath | None:
-    """The plan of least cost that fits; None where no plan does.
+def best_path(problem: StageProblem, at_most: float = math.inf) -> StagePath | None:
+    """The plan of least cost that fits; None where no plan does, or all cost more than `at_most`.
 
     Where only bottlenecks count, one sweep of minima over maxima is exact. Otherwise the plan is
     optimal up to the rounding to ticks and the charge per stage, a relative 1e-12 for each stage.
@@ -60,16 +60,20 @@ def best_path(problem: StageProblem) -> StagePath | None:
         return None
     narrow = _path(tables, trace(tables, value, bottleneck_cost, np.maximum))
     if all(kind.summed is None for kind in problem.kinds):
-        return narrow
+        return narrow if narrow.cost <= at_most else None
     unlimited = summed_cost(np.inf)
     value = sweep(tables, unlimited, np.add)
     lowest_sum = least(tables, value)[0]
     wide = _path(tables, trace(tables, value, unlimited, np.add))
-    bound = min(narrow.cost, wide.cost)
+    if lowest_sum + narrow.bottleneck > at_most * (1 + 1e-12):
+        return None
+    bound = min(narrow.cost, wide.cost, at_most)
     tick = 2.0 ** (math.ceil(math.log2(bound)) - TICK_BITS) if bound > 0 else 1.0
     slack = bound * (1 + 1e-12)
     ticks = _in_ticks(tables, tick, slack, slack - lowest_sum)
-    return _path(tables, _bisect(ticks))
+    steps = _bisect(ticks)
+    found = _path(tables, steps) if steps else None
+    return found if found and found.cost <= at_most * (1 + 1e-12) else None
 
 
 def _path(tables: StageTables, steps: tuple[PathStep, ...]) -> StagePath:
@@ -123,7 +127,8 @@ def _bisect(tables: StageTables) -> tuple[PathStep, ...]:
             # The limits from `used` to this one have the same sum and are no better.
             enqueue(first, int(np.searchsorted(limits, used)) - 1, summed)
 
-    attempt(0, len(limits) - 1)
+    if limits.size:
+        attempt(0, len(limits) - 1)
     while intervals and intervals[0][0] <= best[0]:
         _, first, last, lowest_sum = heapq.heappop(intervals)
         last = min(last, int(np.searchsorted(limits, best[0] - lowest_sum, side="right")) - 1)

@@ -256,12 +256,17 @@ class MeshSearch:
             return (self.options.remat == "full",)
         return (False, True)
 
-    def within(self, first: PlannedStage) -> PlannedStage:
-        """The cheapest plan that fits, where the cheapest of all does not; or the smallest."""
+    def within(self, first: PlannedStage, expected: float = 0.0) -> PlannedStage:
+        """The cheapest plan that fits, where the cheapest of all does not; or the smallest.
+
+        Of a large stage, one is enough that takes hardly more than what is `expected`, or than with
+        any memory.
+        """
         ways = list[PlannedStage]()
         if self.place is not None and self.is_large:
             ways = [self.at_least_price(first)]
-            if ways[0].fits and ways[0].step_seconds <= ENOUGH_OF_LARGE * first.least_seconds:
+            enough = ENOUGH_OF_LARGE * max(first.least_seconds, expected)
+            if ways[0].fits and ways[0].step_seconds <= enough:
                 return replace(ways[0], unlimited=first)
         made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
         small = [] if self.is_large else self.small(made[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,12 @@ from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.mesh_choice import stage_options
 from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_choice import (
-    StageOption,
+from autopar.passes.planner.stage_costs import (
+    EqualStages,
+    UnitCost,
+    Way,
+    in_equal_stages,
+    joined,
 )
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import (
@@ -45,106 +48,8 @@ MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
 
-class NeighbourTransfer(NamedTuple):
-    """What a stage and the next one send each other.
-
-    Args:
-      there_and_back: the seconds of a microbatch's activation and of its gradient.
-      link_seconds: how long they keep the link; both ways can be used at once.
-      once_seconds: what is sent or received once a step.
-      is_hidden: whether a stage works on other microbatches meanwhile.
-    """
-
-    there_and_back: float
-    link_seconds: float
-    once_seconds: float
-    is_hidden: bool
-
-
-class UnitCost(NamedTuple):
-    """A unit on one mesh: per microbatch, once a step, and memory per device.
-
-    `forward_seconds` are the part of `seconds` that computing the forward pass again would add,
-    `rowless_seconds` the part that is as long with fewer rows of the batch. `bytes_fixed` are there
-    all the time, `bytes_working` at the worst moment beside them, `bytes_rowless` of these however
-    few the rows.
-    """
-
-    seconds: float
-    forward_seconds: float
-    rowless_seconds: float
-    once_seconds: float
-    bytes_fixed: int
-    bytes_per_microbatch: int
-    bytes_working: int
-    bytes_rowless: int
-
-    def joined(self, other: UnitCost) -> UnitCost:
-        """Both, one after the other."""
-        return UnitCost(
-            self.seconds + other.seconds,
-            self.forward_seconds + other.forward_seconds,
-            self.rowless_seconds + other.rowless_seconds,
-            self.once_seconds + other.once_seconds,
-            self.bytes_fixed + other.bytes_fixed,
-            self.bytes_per_microbatch + other.bytes_per_microbatch,
-            max(self.bytes_working, other.bytes_working),
-            max(self.bytes_rowless, other.bytes_rowless),
-        )
-
-    def with_rows(self, part: float) -> UnitCost:
-        """With a part of the rows of a microbatch, or with more of them: at the least.
-
-        The worst moment is another one with another number of rows.
-        """
-        seconds = self.rowless_seconds + part * (self.seconds - self.rowless_seconds)
-        rowless, working = self.bytes_rowless, self.bytes_working
-        least = max(rowless, part * working) if part < 1 else rowless + part * (working - rowless)
-        return UnitCost(
-            seconds,
-            self.forward_seconds * (seconds / self.seconds if self.seconds else 1.0),
-            self.rowless_seconds,
-            self.once_seconds,
-            self.bytes_fixed,
-            math.floor(self.bytes_per_microbatch * part),
-            math.floor(least),
-            rowless,
-        )
-
-    @property
-    def bytes_for_one(self) -> int:
-        """With one microbatch in flight."""
-        return self.bytes_fixed + self.bytes_per_microbatch + self.bytes_working
-
-    def options(
-        self, transfer: NeighbourTransfer, received: int, remat: str | None
-    ) -> tuple[StageOption, ...]:
-        """A stage that costs this and its transfers, and receives so many bytes per microbatch."""
-        fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
-        once = self.once_seconds + transfer.once_seconds
-
-        def option(seconds: float, fixed: int, each: int, remat: bool) -> StageOption:
-            hidden = transfer.there_and_back if transfer.is_hidden else 0.0
-            seconds += transfer.there_and_back - hidden
-            busy = max(seconds, transfer.link_seconds)
-            return StageOption(busy, fixed, each, remat, once, hidden)
-
-        kept = option(self.seconds, fixed, each, False)
-        # Computed again: the input stays, and the rest is there for one microbatch at a time.
-        again = option(self.seconds + self.forward_seconds, fixed + each, received, True)
-        if remat in ("auto", "override"):
-            return (kept, again)
-        return (again,) if remat == "full" else (kept,)
-
-
-NOTHING = UnitCost(0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
-
-
 Kind = tuple[str, ...]
 """The digests of a unit's layers."""
-
-Way = tuple[UnitCost, ...]
-"""What each unit costs on one mesh at one price of memory."""
 
 
 def _typical(kinds: Sequence[Kind], kind: Kind) -> int:
@@ -194,13 +99,18 @@ class UnitCosts:
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
+        self._limit = memory_limit_of(options, cluster)
         self._free: dict[int, _FreeWays] = {}
         self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
         self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
 
-    def ways(self, size: int) -> list[tuple[tuple[int, ...], Way]]:
-        """For each logical mesh of so many devices that is quick, and each price of memory."""
-        free, limit = self._free_ways(size), memory_limit_of(self._options, self._cluster)
+    def ways(self, size: int, longest: float = math.inf) -> list[tuple[tuple[int, ...], Way]]:
+        """For each logical mesh of so many devices that is quick, and each price of memory.
+
+        A price is not tried on a mesh that takes longer than `longest` seconds a step in equal
+        stages with any memory, nor a higher one where such stages fit.
+        """
+        free, limit = self._free_ways(size, longest), self._limit
         found = [*free.ways.items()]
         totals = {mesh: joined(way) for mesh, way in free.ways.items()}
         if all(self._needs(total) <= limit for total in totals.values()):
@@ -211,7 +121,8 @@ class UnitCosts:
         middle = max(self._cluster.num_devices // size // 2, 1)
         for (price, often), (mesh, total) in itertools.product(PRICES, totals.items()):
             flight = dict.fromkeys(ONE_IN_FLIGHT, middle) if often else ONE_IN_FLIGHT
-            if mesh in enough or self._step_seconds(total) > TOO_SLOW * least:
+            slow = self._step_seconds(total) > TOO_SLOW * least
+            if mesh in enough or slow or self._evenly(size, total) > longest:
                 continue
             known, priced = free.planned[mesh], dict[Kind, PlannedStage]()
             for kind, search in free.searches[mesh].items():
@@ -222,9 +133,28 @@ class UnitCosts:
                 priced[kind] = known[kind] if same else search.program(solution, False)
             if any(priced[kind] is not known[kind] for kind in priced):
                 found.append((mesh, self._way(priced, free.part)))
-                if self._needs(joined(found[-1][1])) <= limit:
+                equal = self._in_equal_stages(size, found[-1][1])
+                if equal is not None and equal.bytes <= limit:
                     enough.add(mesh)
         return found
+
+    def least_that_fits(self, size: int, ways: Sequence[tuple[tuple[int, ...], Way]]) -> float:
+        """What a step takes in equal stages that fit, in the best of some ways; else infinite."""
+        tried = (self._in_equal_stages(size, way) for _, way in ways)
+        return min((x.seconds for x in tried if x and x.bytes <= self._limit), default=math.inf)
+
+    def _in_equal_stages(self, size: int, way: Way) -> EqualStages | None:
+        stages, left = divmod(self._cluster.num_devices, size)
+        return None if left else in_equal_stages(way, stages, self._num_microbatches)
+
+    def _evenly(self, size: int, total: UnitCost) -> float:
+        """What a step takes where units are shared out evenly among stages of so many devices.
+
+        No split takes less: a stage has a whole number of units.
+        """
+        stages = self._cluster.num_devices / size
+        starts = self._num_microbatches + stages - 1
+        return (starts * total.seconds + total.once_seconds) / stages
 
     def least_seconds(self, size: int) -> float:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
@@ -243,17 +173,17 @@ class UnitCosts:
         once = found[known] / free.heaviest[known] if free.heaviest[known] else 1.0
         return {mesh: found.get(mesh, x * once) for mesh, x in free.heaviest.items()}
 
-    def _free_ways(self, size: int) -> _FreeWays:
+    def _free_ways(self, size: int, longest: float = math.inf) -> _FreeWays:
         """The plans with any memory on the logical meshes of so many devices that are quick.
 
-        The kind that computes most says which these are.
+        The kind that computes most says which these are. But for the quickest, they take at most so
+        long in equal stages.
         """
-        if size in self._free:
-            return self._free[size]
-        self._free[size] = self._found_free_ways(size)
+        if size not in self._free:
+            self._free[size] = self._found_free_ways(size, longest)
         return self._free[size]
 
-    def _found_free_ways(self, size: int) -> _FreeWays:
+    def _found_free_ways(self, size: int, longest: float) -> _FreeWays:
         part, options = submesh(self._cluster, size), self._options
         made = _FreeWays(part, {}, {}, {}, {})
         held = (
@@ -278,12 +208,17 @@ class UnitCosts:
             made.planned.setdefault(mesh, {})[kind] = planned
             return planned
 
+        often, at_least = self._kinds.count(heaviest), dict[tuple[int, ...], float]()
         for mesh in common:
             cost = self._cost(heaviest, plan(mesh, heaviest), part)
             made.heaviest[mesh] = self._step_seconds(cost)
+            all_alike = cost._replace(
+                seconds=often * cost.seconds, once_seconds=often * cost.once_seconds
+            )
+            at_least[mesh] = self._evenly(size, all_alike)
         quickest = sorted(common, key=made.heaviest.__getitem__)[:MESHES_PRICED]
         for mesh in common:
-            if mesh not in quickest:
+            if mesh not in quickest or (mesh != quickest[0] and at_least[mesh] > longest):
                 continue
             if made.heaviest[mesh] <= TOO_SLOW * made.heaviest[quickest[0]]:
                 for kind in self.typical:
@@ -360,8 +295,3 @@ class UnitCosts:
 
     def _step_seconds(self, total: UnitCost) -> float:
         return total.seconds * self._num_microbatches + total.once_seconds
-
-
-def joined(way: Way) -> UnitCost:
-    """Its units, one after the other."""
-    return functools.reduce(UnitCost.joined, way, NOTHING)

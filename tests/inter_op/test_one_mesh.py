@@ -11,10 +11,16 @@ import pytest
 import autopar
 from autopar.base.options import Options
 from autopar.passes.planner import mesh_choice
+from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.mesh_choice import SearchSoFar, plan_meshes
-from autopar.passes.planner.one_mesh import OneMeshBound, find_bound
-from autopar.passes.planner.unit_costs import UnitCost
+from autopar.passes.planner.one_mesh import (
+    OneMeshBound,
+    find_bound,
+    working_within,
+    worth_pricing,
+)
+from autopar.passes.planner.stage_costs import UnitCost
 from autopar.passes.trace.trace import trace
 
 MESH = (2, 4)
@@ -60,6 +66,42 @@ def test_the_fewest_microbatches_on_one_mesh(
 
 def test_layers_that_are_not_known_bound_nothing() -> None:
     assert find_bound([4, 8], 1.0, lambda count: None, 1) == OneMeshBound(4)
+
+
+ON_PARTS = ALL_ROWS.with_rows(1 / 8)  # of eight microbatches, on a quarter of the devices
+CLUSTER = autopar.Cluster.preset("dgx-h100")
+
+
+@pytest.mark.parametrize(
+    ("best", "limit", "state", "counts"),
+    [
+        # On all eight devices (8 * (1 + 7 / 8) + 0.5) / 4 = 3.9 s, less with fewer microbatches.
+        (100.0, 1000, 0, [1, 2, 4, 8, 16]),
+        (3.9, 1000, 0, [1, 2, 4, 8]),
+        (1.8, 1000, 0, [1]),  # without microbatches it may take a quarter longer
+        (1.0, 1000, 0, []),
+        # A microbatch of eight keeps 4 bytes on 2 of 8 devices: 8 bytes, at least half of them.
+        (100.0, 1, 0, [4, 8, 16]),
+        (100.0, 1, 6, [16]),
+        (100.0, 1, 8, []),
+    ],
+)
+def test_what_layers_cost_on_parts_says_which_microbatches_are_priced(
+    best: float, limit: int, state: int, counts: list[int]
+) -> None:
+    stages = StageSearch((0,), (0,), (), {2: [(ON_PARTS,)], 4: []}, 8, CLUSTER, "none")
+    assert worth_pricing([1, 2, 4, 8, 16], best, stages, limit, state) == counts
+    nothing = StageSearch((0,), (0,), (), {2: []}, 8, CLUSTER, "none")
+    assert worth_pricing([1, 2], best, nothing, limit, state) == [1, 2]
+
+
+def test_what_a_mesh_works_on_bounds_computing_again() -> None:
+    """20 bytes stay; 40 are there for the whole batch, 8 of them however few the rows."""
+    priced = {1: Layers()(1), 2: None}
+    assert working_within([1, 2, 4, 8], priced, 60) == [1, 2, 4, 8]
+    assert working_within([1, 2, 4, 8], priced, 31) == [4, 8]
+    assert working_within([1, 2, 4, 8], priced, 27) == []
+    assert working_within([1, 2], {2: None}, 0) == [1, 2]
 
 
 def step(w: Any, x: jax.Array) -> Any:

@@ -143,6 +143,8 @@ def test_equals_the_best_of_all_paths(seed: int, sums: bool) -> None:
         best = min(fitting, key=lambda path: (cost(problem, path), order(problem, path, sums)))
         assert found.cost == cost(problem, best)
         assert tuple(step[:4] for step in found.steps) == best
+        assert best_path(problem, found.cost) == found
+        assert found.cost <= 0 or best_path(problem, 0.999 * found.cost) is None
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

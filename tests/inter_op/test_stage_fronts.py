@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.more_microbatches import doubled
-from autopar.passes.planner.unit_costs import UnitCost
+from autopar.passes.planner.stage_costs import UnitCost, in_equal_stages
 
 CLUSTER = autopar.Cluster.preset("p3.16xlarge", nodes=2)
 QUICK = UnitCost(1.0, 0.25, 0.2, 0.0, 40, 10, 20, 8)
@@ -97,3 +97,21 @@ def test_more_and_fewer_rows_change_what_holds_rows() -> None:
     assert QUICK.with_rows(0.25).bytes_working == 8
     assert QUICK.with_rows(2.0).seconds == pytest.approx(1.8)
     assert QUICK.with_rows(2.0).bytes_working == 32
+
+
+def test_stages_that_take_too_long_are_not_found() -> None:
+    found = search(4, (QUICK,) * 4, (SMALL,) * 4)
+    free = found.within(10_000)
+    assert free is not None
+    assert found.within(10_000, free[1]) == free
+    assert found.within(10_000, 0.99 * free[1]) is None
+
+
+def test_equal_stages_take_and_need_what_their_units_do() -> None:
+    """Six units in two stages of three: eight microbatches, the first has two in flight."""
+    way = (QUICK._replace(bytes_fixed=100), *(QUICK,) * 4, QUICK._replace(once_seconds=1.0))
+    equal = in_equal_stages(way, 2, 8)
+    assert equal == (3.0 + 3.0 + 7 * 3.0 + 1.0, 180 + 2 * 30 + 20)
+    alone = in_equal_stages(way, 1, 8)
+    assert alone == (6.0 + 7 * 6.0 + 1.0, 300 + 60 + 20)
+    assert in_equal_stages(way, 7, 8) is None

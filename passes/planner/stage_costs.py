@@ -1,0 +1,152 @@
+"""What stages cost and need, by the units that they are made of."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+from autopar.passes.planner.stage_choice import StageOption
+
+
+class NeighbourTransfer(NamedTuple):
+    """What a stage and the next one send each other.
+
+    Args:
+      there_and_back: the seconds of a microbatch's activation and of its gradient.
+      link_seconds: how long they keep the link; both ways can be used at once.
+      once_seconds: what is sent or received once a step.
+      is_hidden: whether a stage works on other microbatches meanwhile.
+    """
+
+    there_and_back: float
+    link_seconds: float
+    once_seconds: float
+    is_hidden: bool
+
+
+class UnitCost(NamedTuple):
+    """A unit on one mesh: per microbatch, once a step, and memory per device.
+
+    `forward_seconds` are the part of `seconds` that computing the forward pass again would add,
+    `rowless_seconds` the part that is as long with fewer rows of the batch. `bytes_fixed` are there
+    all the time, `bytes_working` at the worst moment beside them, `bytes_rowless` of these however
+    few the rows.
+    """
+
+    seconds: float
+    forward_seconds: float
+    rowless_seconds: float
+    once_seconds: float
+    bytes_fixed: int
+    bytes_per_microbatch: int
+    bytes_working: int
+    bytes_rowless: int
+
+    def joined(self, other: UnitCost) -> UnitCost:
+        """Both, one after the other."""
+        return UnitCost(
+            self.seconds + other.seconds,
+            self.forward_seconds + other.forward_seconds,
+            self.rowless_seconds + other.rowless_seconds,
+            self.once_seconds + other.once_seconds,
+            self.bytes_fixed + other.bytes_fixed,
+            self.bytes_per_microbatch + other.bytes_per_microbatch,
+            max(self.bytes_working, other.bytes_working),
+            max(self.bytes_rowless, other.bytes_rowless),
+        )
+
+    def with_rows(self, part: float) -> UnitCost:
+        """With a part of the rows of a microbatch, or with more of them: at the least.
+
+        The worst moment is another one with another number of rows.
+        """
+        seconds = self.rowless_seconds + part * (self.seconds - self.rowless_seconds)
+        rowless, working = self.bytes_rowless, self.bytes_working
+        least = max(rowless, part * working) if part < 1 else rowless + part * (working - rowless)
+        return UnitCost(
+            seconds,
+            self.forward_seconds * (seconds / self.seconds if self.seconds else 1.0),
+            self.rowless_seconds,
+            self.once_seconds,
+            self.bytes_fixed,
+            math.floor(self.bytes_per_microbatch * part),
+            math.floor(least),
+            rowless,
+        )
+
+    @property
+    def bytes_for_one(self) -> int:
+        """With one microbatch in flight."""
+        return self.bytes_fixed + self.bytes_per_microbatch + self.bytes_working
+
+    def options(
+        self, transfer: NeighbourTransfer, received: int, remat: str | None
+    ) -> tuple[StageOption, ...]:
+        """A stage that costs this and its transfers, and receives so many bytes per microbatch."""
+        fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
+        once = self.once_seconds + transfer.once_seconds
+
+        def option(seconds: float, fixed: int, each: int, remat: bool) -> StageOption:
+            hidden = transfer.there_and_back if transfer.is_hidden else 0.0
+            seconds += transfer.there_and_back - hidden
+            busy = max(seconds, transfer.link_seconds)
+            return StageOption(busy, fixed, each, remat, once, hidden)
+
+        kept = option(self.seconds, fixed, each, False)
+        # Computed again: the input stays, and the rest is there for one microbatch at a time.
+        again = option(self.seconds + self.forward_seconds, fixed + each, received, True)
+        if remat in ("auto", "override"):
+            return (kept, again)
+        return (again,) if remat == "full" else (kept,)
+
+
+class EqualStages(NamedTuple):
+    """The seconds of a step in stages that are equal, and the bytes of a device of the first."""
+
+    seconds: float
+    bytes: int
+
+
+NOTHING = UnitCost(0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+
+
+Way = tuple[UnitCost, ...]
+"""What each unit costs on one mesh at one price of memory."""
+
+
+def in_equal_stages(way: Way, stages: int, num_microbatches: int) -> EqualStages | None:
+    """What a step takes and a device needs, where stages have about as many units, by 1F1B.
+
+    Transfers are not counted. None where there are fewer units than stages.
+    """
+    if not 1 <= stages <= len(way):
+        return None
+    count, cuts = num_microbatches, equal_runs(len(way), stages)
+    runs = [joined(way[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    starts = sum(run.seconds for run in runs)
+    slowest = max((count - 1) * run.seconds + run.once_seconds for run in runs)
+    needed = (
+        run.bytes_fixed + run.bytes_working + run.bytes_per_microbatch * min(flight, count)
+        for run, flight in zip(runs, range(stages, 0, -1), strict=True)
+    )
+    return EqualStages(starts + slowest, max(needed))
+
+
+def equal_runs(count: int, parts: int) -> list[int]:
+    """Where so many runs of about equally many units begin and end; the first and last are short.
+
+    What comes before the first block and after the last is a unit as well, but not a block.
+
+    >>> equal_runs(14, 4)
+    [0, 4, 7, 10, 14]
+    """
+    inner = max(count - 2, parts)
+    ends = [math.ceil(inner * part / parts) + (count > inner) for part in range(1, parts)]
+    return [0, *ends, count]
+
+
+def joined(way: Way) -> UnitCost:
+    """Its units, one after the other."""
+    return functools.reduce(UnitCost.joined, way, NOTHING)
