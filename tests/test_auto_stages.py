@@ -147,6 +147,25 @@ def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> 
     assert long.estimates == short.estimates
 
 
+@pytest.mark.parametrize("method", ["data", "zero3"])
+def test_a_long_program_is_refused_for_about_the_same_bytes(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the layers count a table twice that two read, and few rows are not divided."""
+    layers = [jnp.ones((2, 64, 64)) for _ in range(2)]
+    params = {"table": jnp.ones((2048, 64)), "layers": layers}
+    four = dataclasses.replace(cluster(1), devices_per_node=4)
+    options: dict[str, Any] = {"method": method, "memory_limit": "1MB", "cluster": four}
+    least = []
+    for equations in (1, 10**6):
+        monkeypatch.setattr(layout_search, "LONG_PROGRAM", equations)
+        with pytest.raises(MemoryLimitError, match="8 microbatches are not possible") as refused:
+            autopar.plan(tied_step, params, np.zeros((16, 32), int), stages="auto", **options)
+        assert refused.value.least_bytes is not None
+        least.append(refused.value.least_bytes)
+    assert least[0] <= 1.1 * least[1]
+
+
 class Expected:
     """A search for stages that takes so long with each number of microbatches; None: too much."""
 

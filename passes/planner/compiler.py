@@ -174,9 +174,9 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         bound = OneMeshBound(1) if layout.is_pipeline else search.bound_on_one_mesh(layout)
         if bound is None:
             return pipelines, ""
-        fewest = bound.fewest
         try:
             first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
+            fewest = min([bound.fewest, *(x.split.num_microbatches for x in first[0])])
         except BatchArgumentError:
             # The devices of one mesh are too many for a microbatch; a stage has fewer.
             if options.stages == "auto" and not stages_first:

@@ -37,6 +37,7 @@ from autopar.passes.planner.least_memory import state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.more_microbatches import doubled, worth_trying
 from autopar.passes.planner.one_mesh import (
+    MAY_MEET,
     OneMeshBound,
     OneMeshCosts,
     find_bound,
@@ -64,7 +65,6 @@ from autopar.plans.plan import Plan
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
 WORTH_PLANNING = 1.02  # times what a pipeline may take: with less, it is not planned
-MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, there is less of it
 WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
@@ -200,9 +200,9 @@ class LayoutSearch:
     ) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more.
 
-        If they are `optional`, there may be none. `at_least` so many microbatches are tried, with
-        which a step is `expected` to take so long on logical shapes of one mesh. If `bounded`,
-        numbers that cannot fit one mesh are passed over, but for the last.
+        If they are `optional`, there may be none. `at_least` so many microbatches are tried, or the
+        most that are possible; with so many a step is `expected` to take so long on logical shapes
+        of one mesh. If `bounded`, numbers that cannot fit one mesh are passed over, but the last.
         """
         made: list[PlannedStep] = []
         options, cluster = self.options, self.cluster
@@ -211,9 +211,8 @@ class LayoutSearch:
             return plan_layout(split, layout, options, cluster, self.report, self.keep, others)
 
         so_far, last = SearchSoFar(self.best_seconds), None
-        counts = [
-            count for count in microbatch_counts(self.graph, options, layout) if count >= at_least
-        ]
+        possible = list(microbatch_counts(self.graph, options, layout))
+        counts = [count for count in possible if count >= at_least]
         passed = self._too_few(counts) if bounded and not layout.is_pipeline else []
         for count in counts[len(passed) :]:
             try:
@@ -228,7 +227,10 @@ class LayoutSearch:
                 if passed:  # says what they would need
                     return self.candidates(layout, optional=optional, bounded=False)
                 if not made and not optional:
-                    raise
+                    fewer = [other for other in possible if other < count]
+                    if not fewer:
+                        raise
+                    return self.candidates(layout, bounded=bounded, at_least=fewer[-1])
                 if last is not None and not layout.is_pipeline:  # all that may fit with so many
                     made += planned(last, so_far)
                 return made, f"{count} microbatches are not possible: {error.what}"

@@ -16,6 +16,7 @@ from autopar.passes.planner.unit_costs import UnitCosts
 
 MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
 ONE_BATCH_MARGIN = 1.25  # the same without microbatches
+MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, there is less of it
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
 
 
@@ -128,20 +129,22 @@ def working_within(
 ) -> list[int]:
     """The numbers of microbatches with which one mesh may fit that keeps nothing of them.
 
-    It holds its state and works on one microbatch, as far as layers were priced with any number.
+    It holds its state and works on one microbatch, as far as layers were priced with any number. At
+    the least the most of these numbers: two layers that read one leaf are counted with it each.
     """
     priced = {count: costs for count, costs in known.items() if costs is not None}
     if not priced:
         return [*counts]
     most = max(priced)
-    return [
+    fitting = [
         count
         for count in counts
         if any(
-            total.bytes_fixed + total.with_rows(most / count).bytes_working <= limit
+            total.bytes_fixed + total.with_rows(most / count).bytes_working <= MAY_MEET * limit
             for total in priced[most].totals
         )
     ]
+    return fitting or [*counts[-1:]]
 
 
 def _longest(count: int, best_seconds: float) -> float:

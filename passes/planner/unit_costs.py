@@ -150,7 +150,7 @@ class UnitCosts:
     def _evenly(self, size: int, total: UnitCost) -> float:
         """What a step takes where units are shared out evenly among stages of so many devices.
 
-        No split takes less: a stage has a whole number of units.
+        No split among stages of as many devices takes less: each has a whole number of units.
         """
         stages = self._cluster.num_devices / size
         starts = self._num_microbatches + stages - 1

@@ -100,7 +100,8 @@ def test_what_a_mesh_works_on_bounds_computing_again() -> None:
     priced = {1: Layers()(1), 2: None}
     assert working_within([1, 2, 4, 8], priced, 60) == [1, 2, 4, 8]
     assert working_within([1, 2, 4, 8], priced, 31) == [4, 8]
-    assert working_within([1, 2, 4, 8], priced, 27) == []
+    assert working_within([1, 2, 4, 8], priced, 27) == [8]
+    assert working_within([1, 2, 4, 8], priced, 10) == [8], "layers may need less together"
     assert working_within([1, 2], {2: None}, 0) == [1, 2]
 
 
