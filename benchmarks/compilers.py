@@ -239,9 +239,10 @@ def main() -> None:
         for held_out in (False, True):
             own = [r for r in rows if r["target"] == target and r["held_out"] == held_out]
             ratios = [r["ratio"] for r in own if r.get("ratio")]
-            if options.tight:
-                failed = sum(1 for r in own if r.get("failures"))
-                print(f"{target}: {failed} of {len(own)} were not compiled in what was planned")
+            if options.tight and target.startswith("tpu:"):
+                planned = [r for r in own if "verdict" in r]  # not refused
+                failed = sum(1 for r in planned if r["failures"])
+                print(f"{target}: {failed} of {len(planned)} were not compiled in what was planned")
             if ratios:
                 middle, which = statistics.median(ratios), "held out" if held_out else "others"
                 most = f"from {min(ratios):.2f} to {max(ratios):.2f}"

@@ -231,7 +231,7 @@ def _orbax(path: Any) -> Iterator[tuple[str, StoredArray]]:
 
     ocp: Any = orbax()
     is_fetched = is_remote(path) and not os.fspath(path).startswith("gs://")
-    copy = LocalCopy(path) if is_fetched else None  # there as long as `whole` is
+    copy = LocalCopy(path) if is_fetched else None
     folder = path if copy is None else copy.path
     checkpointer = ocp.PyTreeCheckpointer()
     try:
@@ -258,7 +258,8 @@ def _orbax(path: Any) -> Iterator[tuple[str, StoredArray]]:
         for key in reversed(keys):
             wanted, arguments = {key: wanted}, {key: arguments}
         asked = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-        found: Any = checkpointer.restore(folder if copy is None else copy.path, args=asked)
+        # Not `folder`: the copy is there as long as something refers to it.
+        found: Any = checkpointer.restore(path if copy is None else copy.path, args=asked)
         for key in keys:
             found = found[key]
         return np.asarray(found)

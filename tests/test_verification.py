@@ -113,6 +113,9 @@ def test_a_slice_may_have_less_memory() -> None:
     for wrong in ("tpu:v5e:2x4:0MiB", "tpu:v5e:2x4:4000", "gpu:h100:4000MiB"):
         with pytest.raises(OptionError, match="There is no target"):
             target_named(wrong)
+    assert target_named("tpu:v5e:2x4:15259MiB").limit_mib == 15259
+    with pytest.raises(OptionError, match=r"more memory than there is(.|\n)*15259 MiB"):
+        target_named("tpu:v5e:2x4:15260MiB")
 
 
 def test_a_plan_without_its_step_says_what_to_call(plan: autopar.Plan) -> None:

@@ -153,7 +153,7 @@ def inner_bytes(pieces: Pieces, peaks: Sequence[int]) -> dict[str, int]:
             if same not in known:
                 known[same] = temporary_bytes(piece, program)
             pieces.inside[piece.name] = known[same]
-        return pieces.inside
+        return dict(pieces.inside)
     # A whole step: what it writes takes the memory of what it donates.
     (piece,) = pieces.pieces
     reads, writes, donated = (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -140,7 +141,7 @@ def target_named(name: Any) -> Target:
     """The target of a name.
 
     Raises:
-      OptionError: there is none; says which there are.
+      OptionError: there is none, and which there are; or its devices have less memory.
     """
     gpus = hardware.gpu_targets()["gpus"]
     known = ["cpu", *(f"gpu:{gpu}" for gpu in gpus), *(f"tpu:{kind}:2x4" for kind in TPUS)]
@@ -151,7 +152,16 @@ def target_named(name: Any) -> Target:
         return Target(text, "gpu", text[4:])
     slice_of = re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})(?::([1-9]\d*)mib)?", text)
     if slice_of and slice_of[1] in TPUS:
-        return Target(text, "tpu", slice_of[1], slice_of[2], int(slice_of[3] or 0))
+        whole = Target(text, "tpu", slice_of[1], slice_of[2])
+        most = math.ceil((whole.memory_bytes or 0) / 2**20)
+        if int(slice_of[3] or 0) > most:
+            raise OptionError(
+                f"The target {name!r} has more memory than there is.",
+                where="verify",
+                why=f"programs on a {slice_of[1]} have {most} MiB.",
+                hint=f"'tpu:{slice_of[1]}:{slice_of[2]}' has them all.",
+            )
+        return replace(whole, limit_mib=int(slice_of[3] or 0))
     raise OptionError(
         f"There is no target {name!r}.",
         where="verify",
