@@ -2,10 +2,10 @@
 
 The model is cut into units (layers, or blocks of them), and every kind of unit is planned alone on
 every size of submesh: on each logical mesh as if memory were free, and again with a price for every
-byte; where equal stages do not fit so, also casting parameters in every microbatch. A stage of some
-units is run in one of these ways, on one mesh and at one price; it costs what its units cost, and
-what crosses its end. It may keep what its forward pass made, or compute it again. No candidate
-split is planned or compiled itself; the chosen one is planned afterwards as a whole.
+byte. A stage of some units is run in one of these ways, on one mesh and at one price; it costs what
+its units cost, and what crosses its end. It may keep what its forward pass made, or compute it
+again. No candidate split is planned or compiled itself; the chosen one is planned afterwards as a
+whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from functools import cached_property
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
-from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout, chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
@@ -39,7 +38,6 @@ from autopar.passes.planner.stage_costs import (
     joined,
 )
 from autopar.passes.planner.unit_costs import UnitCosts, units_of
-from autopar.passes.slicing.stage_graphs import Stages
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -105,18 +103,10 @@ class StageSearch:
                 once[link.source, link.target] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
         priced, longest = {}, math.inf
-        casting: UnitCosts | None = None
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
             priced[size] = costs.ways(size, longest)
-            least = costs.least_that_fits(size, priced[size])
-            if math.isinf(least) and (again := _casting_again(units)) is not None:
-                report(f"costs of layers that cast in every microbatch on {size} devices")
-                casting = casting or UnitCosts(again, options, cluster, split.num_microbatches)
-                more = casting.ways(size, longest)
-                least = casting.least_that_fits(size, more)
-                priced[size] = [*priced[size], *more]
-            longest = min(longest, LONGER * least)
+            longest = min(longest, LONGER * costs.least_that_fits(size, priced[size]))
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(
             starts=starts,
@@ -285,16 +275,6 @@ class StageSearch:
     def _seconds(self, size: int, moved: int) -> float:
         """Of a transfer of so many bytes from a mesh of this size."""
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0
-
-
-def _casting_again(units: Stages) -> Stages | None:
-    """The units, casting parameters in every microbatch; None where none casts."""
-    again = [casts_again(unit.step) for unit in units.graphs]
-    if not any(again):
-        return None
-    pairs = zip(units.graphs, again, strict=True)
-    graphs = (unit if x is None else dataclasses.replace(unit, step=x.step) for unit, x in pairs)
-    return dataclasses.replace(units, graphs=tuple(graphs))
 
 
 def _schedules(options: Options) -> tuple[str, ...]:

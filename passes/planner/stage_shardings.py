@@ -238,7 +238,8 @@ class MeshSearch:
             return in_pipeline(planned, self.place, self.limit, costs)
         graph = self.split.graph
         donated = [label.donated for label in graph.inputs]
-        worst = peak(planned.program, _names(graph), donated)
+        memory = self.pricing.cluster.device.program_bytes
+        worst = peak(planned.program, _names(graph), donated, memory)
         fits = worst.bytes <= self.limit and hosts_fit(planned.program, self.pricing.cluster)
         return replace(planned, peak=worst, fits=fits)
 

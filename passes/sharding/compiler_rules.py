@@ -53,6 +53,12 @@ assignment too):
   fewer bytes move. Products take part on both sides: they compute their operands themselves (the
   GELU and the norm before a product are there nowhere), and write what is made of their results
   (scores in float32 with their mask; not both).
+- But a batched product that reads several dimensions of an operand as one reads it from memory
+  (experts: groups and places of tokens): their activations are written, and so is the gradient of
+  what these are made of. Found on a mixture of experts, and so on DeepSeek.
+- Gradients are added over devices when the backward pass is over, and some of their products run
+  there as well, with what they read (`late_sums.py`). Mixtures of experts were planned 20% too
+  small without.
 - A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
   are written in float32 and read by the backward pass, the scores not if the row is short enough
   for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not: a loss reads the logits
@@ -86,24 +92,27 @@ assignment too):
 - The scheduler hides the gathers of new state at the end of a step (`zero1`, `zero2`) beside
   products that nothing else waits for, those of weights' gradients: these are left to the end, and
   all that they read stays, in spite of `jax.checkpoint`. Found on a GPT with `zero2`, planned 42%
-  too small; not where little is gathered, as the biases of `shard`. Beside other collectives it
-  delays some products and not others (a mixture of experts needs a quarter more than planned);
-  told to save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it does not.
+  too small; not where little is gathered, as the biases of `shard`; told to
+  save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it does not.
 - Where pieces of pipelines begin and end, exponentials of softmaxes and what fills vectors only in
   another order of dimensions are copied (`boundary_copies.py`).
 - Elementwise operations are in the order of dimensions of what they read. So a gradient that is
   transposed after the product is added over devices as it is then (`turned_sums.py`).
 - An elementwise kernel writes over no temporary that it reads, but over donated arguments.
 - One heap: every temporary, those of a loop's body too, has a fixed place from when it begins, in
-  the smallest hole (`heap.py`); arguments are never used for anything but results.
+  the smallest hole (`heap.py`); arguments are never used for anything but results. If less than 2.5
+  GiB of the device would be left so, the largest are placed first, and hardly anything is lost:
+  found by compiling a mixture of experts and a Llama for devices of 4 to 12 GiB (by order with 2.6
+  GiB or more to spare, by size with 2.4 or less).
   `memory_analysis` counts what is lost between buffers twice, so verification reads the sizes of
   the allocations instead.
 - What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
 - Tiles of (8, 128) are whole: the compiler chooses the order of dimensions so that they pad little,
   but not for convolutions (`tiles.py`).
-- With memory to spare, the scheduler delays products beside collectives, and places leave holes;
-  on a device that has no more than was planned XLA makes other choices, and computes some results
-  a second time (`benchmarks/compilers.py --tight`).
+- On a device that has no more than was planned XLA makes other choices, and computes some results
+  a second time (`benchmarks/compilers.py --tight`). What does not fit with sums at the end is
+  counted without, for the scheduler prefers what takes no more memory when that is short
+  (`kMemoryPeakOverLimit`).
 
 **For CPUs** a value is fused into its readers if these are near (`peak_memory.py`).
 """
@@ -199,9 +208,11 @@ class CompilerRules:
       gathers_read_buffers: what a gather takes from is in memory, in the dtype that it takes.
       scatters_choose: a scatter of one element to each row is a comparison of places.
       leaves_products: products of weights' gradients run at the end, beside gathers of new state.
+      sums_last: gradients are added over devices when the backward pass is over (`late_sums.py`).
       writes_over_temporaries: an elementwise kernel writes over what it reads for the last time;
         else only over arguments.
       one_heap: temporaries have fixed places in one memory; what lies between them is lost.
+      places_in_order: in the order of the program; else the largest first, which loses less.
       scatters_across: a reduce-scatter of 16-bit numbers stays one only across the last dimension,
         not along it, if its parts there have an odd number of vectors.
       turns_sums: gradients that are transposed are added over devices as they are afterwards
@@ -222,8 +233,10 @@ class CompilerRules:
     gathers_read_buffers: bool = False
     scatters_choose: bool = False
     leaves_products: bool = False
+    sums_last: bool = False
     writes_over_temporaries: bool = True
     one_heap: bool = False
+    places_in_order: bool = True
     scatters_across: bool = False
     turns_sums: bool = False
     copies_in: bool = False
@@ -232,7 +245,7 @@ class CompilerRules:
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
         """Whether an equation can compute its operand at a place itself."""
         if eqn.primitive.name in PRODUCTS and self.products_take_in:
-            return True
+            return not merges_in_batches(eqn, place)
         if self.scatters_choose and is_choice(eqn):
             return True
         is_row_kernel = eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS
@@ -280,6 +293,7 @@ RULES = {
         gathers_read_buffers=True,
         scatters_choose=True,
         leaves_products=True,
+        sums_last=True,
         writes_over_temporaries=False,
         one_heap=True,
         scatters_across=True,
@@ -334,6 +348,15 @@ def is_choice(eqn: JaxprEqn) -> bool:
     updates: int = eqn.invars[2].aval.size
     rows: int = eqn.invars[0].aval.size // max(eqn.invars[0].aval.shape[-1:] or (1,))
     return is_one and batches == eqn.invars[0].aval.ndim - 1 and updates <= rows
+
+
+def merges_in_batches(eqn: JaxprEqn, place: int) -> bool:
+    """Whether a batched product reads several dimensions of an operand as one."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    summed, batches = (pair[place] for pair in eqn.params["dimension_numbers"])
+    free = eqn.invars[place].aval.ndim - len(summed) - len(batches)
+    return bool(batches) and (free > 1 or len(summed) > 1)
 
 
 def reads_buffer(eqn: JaxprEqn, place: int) -> bool:

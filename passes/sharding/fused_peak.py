@@ -22,12 +22,14 @@ from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.filling_numbers import filling_numbers
 from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order
 from autopar.passes.sharding.held_values import HeldValues, held_values
+from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.reshard import adding
 from autopar.passes.sharding.run_order import products_left, ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
+    Branch,
     Compute,
     Instruction,
     Loop,
@@ -43,6 +45,12 @@ from autopar.passes.sharding.tiles import convolved_shapes, tiled_elements
 LARGE_BYTES = 1 << 20
 """What is smaller lies in tiles that are not counted."""
 
+SPARE_BYTES = 5 << 29
+"""If fewer would be left of a device's memory, XLA:TPU saves (`compiler_rules`)."""
+
+DURING = 0.999
+"""Until when after its beginning a loop or a branch runs."""
+
 Mesh = tuple[int, ...]
 Alive = dict[str | ShardedValue, int]
 
@@ -52,7 +60,7 @@ def fused_peak(
     mesh: Mesh,
     rules: CompilerRules,
     kept: Collection[ShardedValue],
-    slices: Collection[ShardedValue] = (),
+    memory: int | None = None,
 ) -> tuple[int, Alive]:
     """Bytes of a device at the worst moment of a program's block, and what is there.
 
@@ -61,14 +69,29 @@ def fused_peak(
       mesh: the logical mesh.
       rules: of the compiler.
       kept: inputs that somebody else reads afterwards.
-      slices: inputs that are read from larger buffers, which are counted outside.
+      memory: bytes of a device, of which the compiler takes less if few would be left; None: many.
     """
-    moments = _Moments(block, mesh, rules, kept, slices)
+    found = _peak(block, mesh, rules, kept)
+    if memory is None or not rules.one_heap:
+        return found
+    if found[0] + SPARE_BYTES > memory:
+        rules = replace(rules, places_in_order=False)
+        found = min(found, _peak(block, mesh, rules, kept), key=lambda x: x[0])
+    if found[0] > memory:
+        rules = replace(rules, sums_last=False)
+        found = min(found, _peak(block, mesh, rules, kept), key=lambda x: x[0])
+    return found
+
+
+def _peak(
+    block: Block, mesh: Mesh, rules: CompilerRules, kept: Collection[ShardedValue]
+) -> tuple[int, Alive]:
+    moments = _Moments(block, mesh, rules, kept, ())
     copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
     size, there = moments.worst(copies)
     if rules.one_heap:
-        entering = sum(map(moments.size, moments.entering.difference(slices)))
-        lost = entering + heap_bytes(in_order(moments.buffers)) - size
+        entering = sum(map(moments.size, moments.entering))
+        lost = entering + heap_bytes(in_order(moments.buffers), rules.places_in_order) - size
         if lost > 0:
             return size + lost, {**there, "between buffers": lost}
     return size, there
@@ -102,7 +125,9 @@ class _Moments:
             self.elements,
             rules,
         )
-        order = sorted(range(len(program)), key=self.held.run_times(program).__getitem__)
+        times = self.held.run_times(program)
+        moments = late_times(block, self.held, times) if rules.sums_last else times
+        order = sorted(range(len(program)), key=moments.__getitem__)
         instructions = tuple(block.instructions[number] for number in order)
         left = products_left(block, mesh) if rules.leaves_products else []
         self.block = block = replace(block, instructions=instructions)
@@ -199,9 +224,10 @@ class _Moments:
             if total + inside + copied > best:
                 best, there = total + inside + copied, {**alive, **beside}
                 there.update({"copies in another order": copied} if copied else {})
+            done = time + DURING if isinstance(instruction, (Loop, Branch)) else time
             for value in freed[time]:
                 if value in alive and since.get(value, 0) >= 0:
-                    buffers.append(HeapBuffer(alive[value], since.get(value, 0), time))
+                    buffers.append(HeapBuffer(alive[value], since.get(value, 0), done))
                 total -= alive.pop(value, 0)
         end = len(self.block.instructions)
         left = ((since.get(v, 0), size) for v, size in alive.items())

@@ -36,17 +36,21 @@ SMALL_SHARE = 400
 """What is smaller than this share of the largest moment is not placed one by one."""
 
 
-def heap_bytes(buffers: Sequence[HeapBuffer]) -> int:
-    """The size of the memory.
+def heap_bytes(buffers: Sequence[HeapBuffer], is_in_order: bool = True) -> int:
+    """The size of the memory; the largest buffers are placed first if not in order.
 
     >>> heap_bytes([HeapBuffer(4, 0, 1), HeapBuffer(2, 1, 2), HeapBuffer(4, 2, 3)])
     6
     >>> heap_bytes([HeapBuffer(3, 0, 1), HeapBuffer(2, 1, 2), HeapBuffer(3, 2, 3)])
     5
+    >>> heap_bytes([HeapBuffer(2, 0, 1), HeapBuffer(2, 0, 3), HeapBuffer(3, 2, 3)])
+    7
+    >>> heap_bytes([HeapBuffer(2, 0, 1), HeapBuffer(2, 0, 3), HeapBuffer(3, 2, 3)], False)
+    5
     """
     least = live_bytes(buffers) // SMALL_SHARE
     large = [x for x in buffers if x.bytes > least]
-    return _placed_bytes(large) + live_bytes([x for x in buffers if x.bytes <= least])
+    return _placed_bytes(large, is_in_order) + live_bytes([x for x in buffers if x.bytes <= least])
 
 
 def live_bytes(buffers: Sequence[HeapBuffer]) -> int:
@@ -59,10 +63,11 @@ def live_bytes(buffers: Sequence[HeapBuffer]) -> int:
     return most
 
 
-def _placed_bytes(buffers: Sequence[HeapBuffer]) -> int:
+def _placed_bytes(buffers: Sequence[HeapBuffer], is_in_order: bool) -> int:
     placed: list[tuple[int, int, float, float]] = []  # place, end, first, last, in order of place
     size = 0
-    for buffer in sorted(buffers, key=lambda x: (x.first, -x.bytes, x.last)):
+    in_time = sorted(buffers, key=lambda x: (x.first, -x.bytes, x.last))
+    for buffer in in_time if is_in_order else sorted(in_time, key=lambda x: -x.bytes):
         best, best_hole, end = -1, 0, 0
         for place, until, first, last in placed:
             if first > buffer.last or last < buffer.first:

@@ -51,11 +51,19 @@ class MemoryPeak:
         return cls(size, tuple(sorted(alive, key=lambda item: (-item[1], item[0]))[:20]))
 
 
-def peak(program: SpmdProgram, names: dict[Var, str], donated: Sequence[bool]) -> MemoryPeak:
-    """The peak of a step. `names` label input variables; a donated input dies at its last use."""
+def peak(
+    program: SpmdProgram,
+    names: dict[Var, str],
+    donated: Sequence[bool],
+    memory: int | None = None,
+) -> MemoryPeak:
+    """The peak of a step. `names` label input variables; a donated input dies at its last use.
+
+    Of devices with so many bytes of `memory`, if the compiler saves where few are left.
+    """
     kept = [v for v, gone in zip(program.block.inputs, donated, strict=True) if not gone]
     if program.rules.fuses_anywhere:
-        size, alive = fused_peak(program.block, program.mesh, program.rules, kept)
+        size, alive = fused_peak(program.block, program.mesh, program.rules, kept, memory=memory)
         return MemoryPeak.of(size, [(label_of(v, names), bytes_) for v, bytes_ in alive.items()])
     return _block_peak(program.block, program.mesh, names, set(kept))
 

@@ -140,7 +140,7 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
         rank = _rank(instruction, ranks)
         if rank is not None:
             ranks.update(dict.fromkeys(writes(instruction), rank))
-        if isinstance(instruction, Relayout) and _is_gradient_sum(instruction):
+        if isinstance(instruction, Relayout) and is_gradient_sum(instruction):
             bucket.append(instruction)
             if sum(local_bytes(x.source, mesh) for x in bucket) >= BUCKET_BYTES:
                 results += [x.target for x in bucket]
@@ -193,10 +193,12 @@ def _is_large_sum(instruction: Instruction, mesh: Sequence[int]) -> bool:
     return any(local_bytes(v, mesh) >= LARGE_BYTES for v in instruction.operands)
 
 
-def _is_gradient_sum(relayout: Relayout) -> bool:
-    kinds = {step.kind for step in relayout.steps}
-    is_sum = bool(kinds & {"reduce-scatter", "all-reduce"})
-    return relayout.purpose == "gradient" and is_sum and not is_literal(relayout.source)
+def is_gradient_sum(instruction: Instruction) -> bool:
+    """Whether an instruction adds a gradient over devices."""
+    if not isinstance(instruction, Relayout) or instruction.purpose != "gradient":
+        return False
+    kinds = {step.kind for step in instruction.steps}
+    return bool(kinds & {"reduce-scatter", "all-reduce"}) and not is_literal(instruction.source)
 
 
 def _is_read(
@@ -224,9 +226,25 @@ def products_left(block: Block, mesh: Sequence[int]) -> list[Instruction]:
     Of which no other product reads anything: those of weights' gradients. None if less than half
     as much is gathered after all products as these make.
     """
-    reaching: set[ShardedValue] = set()  # what a later product reads, or what is made of it
-    found: list[Instruction] = []
+    found, _ = weight_products(block)
     gathered = 0
+    for instruction in reversed(block.instructions):
+        if found and instruction is found[0]:
+            break
+        if isinstance(instruction, Relayout) and instruction.purpose == "state":
+            is_gather = any(step.kind == "all-gather" for step in instruction.steps)
+            gathered += local_bytes(instruction.target, mesh) if is_gather else 0
+    made = sum(local_bytes(v, mesh) for x in found for v in writes(x))
+    return found if 2 * gathered >= made else []
+
+
+def weight_products(block: Block) -> tuple[list[Instruction], set[ShardedValue]]:
+    """The products of which no other product reads anything, last first.
+
+    And what products and loops read, or what is made of it.
+    """
+    reaching: set[ShardedValue] = set()
+    found: list[Instruction] = []
     for instruction in reversed(block.instructions):
         is_read = any(value in reaching for value in writes(instruction))
         if _is_product(instruction):
@@ -235,8 +253,4 @@ def products_left(block: Block, mesh: Sequence[int]) -> list[Instruction]:
                 found.append(instruction)
         elif is_read or not isinstance(instruction, (Compute, Relayout)):
             reaching.update(reads(instruction))
-        if not found and isinstance(instruction, Relayout) and instruction.purpose == "state":
-            is_gather = any(step.kind == "all-gather" for step in instruction.steps)
-            gathered += local_bytes(instruction.target, mesh) if is_gather else 0
-    made = sum(local_bytes(v, mesh) for x in found for v in writes(x))
-    return found if 2 * gathered >= made else []
+    return found, reaching

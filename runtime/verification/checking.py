@@ -139,7 +139,8 @@ def _on_target(
         most = [max(live.during for live in row) for row in rows]
         peaks = [most[stage.mesh] for stage in plan.stages]
     else:
-        peaks = [peak(programs[0], {}, [label.donated for label in graph.inputs]).bytes]
+        donated = [label.donated for label in graph.inputs]
+        peaks = [peak(programs[0], {}, donated, target.memory_bytes).bytes]
     return dataclasses.replace(runnable, pieces=pieces), peaks, own
 
 
@@ -196,18 +197,20 @@ def _stages(
             planned[number],
             peaks[stage.mesh],
             limit,
-            () if plan.is_pipeline else _planned_buffers(runnable, graph),
+            () if plan.is_pipeline else _planned_buffers(plan, runnable, graph),
         )
         for number, stage in enumerate(plan.stages)
     )
 
 
-def _planned_buffers(runnable: Runnable, graph: Graph) -> tuple[PlannedBuffer, ...]:
+def _planned_buffers(plan: Plan, runnable: Runnable, graph: Graph) -> tuple[PlannedBuffer, ...]:
     """The largest values at the worst moment of a step on one mesh, those alike as one."""
     (program,) = runnable.pieces.programs
     donated = [label.donated for label in graph.inputs]
     inputs = {v.atom: "an argument" for v in program.block.inputs}
-    found = peak(program, {v: x for v, x in inputs.items() if isinstance(v, Var)}, donated)
+    names = {v: x for v, x in inputs.items() if isinstance(v, Var)}
+    memory = Cluster.from_dict(plan.cluster).device.program_bytes
+    found = peak(program, names, donated, memory)
     counts = Counter((size, label) for label, size in found.alive)
     made = (PlannedBuffer(*key, count) for key, count in counts.items())
     return tuple(sorted(made, key=lambda x: (-x.bytes * x.count, x.label)))

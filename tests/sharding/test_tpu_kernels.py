@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.extend.core import Literal
 
 from autopar.passes.sharding.compiler_rules import RULES, TPU
 from autopar.passes.sharding.epilogues import InstructionValues
+from autopar.passes.sharding.fused_peak import _Moments
+from autopar.passes.sharding.heap import in_order, live_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.layout import replicated
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
@@ -187,3 +190,33 @@ def test_tiles_are_whole_and_convolutions_choose_which() -> None:
     assert tiled_elements((8, 128, 128, 160)) == 8 * 128 * 128 * 160, "else 128 may lie there"
     assert tiled_elements((5, 100)) == 8 * 128
     assert tiled_elements((7,)) == 7 and tiled_elements((0, 3)) == 0
+
+
+def test_what_a_loop_reads_stays_while_it_runs() -> None:
+    def function(x: Any, rows: Any) -> Any:
+        table = x @ x.T  # read by the loop alone
+
+        def trip(total: Any, row: Any) -> Any:
+            scores = jnp.exp(table + row[:, None]) @ table
+            return total + jnp.sum(jax.lax.cumsum(scores, axis=1)), None
+
+        return jax.lax.scan(trip, 0.0, rows)[0]
+
+    program = program_of(function, shaped(1024, 256), shaped(4, 1024))
+    moments = _Moments(program.block, program.mesh, program.rules, (), ())
+    moments.worst()
+    # The table beside the exponentials' product and its sums.
+    assert live_bytes(in_order(moments.buffers)) >= 3 * 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_batched_products_read_what_they_see_in_fewer_dimensions(batches: int) -> None:
+    def experts(x: Any, up: Any, down: Any) -> Any:
+        if batches == 1:
+            x, up, down = x[0], up[0], down[0]
+            return jnp.sum(jnp.tanh(x @ up) @ down)
+        y = jnp.tanh(jnp.einsum("egcm,emh->egch", x, up))
+        return jnp.sum(jnp.einsum("egch,ehm->egcm", y, down))
+
+    shapes = shaped(batches, 8, 512, 256), shaped(batches, 256, 512), shaped(batches, 512, 256)
+    assert ("tanh" in written(experts, *shapes)) == (batches > 1)
