@@ -123,9 +123,10 @@ class StagePlan(Record):
     is their product), and `mesh` is the number of that mesh. There is a strategy for each node, in
     the order of the nodes; `collectives` are those of a step; `layers` are the stage's first and
     the one after its last; the peak is at the worst moment of the step; `remat` is "full" if the
-    backward pass computes the stage's forward pass again, else "none". What nodes could have chosen
-    instead are its `runners_up`; where memory binds, a GiB more on each device would save
-    `seconds_per_gib` of its work in a step, at the margin.
+    backward pass computes the stage's forward pass again, else "none"; `casts` of parameters are
+    made "once" a step and kept, or in every "microbatch". What nodes could have chosen instead are
+    its `runners_up`; where memory binds, a GiB more on each device would save `seconds_per_gib` of
+    its work in a step, at the margin.
     """
 
     logical_mesh: tuple[int, ...]
@@ -139,6 +140,14 @@ class StagePlan(Record):
     remat: str = "none"
     runners_up: tuple[RunnerUp, ...] = ()
     seconds_per_gib: float = 0.0
+    casts: str = "once"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As of any record; `casts` where they are not made once, as in nearly all plans."""
+        plain = super().to_dict()
+        if self.casts == "once":
+            del plain["casts"]
+        return plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -526,6 +535,7 @@ def _check_stage(stage: StagePlan) -> None:
         assert item.kind in COLLECTIVE_KINDS, f"unknown collective {item.kind!r}"
         assert item.axes and set(item.axes) <= set(stage.axis_names), f"{item} is not on {mesh}"
         assert item.bytes >= 0 and item.times >= 1, str(item)
+    assert stage.casts in ("once", "microbatch"), f"casts are made {stage.casts!r}"
     names = [strategy.node for strategy in stage.strategies]
     assert len(set(names)) == len(names), "two strategies are for one node"
 

@@ -26,6 +26,7 @@ from autopar.notebook.page import (
 )
 from autopar.notebook.timeline_svg import timeline_rows
 from autopar.report import drawn_steps, summaries
+from autopar.report.cast_notes import describe_casts
 from autopar.report.palette import APART, APART_PARTS, IDLE
 from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.reasons import partition_spec, reasons_of_leaves
@@ -146,6 +147,8 @@ def _notes(plan: PlanRecord) -> list[str]:
         notes.append("Planning was stopped: this is the best plan that had been found.")
     if plan.recomputation is not None:
         notes.append(f"Computed again: {plan.recomputation}.")
+    if casting := describe_casts(plan.stages):
+        notes.append(f"Casts: {casting}.")
     if plan.host is not None:
         notes.append(f"In the memory of the hosts: {plan.host}.")
     if plan.padding:

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.base.plan_records import PlanRecord, StagePlan, TensorPlan
 from autopar.base.records import Differences, differences
 from autopar.base.units import format_bytes, format_mesh, format_seconds
+from autopar.report.cast_notes import describe_casts
 from autopar.report.path_folding import fold_paths
 from autopar.report.reasons import partition_spec
 from autopar.report.summaries import describe_cluster, format_stages, group_collectives
@@ -58,6 +59,7 @@ def _causes(plan: PlanRecord, other: PlanRecord) -> Iterator[str]:
     yield from _pair("mesh", _meshes(plan.stages), _meshes(other.stages))
     yield from _pair("stages", _stages(plan), _stages(other))
     yield from _pair("recomputed", _remat(plan.stages), _remat(other.stages))
+    yield from _pair("casts", *(describe_casts(p.stages) or "once a step" for p in (plan, other)))
     yield from _pair("in the hosts' memory", str(plan.host or "-"), str(other.host or "-"))
     yield from _pair("padded", _padding(plan), _padding(other))
     yield from _pair("blocks of experts", *(str(p.expert_blocks) for p in (plan, other)))

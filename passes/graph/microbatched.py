@@ -60,11 +60,13 @@ class LoopPhase:
     `tasks` say for every equation of its body what it belongs to, first all F, then B, then W;
     empty until a stage is made of it. Of the stacks in `passed` (variables outside of the loop)
     there is only what belongs to a few microbatches at a time: other stages send or take them so.
+    The body reads the `stored` ones of its constants as they are stored outside of the loop.
     """
 
     scan: JaxprEqn
     tasks: tuple[Task, ...] = ()
     passed: frozenset[Var] = frozenset()
+    stored: frozenset[Var] = frozenset()
 
     @property
     def num_microbatches(self) -> int:

@@ -89,7 +89,7 @@ def taken_over(planned: PlannedStage, stage: StageGraph, names: dict[str, str]) 
     alive = tuple((own.get(name, name), size) for name, size in planned.peak.alive)
     return dataclasses.replace(
         planned,
-        split=dataclasses.replace(planned.split, step=stage.step),
+        split=dataclasses.replace(planned.split, step=planned.split.stage(stage).step),
         built=dataclasses.replace(planned.built, nodes=nodes),
         peak=dataclasses.replace(planned.peak, alive=alive),
         unlimited=planned.unlimited and taken_over(planned.unlimited, stage, names),

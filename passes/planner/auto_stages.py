@@ -2,10 +2,10 @@
 
 The model is cut into units (layers, or blocks of them), and every kind of unit is planned alone on
 every size of submesh: on each logical mesh as if memory were free, and again with a price for every
-byte. A stage of some units is run in one of these ways, on one mesh and at one price; it costs what
-its units cost, and what crosses its end. It may keep what its forward pass made, or compute it
-again. No candidate split is planned or compiled itself; the chosen one is planned afterwards as a
-whole.
+byte; where equal stages do not fit so, also casting parameters in every microbatch. A stage of some
+units is run in one of these ways, on one mesh and at one price; it costs what its units cost, and
+what crosses its end. It may keep what its forward pass made, or compute it again. No candidate
+split is planned or compiled itself; the chosen one is planned afterwards as a whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import cached_property
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
+from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout, chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
@@ -38,6 +39,7 @@ from autopar.passes.planner.stage_costs import (
     joined,
 )
 from autopar.passes.planner.unit_costs import UnitCosts, units_of
+from autopar.passes.slicing.stage_graphs import Stages
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
@@ -103,10 +105,19 @@ class StageSearch:
                 once[link.source, link.target] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
         priced, longest = {}, math.inf
+        casting: UnitCosts | None = None
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
             priced[size] = costs.ways(size, longest)
-            longest = min(longest, LONGER * costs.least_that_fits(size, priced[size]))
+            least = costs.least_that_fits(size, priced[size])
+            if math.isinf(least) and (again := _casting_again(units)) is not None:
+                report(f"costs of layers that cast in every microbatch on {size} devices")
+                casting = casting or UnitCosts(again, options, cluster, split.num_microbatches)
+                ways = casting.ways(size, longest)
+                more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
+                least = casting.least_that_fits(size, more)
+                priced[size] = [*priced[size], *more]
+            longest = min(longest, LONGER * least)
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(
             starts=starts,
@@ -134,13 +145,34 @@ class StageSearch:
         chosen = [(choice, name) for choice, name in found if choice is not None]
         if not chosen:
             return None
-        choice, name = min(chosen, key=lambda pair: pair[0].step_seconds)
+        return self._layout(*min(chosen, key=lambda pair: pair[0].step_seconds), limit)
+
+    def of_equal_devices(
+        self, limit: int, at_most: float = math.inf
+    ) -> list[tuple[StageLayout, float]]:
+        """The best stages on submeshes of one size, for each size, as `within`; the quickest first.
+
+        Args:
+          limit: bytes that a device may hold.
+          at_most: seconds of a step; stages that take longer are not looked for.
+        """
+        made = list[tuple[StageLayout, float]]()
+        for size in self.ways:
+            found = [(self._best(limit, name, at_most, [size]), name) for name in self.schedules]
+            several = [(x, name) for x, name in found if x is not None and len(x.stages) > 1]
+            if several:
+                choice, name = min(several, key=lambda pair: pair[0].step_seconds)
+                made.append(self._layout(choice, name, limit))
+        return sorted(made, key=lambda pair: pair[1])
+
+    def _layout(self, choice: StageChoice, name: str, limit: int) -> tuple[StageLayout, float]:
         layout = StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
             tuple(stage.option.remat for stage in choice.stages),
             name if len(self.schedules) > 1 else "",
             self._expected(choice, limit, name) if self.meshes else (),
+            tuple(stage.option.casts for stage in choice.stages),
         )
         return layout, choice.step_seconds
 
@@ -170,17 +202,8 @@ class StageSearch:
 
     def _choice(self, limit: int, schedule: str, at_most: float) -> StageChoice | None:
         """The best stages by a schedule; of many units regular ones if they are about as good."""
-        options = self._options[schedule in HIDES_TRANSFERS]
-        choice = best_stages(
-            len(self.starts),
-            [size for size, ways in self.ways.items() if ways],
-            self.cluster.num_devices,
-            lambda start, stop, size: options[start, stop, size],
-            num_microbatches=self.num_microbatches,
-            memory_limit=limit,
-            in_flight=_in_flight(schedule),
-            at_most=at_most,
-        )
+        sizes = [size for size, ways in self.ways.items() if ways]
+        choice = self._best(limit, schedule, at_most, sizes)
         if choice is None or len(choice.stages) < 2:
             return None
         if len(self.starts) >= MANY_UNITS:
@@ -188,6 +211,22 @@ class StageSearch:
             if regular is not None and regular.step_seconds <= ABOUT_AS_GOOD * choice.step_seconds:
                 return regular
         return choice
+
+    def _best(
+        self, limit: int, schedule: str, at_most: float, sizes: Sequence[int]
+    ) -> StageChoice | None:
+        """The best stages by a schedule on submeshes of these sizes."""
+        options = self._options[schedule in HIDES_TRANSFERS]
+        return best_stages(
+            len(self.starts),
+            sizes,
+            self.cluster.num_devices,
+            lambda start, stop, size: options[start, stop, size],
+            num_microbatches=self.num_microbatches,
+            memory_limit=limit,
+            in_flight=_in_flight(schedule),
+            at_most=at_most,
+        )
 
     def _regular(self, limit: int, schedule: str) -> StageChoice | None:
         """The best of the choices whose stages have equally many units and devices."""
@@ -275,6 +314,16 @@ class StageSearch:
     def _seconds(self, size: int, moved: int) -> float:
         """Of a transfer of so many bytes from a mesh of this size."""
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0
+
+
+def _casting_again(units: Stages) -> Stages | None:
+    """The units, casting parameters in every microbatch; None where none casts."""
+    again = [casts_again(unit.step) for unit in units.graphs]
+    if not any(again):
+        return None
+    pairs = zip(units.graphs, again, strict=True)
+    graphs = (unit if x is None else dataclasses.replace(unit, step=x.step) for unit, x in pairs)
+    return dataclasses.replace(units, graphs=tuple(graphs))
 
 
 def _schedules(options: Options) -> tuple[str, ...]:

@@ -239,9 +239,12 @@ def _plan_stages(
                 continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         expected = layout.expected[number] if layout.expected else {}
-        planned.append(plan_stage(place, own, part, expected))
+        casts = bool(layout.casts) and layout.casts[number]
+        planned.append(plan_stage(place, own, part, expected, casts))
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
+    graphs = (p.split.stage(stage) for p, stage in zip(planned, stages.graphs, strict=True))
+    stages = replace(stages, graphs=tuple(graphs))
     return assemble(split, stages, tuple(planned), schedule, cluster, limit, remat)
 
 
@@ -293,7 +296,8 @@ def _elsewhere(
     """A stage's plan where others are in flight: the one without a limit if that fits, else it."""
     limit, costs = memory_limit_of(options, cluster), planned.costs(cluster)
     tried = [x for x in (planned.unlimited, planned) if x is not None]
-    checked = (in_pipeline(x, place, limit, costs) for x in tried)
+    places = (place._replace(graph=x.split.stage(place.graph)) for x in tried)
+    checked = (in_pipeline(x, own, limit, costs) for x, own in zip(tried, places, strict=True))
     return next((x for x in checked if x.fits), None)
 
 

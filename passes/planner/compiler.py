@@ -44,7 +44,7 @@ from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import PlannedStep, Report, quickest
 from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
-from autopar.passes.planner.layout_search import LayoutSearch, seconds_of_best
+from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout, asked_layout
 from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.one_mesh import OneMeshBound
@@ -52,6 +52,7 @@ from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
+from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.host_leaves import check_offload

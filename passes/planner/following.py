@@ -11,6 +11,7 @@ from autopar.base.cluster import Cluster, axis_names
 from autopar.base.errors import PlanMismatchError
 from autopar.base.options import Options
 from autopar.base.plan_records import StagePlan
+from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import (
     PlannedStep,
@@ -40,7 +41,7 @@ from autopar.passes.sharding.layout import Layout, describe
 from autopar.passes.sharding.lower import lower
 from autopar.passes.sharding.strategy_graph import StrategyGraph
 from autopar.passes.slicing.slice_stages import one_stage
-from autopar.passes.slicing.stage_graphs import Stages
+from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 from autopar.plans.plan import Plan
 
 NUMBERS_TRIED = 3  # of microbatches, before a batch of another size is planned anew
@@ -144,9 +145,29 @@ def _in_stages(
             f"The plan has {len(plan.stages)} stages, its boundaries make {len(stages.graphs)}.",
             hint="plan again.",
         )
+    graphs = zip(stages.graphs, plan.stages, strict=True)
+    written = tuple(_cast_as_written(stage, x.casts) for stage, x in graphs)
+    stages = dataclasses.replace(stages, graphs=written)
     name = options.schedule if callable(options.schedule) else pipeline.schedule
     meshes, chunks = pipeline.num_meshes, pipeline.num_chunks
     return split, stages, make_schedule(name, meshes, count, num_chunks=chunks)
+
+
+def _cast_as_written(stage: StageGraph, casts: str) -> StageGraph:
+    """A stage that casts its parameters once or in every microbatch.
+
+    Raises:
+      PlanMismatchError: it casts none in every microbatch.
+    """
+    if casts == "once":
+        return stage
+    again = casts_again(stage.step)
+    if again is None:
+        raise PlanMismatchError(
+            "The plan casts parameters in every microbatch, where this program casts none.",
+            hint="plan again.",
+        )
+    return dataclasses.replace(stage, step=again.step)
 
 
 def _each_stage(
@@ -155,7 +176,9 @@ def _each_stage(
     """Every stage as a step of its own, what is written of it, and the options that are for it."""
     graphs = zip(label_batch(stages), plan.stages, strict=True)
     for number, (stage, written) in enumerate(graphs):
-        one = SplitStep(stage.step, populate(stage.graph.jaxpr)) if plan.is_pipeline else split
+        one = split
+        if plan.is_pipeline:
+            one = SplitStep(stage.step, populate(stage.graph.jaxpr), casts=written.casts)
         yield one, written, stage_options(stage, options.of_stage(number))
 
 

@@ -26,7 +26,7 @@ from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.auto_stages import StageSearch
-from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout, quickest
+from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
 from autopar.passes.planner.layouts import (
     ExpectedSeconds,
     StageLayout,
@@ -53,6 +53,11 @@ from autopar.passes.planner.rewritings import (
 )
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
+from autopar.passes.planner.stages_within import (
+    WORTH_PLANNING,
+    StagesPlanner,
+    pipelines_within,
+)
 from autopar.passes.planner.unit_costs import UnitCosts, units_of
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
@@ -63,9 +68,6 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
-STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
-WORTH_PLANNING = 1.02  # times what a pipeline may take: with less, it is not planned
-WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
 class PricedStages(NamedTuple):
@@ -349,6 +351,15 @@ class LayoutSearch:
             return self.known.stages[count]
         return None
 
+    def _planner(self, split: SplitStep) -> StagesPlanner:
+        """What plans stages of a split step."""
+        options, cluster, report, keep = self.options, self.cluster, self.report, self.keep
+
+        def plan(layout: StageLayout) -> list[PlannedStep]:
+            return plan_layout(split, layout, options, cluster, report, keep)
+
+        return StagesPlanner(plan, self.is_long)
+
     def automatic_pipelines(self) -> list[PlannedStep]:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
 
@@ -360,7 +371,7 @@ class LayoutSearch:
             split, stages, first = found
             tried.add(split.num_microbatches)
             if first is not None and first[1] * WORTH_PLANNING < promised:
-                planned = self._within(stages, split, first)
+                planned = pipelines_within(stages, first, self._limit, self._planner(split))
                 made += planned
                 if any(candidate.fits for candidate in planned):
                     promised = first[1]
@@ -368,33 +379,3 @@ class LayoutSearch:
             expected = math.inf if first is None else first[1]
             counts = worth_trying(stages, left, self._limit, expected, promised)
         return made
-
-    def _within(
-        self, stages: StageSearch, split: SplitStep, first: tuple[StageLayout, float]
-    ) -> list[PlannedStep]:
-        """Pipelines of the stages that are found, the `first` ones and with less and less memory.
-
-        The search adds up what layers need, which is not all: until a pipeline fits, or one that
-        fits takes about as long as the search takes the next one to do at the least.
-        """
-        made: list[PlannedStep] = []
-        limit = target = self._limit
-        for tried in range(STAGES_TRIED):
-            found = stages.within(target) if tried else first
-            if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
-                break
-            layout = found[0] if self.is_long else replace(found[0], expected=())
-            options, cluster = self.options, self.cluster
-            planned = plan_layout(split, layout, options, cluster, self.report, self.keep)
-            made += planned
-            if all(candidate.fits for candidate in planned):
-                break
-            most = max(max(candidate.peak_bytes) for candidate in planned)
-            target -= max(most - limit, limit // 50)
-        return made
-
-
-def seconds_of_best(candidates: Sequence[PlannedStep]) -> float:
-    """What a step takes with the quickest that fits; infinite without any."""
-    best = quickest(candidates)
-    return math.inf if best is None else best.step_seconds

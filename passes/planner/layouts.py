@@ -36,6 +36,8 @@ class StageLayout:
       schedule: what these were chosen for; empty if for none of several.
       expected: for every stage, the seconds of a step that it is expected to take on logical
         shapes of its mesh; empty if that is not known.
+      casts: for every stage, whether it is expected to fit only if it casts parameters in every
+        microbatch; empty if that is not known.
     """
 
     boundaries: int | tuple[int, ...] | StageParts
@@ -43,6 +45,7 @@ class StageLayout:
     remat: tuple[bool, ...] = ()
     schedule: str = ""
     expected: tuple[ExpectedSeconds, ...] = ()
+    casts: tuple[bool, ...] = ()
 
     @property
     def is_pipeline(self) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.units import format_bytes
+from autopar.passes.graph.casts_again import CastsAgain, casts_again
 from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes, submesh
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
@@ -105,18 +106,76 @@ def plan_stage(
     options: Options,
     part: Cluster,
     expected: ExpectedSeconds = MappingProxyType({}),
+    casts: bool = False,
 ) -> PlannedStage:
     """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does.
+
+    Where memory binds, also one that casts parameters in every microbatch is looked for.
 
     Args:
       place: its graph, with the batch labelled, and what it has in flight.
       options: method, pins, memory limit, remat and so on.
       part: the devices of its mesh.
       expected: what it is expected to take on logical shapes, where that is known.
+      casts: whether it is expected to fit only if it casts in every microbatch: that is tried
+        first then, and is enough unless all fits on that mesh anyway.
     """
+    again = casts_again(place.graph.step) if casts else None
+    other: PlannedStage | None = None
+    if again is not None:
+        other = _plan_casting(_casting(place, again), options, part, expected, "microbatch")
+        if other.fits and not (free := _free(place, options, part, other.mesh)).fits:
+            return replace(other, unlimited=free)
+    kept = _plan_casting(place, options, part, expected, "once")
+    if kept.fits and kept.unlimited is None:
+        return kept
+    again = again or casts_again(place.graph.step)
+    if again is None or (kept.fits and kept.step_seconds <= _least_casting(kept, again, part)):
+        return kept
+    if other is None:
+        other = _plan_casting(_casting(place, again), options, part, expected, "microbatch")
+    free = kept.unlimited or kept
+    if kept.fits and other.fits:
+        return replace(other, unlimited=free) if other.step_seconds < kept.step_seconds else kept
+    smaller = other.peak.bytes < kept.peak.bytes
+    return replace(other, unlimited=free) if other.fits or (not kept.fits and smaller) else kept
+
+
+def _casting(place: PlaceInPipeline, again: CastsAgain) -> PlaceInPipeline:
+    return place._replace(graph=replace(place.graph, step=again.step))
+
+
+def _free(
+    place: PlaceInPipeline, options: Options, part: Cluster, mesh: tuple[int, ...]
+) -> PlannedStage:
+    """The best plan on a mesh with any memory, of a stage that casts once."""
+    stage = place.graph
+    split = SplitStep(stage.step, populate(stage.graph.jaxpr))
+    search = MeshSearch.of(split, mesh, stage_options(stage, options), part, None, place)
+    return search.attempt(None, search.remats[0])
+
+
+def _least_casting(kept: PlannedStage, again: CastsAgain, part: Cluster) -> float:
+    """What a stage takes at the least that casts parameters in every microbatch.
+
+    Its devices share the casts at the best; all else takes at least what it takes with any memory.
+    """
+    loop = again.step.loop
+    assert loop is not None
+    more = loop.num_microbatches * again.bytes_per_microbatch - again.once_bytes
+    return kept.least_seconds + more / (part.num_devices * part.device.memory_bandwidth)
+
+
+def _plan_casting(
+    place: PlaceInPipeline,
+    options: Options,
+    part: Cluster,
+    expected: ExpectedSeconds,
+    casts: str,
+) -> PlannedStage:
     stage = place.graph
     own = stage_options(stage, options)
-    one = SplitStep(stage.step, populate(stage.graph.jaxpr))
+    one = SplitStep(stage.step, populate(stage.graph.jaxpr), casts=casts)
     meshes = logical_meshes(own, part, stage.graph, of_stage=True)
     candidates = plan_on_any(one, meshes, own, part, place, expected)
     fitting = [c for c in candidates if c.fits] or candidates

@@ -159,6 +159,7 @@ def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:
             layers=(ends[number], ends[number + 1]),
             peak_bytes_per_device=chosen.peak_bytes[homes[number]],
             remat="full" if chosen.remat[number] else "none",
+            casts=p.split.casts,
             runners_up=others,
             seconds_per_gib=seconds_per_gib(p, others),
         )
@@ -206,6 +207,8 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
         notes.append(f"{again} operations run again")
     if any(candidate.remat):
         notes.append(f"remat on {sum(candidate.remat)}")
+    if cast := sum(p.split.casts != "once" for p in candidate.planned):
+        notes.append(f"casts in every microbatch on {cast}")
     if not candidate.fits:
         notes.append("exceeds the memory limit")
     return Candidate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.base.plan_records import OutputCertificate, Recomputation
@@ -14,6 +14,7 @@ from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.traffic import MemoryTraffic
+from autopar.passes.slicing.stage_graphs import StageGraph
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class SplitStep:
 
     `rewriting` says what is written otherwise in its program than in the user's; of a step with
     several loops over the microbatches, `later_loops` says what the later ones do with what earlier
-    ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again.
+    ones computed of a row: "keep" or "recompute". `recomputation` says what is computed again, and
+    `casts` of a stage's whether parameters are cast "once" or in every "microbatch".
     """
 
     step: Microbatched
@@ -32,11 +34,23 @@ class SplitStep:
     rewriting: Rewriting = AS_WRITTEN
     later_loops: str = ""
     recomputation: Recomputation | None = None
+    casts: str = "once"
 
     @property
     def graph(self) -> Graph:
         """All of the program."""
         return self.step.graph
+
+    def stage(self, stage: StageGraph) -> StageGraph:
+        """A stage with this program, where it is the stage's with casts in its loop; else itself.
+
+        The labels are those of the stage.
+        """
+        if self.casts == "once":
+            return stage
+        own = stage.graph
+        graph = Graph(self.graph.jaxpr, own.inputs, own.outputs, own.constants)
+        return replace(stage, step=replace(self.step, graph=graph))
 
     @cached_property
     def traffic(self) -> MemoryTraffic:

@@ -30,6 +30,7 @@ class StageOption:
       remat: whether the forward pass is computed again; the search does not look at it.
       once_seconds: the time that the stage takes once a step (synchronisation, optimizer).
       hidden_seconds: what a microbatch waits beside, while the stage works on another one.
+      casts: whether parameters are cast in every microbatch; the search does not look at it.
     """
 
     seconds: float
@@ -38,6 +39,7 @@ class StageOption:
     remat: bool = False
     once_seconds: float = 0.0
     hidden_seconds: float = 0.0
+    casts: bool = False
 
     def bytes_in_flight(self, microbatches: int) -> int:
         """Bytes per device with so many microbatches in flight."""

@@ -32,7 +32,7 @@ class UnitCost(NamedTuple):
     `forward_seconds` are the part of `seconds` that computing the forward pass again would add,
     `rowless_seconds` the part that is as long with fewer rows of the batch. `bytes_fixed` are there
     all the time, `bytes_working` at the worst moment beside them, `bytes_rowless` of these however
-    few the rows.
+    few the rows. `casts` says whether parameters are cast in every microbatch.
     """
 
     seconds: float
@@ -43,6 +43,7 @@ class UnitCost(NamedTuple):
     bytes_per_microbatch: int
     bytes_working: int
     bytes_rowless: int
+    casts: bool = False
 
     def joined(self, other: UnitCost) -> UnitCost:
         """Both, one after the other."""
@@ -55,6 +56,7 @@ class UnitCost(NamedTuple):
             self.bytes_per_microbatch + other.bytes_per_microbatch,
             max(self.bytes_working, other.bytes_working),
             max(self.bytes_rowless, other.bytes_rowless),
+            self.casts or other.casts,
         )
 
     def with_rows(self, part: float) -> UnitCost:
@@ -74,6 +76,7 @@ class UnitCost(NamedTuple):
             math.floor(self.bytes_per_microbatch * part),
             math.floor(least),
             rowless,
+            self.casts,
         )
 
     @property
@@ -92,7 +95,7 @@ class UnitCost(NamedTuple):
             hidden = transfer.there_and_back if transfer.is_hidden else 0.0
             seconds += transfer.there_and_back - hidden
             busy = max(seconds, transfer.link_seconds)
-            return StageOption(busy, fixed, each, remat, once, hidden)
+            return StageOption(busy, fixed, each, remat, once, hidden, self.casts)
 
         kept = option(self.seconds, fixed, each, False)
         # Computed again: the input stays, and the rest is there for one microbatch at a time.

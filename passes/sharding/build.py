@@ -292,6 +292,11 @@ class _Walk(StrategyGraphBuilder):
         boundaries, entered = list[int | None](), list[Assigned]()
 
         def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
+            if loop and var in loop.stored and (as_it_lies := self.stored(value, var)):
+                env[var] = as_it_lies
+                boundaries.append(as_it_lies.node)
+                entered.append(as_it_lies)
+                return
             if math.prod(aval_shape(var)) <= 1 or var in whole:
                 env[var] = Replicated()
                 boundaries.append(None)
@@ -358,15 +363,6 @@ class _Walk(StrategyGraphBuilder):
             for value in results
         )
         return Entry("scan", eqn, None, None, (), (inner,), (*boundaries,), completions), results
-
-    def completed(self, value: Assigned, var: Var, label: str) -> Assigned:
-        """A loop's sums, completed once for all who read them, or added to others before that."""
-        if not any(layout.partial for layout in value.layouts):
-            return value
-        layouts = self.restriction.boundary_layouts(var, self.mesh, True)
-        node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
-        self.link(value, layouts, node, self.built.nodes[value.node].times)
-        return self.assigned(node, layouts, var)
 
     def cond(
         self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]

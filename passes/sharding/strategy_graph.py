@@ -138,6 +138,23 @@ class StrategyGraphBuilder:
         if is_sum or (weights and not is_carry):
             self.in_background.add(node)
 
+    def stored(self, value: ScopeValue, var: Var) -> Assigned | None:
+        """A value that a loop's body reads as it lies outside; None: it lies in no device."""
+        if not isinstance(value, Assigned) or value.layouts[-1].in_host:
+            return None
+        inner = self.assigned(value.node, value.layouts, var)
+        inner.live.same_as, value.live.last = value, self.built.time
+        return inner
+
+    def completed(self, value: Assigned, var: Var, label: str) -> Assigned:
+        """A loop's sums, completed once for all who read them, or added to others before that."""
+        if not any(layout.partial for layout in value.layouts):
+            return value
+        layouts = self.restriction.boundary_layouts(var, self.mesh, True)
+        node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
+        self.link(value, layouts, node, self.built.nodes[value.node].times)
+        return self.assigned(node, layouts, var)
+
     def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: int) -> int:
         """A node that decides the layout of one value that enters or leaves a scope."""
         layouts = tuple(layouts)

@@ -93,10 +93,21 @@ def test_what_passes_once_a_step_costs_stages_apart() -> None:
 
 def test_more_and_fewer_rows_change_what_holds_rows() -> None:
     """Twice the rows and half of them: the rest is as long, and as large, as before."""
-    assert QUICK.with_rows(0.5) == pytest.approx((0.6, 0.15, 0.2, 0.0, 40, 5, 10, 8))
+    assert QUICK.with_rows(0.5) == pytest.approx((0.6, 0.15, 0.2, 0.0, 40, 5, 10, 8, False))
     assert QUICK.with_rows(0.25).bytes_working == 8
     assert QUICK.with_rows(2.0).seconds == pytest.approx(1.8)
     assert QUICK.with_rows(2.0).bytes_working == 32
+
+
+def test_the_best_stages_on_submeshes_of_one_size() -> None:
+    found = search(4, (QUICK,) * 4, (SMALL,) * 4)
+    best = found.within(10_000)
+    equal = found.of_equal_devices(10_000)
+    assert best is not None and equal
+    assert [seconds for _, seconds in equal] == sorted(seconds for _, seconds in equal)
+    for layout, seconds in equal:
+        assert len(set(layout.devices)) == 1 and seconds >= best[1]
+    assert not found.of_equal_devices(10_000, at_most=equal[0][1] / 2)
 
 
 def test_stages_that_take_too_long_are_not_found() -> None:
