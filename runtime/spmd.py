@@ -27,11 +27,12 @@ from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import HOST_COPIES, ReshardStep
-from autopar.passes.sharding.run_order import Tie, ties
+from autopar.passes.sharding.run_order import Tie, sums_after_ties, ties
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
     Compute,
+    Instruction,
     Loop,
     Relayout,
     ShardedValue,
@@ -102,16 +103,18 @@ class _Device:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         waiting = ties(block, self.mesh, self.rules.keeps_order)
         orders = turned_sums(block) if self.rules.turns_sums else {}
+        postponed = sums_after_ties(block, waiting)
+        later: dict[int, list[int]] = {}
+        for number, after in postponed.items():
+            later.setdefault(after, []).append(number)
         for number, instruction in enumerate(block.instructions):
             if number in waiting:
                 self.wait(env, waiting[number])
+            for place in later.get(number, ()):
+                self.move(env, block.instructions[place], orders.get(place))
             if isinstance(instruction, Relayout):
-                value = self.read(env, instruction.source)
-                if number in orders:
-                    value = self.turned(instruction, value, orders[number])
-                else:
-                    value = self.relayout(instruction, value)
-                env[instruction.target] = value
+                if number not in postponed:
+                    self.move(env, instruction, orders.get(number))
             elif isinstance(instruction, Compute):
                 self.compute(env, instruction)
             elif isinstance(instruction, Loop):
@@ -119,6 +122,14 @@ class _Device:
             else:
                 self.branch(env, instruction)
         return [self.read(env, version) for version in block.outputs]
+
+    def move(self, env: Env, instruction: Instruction, order: tuple[int, ...] | None) -> None:
+        assert isinstance(instruction, Relayout)
+        value = self.read(env, instruction.source)
+        if order is None:
+            env[instruction.target] = self.relayout(instruction, value)
+        else:
+            env[instruction.target] = self.turned(instruction, value, order)
 
     def wait(self, env: Env, tie: Tie) -> None:
         values = [tie.operand, *tie.results]

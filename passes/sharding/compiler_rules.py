@@ -16,9 +16,9 @@ values that were planned to be there. None is a fitted factor.
   units, nearly the greater of both. XLA's own table has the cycles of each operation (`CYCLES`). A
   tanh takes longer than the write and the read of a bfloat16, an exp does not; an erfc (BERT's
   GELU) is some 150 operations, dropout's random bits some 130: both are kept, and so is what an
-  erfc is of. Readers are counted one by one, though XLA may have made one kernel of several: so a
-  logistic after a group norm is counted as kept, which it is where blocks are computed again
-  (`jax.checkpoint`), and is not elsewhere (a U-Net is planned a fifth too large).
+  erfc is of. What one instruction alone reads is computed in that one's kernel, so readers are
+  kernels: counted one by one, a logistic after a group norm would be written for several that are
+  one (a U-Net was planned a quarter too large).
 - Products, convolutions, sorts and loops read buffers. A gather, a scatter and a slice's update
   take in what makes their indices and updates.
 - Reshapes and transposes that products read are the same buffer: products take operands in any

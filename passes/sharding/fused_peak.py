@@ -25,7 +25,7 @@ from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.reshard import adding
-from autopar.passes.sharding.run_order import products_left, ties
+from autopar.passes.sharding.run_order import products_left, sums_after_ties, ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -146,7 +146,11 @@ class _Moments:
         }
         self.early: dict[int, list[ShardedValue]] = defaultdict(list)  # by when they may be there
         made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
-        for time, tie in ties(block, mesh, rules.keeps_order).items():
+        waiting = ties(block, mesh, rules.keeps_order)
+        for time, after in sums_after_ties(block, waiting).items():
+            for value in self.held.read_by(reads(block.instructions[time])):
+                self.last[value] = max(self.last.get(value, 0), after)
+        for time, tie in waiting.items():
             for value in self.held.read_by(tie.sources):
                 self.last[value] = max(self.last.get(value, 0), time)
             instruction = block.instructions[time]

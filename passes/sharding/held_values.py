@@ -119,15 +119,17 @@ def held_values(
     chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
     work: dict[V, int] = {}  # cycles of its last operation, for all elements
 
+    joined = _kernels_reading(program, readers, refusing, root, rules)
+
     def is_quicker_again(value: V, sources: frozenset[V], chain: frozenset[V]) -> bool:
         size, spent = num_bytes(value), sum(map(work.__getitem__, chain))
         kept = kernel_seconds(spent, sum(map(num_bytes, sources)) + size)
         again = 0.0
-        for reader in readers[value]:
+        for reader, operands in joined(value):
             beside: set[V] = set()
-            for other in reader.operands:
-                if other is not None and root(other) != value:
-                    beside |= roots.get(root(other), frozenset())
+            for other in operands:
+                if other != value:
+                    beside |= roots.get(other, frozenset())
             own = 0 if reader.eqn is None else cycles(reader.eqn)
             own *= max((num_elements(v) for v in (value, *reader.results)), default=0)
             moved = sum(map(num_bytes, beside)) + sum(map(num_bytes, reader.results))
@@ -187,6 +189,36 @@ def _read_through_parts(
             through = [reader for v in made.results for reader in readers[root(v)]]
             for value in {root(v) for v in made.operands if v is not None}:
                 readers[value] = [x for x in readers[value] if x is not made] + through
+
+
+def _kernels_reading(
+    program: Sequence[InstructionValues[V]],
+    readers: Mapping[V, list[InstructionValues[V]]],
+    refusing: Collection[V],
+    root: Callable[[V], V],
+    rules: CompilerRules,
+) -> Callable[[V], list[tuple[InstructionValues[V], set[V]]]]:
+    """The kernels that read a value, each with all that it reads.
+
+    What one instruction alone reads is computed in that one's kernel.
+    """
+    kernel: dict[int, InstructionValues[V]] = {}
+    reads: dict[int, set[V]] = {}
+    for made in reversed(program):
+        last = made
+        if len(made.results) == 1 and made.eqn is not None and rules.may_be_fused(made.eqn):
+            value = root(made.results[0])
+            own = {id(kernel[id(x)]): kernel[id(x)] for x in readers[value] if id(x) in kernel}
+            if len(own) == 1 and value not in refusing:
+                (last,) = own.values()
+        kernel[id(made)] = last
+        reads.setdefault(id(last), set()).update(root(v) for v in made.operands if v is not None)
+
+    def found(value: V) -> list[tuple[InstructionValues[V], set[V]]]:
+        kernels = {id(kernel[id(x)]): kernel[id(x)] for x in readers[value]}
+        return [(last, reads[id(last)]) for last in kernels.values()]
+
+    return found
 
 
 def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> bool:

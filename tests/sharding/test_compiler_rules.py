@@ -59,6 +59,12 @@ def test_what_takes_long_is_kept() -> None:
     assert "tanh" in kept(jax.nn.gelu)
 
 
+def test_those_who_read_in_one_kernel_count_once() -> None:
+    # Several operations read the logistic, all of them in the product's one operand.
+    names = kept(lambda x: (lambda y: x * y + jnp.square(y) - y * jnp.sin(x))(jax.nn.sigmoid(x)))
+    assert "logistic" not in names
+
+
 def test_the_argument_of_an_expansion_is_kept() -> None:
     names = kept(lambda x: jax.nn.gelu(x, approximate=False))
     assert "erfc" in names

@@ -13,8 +13,8 @@ import pytest
 import autopar
 from autopar.passes.sharding import run_order
 from autopar.passes.sharding.compiler_rules import CPU, RULES
-from autopar.passes.sharding.run_order import ties
-from autopar.passes.sharding.spmd_program import Relayout
+from autopar.passes.sharding.run_order import sums_after_ties, ties
+from autopar.passes.sharding.spmd_program import Relayout, reads
 from sharding.steps import compiled, graph_of, shaped, sharded
 
 WIDTH, DEPTH = 16, 4
@@ -83,3 +83,46 @@ def test_a_reduction_with_two_results(small: None) -> None:
 
     program = sharded(compiled(graph_of(step, LAYER["in"], SHAPES[1]), microbatches=1))
     assert ties(program.block, program.mesh)
+
+
+def convolutions(weights: Any, x: Any) -> Any:
+    def loss_fn(weights: Any) -> Any:
+        y = x
+        for name in sorted(weights):
+            filters = weights[name]
+            numbers = jax.lax.conv_dimension_numbers(
+                y.shape, filters.shape, ("NHWC", "HWIO", "NHWC")
+            )
+            y = jnp.tanh(
+                jax.lax.conv_general_dilated(y, filters, (1, 1), "SAME", None, None, numbers)
+            )
+        return jnp.mean(jnp.square(y))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+FILTERS = ({f"layer_{i}": shaped(3, 3, 8, 8) for i in range(DEPTH)}, shaped(16, 8, 8, 8))
+
+
+def test_a_gradient_is_added_after_what_waits_for_it() -> None:
+    program = sharded(compiled(graph_of(convolutions, *FILTERS), method="zero3", microbatches=1))
+    waiting = ties(program.block, program.mesh)
+    postponed = sums_after_ties(program.block, waiting)
+    assert postponed
+    for number, after in postponed.items():
+        instruction = program.block.instructions[number]
+        assert isinstance(instruction, Relayout)
+        assert number < after and instruction.source in waiting[after].results
+        between = program.block.instructions[number + 1 : after]
+        assert all(instruction.target not in reads(x) for x in between)
+
+
+def test_the_numbers_of_convolutions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
+    random = np.random.default_rng(0)
+    filters, x = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), FILTERS)
+    wanted = jax.jit(convolutions)(filters, x)
+    step = autopar.compile(convolutions, filters, x, method="zero3", microbatches=1)
+    found = step(filters, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
