@@ -146,7 +146,9 @@ class _CastingBody:
             read = [v for v in dict.fromkeys(variables(eqn.invars)) if v in self.outer]
             if read:
                 there = [v for v in variables(eqn.invars) if made_in.get(v) == task]
-                env = {v: self.cast(self.outer[v], task, there[:1], eqn) for v in read}
+                env: dict[Var, Atom] = {v: v for v in there[:1]}
+                casts = {v: self.cast(self.outer[v], task, env, eqn) for v in read}
+                env.update(casts)
                 eqn = eqn.replace(invars=[read_atom(env, atom) for atom in eqn.invars])
             self.add(eqn, task)
             made_in.update(dict.fromkeys(eqn.outvars, task))
@@ -155,12 +157,19 @@ class _CastingBody:
         self.eqns.append(eqn)
         self.tasks.append(task)
 
-    def cast(self, var: Var, task: Task, there: Sequence[Var], reader: JaxprEqn) -> Var:
+    def cast(self, var: Var, task: Task, there: dict[Var, Atom], reader: JaxprEqn) -> Var:
         """A cast in a task, made there if it is not yet.
 
         Where a stage computes its forward pass again, that is one program with the backward pass.
         A barrier, which what is `there` for the reader passes as well, keeps the casts of both
-        apart, and each near its readers.
+        apart, and each near its readers. The reader reads what has passed: XLA takes out of a
+        barrier what nobody reads after it.
+
+        Args:
+          var: the cast, outside of the loop.
+          task: that reads it.
+          there: what the reader reads that the task made, and what stands for it after barriers.
+          reader: the equation.
         """
         if (task, var) not in self.made:
             chain = self.chains[var]
@@ -171,9 +180,11 @@ class _CastingBody:
             value = self.inner[leaf]
             if task != self.loop.tasks[0]:
                 eqns: list[JaxprEqn] = []
-                passed, *_ = passed_by_barrier([value, *there], reader.source_info, eqns)
+                atoms = [value, *there.values()]
+                passed, *others = passed_by_barrier(atoms, reader.source_info, eqns)
                 assert isinstance(passed, Var)
                 value = passed
+                there.update(zip(there, others, strict=True))
                 self.add(eqns[0], task)
             for eqn in chain:
                 out = jax_compat.new_var(eqn.outvars[0].aval)
