@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage is rare while a program is planned.
+"""Python's search for cyclic garbage is rare while a program is traced and planned.
 
 A plan of a large model makes millions of small objects that all live until it is made, with hardly
 a cycle among them. CPython looks through all of them again and again, as often as their number has

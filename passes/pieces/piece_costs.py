@@ -187,9 +187,14 @@ def _wiring(block: Block) -> tuple[object, ...]:
 
 
 def temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
-    """Bytes per device that a piece needs beside what it reads and writes."""
+    """Bytes per device that a piece needs beside what it reads and writes; found once."""
     block = piece.block
-    block = replace(block, outputs=tuple(v for v in block.outputs if not is_literal(v)))
-    worst = peak(replace(program, block=block), {}, [False] * len(block.inputs))
-    held = sum(local_bytes(v, program.mesh) for v in {*block.inputs, *block.outputs})
-    return max(worst.bytes - held, 0)
+    outputs = tuple(v for v in block.outputs if not is_literal(v))
+    held = frozenset((*block.inputs, *outputs))
+    key = frozenset(outputs), held, tuple(map(id, block.instructions))
+    if key not in program.temporaries:
+        block = replace(block, outputs=outputs)
+        worst = peak(replace(program, block=block), {}, [False] * len(block.inputs))
+        inside = max(worst.bytes - sum(local_bytes(v, program.mesh) for v in held), 0)
+        program.temporaries[key] = inside, block.instructions  # which live, with their ids
+    return program.temporaries[key][0]

@@ -110,7 +110,8 @@ class StageSearch:
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
             priced[size] = costs.ways(size, longest)
             least = costs.least_that_fits(size, priced[size])
-            if math.isinf(least) and (again := _casting_again(units)) is not None:
+            may_cast = math.isinf(least) and costs.may_take(size, longest)
+            if may_cast and (again := _casting_again(units)) is not None:
                 report(f"costs of layers that cast in every microbatch on {size} devices")
                 casting = casting or UnitCosts(again, options, cluster, split.num_microbatches)
                 ways = casting.ways(size, longest)

@@ -286,7 +286,13 @@ def sliced(
     split: SplitStep, boundaries: Boundaries, *, split_backward: bool
 ) -> tuple[SplitStep, Stages]:
     """A step in stages, with the step as it was cut for them."""
-    stages = slice_stages(split.step, split.rules, boundaries, split_backward=split_backward)
+    stages = slice_stages(
+        split.step,
+        split.rules,
+        boundaries,
+        split_backward=split_backward,
+        known=split.layers,
+    )
     return replace(split, step=stages.whole, rules=stages.rules), stages
 
 

@@ -17,6 +17,7 @@ from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
     HOPELESS,
+    LARGE_PROBLEM,
     Allowed,
     MeshSearch,
     PlaceInPipeline,
@@ -127,7 +128,7 @@ def plan_stage(
         if other.fits and not (free := _free(place, options, part, other.mesh)).fits:
             return replace(other, unlimited=free)
     kept = _plan_casting(place, options, part, expected, "once")
-    if kept.fits and kept.unlimited is None:
+    if kept.fits and (kept.unlimited is None or _is_enough(kept, expected)):
         return kept
     again = again or casts_again(place.graph.step)
     if again is None or (kept.fits and kept.step_seconds <= _least_casting(kept, again, part)):
@@ -139,6 +140,13 @@ def plan_stage(
         return replace(other, unlimited=free) if other.step_seconds < kept.step_seconds else kept
     smaller = other.peak.bytes < kept.peak.bytes
     return replace(other, unlimited=free) if other.fits or (not kept.fits and smaller) else kept
+
+
+def _is_enough(planned: PlannedStage, expected: ExpectedSeconds) -> bool:
+    """Whether a large stage takes hardly more than what is expected of it, however it casts."""
+    promised = min(expected.values(), default=0.0)
+    large = len(planned.built.nodes) > LARGE_PROBLEM
+    return large and planned.step_seconds <= ENOUGH_OF_LARGE * promised < math.inf
 
 
 def _casting(place: PlaceInPipeline, again: CastsAgain) -> PlaceInPipeline:

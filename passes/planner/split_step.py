@@ -14,6 +14,7 @@ from autopar.passes.sharding.batch_dims import BatchDims, batch_dims
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.scope_memory import ScopeBuffers
 from autopar.passes.sharding.traffic import MemoryTraffic
+from autopar.passes.slicing.slice_stages import LayersOfStep, find_layers
 from autopar.passes.slicing.stage_graphs import StageGraph
 
 
@@ -61,6 +62,15 @@ class SplitStep:
     def dims(self) -> BatchDims:
         """Where the batch is."""
         return batch_dims(self.graph, self.rules)
+
+    @cached_property
+    def layers(self) -> LayersOfStep:
+        """The layers of its loop over microbatches.
+
+        Raises:
+          OptionError: it has none.
+        """
+        return find_layers(self.step, self.rules)
 
     def buffers(self, device: str) -> ScopeBuffers:
         """Which of its values are buffers on a kind of device."""

@@ -37,7 +37,7 @@ from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
 from autopar.passes.sharding.spmd_program import Block, Loop
-from autopar.passes.slicing.slice_stages import find_layers, slice_stages
+from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
@@ -75,14 +75,14 @@ class _FreeWays(NamedTuple):
 def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
     """A step cut into units, a stage each; None where it cannot be cut."""
     try:
-        layers = find_layers(split.step, split.rules).layers
+        layers = split.layers.found.layers
     except OptionError:
         return None
     starts = unit_starts([layer.digest for layer in layers])
     if len(starts) < 2:
         return None
     report(f"slicing into {len(starts)} layers")
-    return slice_stages(split.step, split.rules, starts[1:])
+    return slice_stages(split.step, split.rules, starts[1:], known=split.layers)
 
 
 class UnitCosts:
@@ -142,6 +142,11 @@ class UnitCosts:
         """What a step takes in equal stages that fit, in the best of some ways; else infinite."""
         tried = (self._in_equal_stages(size, way) for _, way in ways)
         return min((x.seconds for x in tried if x and x.bytes <= self._limit), default=math.inf)
+
+    def may_take(self, size: int, longest: float) -> bool:
+        """Whether equal stages of so many devices take at most so long, with any memory."""
+        free = self._free_ways(size)
+        return any(self._evenly(size, joined(way)) <= longest for way in free.ways.values())
 
     def _in_equal_stages(self, size: int, way: Way) -> EqualStages | None:
         stages, left = divmod(self._cluster.num_devices, size)

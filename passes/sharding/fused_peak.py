@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
@@ -110,6 +111,7 @@ class _Moments:
     ) -> None:
         self.mesh, self.rules, self.slices = mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
+        self.plain_size = cache(partial(local_bytes, mesh=mesh))
         self.convolved = convolved_shapes(block.instructions, mesh) if rules.has_tiles else {}
         self.entering = set(block.inputs)
         self.constants = filling_numbers(block.instructions, rules)
@@ -166,9 +168,6 @@ class _Moments:
         if value not in self.sizes:
             self.sizes[value] = self._bytes(value)
         return self.sizes[value]
-
-    def plain_size(self, value: ShardedValue) -> int:
-        return local_bytes(value, self.mesh)
 
     def _bytes(self, value: ShardedValue) -> int:
         plain = self.plain_size(value)

@@ -72,7 +72,11 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> tu
 
 def cuts_product(layout: Layout, mesh: Sequence[int]) -> int:
     """Into how many parts the value is cut."""
-    return math.prod(num_parts(axes, mesh) for axes in layout.dims)
+    parts = 1
+    for axes in layout.dims:
+        for axis in axes:
+            parts *= mesh[axis]
+    return parts
 
 
 def divides(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> bool:

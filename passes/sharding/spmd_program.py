@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.microbatched import Task
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules
-from autopar.passes.sharding.layout import Layout, describe, local_shape
+from autopar.passes.sharding.layout import Layout, cuts_product, describe
 from autopar.passes.sharding.reshard import ReshardStep, adding
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 
@@ -147,6 +147,11 @@ class SpmdProgram:
     rules: CompilerRules = RULES[CPU]
     overlapped: bool = False
 
+    @cached_property
+    def temporaries(self) -> dict[Hashable, tuple[int, tuple[Instruction, ...]]]:
+        """What blocks of it need inside, as far as that was asked for (`temporary_bytes`)."""
+        return {}
+
     def __str__(self) -> str:
         # Short, stable names for variables, in the order in which they are printed.
         names: dict[Atom, str] = defaultdict(lambda: f"v{len(names)}")
@@ -228,5 +233,5 @@ def part_bytes(version: ShardedValue, mesh: Sequence[int]) -> int:
     """Bytes of a device's part of a version, in its own memory or in that of its host."""
     if is_literal(version):
         return 0
-    shape = local_shape(aval_shape(version.atom), version.layout, mesh)
-    return math.prod(shape) * itemsize(version.atom.aval)
+    aval = version.atom.aval
+    return math.prod(aval.shape) // cuts_product(version.layout, mesh) * itemsize(aval)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from autopar.passes.graph.graph import makers_of, variables
 from autopar.passes.graph.microbatched import Microbatched
@@ -31,8 +32,20 @@ from autopar.passes.slicing.stage_graphs import (
 from autopar.passes.slicing.transfers import find_exchange
 
 
+class LayersOfStep(NamedTuple):
+    """A microbatched program taken apart, and the layers of its loop."""
+
+    parts: Anatomy
+    found: Layers
+
+
 def slice_stages(
-    step: Microbatched, rules: Rules, stages: Boundaries, *, split_backward: bool = False
+    step: Microbatched,
+    rules: Rules,
+    stages: Boundaries,
+    *,
+    split_backward: bool = False,
+    known: LayersOfStep | None = None,
 ) -> Stages:
     """Cut a microbatched program into pipeline stages.
 
@@ -42,6 +55,7 @@ def slice_stages(
       stages: how many stages, which then have about the same FLOPs; or boundaries in layers; or
         what each stage has.
       split_backward: whether weight gradients are a task of their own, W: no stage waits for it.
+      known: what `find_layers` found of the same program, if that is known.
 
     Returns:
       The stages' graphs, which together compute what `step` computes: bit for bit, except that the
@@ -52,13 +66,15 @@ def slice_stages(
       OptionError: the program has no loop over microbatches, or fewer layers than stages, or
         the boundaries are out of order or out of range.
     """
-    parts = dissect(split_conditionals(step))
+    parts = known.parts if known else dissect(split_conditionals(step))
     if split_backward:
         step = split_backward_scans(parts)
         if step is not parts.step:
-            rules = populate(step.graph.jaxpr)
+            rules, known = populate(step.graph.jaxpr), None
             parts = dissect(step)
-    found = layers_of(parts, rules, at_least=number_of_stages(stages))
+    enough = known is not None and len(known.found.layers) >= number_of_stages(stages)
+    found = known.found if known and enough else None
+    found = found or layers_of(parts, rules, at_least=number_of_stages(stages))
     boundaries = boundaries_of(found, stages)
     parts, rules, cut_of, leaves, results = _cut(parts, rules, found, boundaries)
     whole = parts
@@ -82,13 +98,14 @@ def slice_stages(
     )
 
 
-def find_layers(step: Microbatched, rules: Rules) -> Layers:
+def find_layers(step: Microbatched, rules: Rules) -> LayersOfStep:
     """The layers of a microbatched program's loop, as `slice_stages` finds them.
 
     Raises:
       OptionError: the program has no loop over microbatches.
     """
-    return layers_of(dissect(split_conditionals(step)), rules)
+    parts = dissect(split_conditionals(step))
+    return LayersOfStep(parts, layers_of(parts, rules))
 
 
 def one_stage(step: Microbatched, rules: Rules) -> Stages:

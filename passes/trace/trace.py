@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 
 from autopar.base.errors import BatchArgumentError, OptionError, TraceError
+from autopar.base.rare_collections import rare_collections
 from autopar.passes.graph import graph as graphs
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.counted_indices import with_batches
@@ -134,7 +135,7 @@ def trace(
     # The function is traced under its own name and argument names, for JAX's error messages.
     args_, kwargs_ = signature.arguments(signature.shapes, seal=Sealed)
     name, arguments = _name_of(fn), tuple(arguments_of(convention, args, kwargs))
-    with watched() as watch:
+    with watched() as watch, rare_collections():
         try:
             closed = on_logical_shapes(
                 lambda: jax.make_jaxpr(on_arrays)(*args_, **kwargs_),
@@ -159,11 +160,12 @@ def trace(
     shaped = tuple(next(avals) if is_traced else None for is_traced in traced)
     unlabelled = [graphs.Input(path, "other") for a in arguments for _, path, _ in a.arrays()]
     try:
-        whole = without_shard_maps(graphs.flatten(closed))
+        with rare_collections():
+            whole = without_shard_maps(graphs.flatten(closed))
+            graph = with_batches(graphs.from_closed_jaxpr(whole, unlabelled, ()))
     except TraceError as error:  # no line of the function's: it is itself a jax.pmap
         error.where = error.where or _where(fn)
         raise
-    graph = with_batches(graphs.from_closed_jaxpr(whole, unlabelled, ()))
     if donate_argnums == "auto":
         donate_argnums = jax_compat.jit_arguments(fn).donate_argnums or "auto"
     donated = _positions(donate_argnums, convention, len(args))
