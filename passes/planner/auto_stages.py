@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
@@ -105,18 +105,24 @@ class StageSearch:
                 once[link.source, link.target] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
         priced, longest = {}, math.inf
-        casting: UnitCosts | None = None
+
+        @cache
+        def casting() -> UnitCosts | None:
+            again = _casting_again(units)
+            if again is None:
+                return None
+            return UnitCosts(again, options, cluster, split.num_microbatches)
+
         for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
             priced[size] = costs.ways(size, longest)
             least = costs.least_that_fits(size, priced[size])
             may_cast = math.isinf(least) and costs.may_take(size, longest)
-            if may_cast and (again := _casting_again(units)) is not None:
+            if may_cast and (other := casting()) is not None:
                 report(f"costs of layers that cast in every microbatch on {size} devices")
-                casting = casting or UnitCosts(again, options, cluster, split.num_microbatches)
-                ways = casting.ways(size, longest)
+                ways = other.ways(size, longest)
                 more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
-                least = casting.least_that_fits(size, more)
+                least = other.least_that_fits(size, more)
                 priced[size] = [*priced[size], *more]
             longest = min(longest, LONGER * least)
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
