@@ -72,9 +72,10 @@ def slice_stages(
         if step is not parts.step:
             rules, known = populate(step.graph.jaxpr), None
             parts = dissect(step)
-    enough = known is not None and len(known.found.layers) >= number_of_stages(stages)
-    found = known.found if known and enough else None
-    found = found or layers_of(parts, rules, at_least=number_of_stages(stages))
+    if known is not None and len(known.found.layers) >= number_of_stages(stages):
+        found = known.found
+    else:
+        found = layers_of(parts, rules, at_least=number_of_stages(stages))
     boundaries = boundaries_of(found, stages)
     parts, rules, cut_of, leaves, results = _cut(parts, rules, found, boundaries)
     whole = parts

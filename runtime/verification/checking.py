@@ -197,20 +197,19 @@ def _stages(
             planned[number],
             peaks[stage.mesh],
             limit,
-            () if plan.is_pipeline else _planned_buffers(plan, runnable, graph),
+            () if plan.is_pipeline else _planned_buffers(runnable, graph, target),
         )
         for number, stage in enumerate(plan.stages)
     )
 
 
-def _planned_buffers(plan: Plan, runnable: Runnable, graph: Graph) -> tuple[PlannedBuffer, ...]:
+def _planned_buffers(runnable: Runnable, graph: Graph, target: Target) -> tuple[PlannedBuffer, ...]:
     """The largest values at the worst moment of a step on one mesh, those alike as one."""
     (program,) = runnable.pieces.programs
     donated = [label.donated for label in graph.inputs]
     inputs = {v.atom: "an argument" for v in program.block.inputs}
     names = {v: x for v, x in inputs.items() if isinstance(v, Var)}
-    memory = Cluster.from_dict(plan.cluster).device.program_bytes
-    found = peak(program, names, donated, memory)
+    found = peak(program, names, donated, target.memory_bytes)
     counts = Counter((size, label) for label, size in found.alive)
     made = (PlannedBuffer(*key, count) for key, count in counts.items())
     return tuple(sorted(made, key=lambda x: (-x.bytes * x.count, x.label)))

@@ -56,14 +56,19 @@ def test_weight_gradients_and_their_sums_are_waited_for(small: None) -> None:
     assert any(value.layout.partial for value in waited), "products of weights' gradients"
 
 
-def test_the_numbers_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_in_order(monkeypatch: pytest.MonkeyPatch, fn: Any, shapes: Any) -> None:
+    """A step that is run in the order of its barriers computes what `jax.jit` does."""
     monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
     random = np.random.default_rng(0)
-    weights, x = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), SHAPES)
-    wanted = jax.jit(train_step)(weights, x)
-    step = autopar.compile(train_step, weights, x, method="zero3", microbatches=1)
+    weights, x = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), shapes)
+    wanted = jax.jit(fn)(weights, x)
+    step = autopar.compile(fn, weights, x, method="zero3", microbatches=1)
     found = step(weights, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_the_numbers_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_in_order(monkeypatch, train_step, SHAPES)
 
 
 def test_a_reduction_with_two_results(small: None) -> None:
@@ -119,10 +124,4 @@ def test_a_gradient_is_added_after_what_waits_for_it() -> None:
 
 
 def test_the_numbers_of_convolutions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], keeps_order=True))
-    random = np.random.default_rng(0)
-    filters, x = jax.tree.map(lambda s: random.normal(size=s.shape).astype(s.dtype), FILTERS)
-    wanted = jax.jit(convolutions)(filters, x)
-    step = autopar.compile(convolutions, filters, x, method="zero3", microbatches=1)
-    found = step(filters, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+    check_in_order(monkeypatch, convolutions, FILTERS)
