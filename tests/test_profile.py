@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,16 @@ from bare_schedules import simulate_schedule
 import autopar
 from autopar.base.cluster import Cluster
 from autopar.base.errors import DonatedBufferError, TraceError
-from autopar.passes.pipeline.instructions import Accumulate, Buffer, Recv, Reshard, Run
+from autopar.passes.pipeline.instructions import (
+    Accumulate,
+    Buffer,
+    PipelineProgram,
+    Recv,
+    Reshard,
+    Run,
+    Send,
+)
 from autopar.passes.pipeline.simulate import simulate
-from autopar.passes.pipeline.timeline import Timeline
 from autopar.passes.schedules.make import make_schedule
 from autopar.profile import Profile
 from autopar.runtime.event_times import Times, alone, events, in_line, together
@@ -100,33 +106,48 @@ def assert_sound(profile: Profile) -> None:
     assert profile.step_seconds > 0 and profile.expected.step_seconds > 0
 
 
-def swapped(expected: Timeline, ready: Mapping[tuple[int, int], float]) -> list[Any]:
-    """Pairs of runs that were done in another order than expected, by more than 15% of the step."""
-    runs = [e for e in expected.events if isinstance(expected.instruction(e), Run)]
-    margin = 0.15 * expected.step_seconds
-    return [
-        (expected.instruction(a).label, expected.instruction(b).label)
-        for a in runs
-        for b in runs
-        if a.end + margin < b.end and ready[a.mesh, a.index] >= ready[b.mesh, b.index]
-    ]
+def needed(program: PipelineProgram) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    """Pairs of runs of which the second cannot begin before the first has ended."""
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    of_buffer: dict[tuple[int, Buffer], set[tuple[int, int]]] = {}
+    sent: dict[int, set[tuple[int, int]]] = {}
+    for place in program.order:
+        mesh, instruction = place[0], program.meshes[place[0]][place[1]]
+        if isinstance(instruction, Send):
+            sent[instruction.tag] = set().union(
+                *(of_buffer.get((mesh, b), set()) for b in instruction.buffers)
+            )
+            continue
+        found = set().union(*(of_buffer.get((mesh, b), set()) for b in instruction.reads))
+        if isinstance(instruction, Recv):
+            found |= sent[instruction.tag]
+        if isinstance(instruction, Run):
+            before[place] = set(found)
+            found.add(place)
+        for buffer in instruction.writes:
+            of_buffer[mesh, buffer] = found
+    return {(first, place) for place, found in before.items() for first in found}
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_the_simulation_has_the_order_of_the_real_run(devices: int) -> None:
-    """Also when a mesh is one device, and programs of both meshes share the cores."""
+    """What needs another ends after it in both, also where programs of both meshes share cores."""
     step = compiled(devices)
     profile = step.profile(make_state(), make_batch())
     assert_sound(profile)
     inner = pipeline_step(step)
     assert in_line(inner) == (() if devices == 2 else (0, 1))
-    times = together(inner, inner.place(*leaves(step)))
-    assert swapped(profile.expected, times.ready) == []
+    program = profile.timeline.program
+    pairs = needed(program)
+    assert any(first[0] != second[0] for first, second in pairs)
+    for timeline in (profile.expected, profile.timeline):
+        at = {(e.mesh, e.index): e for e in timeline.events}
+        assert [p for p in pairs if at[p[0]].end > at[p[1]].start + 1e-9] == []
     if devices == 4:  # one queue for all: no choice is left to the clock
         assert profile.expected.run_order == profile.timeline.run_order
-        queued = [p for p in profile.timeline.program.order if p in times.ready]
-        queued = [p for p in queued if isinstance(profile.timeline.program.meshes[p[0]][p[1]], Run)]
-        assert len(queued) == len(profile.timeline.run_order)
+    ready = together(inner, inner.place(*leaves(step))).ready
+    seen = [p for p in ready if isinstance(program.meshes[p[0]][p[1]], Run)]
+    assert len(seen) == len(profile.timeline.run_order)
 
 
 def leaves(step: autopar.Executable, width: int = WIDTH) -> tuple[list[Any], list[Any]]:
