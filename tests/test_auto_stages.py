@@ -74,6 +74,7 @@ def test_the_chosen_stages_compute_the_same(make: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_stages_are_chosen_anew_for_memory() -> None:
     """With less memory there are other stages; then nothing."""
     arguments = (train_step, init_apart(jax.random.key(0)), *BATCH)
@@ -147,6 +148,7 @@ def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> 
     assert long.estimates == short.estimates
 
 
+@pytest.mark.usefixtures("no_remedies")
 @pytest.mark.parametrize("method", ["data", "zero3"])
 def test_a_long_program_is_refused_for_about_the_same_bytes(
     method: str, monkeypatch: pytest.MonkeyPatch

@@ -146,6 +146,7 @@ def casts_of(plan: autopar.Plan) -> list[str]:
     return [stage.casts for stage in plan.stages]
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_memory_decides_where_parameters_are_cast(tmp_path: Path) -> None:
     free = planned(None)
     need = free.estimates.peak_bytes_per_device

@@ -20,6 +20,8 @@ from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.stage_shardings import PlannedStage
 
+pytestmark = pytest.mark.usefixtures("no_remedies")
+
 CLUSTER = autopar.Cluster.preset("p3.16xlarge")
 ROWS, WIDTH = 32, 16
 

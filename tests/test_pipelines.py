@@ -303,6 +303,7 @@ def test_every_piece_is_compiled_and_readable() -> None:
 # Bad input.
 
 
+@pytest.mark.usefixtures("no_remedies")
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

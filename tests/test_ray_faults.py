@@ -193,7 +193,8 @@ def test_a_stage_that_computes_without_end(ray_cluster: None, tmp_path: Path, lo
     state = {"layers": init(), "endless": jnp.int32(0)}
     step = autopar.compile(
         endless_step, state, BATCH, stages=2, microbatches=4, method="data",
-        cluster=autopar.Cluster.preset("cpu", devices_per_node=4), runtime=autopar.Ray(deadline=4),
+        # A device each: all of them compute until the actors are ended.
+        cluster=autopar.Cluster.preset("cpu", devices_per_node=2), runtime=autopar.Ray(deadline=3),
     )  # fmt: skip
     assert isinstance(step, RayExecutable)
     state, (_, rounds) = step(state, BATCH)
@@ -272,7 +273,8 @@ def test_a_state_of_another_step(step: RayExecutable) -> None:
 
 
 SCRIPT = """
-import ray, signal
+import jax, ray, signal
+jax.config.update("jax_disable_most_optimizations", True)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests may ignore it
 from on_actors.small_step import *
 step = on_actors(autopar.Ray(deadline=60))

@@ -57,6 +57,7 @@ def test_a_binding_limit_makes_the_state_sharded() -> None:
     assert needs(planned("shard", 2 * needs(free))) == needs(free)
 
 
+@pytest.mark.usefixtures("no_remedies")
 @pytest.mark.parametrize("method", ["data", "zero2", "zero3", "shard"])
 def test_the_least_that_the_error_names_would_do(method: str) -> None:
     with pytest.raises(MemoryLimitError, match="No plan keeps within 1,024 bytes") as caught:
