@@ -20,14 +20,15 @@ DEPTH, WIDTH, ROWS = 4, 512, 64
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
 
 
-def init(key: jax.Array) -> Any:
-    w = jax.random.normal(key, (DEPTH, 2, WIDTH, WIDTH)) / WIDTH**0.5
-    return {"layers": w, "head": jnp.eye(WIDTH)}
+def init() -> Any:
+    """Parameters, drawn on the host: XLA takes seconds for so many."""
+    w = np.random.default_rng(0).normal(size=(DEPTH, 2, WIDTH, WIDTH)) / WIDTH**0.5
+    return {"layers": jnp.asarray(w, jnp.float32), "head": jnp.eye(WIDTH)}
 
 
-def init_apart(key: jax.Array) -> Any:
+def init_apart() -> Any:
     """The same with one leaf per layer."""
-    params = init(key)
+    params = init()
     return {**params, "layers": list(params["layers"])}
 
 
@@ -57,7 +58,7 @@ def cluster(nodes: int = 2) -> autopar.Cluster:
 
 @pytest.mark.parametrize("make", [init, init_apart])
 def test_the_chosen_stages_compute_the_same(make: Any) -> None:
-    state, expected = make(jax.random.key(0)), make(jax.random.key(0))
+    state, expected = make(), make()
     options: dict[str, Any] = {"cluster": cluster(), "microbatches": 8, "method": "data"}
     step = autopar.compile(train_step, state, *BATCH, stages="auto", **options)
     plan = step.plan
@@ -77,7 +78,7 @@ def test_the_chosen_stages_compute_the_same(make: Any) -> None:
 @pytest.mark.usefixtures("no_remedies")
 def test_stages_are_chosen_anew_for_memory() -> None:
     """With less memory there are other stages; then nothing."""
-    arguments = (train_step, init_apart(jax.random.key(0)), *BATCH)
+    arguments = (train_step, init_apart(), *BATCH)
     options: dict[str, Any] = {"cluster": cluster(4), "stages": "auto", "microbatches": 8}
     options["method"] = "zero2"
     free = autopar.plan(*arguments, **options)
@@ -104,7 +105,7 @@ def tied_step(params: Any, tokens: Any) -> Any:
 
 def test_what_is_received_once_a_step_may_be_cut() -> None:
     """The table, of 2 MiB, is nowhere whole where memory is short."""
-    layers = [w / 8 for w in init(jax.random.key(0))["layers"][:2, :, :64, :64]]
+    layers = [w / 8 for w in init()["layers"][:2, :, :64, :64]]
     params = {"table": jax.random.normal(jax.random.key(1), (8192, 64)) / 8, "layers": layers}
     tokens = np.random.default_rng(2).integers(0, 8192, 8)
     options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "1f1b"}
@@ -123,7 +124,7 @@ def test_one_mesh_of_a_long_program_is_bounded_by_its_layers(
 ) -> None:
     """Where its layers alone take longer than a pipeline, it is not planned."""
     monkeypatch.setattr(layout_search, "LONG_PROGRAM", 1)
-    state, kinds = init_apart(jax.random.key(0)), []
+    state, kinds = init_apart(), []
     batch = [jax.ShapeDtypeStruct((16 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
     options: dict[str, Any] = {"method": "data", "microbatches": 4}
     for margin in (1.02, 2):
@@ -135,7 +136,7 @@ def test_one_mesh_of_a_long_program_is_bounded_by_its_layers(
 
 def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its search begins with another number of microbatches."""
-    state, plans = init_apart(jax.random.key(0)), []
+    state, plans = init_apart(), []
     batch = [jax.ShapeDtypeStruct((8 * len(x), *x.shape[1:]), x.dtype) for x in BATCH]
     options: dict[str, Any] = {"method": "data", "memory_limit": "20MiB"}
     for equations in (1, 10**6):

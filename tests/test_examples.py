@@ -270,7 +270,7 @@ def test_bigram_bits_by_hand(corpus: ModuleType) -> None:
 
 
 def test_digits_learns_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    importlib.import_module("train_digits").main(epochs=3, out=tmp_path)
+    importlib.import_module("train_digits").main(epochs=2, out=tmp_path)
     accuracy = re.search(r"test accuracy ([\d.]+)%", capsys.readouterr().out)
     assert accuracy is not None
     assert float(accuracy[1]) > 90

@@ -24,12 +24,21 @@ from autopar.runtime.ray.driver.ray_cluster import loopback, taken_as_it_is
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 
 
+NOTICED_SOON = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+"""Ray's own settings would wait some 15 seconds for a node that is gone."""
+
+
 @pytest.fixture
 def lose_a_node() -> Iterator[Callable[[], None]]:
     """A cluster of two nodes with a CPU each; what takes away the one where no driver is."""
-    address = {"node_ip_address": "127.0.0.1", "num_cpus": 1}
+    address = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "include_log_monitor": False}
+    head = {**address, "include_dashboard": False, "_system_config": NOTICED_SOON}
     with loopback():
-        nodes = Cluster(True, head_node_args={**address, "include_dashboard": False})
+        nodes = Cluster(True, head_node_args=head)
         other = nodes.add_node(**address)
         ray.init(taken_as_it_is(nodes.address), logging_level="error", log_to_driver=False)
     try:
@@ -49,7 +58,7 @@ def compiled(on_loss: str, stages: Any) -> RayExecutable:
         method="data",
         schedule="auto" if stages == 1 else "1f1b",
         cluster=autopar.Cluster.preset("cpu", nodes=2, devices_per_node=2),
-        runtime=autopar.Ray(deadline=8, max_restarts=2, snapshot_every=5, on_loss=on_loss),
+        runtime=autopar.Ray(deadline=6, max_restarts=2, snapshot_every=5, on_loss=on_loss),
     )
     assert isinstance(step, RayExecutable)
     return step

@@ -3,7 +3,7 @@
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,13 +17,6 @@ from autopar.errors import AutoparError, AutoparWarning, OptionError, TraceError
 
 W = np.ones((8, 8), np.float32)
 BATCH = {"x": np.ones((16, 8), np.float32), "train": True, "rows": 3}
-KEPT: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    yield
-    KEPT.clear()
 
 
 def loss_fn(w: Any, batch: Any) -> Any:
@@ -160,10 +153,11 @@ def test_values_of_the_trace_that_are_printed_or_kept(capsys: Any) -> None:
     assert f"{__file__}:{prints.__code__.co_firstlineno + 1} (prints)" in str(told[0].message)
     assert "Tracer" in capsys.readouterr().out
 
-    def keeps(w: Any, batch: Any) -> Any:
-        KEPT.append(w * 2)
+    kept: list[Any] = []  # a new one: searches leave out what was there before this file's tests
 
-    gc.unfreeze()  # the list was there before this file's tests
+    def keeps(w: Any, batch: Any) -> Any:
+        kept.append(w * 2)
+
     with pytest.warns(AutoparWarning, match=r"keeps a value(.|\n)*a list of 1") as told:
         autopar.plan(step_with(keeps), W, BATCH)
     assert len(told) == 1
@@ -171,7 +165,7 @@ def test_values_of_the_trace_that_are_printed_or_kept(capsys: Any) -> None:
     assert told[0].filename == __file__
 
     def uses(w: Any, batch: Any) -> Any:
-        return w - KEPT[0]
+        return w - kept[0]
 
     with pytest.raises(TraceError, match="kept from an earlier trace"):
         autopar.plan(uses, W, BATCH)

@@ -104,7 +104,7 @@ def test_memory_that_binds_hard_leaves_a_small_gap() -> None:
     assert problem.num_nodes > 500
     free = solve(problem)
     tight = with_little_memory(problem, free.assignment)
-    solution = solve(tight, work_limit=5)
+    solution = solve(tight, work_limit=2)
     check(tight, solution.assignment, solution.cost)
     assert solution.cost > 1.2 * free.cost
     assert solution.gap < 0.005
@@ -115,8 +115,8 @@ def test_a_gap_that_is_enough_ends_the_search() -> None:
     free = solve(problem)
     peak, _ = peak_usage(problem, free.assignment)
     tight = replace(problem, usage_limit=int(0.8 * peak))
-    thorough = solve(tight, work_limit=5)
-    quick = solve(tight, work_limit=5, enough_gap=0.02)
+    thorough = solve(tight, work_limit=2)
+    quick = solve(tight, work_limit=2, enough_gap=0.02)
     check(tight, quick.assignment, quick.cost)
     assert quick.gap <= 0.02
     assert quick.lower_bound <= thorough.cost

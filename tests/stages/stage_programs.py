@@ -21,7 +21,8 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.slicing.stage_graphs import LeafRows, Stages
 from autopar.passes.trace.trace import trace
 
-MICROBATCHES = 4
+MICROBATCHES = 2
+"""Of small steps: one after another. Of real programs there are four, some of them in flight."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,20 @@ def microbatched(program: Program | str) -> SplitProgram:
     known = ("batch_axes", "batch_argnums", "static_argnums")
     options = {key: value for key, value in case.options.items() if key in known}
     arguments = case.arguments(case.state, case.batch)
-    return microbatched_step(case.step, arguments, case.keywords[0], **options)
+    return microbatched_step(case.step, arguments, case.keywords[0], 4, **options)
 
 
 def microbatched_step(
-    step: Callable[..., Any], arguments: Any, keywords: Any = None, **options: Any
+    step: Callable[..., Any],
+    arguments: Any,
+    keywords: Any = None,
+    microbatches: int = MICROBATCHES,
+    **options: Any,
 ) -> SplitProgram:
     """Trace and split a step."""
     keywords = keywords or {}
     traced = trace(step, arguments, keywords, **options)
-    new = split(traced.graph, analyze(traced.graph, populate(traced.graph.jaxpr), MICROBATCHES))
+    new = split(traced.graph, analyze(traced.graph, populate(traced.graph.jaxpr), microbatches))
     leaves = jax.tree.leaves((arguments, keywords))
     arrays = [leaves[i] for i in traced.signature.array_positions]
     return SplitProgram(new, populate(new.graph.jaxpr), [*arrays, *new.graph.constants])
@@ -105,8 +110,11 @@ def check_links(stages: Stages) -> None:
         for place, leaf in enumerate(stage.inputs):
             assert (leaf is None) == ((number, place) in fed)
     for link in stages.links:
-        shape = (MICROBATCHES, *link.shape) if link.per_microbatch else link.shape
         source, target = stages.graphs[link.source], stages.graphs[link.target]
+        shape = link.shape
+        if link.per_microbatch:
+            assert source.loop is not None
+            shape = (source.loop.num_microbatches, *shape)
         assert source.outputs[link.source_output] is None
         assert source.graph.jaxpr.outvars[link.source_output].aval.shape == shape
         assert target.graph.jaxpr.invars[link.target_input].aval.shape == shape

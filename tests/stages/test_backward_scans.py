@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stages.stage_programs import assert_equal_to_whole, microbatched_step
+from stages.stage_programs import MICROBATCHES, assert_equal_to_whole, microbatched_step
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.primitives.populate import populate
@@ -132,7 +132,7 @@ def test_matrix_products_are_shared_out_and_none_is_done_twice() -> None:
         assert [dots(eqn) for eqn in awaited] == [1]  # the gradient of the layer's input
         assert [dots(eqn) for eqn in late] == [1]  # that of its matrix
         (kept,) = [v.aval.shape for v in awaited[0].outvars[1:]]  # of each layer, nothing else
-        assert kept == (DEPTH // 2, ROWS // 4, WIDTH)
+        assert kept == (DEPTH // 2, ROWS // MICROBATCHES, WIDTH)
 
 
 def test_a_sum_over_the_layers_waits_unless_it_is_asked_for() -> None:

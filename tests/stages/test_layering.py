@@ -37,7 +37,7 @@ def residual_network(depth: int) -> Layers:
         loss, grads = jax.value_and_grad(loss_fn)(params, x)
         return jax.tree.map(lambda p, g: p - g, params, grads), loss
 
-    whole = microbatched_step(step, (params, jnp.ones((8, WIDTH))))
+    whole = microbatched_step(step, (params, jnp.ones((8, WIDTH))), microbatches=4)
     return layers_of(dissect(whole.step), whole.rules)
 
 

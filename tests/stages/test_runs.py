@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from stages.stage_programs import (
+    MICROBATCHES,
     assert_equal_to_whole,
     check_links,
     crossing,
@@ -117,7 +118,7 @@ def test_equal_iterations_are_equal_layers() -> None:
     found = slice_stages(whole.step, whole.rules, 1).layers
     inner = found.layers[1:-1]
     assert len({layer.digest for layer in inner}) == 1
-    assert {layer.cut_bytes for layer in found.layers[:-1]} == {ROWS // 4 * WIDTH * 4}
+    assert {layer.cut_bytes for layer in found.layers[:-1]} == {ROWS // MICROBATCHES * WIDTH * 4}
 
 
 OPTIMIZERS = {
