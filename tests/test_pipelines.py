@@ -21,8 +21,8 @@ from autopar.base.errors import InexactMicrobatchError, MemoryLimitError, Option
 
 STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")
-ALIKE = ("hf_bert", "hf_vit", "nnx_graphdef")
-"""Others of their libraries are cut into stages by default."""
+ALIKE = ("hf_bert", "hf_vit", "nnx_graphdef", "scan_layers_linen", "lstm_linen", "key_raw")
+"""The same in another library, or others of their library, are cut into stages by default."""
 
 
 def combinations() -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """Every real step on one mesh, in microbatches and in stages, against plain `jax.jit`.
 
-`make test` takes three of four steps in stages, the others on one mesh or in microbatches in turn;
-those that are refused somewhere, or whose rows meet, in all of them.
+`make test` takes three of four steps in stages, the others on one mesh or in microbatches in turn,
+of decoders that are much alike those of `SPLIT` in microbatches; steps that are refused somewhere,
+or whose rows meet, in all of them.
 """
 
 import functools
@@ -18,6 +19,9 @@ import autopar
 METHODS = ("data", "zero2", "zero3", "shard", "auto")
 SCHEDULES = ("1f1b", "gpipe", "zb_h1")
 
+SPLIT = ("decoder_remat_names", "decoder_bfloat16", "decoder_scan_remat_dots")
+"""In stages are others that compute again, in bfloat16, and in a scan."""
+
 
 def is_special(step: RealStep) -> bool:
     return step.one_mesh is not None or step.whole is not None or step.rows_meet
@@ -28,11 +32,11 @@ def alone(number: int, step: RealStep) -> bool:
 
 
 def split(number: int, step: RealStep) -> bool:
-    return number % 8 == 5 or step.whole is not None or step.rows_meet
+    return number % 8 == 5 or step.name in SPLIT or step.whole is not None or step.rows_meet
 
 
 def staged(number: int, step: RealStep) -> bool:
-    return number % 4 != 1 or is_special(step)
+    return (number % 4 != 1 and step.name not in SPLIT) or is_special(step)
 
 
 def turns(values: tuple[str, ...], which: Callable[[int, RealStep], bool]) -> Iterator[Any]:

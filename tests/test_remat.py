@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -121,9 +122,18 @@ def moved(plan: autopar.Plan) -> Counter[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("method", ["data", "zero3"])
-@pytest.mark.parametrize(("microbatches", "stages"), [(1, 1), (4, 1), (4, 2)])
+def places() -> Iterator[Any]:
+    """Microbatches and stages, methods, and forms of the layers; by default every two of them."""
+    turns = itertools.product(
+        enumerate([(1, 1), (4, 1), (4, 2)]), enumerate(["data", "zero3"]), [False, True]
+    )
+    for (place, counts), (turn, method), scan in turns:
+        marks = pytest.mark.full if (place + turn + scan) % 2 else ()
+        name = f"{counts[0]}-{counts[1]}-{method}-{'scan' if scan else 'unrolled'}"
+        yield pytest.param(*counts, method, scan, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("microbatches", "stages", "method", "scan"), list(places()))
 def test_remat_adds_no_collective(method: str, scan: bool, microbatches: int, stages: int) -> None:
     """But those of weights, which ZeRO-3 gathers for every time that they are used."""
 

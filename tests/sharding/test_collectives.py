@@ -27,11 +27,16 @@ def planned(plan: autopar.Plan) -> hlo.Canonical:
 def combinations() -> Iterator[Any]:
     """All of them for the smallest program; of the larger ones, each method meets one by default.
 
-    In one microbatch it meets the convolutions, in four the transformer.
+    In one microbatch it meets the convolutions, in four the transformer, whose layers are a scan;
+    that of written layers is for the stages below.
     """
-    names = ("mlp", "linen_gpt", "cnn")
+    names = ("mlp", "linen_gpt", "scan_layers", "cnn")
     for name, (turn, method), count in itertools.product(names, enumerate(METHODS), (1, 4)):
-        turns = {"linen_gpt": turn % 2 == 0 and count == 4, "cnn": turn % 2 == 1 and count == 1}
+        turns = {
+            "linen_gpt": False,
+            "scan_layers": turn % 2 == 0 and count == 4,
+            "cnn": turn % 2 == 1 and count == 1,
+        }
         chosen = turns.get(name, True)
         marks = () if chosen else pytest.mark.full
         yield pytest.param(name, method, count, id=f"{name}-{method}-{count}", marks=marks)
