@@ -14,7 +14,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from autopar.passes.graph.graph import flatten
-from autopar.passes.graph.primitives import SCATTERS
 from autopar.passes.primitives.cuts import Cuts, DimCut, NotLocalError
 from autopar.passes.primitives.factor_rule import DimFactors, FactorRule
 from autopar.passes.primitives.localize import bind_local
@@ -183,10 +182,6 @@ def rule_cuts(
     return operands, results
 
 
-# Where a slice is matters only to these: they also run with a traced index, as one program.
-_POSITIONAL = frozenset({"iota", "random_bits", "gather", "ragged_dot_general", *SCATTERS})
-
-
 def check_slices(
     evaluated: Evaluated,
     rules: Mapping[JaxprEqn, FactorRule],
@@ -211,7 +206,8 @@ Cut = tuple[JaxprEqn, FactorRule, list[Way]]
 def _results_of_slices(equations: list[Cut], operands: list[list[Any]]) -> list[list[list[Any]]]:
     """For every equation and place, the results of each way, from slices taken on the host.
 
-    All are one program, for compiling many small ones takes long, but for those in `_POSITIONAL`.
+    Equations with equally many places are one program, which is told its place: compiling many
+    small ones takes long, and so does one that has all places.
     """
 
     def slices(number: int, place: int) -> list[list[Any]]:
@@ -233,19 +229,18 @@ def _results_of_slices(equations: list[Cut], operands: list[list[Any]]) -> list[
             for part, way in zip(slices, ways, strict=True)
         ]
 
-    def run(slices: list[list[list[list[Any]]]]) -> list[list[list[list[Any]]]]:
-        return [
-            [local(number, parts, place) for place, parts in enumerate(at_places)]
-            for number, at_places in enumerate(slices)
-        ]
+    def run(numbers: list[int], slices: list[list[list[Any]]], place: Any) -> list[Any]:
+        return list(map(local, numbers, slices, [place] * len(numbers)))
 
-    numbers = [max(map(places, ways), default=0) for _, _, ways in equations]
-    cut = [[slices(number, place) for place in range(end)] for number, end in enumerate(numbers)]
-    is_traced = [eqn.primitive.name in _POSITIONAL for eqn, _, _ in equations]
-    found = jax.jit(run)([[] if is_traced[i] else parts for i, parts in enumerate(cut)])
-    for number in (i for i, traced in enumerate(is_traced) if traced):
-        one = jax.jit(functools.partial(local, number))
-        found[number] = [one(parts, jnp.int32(i)) for i, parts in enumerate(cut[number])]
+    found: list[list[list[Any]]] = [[] for _ in equations]
+    ends = [max(map(places, ways), default=0) for _, _, ways in equations]
+    for end in sorted(set(ends)):
+        numbers = [number for number, each in enumerate(ends) if each == end]
+        program = jax.jit(functools.partial(run, numbers))
+        for place in range(end):
+            made = program([slices(number, place) for number in numbers], jnp.int32(place))
+            for number, results in zip(numbers, made, strict=True):
+                found[number].append(results)
     return found
 
 
