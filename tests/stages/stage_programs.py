@@ -22,7 +22,7 @@ from autopar.passes.slicing.stage_graphs import LeafRows, Stages
 from autopar.passes.trace.trace import trace
 
 MICROBATCHES = 2
-"""Of small steps: one after another. Of real programs there are four, some of them in flight."""
+"""All tasks of all microbatches are one program, so few are compiled sooner."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SplitProgram:
         return self.step.graph
 
 
-def microbatched(program: Program | str) -> SplitProgram:
+def microbatched(program: Program | str, microbatches: int = 4) -> SplitProgram:
     """Trace and split a program of the registry; enter `program.context()` around it."""
     program = PROGRAMS[program] if isinstance(program, str) else program
     if program.missing():
@@ -48,7 +48,7 @@ def microbatched(program: Program | str) -> SplitProgram:
     known = ("batch_axes", "batch_argnums", "static_argnums")
     options = {key: value for key, value in case.options.items() if key in known}
     arguments = case.arguments(case.state, case.batch)
-    return microbatched_step(case.step, arguments, case.keywords[0], 4, **options)
+    return microbatched_step(case.step, arguments, case.keywords[0], microbatches, **options)
 
 
 def microbatched_step(
