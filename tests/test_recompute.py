@@ -94,6 +94,7 @@ def test_all_of_every_layer_is_computed_again(count: int, dtype: Any, tolerance:
     assert_trees_close(step(*arguments(dtype)), expected, tolerance)
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_a_step_that_does_not_fit_keeps_less(tmp_path: Path) -> None:
     kept, least = (planned(remat=remat) for remat in ("none", "full"))
     assert kept.recomputation is None
