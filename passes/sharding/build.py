@@ -290,6 +290,7 @@ class _Walk(StrategyGraphBuilder):
         label = f"scan {eqn.source_info.name_stack}".strip()
         whole = whole_inside(parts, [isinstance(value, Replicated) for value in values])
         boundaries, entered = list[int | None](), list[Assigned]()
+        carried_in = set[int]()  # by identity of what is written anew in its place
 
         def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
             if loop and var in loop.stored and (as_it_lies := self.stored(value, var)):
@@ -315,7 +316,9 @@ class _Walk(StrategyGraphBuilder):
             outer = value if isinstance(value, Assigned) else None
             if what == "slice" and outer is not None and outer.live.absent:
                 inner.live.entering, inner.live.last = True, -1
-            elif what != "carry":  # what is carried is written anew in its place
+            elif what == "carry":
+                carried_in.add(id(inner))
+            else:
                 inner.live.same_as = outer if what == "constant" else None
                 entered.append(inner)
 
@@ -352,7 +355,7 @@ class _Walk(StrategyGraphBuilder):
             stack.live.absent = var in self._passed
             results.append(self.completed(stack, var, label))
         for value in self.built.values:  # what a loop reads is alive until its last trip
-            if value.live.first <= start < value.live.last:
+            if value.live.first <= start < value.live.last and id(value) not in carried_in:
                 value.live.last = self.built.time
         for value in entered:
             value.live.last = self.built.time

@@ -153,7 +153,9 @@ class StrategyGraphBuilder:
         layouts = self.restriction.boundary_layouts(var, self.mesh, True)
         node = self.boundary(f"{label} sum", "", layouts, self.built.nodes[value.node].times)
         self.link(value, layouts, node, self.built.nodes[value.node].times)
-        return self.assigned(node, layouts, var)
+        made = self.assigned(node, layouts, var)
+        made.live.absent = value.live.absent
+        return made
 
     def boundary(self, label: str, source: str, layouts: Sequence[Layout], times: int) -> int:
         """A node that decides the layout of one value that enters or leaves a scope."""
