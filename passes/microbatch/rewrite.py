@@ -62,12 +62,20 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
         # It writes values of its own.
         local = Env(ChainMap({}, env.values), parts, index, phases.same)
         local.values.update(zip(phases.sliced, rows, strict=True))
-        run(phases.loop, local)
-        carry = [
-            combine(monoid, total, _as(local.read(var, monoid), total.dtype))
-            for total, (var, monoid) in zip(carry, phases.accumulated, strict=True)
-        ]
-        return carry, [local.read(var, place) for var, place in phases.collected]
+        totals = dict(zip(phases.accumulated, carry, strict=True))
+        left = dict.fromkeys(phases.accumulated)
+
+        def add(made: tuple[Var, str]) -> None:
+            del left[made]
+            totals[made] = combine(made[1], totals[made], _as(local.read(*made), totals[made].dtype))
+
+        for step in phases.loop:  # what is added up is added as soon as it is there
+            run([step], local)
+            for made in [made for made in step.makes if made in left]:
+                add(made)
+        for made in [*left]:
+            add(made)
+        return [*totals.values()], [local.read(var, place) for var, place in phases.collected]
 
     if not phases.loop:
         return []
