@@ -106,6 +106,7 @@ class _Walk(StrategyGraphBuilder):
         begins, ends = dict[Task, int](), list[int]()
         for number, eqn in enumerate(scope.jaxpr.eqns):
             self.built.time += 1
+            started = self.built.time
             if tasks:
                 begins.setdefault(tasks[number], self.built.time)
             values = [self.read(env, atom) for atom in eqn.invars]
@@ -125,7 +126,8 @@ class _Walk(StrategyGraphBuilder):
                 for var, value in zip(eqn.outvars, results, strict=True)
                 if not isinstance(var, jex_core.DropVar)
             )
-            ends.append(self.built.time)
+            # What enters a loop has a value of its own there.
+            ends.append(started - 1 if name == "scan" else self.built.time)
         self.buffers.settle(scope.jaxpr, env, ends)
         return begins
 
@@ -291,12 +293,15 @@ class _Walk(StrategyGraphBuilder):
         whole = whole_inside(parts, [isinstance(value, Replicated) for value in values])
         boundaries, entered = list[int | None](), list[Assigned]()
         carried_in = set[int]()  # by identity of what is written anew in its place
+        start = self.built.time
 
         def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
             if loop and var in loop.stored and (as_it_lies := self.stored(value, var)):
                 env[var] = as_it_lies
                 boundaries.append(as_it_lies.node)
                 entered.append(as_it_lies)
+                if isinstance(value, Assigned):
+                    entered.append(value)
                 return
             if math.prod(aval_shape(var)) <= 1 or var in whole:
                 env[var] = Replicated()
@@ -310,10 +315,13 @@ class _Walk(StrategyGraphBuilder):
                 self._state_nodes.add(node)
             self.enters_loop(value, node, is_carry=what == "carry", is_sum=partial)
             outside = map(stacked, layouts) if what == "slice" else layouts
+            outer = value if isinstance(value, Assigned) else None
+            until = -1 if outer is None else max(outer.live.last, start - 1)
             self.link(value, tuple(outside), node, scope.times)
             env[var] = inner = self.assigned(node, layouts, var)
             boundaries.append(node)
-            outer = value if isinstance(value, Assigned) else None
+            if what != "slice" and outer is not None:
+                outer.live.last = until  # from now on there is what entered
             if what == "slice" and outer is not None and outer.live.absent:
                 inner.live.entering, inner.live.last = True, -1
             elif what == "carry":
@@ -321,8 +329,9 @@ class _Walk(StrategyGraphBuilder):
             else:
                 inner.live.same_as = outer if what == "constant" else None
                 entered.append(inner)
+                if what == "slice" and outer is not None:
+                    entered.append(outer)
 
-        start = self.built.time
         consts, carries, slices = parts.operands(list(zip(parts.body.invars, values, strict=True)))
         for var, value in consts:
             enter(var, value, "constant")
@@ -331,29 +340,20 @@ class _Walk(StrategyGraphBuilder):
         for var, value in slices:
             enter(var, value, "slice")
         begins = self.walk(inner, env, () if loop is None else loop.tasks)
-        results: list[ScopeValue] = []
         carried, rows = parts.results(list(zip(parts.body.outvars, eqn.outvars, strict=True)))
-        for (atom, var), node in zip(carried, parts.operands(boundaries)[1], strict=True):
-            if node is None:
-                results.append(Replicated())
-                continue
-            layouts = self.built.nodes[node].layouts
-            self.link(self.read(env, atom), layouts, node, inner.times)
-            results.append(self.completed(self.assigned(node, layouts, var), var, label))
-        for atom, var in rows:
+        carry_nodes, stack_nodes = parts.operands(boundaries)[1], list[int | None]()
+        for (atom, _), node in zip(carried, carry_nodes, strict=True):
+            if node is not None:
+                self.link(self.read(env, atom), self.built.nodes[node].layouts, node, inner.times)
+        for atom, _ in rows:
             value = self.read(env, atom)
-            if isinstance(value, Replicated) or math.prod(aval_shape(atom)) <= 1:
-                boundaries.append(None)
-                results.append(Replicated())
-                continue
-            layouts = self.restriction.boundary_layouts(atom, self.mesh, True)
-            node = self.boundary(f"{label} stack", user_source(eqn), layouts, scope.times)
-            self.link(value, layouts, node, inner.times)
-            boundaries.append(node)
-            stack = self.assigned(node, tuple(map(stacked, layouts)), var)
-            stack.live.first = start  # it is allocated before the loop and filled by it
-            stack.live.absent = var in self._passed
-            results.append(self.completed(stack, var, label))
+            stack_nodes.append(None)
+            if not isinstance(value, Replicated) and math.prod(aval_shape(atom)) > 1:
+                layouts = self.restriction.boundary_layouts(atom, self.mesh, True)
+                node = self.boundary(f"{label} stack", user_source(eqn), layouts, scope.times)
+                self.link(value, layouts, node, inner.times)
+                stack_nodes[-1] = node
+        boundaries += stack_nodes
         for value in self.built.values:  # what a loop reads is alive until its last trip
             if value.live.first <= start < value.live.last and id(value) not in carried_in:
                 value.live.last = self.built.time
@@ -361,6 +361,21 @@ class _Walk(StrategyGraphBuilder):
             value.live.last = self.built.time
         if begins:
             self.built.body = BodyTimes(start, self.built.time, begins)
+        self.built.time += 1  # what leaves the loop is there after it
+        results: list[ScopeValue] = []
+        for place, ((_, var), node) in enumerate(
+            zip((*carried, *rows), (*carry_nodes, *stack_nodes), strict=True)
+        ):
+            if node is None:
+                results.append(Replicated())
+                continue
+            layouts = self.built.nodes[node].layouts
+            if place >= len(carried):
+                layouts = tuple(map(stacked, layouts))
+            made = self.assigned(node, layouts, var)
+            if place >= len(carried):  # a stack is allocated before the loop and filled by it
+                made.live.first, made.live.absent = start, var in self._passed
+            results.append(self.completed(made, var, label))
         completions = tuple(
             value.node if isinstance(value, Assigned) and value.node not in boundaries else None
             for value in results

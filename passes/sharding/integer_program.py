@@ -36,7 +36,7 @@ def to_problem(
         rows = ()
     known: dict[tuple[object, ...], list[int]] = {}  # layers have values alike
     for row in memory_rows(built) if rows is None else rows:
-        value, other = row.value, row.value.live.same_as
+        value, other = row.value, row.same_as
         key = (value.shape, value.itemsize, value.layouts, row.times)
         if key not in known:
             known[key] = [row.bytes_in(layout, built.mesh) for layout in value.layouts]

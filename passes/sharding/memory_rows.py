@@ -41,6 +41,12 @@ class MemoryRow(NamedTuple):
     end: int
     times: int
 
+    @property
+    def same_as(self) -> Assigned | None:
+        """The value that is there as long, and whose buffer this one is in its layout."""
+        other = self.value.live.same_as
+        return other if other is not None and other.live.last >= self.value.live.last else None
+
     def bytes_in(self, layout: Layout, mesh: tuple[int, ...]) -> int:
         """What a device holds if the value has this layout."""
         if layout.in_host:
@@ -59,7 +65,7 @@ def rows_peak(built: StrategyGraph, rows: Sequence[MemoryRow], assignment: Seque
     """Bytes per device at the worst point of time with one strategy for each node."""
     changes = np.zeros(built.time + 2, np.int64)
     for row in rows:
-        value, other = row.value, row.value.live.same_as
+        value, other = row.value, row.same_as
         layout = value.layouts[assignment[value.node]]
         if other is None or other.layouts[assignment[other.node]] != layout:
             size = row.bytes_in(layout, built.mesh)
