@@ -67,7 +67,8 @@ def _loop(phases: Phases, env: Env, parts: int) -> list[Any]:
 
         def add(made: tuple[Var, str]) -> None:
             del left[made]
-            totals[made] = combine(made[1], totals[made], _as(local.read(*made), totals[made].dtype))
+            total = totals[made]
+            totals[made] = combine(made[1], total, _as(local.read(*made), total.dtype))
 
         for step in phases.loop:  # what is added up is added as soon as it is there
             run([step], local)

@@ -69,7 +69,7 @@ def plan_mesh(
       expected: the seconds that are expected of it; a large stage that takes hardly more is enough.
     """
     search = MeshSearch.of(split, mesh, options, cluster, allowed_in, place)
-    first = search.attempt(None, search.remats[0])
+    first = search.free()
     return first if first.fits else search.within(first, expected)
 
 
@@ -91,7 +91,7 @@ def plan_on_any(
     if expected:
         return _plan_in_order(split, meshes, options, cluster, place, expected)
     searches = [MeshSearch.of(split, mesh, options, cluster, None, place) for mesh in meshes]
-    found = [search.attempt(None, search.remats[0]) for search in searches]
+    found = [search.free() for search in searches]
     best = min((x.step_seconds for x in found if x.fits), default=math.inf)
     exceeding = [i for i, planned in enumerate(found) if not planned.fits]
     for i in sorted(exceeding, key=lambda i: found[i].least_seconds):
@@ -159,8 +159,7 @@ def _free(
     """The best plan on a mesh with any memory, of a stage that casts once."""
     stage = place.graph
     split = SplitStep(stage.step, populate(stage.graph.jaxpr))
-    search = MeshSearch.of(split, mesh, stage_options(stage, options), part, None, place)
-    return search.attempt(None, search.remats[0])
+    return MeshSearch.of(split, mesh, stage_options(stage, options), part, None, place).free()
 
 
 def _least_casting(kept: PlannedStage, again: CastsAgain, part: Cluster) -> float:

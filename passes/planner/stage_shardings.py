@@ -28,7 +28,7 @@ from autopar.passes.sharding.host_leaves import host_leaves, hosts_fit
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.loop_kinds import loop_kinds
 from autopar.passes.sharding.lower import lower
-from autopar.passes.sharding.memory_price import solve_at_price
+from autopar.passes.sharding.memory_price import MemoryPrices, solve_at_price
 from autopar.passes.sharding.memory_rows import MemoryRow, StageMemory, memory_rows, rows_peak
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.pins import resolve_pins
@@ -51,6 +51,8 @@ HURRIED_WORK = 0.3  # or so much deterministic work
 PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory cost a step's time
 ENOUGH_OF_LARGE = 1.02  # times what a large stage takes with any memory: nothing else is looked at
 ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
+FAR_TOO_MUCH = 1.1  # times the limit, as rows count bytes
+FILLINGS = 2  # how often memory is filled up at one price, the second time by what the first needs
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
@@ -184,6 +186,19 @@ class MeshSearch:
         """What the schedule says of the stage."""
         return None if self.place is None else StageMemory(self.place.in_flight, remat)
 
+    def free(self) -> PlannedStage:
+        """The cheapest program with any memory.
+
+        Of a large stage that needs far more than there is, the peak is what the rows count.
+        """
+        found, remat = self.solved(to_problem(self.built, None)), self.remats[0]
+        if self.place is not None and self.is_large:
+            rows = memory_rows(self.built, self.memory(remat))
+            counted = rows_peak(self.built, rows, found.assignment)
+            if counted > FAR_TOO_MUCH * self.limit:
+                return replace(self.program(found, remat), peak=MemoryPeak(counted, ()))
+        return self.lowered(found, remat)
+
     def attempt(self, memory: int | None, remat: bool) -> PlannedStage:
         """The cheapest program whose values keep within so many bytes.
 
@@ -269,6 +284,7 @@ class MeshSearch:
             enough = ENOUGH_OF_LARGE * max(first.least_seconds, expected)
             if ways[0].fits and ways[0].step_seconds <= enough:
                 return replace(ways[0], unlimited=first)
+            first = self.checked(first)
         made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
         small = [] if self.is_large else self.small(made[-1])
         if small and min(x.peak.bytes for x in small) > HOPELESS * self.limit:
@@ -327,20 +343,23 @@ class MeshSearch:
         """The plan at the least price of a byte, of a few, at which it fits; else the dearest.
 
         Which price that is, the rows' account tells, corrected by what it was wrong by for the last
-        plan: only what it says will fit is lowered. The cost is proven against that of `free`,
-        which no plan within a limit is below.
+        plan: only what it says will fit is lowered, with the memory that it leaves filled up by
+        parts of the plan at the price before. The cost is proven against that of `free`, which no
+        plan within a limit is below.
         """
         rows, bound = memory_rows(self.built, self.memory(free.remat)), free.solution.lower_bound
-        once = free.step_seconds / max(free.peak.bytes, 1)
+        once, priced = free.step_seconds / max(free.peak.bytes, 1), MemoryPrices(self.built, rows)
         prices = [once * PRICE_STEP**power for power in range(-PRICE_POWERS, PRICE_POWERS)]
+
+        def proven(found: Solution) -> Solution:
+            gap = 1 - bound / found.cost if found.cost else 0.0
+            return replace(found, lower_bound=bound, gap=gap)
 
         @cache
         def at(place: int) -> tuple[Solution, int]:
             """What is best at a price, and the bytes that the rows count for it."""
-            found = solve_at_price(self.built, rows, prices[place], self.hurried)
-            gap = 1 - bound / found.cost if found.cost else 0.0
-            found = replace(found, lower_bound=bound, gap=gap)
-            return found, rows_peak(self.built, rows, found.assignment)
+            found = priced.solved(prices[place], self.hurried) if place >= 0 else free.solution
+            return proven(found), rows_peak(self.built, rows, found.assignment)
 
         low, high, excess = 0, len(prices) - 1, self._excess(free, rows)
         best, dearest = list[PlannedStage](), free
@@ -353,8 +372,12 @@ class MeshSearch:
             if first > high and best:
                 break
             first = min(first, high)
-            tried = self.lowered(at(first)[0], free.remat)
-            excess = at(first)[1] - tried.peak.bytes
+            for _ in range(FILLINGS):
+                filled = priced.filled(at(first)[0], at(first - 1)[0], self.limit + excess)
+                tried = self.lowered(proven(filled), free.remat)
+                excess = self._excess(tried, rows)
+                if tried.fits or filled.assignment == at(first)[0].assignment:
+                    break
             if tried.fits:
                 best, high = [*best, tried], first - 1
             else:

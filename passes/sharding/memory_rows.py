@@ -61,16 +61,22 @@ def memory_rows(built: StrategyGraph, memory: StageMemory | None = None) -> list
     return [row for row in rows if row is not None]
 
 
+def row_bytes(row: MemoryRow, built: StrategyGraph, assignment: Sequence[int]) -> int:
+    """What a device holds for a value with one strategy for each node."""
+    value, other = row.value, row.same_as
+    layout = value.layouts[assignment[value.node]]
+    if other is not None and other.layouts[assignment[other.node]] == layout:
+        return 0
+    return row.bytes_in(layout, built.mesh)
+
+
 def rows_peak(built: StrategyGraph, rows: Sequence[MemoryRow], assignment: Sequence[int]) -> int:
     """Bytes per device at the worst point of time with one strategy for each node."""
     changes = np.zeros(built.time + 2, np.int64)
     for row in rows:
-        value, other = row.value, row.same_as
-        layout = value.layouts[assignment[value.node]]
-        if other is None or other.layouts[assignment[other.node]] != layout:
-            size = row.bytes_in(layout, built.mesh)
-            changes[row.first] += size
-            changes[row.end] -= size
+        size = row_bytes(row, built, assignment)
+        changes[row.first] += size
+        changes[row.end] -= size
     return int(np.cumsum(changes).max(initial=0))
 
 
