@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -27,17 +27,12 @@ from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
     StageChoice,
     StageOption,
+    StageOptions,
     StageRange,
     best_stages,
 )
-from autopar.passes.planner.stage_costs import (
-    NOTHING,
-    NeighbourTransfer,
-    UnitCost,
-    Way,
-    equal_runs,
-    joined,
-)
+from autopar.passes.planner.stage_costs import Way, equal_runs
+from autopar.passes.planner.stage_options import RangeTotals, Transfers
 from autopar.passes.planner.unit_costs import UnitCosts, units_of
 from autopar.passes.slicing.stage_graphs import Stages
 
@@ -50,10 +45,6 @@ ABOUT_AS_GOOD = 1.03
 LONGER = 1.02
 # Schedules with which a stage need not wait for what it has sent to come back.
 HIDES_TRANSFERS = ("eager_1f1b",)
-
-
-_Options = dict[tuple[int, int, int], tuple[StageOption, ...]]
-"""The ways to run the units from a first to a last one on a size of submesh."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +186,13 @@ class StageSearch:
             seconds: dict[tuple[int, ...], float] = {}
             size = stage.num_devices
             for mesh, way in zip(self.meshes[size], self.ways[size], strict=True):
-                total = joined(way[stage.start : stage.stop])
-                alone = NeighbourTransfer(0.0, 0.0, 0.0, False)
+                units = way[stage.start : stage.stop]
+                alone = Transfers.nothing(len(units))._replace(received=[received] * len(units))
+                totals = RangeTotals.of([units])
+                options = totals.options(size, alone, self.remat, is_hidden=False)
                 fitting = (
                     self._own_seconds(option)
-                    for option in total.options(alone, received, self.remat)
+                    for option in options.of_range(0, len(units))
                     if option.bytes_in_flight(min(flight, self.num_microbatches)) <= limit
                 )
                 least = min(fitting, default=math.inf)
@@ -225,10 +218,8 @@ class StageSearch:
         """The best stages by a schedule on submeshes of these sizes."""
         options = self._options[schedule in HIDES_TRANSFERS]
         return best_stages(
-            len(self.starts),
-            sizes,
+            [options[size] for size in sizes if size in options],
             self.cluster.num_devices,
-            lambda start, stop, size: options[start, stop, size],
             num_microbatches=self.num_microbatches,
             memory_limit=limit,
             in_flight=_in_flight(schedule),
@@ -237,7 +228,7 @@ class StageSearch:
 
     def _regular(self, limit: int, schedule: str) -> StageChoice | None:
         """The best of the choices whose stages have equally many units and devices."""
-        found = []
+        found, options = [], self._options[schedule in HIDES_TRANSFERS]
         for size, ways in self.ways.items():
             stages, left = divmod(self.cluster.num_devices, size)
             if not ways or left or not 2 <= stages <= len(self.starts):
@@ -249,10 +240,10 @@ class StageSearch:
             fitting = [
                 [
                     option
-                    for option in self._options[schedule in HIDES_TRANSFERS][run]
+                    for option in options[size].of_range(start, stop)
                     if option.bytes_in_flight(flight) <= limit
                 ]
-                for run, flight in zip(runs, flights, strict=True)
+                for (start, stop, size), flight in zip(runs, flights, strict=True)
             ]
             if all(fitting):
                 chosen = [min(options, key=self._own_seconds) for options in fitting]
@@ -280,42 +271,20 @@ class StageSearch:
         return dataclasses.replace(self, crossing=crossing, ways=ways, num_microbatches=count)
 
     @cached_property
-    def _options(self) -> dict[bool, _Options]:
-        """By whether transfers are hidden."""
-        flags = {schedule in HIDES_TRANSFERS for schedule in self.schedules}
-        return {is_hidden: self._stage_options(is_hidden) for is_hidden in sorted(flags)}
-
-    def _stage_options(self, is_hidden: bool) -> _Options:
-        """Of stages that are alike, found once."""
-        found: _Options = {}
+    def _options(self) -> dict[bool, dict[int, StageOptions]]:
+        """By whether transfers are hidden, and the size of submesh."""
+        flags = sorted({schedule in HIDES_TRANSFERS for schedule in self.schedules})
+        found: dict[bool, dict[int, StageOptions]] = {flag: {} for flag in flags}
         for size, ways in self.ways.items():
-            passing = [self._seconds(size, moved) for moved in (*self.crossing[:-1], 0)]
-            once = [(x, y, self._seconds(size, moved)) for x, y, moved in self.once]
-            numbers: dict[tuple[UnitCost, ...], int] = {}
-            columns = [tuple(way[unit] for way in ways) for unit in range(len(self.starts))]
-            alike = [numbers.setdefault(column, len(numbers)) for column in columns]
-            known: dict[Hashable, tuple[StageOption, ...]] = {}
-            totals: dict[tuple[int, ...], list[UnitCost]] = {(): [NOTHING for _ in ways]}
-            for start, stop in itertools.combinations(range(len(self.starts) + 1), 2):
-                units = tuple(alike[start:stop])
-                if units not in totals:
-                    before, last = totals[units[:-1]], columns[stop - 1]
-                    totals[units] = [*map(UnitCost.joined, before, last)]
-                received = math.ceil(self.crossing[start - 1] / size) if start else 0
-                here = range(start, stop)
-                apart = sum(each for x, y, each in once if (x in here) != (y in here))
-                there = passing[stop - 1]
-                key = units, received, apart, there
-                if key not in known:
-                    transfer = NeighbourTransfer(2 * there, there, apart, is_hidden)
-                    known[key] = _not_dominated(
-                        [
-                            option
-                            for total in totals[units]
-                            for option in total.options(transfer, received, self.remat)
-                        ]
-                    )
-                found[start, stop, size] = known[key]
+            if ways:
+                totals = RangeTotals.of(ways)
+                transfers = Transfers(
+                    [self._seconds(size, moved) for moved in self.crossing],
+                    [math.ceil(moved / size) for moved in (0, *self.crossing[:-1])],
+                    [(x, y, self._seconds(size, moved)) for x, y, moved in self.once],
+                )
+                for flag in flags:
+                    found[flag][size] = totals.options(size, transfers, self.remat, is_hidden=flag)
         return found
 
     def _seconds(self, size: int, moved: int) -> float:
@@ -343,22 +312,6 @@ def _schedules(options: Options) -> tuple[str, ...]:
 def _in_flight(schedule: str) -> Callable[[int], int]:
     """Microbatches in flight, by the number of stages from one to the last."""
     return (lambda left: 2 * left - 1) if schedule == "eager_1f1b" else (lambda left: left)
-
-
-def _not_dominated(options: Sequence[StageOption]) -> tuple[StageOption, ...]:
-    """Those that no other is as good as in everything; of equal ones the first."""
-    best: list[StageOption] = []
-    order = sorted(options, key=lambda x: (x.seconds, x.once_seconds, x.bytes_fixed))
-    for option in order:
-        if not any(
-            other.once_seconds <= option.once_seconds
-            and other.hidden_seconds <= option.hidden_seconds
-            and other.bytes_fixed <= option.bytes_fixed
-            and other.bytes_per_microbatch <= option.bytes_per_microbatch
-            for other in best
-        ):
-            best.append(option)
-    return tuple(best)
 
 
 def _sizes(cluster: Cluster) -> list[int]:

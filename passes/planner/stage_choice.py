@@ -1,7 +1,7 @@
 """`best_stages`: which consecutive layers form a stage, on how many devices, for least step time.
 
 The search (`stage_search`) is exact: over every split of the layers, every assignment of submesh
-sizes and every option that the oracle offers, under the memory limit with the microbatches that
+sizes and every option that there are, under the memory limit with the microbatches that
 1F1B keeps in flight on each stage. The objective is Alpa's (Zheng et al., OSDI 2022, section
 5.2), with what a stage does once a step added to its share.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.passes.planner.stage_problem import StageKind, StageProblem
+from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
 
 
@@ -46,6 +46,55 @@ class StageOption:
         return self.bytes_fixed + microbatches * self.bytes_per_microbatch
 
 
+@dataclass(frozen=True, eq=False)
+class StageOptions:
+    """The options of stages on submeshes of so many devices, `[options, start, stop]` by cuts.
+
+    As those of `StageOption`; where there are fewer options, the seconds are infinite.
+    """
+
+    devices: int
+    seconds: Floats
+    bytes_fixed: Floats
+    bytes_per_microbatch: Floats
+    remat: Floats
+    once_seconds: Floats
+    hidden_seconds: Floats
+    casts: Floats
+
+    def option(self, place: int, start: int, stop: int) -> StageOption:
+        """One of the options of layers start to stop (half open)."""
+        return StageOption(
+            seconds=float(self.seconds[place, start, stop]),
+            bytes_fixed=int(self.bytes_fixed[place, start, stop]),
+            bytes_per_microbatch=int(self.bytes_per_microbatch[place, start, stop]),
+            remat=bool(self.remat[place, start, stop]),
+            once_seconds=float(self.once_seconds[place, start, stop]),
+            hidden_seconds=float(self.hidden_seconds[place, start, stop]),
+            casts=bool(self.casts[place, start, stop]),
+        )
+
+    def of_range(self, start: int, stop: int) -> list[StageOption]:
+        """The options of layers start to stop (half open)."""
+        places = np.flatnonzero(np.isfinite(self.seconds[:, start, stop]))
+        return [self.option(int(place), start, stop) for place in places]
+
+    def kind(self, num_microbatches: int, in_flight: Callable[[int], int]) -> StageKind:
+        """The stages as the search wants them."""
+        assert not np.isnan(self.seconds).any(), "an option without a cost"
+        others, there = num_microbatches - 1, np.isfinite(self.seconds)
+        seconds = np.where(there, self.seconds, 0.0)
+        return StageKind(
+            devices=self.devices,
+            weight=1,
+            summed=self.seconds + self.hidden_seconds,
+            bottleneck=np.where(there, others * seconds + self.once_seconds, np.inf),
+            bytes_fixed=self.bytes_fixed,
+            bytes_per_microbatch=self.bytes_per_microbatch,
+            in_flight=lambda count: min(in_flight(count), num_microbatches),
+        )
+
+
 class StageRange(NamedTuple):
     """Layers `start` to `stop` (half open) on a submesh of `num_devices`, run as `option` says."""
 
@@ -63,15 +112,9 @@ class StageChoice:
     step_seconds: float
 
 
-Oracle = Callable[[int, int, int], Sequence[StageOption]]
-"""The options of layers start to stop (half open) on a submesh of so many devices; () if none."""
-
-
 def best_stages(
-    num_layers: int,
-    submeshes: Sequence[int],
+    options: Sequence[StageOptions],
     num_devices: int,
-    oracle: Oracle,
     *,
     num_microbatches: int,
     memory_limit: float | None,
@@ -86,38 +129,31 @@ def best_stages(
     by stage.
 
     Args:
-      num_layers: how many layers there are, in a row.
-      submeshes: the numbers of devices that a stage may have, ascending; maybe none.
+      options: for each number of devices that a stage may have, ascending; maybe none.
       num_devices: the devices that the stages share.
-      oracle: called once for every range of layers and every size of submesh.
       num_microbatches: M.
       memory_limit: bytes per device; None: no limit.
       in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
         last one, itself counted; None: 1F1B's, one for each.
       at_most: seconds of a step; splits that take longer are not looked for.
 
-    >>> def oracle(start, stop, num_devices):
-    ...     return [StageOption((stop - start) / num_devices, 100 * (stop - start), 10)]
-    >>> best = best_stages(6, [1, 2], 3, oracle, num_microbatches=4, memory_limit=450)
+    >>> layers = np.triu(np.arange(7.0) - np.arange(7.0)[:, None])  # of stages from cut to cut
+    >>> none = np.zeros((1, 7, 7))
+    >>> def on(devices):
+    ...     seconds = np.where(layers > 0, layers / devices, np.inf)[None]
+    ...     return StageOptions(devices, seconds, 100 * layers[None], none + 10, *[none] * 4)
+    >>> best = best_stages([on(1), on(2)], 3, num_microbatches=4, memory_limit=450)
     >>> [stage[:3] for stage in best.stages], best.step_seconds
     ([(0, 2, 1), (2, 6, 2)], 10.0)
     """
-    if not submeshes:
+    if not options:
         return None
-    options = {
-        (start, stop, size): tuple(oracle(start, stop, size))
-        for size in submeshes
-        for start in range(num_layers)
-        for stop in range(start + 1, num_layers + 1)
-    }
+    num_layers = options[0].seconds.shape[1] - 1
     problem = StageProblem(
         tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1)),
-        tuple(
-            _kind(size, num_layers, options, num_microbatches, in_flight or (lambda left: left))
-            for size in submeshes
-        ),
+        tuple(x.kind(num_microbatches, in_flight or (lambda left: left)) for x in options),
         num_devices,
-        max_count=min(num_layers, num_devices // submeshes[0]),
+        max_count=min(num_layers, num_devices // options[0].devices),
         memory_limit=memory_limit,
     )
     path = best_path(problem, at_most)
@@ -125,45 +161,7 @@ def best_stages(
         return None
     stages = []
     for step in path.steps:
-        size = submeshes[step.kind]
-        option = options[step.start, step.stop, size][step.option]
-        stages.append(StageRange(step.start, step.stop, size, option))
+        chosen = options[step.kind]
+        option = chosen.option(step.option, step.start, step.stop)
+        stages.append(StageRange(step.start, step.stop, chosen.devices, option))
     return StageChoice(tuple(stages), path.cost)
-
-
-def _kind(
-    size: int,
-    num_layers: int,
-    options: dict[tuple[int, int, int], tuple[StageOption, ...]],
-    num_microbatches: int,
-    in_flight: Callable[[int], int],
-) -> StageKind:
-    """The stages on submeshes of one size, as the search wants them."""
-    cells, numbers = list[tuple[int, int, int]](), list[tuple[float, float, float, float]]()
-    for start in range(num_layers):
-        for stop in range(start + 1, num_layers + 1):
-            for index, option in enumerate(options[start, stop, size]):
-                cells.append((index, start, stop))
-                numbers.append(
-                    (
-                        option.seconds + option.hidden_seconds,
-                        (num_microbatches - 1) * option.seconds + option.once_seconds,
-                        option.bytes_fixed,
-                        option.bytes_per_microbatch,
-                    )
-                )
-    most = max((index for index, _, _ in cells), default=-1) + 1
-    arrays = np.zeros((4, most, num_layers + 1, num_layers + 1))
-    arrays[:2] = np.inf
-    if cells:
-        arrays[:, *np.transpose(cells)] = np.transpose(numbers)
-        assert np.isfinite(numbers).all(), "an option without a cost"
-    return StageKind(
-        devices=size,
-        weight=1,
-        summed=arrays[0],
-        bottleneck=arrays[1],
-        bytes_fixed=arrays[2],
-        bytes_per_microbatch=arrays[3],
-        in_flight=lambda count: min(in_flight(count), num_microbatches),
-    )

@@ -7,24 +7,6 @@ import itertools
 import math
 from typing import NamedTuple
 
-from autopar.passes.planner.stage_choice import StageOption
-
-
-class NeighbourTransfer(NamedTuple):
-    """What a stage and the next one send each other.
-
-    Args:
-      there_and_back: the seconds of a microbatch's activation and of its gradient.
-      link_seconds: how long they keep the link; both ways can be used at once.
-      once_seconds: what is sent or received once a step.
-      is_hidden: whether a stage works on other microbatches meanwhile.
-    """
-
-    there_and_back: float
-    link_seconds: float
-    once_seconds: float
-    is_hidden: bool
-
 
 class UnitCost(NamedTuple):
     """A unit on one mesh: per microbatch, once a step, and memory per device.
@@ -83,26 +65,6 @@ class UnitCost(NamedTuple):
     def bytes_for_one(self) -> int:
         """With one microbatch in flight."""
         return self.bytes_fixed + self.bytes_per_microbatch + self.bytes_working
-
-    def options(
-        self, transfer: NeighbourTransfer, received: int, remat: str | None
-    ) -> tuple[StageOption, ...]:
-        """A stage that costs this and its transfers, and receives so many bytes per microbatch."""
-        fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
-        once = self.once_seconds + transfer.once_seconds
-
-        def option(seconds: float, fixed: int, each: int, remat: bool) -> StageOption:
-            hidden = transfer.there_and_back if transfer.is_hidden else 0.0
-            seconds += transfer.there_and_back - hidden
-            busy = max(seconds, transfer.link_seconds)
-            return StageOption(busy, fixed, each, remat, once, hidden, self.casts)
-
-        kept = option(self.seconds, fixed, each, False)
-        # Computed again: the input stays, and the rest is there for one microbatch at a time.
-        again = option(self.seconds + self.forward_seconds, fixed + each, received, True)
-        if remat in ("auto", "override"):
-            return (kept, again)
-        return (again,) if remat == "full" else (kept,)
 
 
 class EqualStages(NamedTuple):

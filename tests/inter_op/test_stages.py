@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
+import itertools
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inter_op.enumerate_plans import Options, Plan, largest_bytes, order, plans, step_seconds
 
 from autopar.passes.planner import stage_choice as stages
-from autopar.passes.planner.stage_choice import StageOption, best_stages
+from autopar.passes.planner.stage_choice import (
+    StageChoice,
+    StageOption,
+    StageOptions,
+    best_stages,
+)
+
+Oracle = Callable[[int, int, int], Sequence[StageOption]]
+"""The options of layers start to stop (half open) on a submesh of so many devices; () if none."""
+
+
+def options_of(num_layers: int, size: int, oracle: Oracle) -> StageOptions:
+    """What an oracle says of all stages on submeshes of one size."""
+    cells = {
+        (start, stop): oracle(start, stop, size)
+        for start, stop in itertools.combinations(range(num_layers + 1), 2)
+    }
+    shape = max(map(len, cells.values()), default=0), num_layers + 1, num_layers + 1
+    names = [field.name for field in dataclasses.fields(StageOption)]
+    arrays = {name: np.full(shape, np.inf if name == "seconds" else 0.0) for name in names}
+    for cut, found in cells.items():
+        for place, option in enumerate(found):
+            for name in names:
+                arrays[name][place, *cut] = getattr(option, name)
+    return StageOptions(size, **arrays)
+
+
+def best_by(
+    num_layers: int, submeshes: Sequence[int], num_devices: int, oracle: Oracle, **others: Any
+) -> StageChoice | None:
+    """`best_stages` among what an oracle says."""
+    options = [options_of(num_layers, size, oracle) for size in submeshes]
+    return best_stages(options, num_devices, **others)
 
 
 def random_options(
@@ -79,7 +116,7 @@ def test_equals_the_best_of_all_plans(
         if sum(stage.num_devices for stage in plan) == num_devices
         and (memory_limit is None or largest_bytes(plan, options, in_flight) <= memory_limit)
     ]
-    found = best_stages(
+    found = best_by(
         num_layers,
         sorted(submeshes),
         num_devices,
@@ -95,7 +132,7 @@ def test_equals_the_best_of_all_plans(
         assert found.step_seconds == cost(best)
         assert [stage[:3] for stage in found.stages] == [stage[:3] for stage in best]
         for stage, planned in zip(found.stages, best, strict=True):
-            assert stage.option is options[planned[:3]][planned.option]
+            assert stage.option == options[planned[:3]][planned.option]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -119,7 +156,7 @@ def test_equals_the_best_of_all_plans_where_sums_round(seed: int) -> None:
         if sum(stage.num_devices for stage in plan) == 6
         and largest_bytes(plan, options, lambda from_the_end: min(from_the_end, 9)) <= 5
     )
-    found = best_stages(
+    found = best_by(
         7,
         [1, 2, 3],
         6,
@@ -138,7 +175,7 @@ def even(start: int, stop: int, size: int) -> list[StageOption]:
 
 
 def test_equal_layers_and_equally_good_plans_give_the_fewest_stages() -> None:
-    found = best_stages(12, [1, 2, 4], 4, even, num_microbatches=1, memory_limit=None)
+    found = best_by(12, [1, 2, 4], 4, even, num_microbatches=1, memory_limit=None)
     assert found is not None
     assert [stage[:3] for stage in found.stages] == [(0, 12, 4)]
 
@@ -146,14 +183,14 @@ def test_equal_layers_and_equally_good_plans_give_the_fewest_stages() -> None:
         # Steps of one microbatch take the same time whatever the split.
         return [StageOption((stop - start) / 3, 0, 0)]
 
-    found = best_stages(6, [1, 3], 3, free, num_microbatches=1, memory_limit=None)
+    found = best_by(6, [1, 3], 3, free, num_microbatches=1, memory_limit=None)
     assert found is not None
     assert [stage[:3] for stage in found.stages] == [(0, 6, 3)]
 
     def exact(start: int, stop: int, size: int) -> list[StageOption]:
         return [StageOption((stop - start) / 4, 0, 0)]
 
-    found = best_stages(6, [1], 3, exact, num_microbatches=1, memory_limit=None)
+    found = best_by(6, [1], 3, exact, num_microbatches=1, memory_limit=None)
     assert found is not None
     assert [stage[:3] for stage in found.stages] == [(0, 1, 1), (1, 2, 1), (2, 6, 1)]
 
@@ -162,10 +199,10 @@ def test_memory_moves_layers_to_the_later_stages() -> None:
     def oracle(start: int, stop: int, size: int) -> list[StageOption]:
         return [StageOption(stop - start, 0, stop - start)]
 
-    roomy = best_stages(12, [1], 3, oracle, num_microbatches=8, memory_limit=12)
+    roomy = best_by(12, [1], 3, oracle, num_microbatches=8, memory_limit=12)
     assert roomy is not None
     assert [stage.stop for stage in roomy.stages] == [4, 8, 12]
-    tight = best_stages(12, [1], 3, oracle, num_microbatches=8, memory_limit=9)
+    tight = best_by(12, [1], 3, oracle, num_microbatches=8, memory_limit=9)
     assert tight is not None
     assert [stage.stop for stage in tight.stages] == [3, 7, 12]
 
@@ -178,18 +215,18 @@ def test_rematerialization_is_bought_only_where_memory_needs_it() -> None:
             StageOption(4 * layers, 0, layers, remat=True),
         ]
 
-    found = best_stages(8, [1], 4, oracle, num_microbatches=4, memory_limit=17)
+    found = best_by(8, [1], 4, oracle, num_microbatches=4, memory_limit=17)
     assert found is not None
     assert [stage.option.remat for stage in found.stages] == [True, True, False, False]
 
 
 def test_layers_that_no_submesh_can_run() -> None:
-    assert best_stages(3, [1], 3, lambda *_: [], num_microbatches=1, memory_limit=None) is None
-    assert best_stages(3, [], 3, lambda *_: [], num_microbatches=1, memory_limit=None) is None
+    assert best_by(3, [1], 3, lambda *_: [], num_microbatches=1, memory_limit=None) is None
+    assert best_by(3, [], 3, lambda *_: [], num_microbatches=1, memory_limit=None) is None
 
 
 def test_stages_that_cost_nothing() -> None:
-    found = best_stages(
+    found = best_by(
         3, [1], 2, lambda *_: [StageOption(0.0, 0, 0)], num_microbatches=4, memory_limit=0
     )
     assert found is not None
@@ -210,7 +247,7 @@ def test_many_layers_on_many_devices() -> None:
         ]
 
     def seconds(num_devices: int) -> float:
-        found = best_stages(48, sizes, num_devices, oracle, num_microbatches=32, memory_limit=2e7)
+        found = best_by(48, sizes, num_devices, oracle, num_microbatches=32, memory_limit=2e7)
         assert found is not None
         return found.step_seconds
 
