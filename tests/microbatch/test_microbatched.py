@@ -55,6 +55,27 @@ def test_prologue_loop_and_epilogue() -> None:
     assert "dot_general" not in outside and "scan" not in outside
 
 
+def test_gradients_are_added_up_as_soon_as_they_are_there() -> None:
+    """The last layer's before the products of the first: no two of them wait for the loop's end."""
+
+    def deep(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y)
+
+        return [w - g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    arguments = [np.eye(4, dtype=np.float32)] * 3, np.ones((ROWS, 4), np.float32)
+    body = loop_of(split(*analyzed(deep, arguments, COUNT))).body
+    made = {var: number for number, eqn in enumerate(body.eqns) for var in eqn.outvars}
+    products = [n for n, eqn in enumerate(body.eqns) if eqn.primitive.name == "dot_general"]
+    sums = sorted(made[var] for var in body.outvars if var in made)
+    assert len(sums) == 3 and len(products) == 8
+    assert [sum(product < total for product in products) for total in sums] == [4, 6, 8]
+
+
 def test_what_the_body_reads_carries_and_leaves() -> None:
     step = step_in_phases()
     loop = loop_of(step)
