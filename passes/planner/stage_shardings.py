@@ -320,7 +320,7 @@ class MeshSearch:
         """
         rows = memory_rows(self.built, self.memory(planned.remat))
         target = self.limit + max(self._excess(planned, rows), 0)
-        for _ in range(MEMORY_TRIES):
+        for _ in range(MEMORY_TRIES * (1 if self.is_large else 2)):
             if planned.fits or target <= 0:
                 break
             try:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier
-from autopar.passes.graph.graph import Atom, user_source
+from autopar.passes.graph.graph import user_source
 from autopar.passes.graph.host_values import is_put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
-from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.own_rules import elementwise
 from autopar.passes.sharding import strategies as st
-from autopar.passes.sharding.layout import Layout, replicated, stacked, without_partial
+from autopar.passes.sharding.control_flow import ControlFlowBuilder
+from autopar.passes.sharding.layout import Layout, replicated, without_partial
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scope_memory import ScopeBuffers
@@ -30,8 +30,8 @@ from autopar.passes.sharding.scopes import (
     ScopeValue,
     aval_shape,
 )
-from autopar.passes.sharding.strategy_graph import BodyTimes, StrategyGraph, StrategyGraphBuilder
-from autopar.passes.sharding.sums import accumulating, starts_of_sums, whole_inside
+from autopar.passes.sharding.strategy_graph import StrategyGraph
+from autopar.passes.sharding.sums import starts_of_sums
 
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 # A result this many times larger than what it is made from is recomputed, not moved.
@@ -50,14 +50,14 @@ def build(
     return _Walk(rules, mesh, pricing, restriction, buffers).run(step)
 
 
-class _Walk(StrategyGraphBuilder):
+class _Walk(ControlFlowBuilder):
     """What one walk over a program accumulates; `run` is the only entry."""
 
     def run(self, step: Microbatched) -> StrategyGraph:
         graph = step.graph
-        self._loops = {id(loop.scan): loop for loop in step.loops}
-        self._passed = {var for loop in step.loops for var in loop.passed}
-        self._state_nodes: set[int] = set()
+        self.loops = {id(loop.scan): loop for loop in step.loops}
+        self.passed = {var for loop in step.loops for var in loop.passed}
+        self.state_nodes: set[int] = set()
         self._starts: set[Var] = set()  # what loops begin to add to
         jaxpr, built = graph.jaxpr, self.built
         env: dict[Var, ScopeValue] = {}
@@ -67,13 +67,13 @@ class _Walk(StrategyGraphBuilder):
             node = self.boundary(label.path, "", layouts, times=1)
             inputs.append(node)
             if label.role == "state":
-                self._state_nodes.add(node)
+                self.state_nodes.add(node)
                 self.in_background.add(node)
             small = label.role != "batch" and math.prod(aval_shape(var)) <= 1
             assigned = None if small else self.assigned(node, layouts, var)
             env[var] = assigned or Replicated()
             if assigned is not None:
-                assigned.live.absent = var in self._passed
+                assigned.live.absent = var in self.passed
                 held += () if label.donated else (assigned,)
         built.inputs = tuple(inputs)
         built.scope = Scope(jaxpr, times=1)
@@ -94,9 +94,6 @@ class _Walk(StrategyGraphBuilder):
         for kept in held:  # the caller keeps what is not donated
             kept.live.last = built.time
         return built
-
-    def read(self, env: Mapping[Var, ScopeValue], atom: Atom) -> ScopeValue:
-        return Replicated() if isinstance(atom, jex_core.Literal) else env[atom]
 
     def walk(
         self, scope: Scope, env: dict[Var, ScopeValue], tasks: Sequence[Task] = ()
@@ -204,7 +201,7 @@ class _Walk(StrategyGraphBuilder):
         big = {
             i: v.node for i, v in assigned.items() if FREE_EXPANSION * math.prod(v.shape) > largest
         }
-        anchored = [i for i, node in big.items() if node in self._state_nodes]
+        anchored = [i for i, node in big.items() if node in self.state_nodes]
         if anchored:
             return anchored[0]
         return next(iter(big)) if len(set(big.values())) == 1 else None
@@ -280,135 +277,3 @@ class _Walk(StrategyGraphBuilder):
             for var in eqn.outvars
         ]
         return Entry("opaque", eqn, node=node), results
-
-    def scan(
-        self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
-    ) -> tuple[Entry, list[ScopeValue]]:
-        parts = ScanParts.of(eqn)
-        times = scope.times * eqn.params["length"]
-        loop = self._loops.get(id(eqn))
-        inner = Scope(parts.body, times, scope.microbatch or loop is not None)
-        env: dict[Var, ScopeValue] = {}
-        label = f"scan {eqn.source_info.name_stack}".strip()
-        whole = whole_inside(parts, [isinstance(value, Replicated) for value in values])
-        boundaries, entered = list[int | None](), list[Assigned]()
-        carried_in = set[int]()  # by identity of what is written anew in its place
-        start = self.built.time
-
-        def enter(var: Var, value: ScopeValue, what: str, partial: bool = False) -> None:
-            if loop and var in loop.stored and (as_it_lies := self.stored(value, var)):
-                env[var] = as_it_lies
-                boundaries.append(as_it_lies.node)
-                entered.append(as_it_lies)
-                if isinstance(value, Assigned):
-                    entered.append(value)
-                return
-            if math.prod(aval_shape(var)) <= 1 or var in whole:
-                env[var] = Replicated()
-                boundaries.append(None)
-                return
-            layouts = self.restriction.boundary_layouts(var, self.mesh, partial)
-            if partial:
-                layouts = self.restriction.accumulator_layouts(var, layouts)
-            node = self.boundary(f"{label} {what}", user_source(eqn), layouts, scope.times)
-            if what == "carry":
-                self._state_nodes.add(node)
-            self.enters_loop(value, node, is_carry=what == "carry", is_sum=partial)
-            outside = map(stacked, layouts) if what == "slice" else layouts
-            outer = value if isinstance(value, Assigned) else None
-            until = -1 if outer is None else max(outer.live.last, start - 1)
-            self.link(value, tuple(outside), node, scope.times)
-            env[var] = inner = self.assigned(node, layouts, var)
-            boundaries.append(node)
-            if what != "slice" and outer is not None:
-                outer.live.last = until  # from now on there is what entered
-            if what == "slice" and outer is not None and outer.live.absent:
-                inner.live.entering, inner.live.last = True, -1
-            elif what == "carry":
-                carried_in.add(id(inner))
-            else:
-                inner.live.same_as = outer if what == "constant" else None
-                entered.append(inner)
-                if what == "slice" and outer is not None:
-                    entered.append(outer)
-
-        consts, carries, slices = parts.operands(list(zip(parts.body.invars, values, strict=True)))
-        for var, value in consts:
-            enter(var, value, "constant")
-        for (var, value), is_sum in zip(carries, accumulating(eqn), strict=True):
-            enter(var, value, "carry", is_sum)
-        for var, value in slices:
-            enter(var, value, "slice")
-        begins = self.walk(inner, env, () if loop is None else loop.tasks)
-        carried, rows = parts.results(list(zip(parts.body.outvars, eqn.outvars, strict=True)))
-        carry_nodes, stack_nodes = parts.operands(boundaries)[1], list[int | None]()
-        for (atom, _), node in zip(carried, carry_nodes, strict=True):
-            if node is not None:
-                self.link(self.read(env, atom), self.built.nodes[node].layouts, node, inner.times)
-        for atom, _ in rows:
-            value = self.read(env, atom)
-            stack_nodes.append(None)
-            if not isinstance(value, Replicated) and math.prod(aval_shape(atom)) > 1:
-                layouts = self.restriction.boundary_layouts(atom, self.mesh, True)
-                node = self.boundary(f"{label} stack", user_source(eqn), layouts, scope.times)
-                self.link(value, layouts, node, inner.times)
-                stack_nodes[-1] = node
-        boundaries += stack_nodes
-        for value in self.built.values:  # what a loop reads is alive until its last trip
-            if value.live.first <= start < value.live.last and id(value) not in carried_in:
-                value.live.last = self.built.time
-        for value in entered:
-            value.live.last = self.built.time
-        if begins:
-            self.built.body = BodyTimes(start, self.built.time, begins)
-        self.built.time += 1  # what leaves the loop is there after it
-        results: list[ScopeValue] = []
-        for place, ((_, var), node) in enumerate(
-            zip((*carried, *rows), (*carry_nodes, *stack_nodes), strict=True)
-        ):
-            if node is None:
-                results.append(Replicated())
-                continue
-            layouts = self.built.nodes[node].layouts
-            if place >= len(carried):
-                layouts = tuple(map(stacked, layouts))
-            made = self.assigned(node, layouts, var)
-            if place >= len(carried):  # a stack is allocated before the loop and filled by it
-                made.live.first, made.live.absent = start, var in self._passed
-            results.append(self.completed(made, var, label))
-        completions = tuple(
-            value.node if isinstance(value, Assigned) and value.node not in boundaries else None
-            for value in results
-        )
-        return Entry("scan", eqn, None, None, (), (inner,), (*boundaries,), completions), results
-
-    def cond(
-        self, scope: Scope, eqn: JaxprEqn, values: list[ScopeValue]
-    ) -> tuple[Entry, list[ScopeValue]]:
-        label = f"cond {eqn.source_info.name_stack}".strip()
-        inner: list[Scope] = []
-        outs: list[list[ScopeValue]] = []
-        for branch in eqn.params["branches"]:
-            body = branch.jaxpr
-            env: dict[Var, ScopeValue] = dict(zip(body.invars, values[1:], strict=True))
-            within = Scope(body, scope.times, scope.microbatch)
-            self.walk(within, env)
-            inner.append(within)
-            outs.append([self.read(env, atom) for atom in body.outvars])
-        boundaries: list[int | None] = []
-        results: list[ScopeValue] = []
-        for position, var in enumerate(eqn.outvars):
-            if math.prod(aval_shape(var)) <= 1:
-                boundaries.append(None)
-                results.append(Replicated())
-                continue
-            source = next((v for o in outs if isinstance(v := o[position], Assigned)), None)
-            layouts = self.restriction.boundary_layouts(var, self.mesh, False)
-            node = self.boundary(f"{label} result", user_source(eqn), layouts, scope.times)
-            if source is not None and source.node in self._state_nodes:
-                self._state_nodes.add(node)
-            for branch_values in outs:
-                self.link(branch_values[position], layouts, node, scope.times)
-            boundaries.append(node)
-            results.append(self.assigned(node, layouts, var))
-        return Entry("cond", eqn, scopes=tuple(inner), boundaries=tuple(boundaries)), results
