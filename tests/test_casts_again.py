@@ -25,8 +25,8 @@ from autopar.passes.graph.casts_again import casts_again
 from autopar.passes.graph.graph import check, used_vars
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.mesh_choice import plan_stage
+from autopar.passes.planner.planned_stage import PlaceInPipeline
 from autopar.passes.planner.stage_labels import label_batch
-from autopar.passes.planner.stage_shardings import PlaceInPipeline
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.slicing.slice_stages import slice_stages
 

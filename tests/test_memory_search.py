@@ -18,7 +18,8 @@ from autopar.passes.planner import candidates, layout_search, stage_shardings
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
-from autopar.passes.planner.stage_shardings import PlannedStage
+from autopar.passes.planner.planned_stage import PlannedStage
+from autopar.passes.sharding.memory_rows import memory_rows, rows_peak
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
 
@@ -209,8 +210,8 @@ def test_rows_count_what_the_program_of_a_stage_needs(
     real = stage_shardings.MeshSearch.checked
 
     def checked(self: Any, plan: PlannedStage) -> PlannedStage:
-        rows = stage_shardings.memory_rows(self.built, self.memory(plan.remat))
-        counted = stage_shardings.rows_peak(self.built, rows, plan.solution.assignment)
+        rows = memory_rows(self.built, self.memory(plan.remat))
+        counted = rows_peak(self.built, rows, plan.solution.assignment)
         seen.append(counted / real(self, plan).peak.bytes)
         return real(self, plan)
 

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from autopar.base.options import Options
 from autopar.passes.graph.alike import pairs_if_alike
 from autopar.passes.graph.graph import Graph, Input
-from autopar.passes.planner.stage_shardings import PlannedStage
+from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.sharding.pins import pins_of
 from autopar.passes.sharding.scopes import Node
 from autopar.passes.slicing.stage_graphs import StageGraph, Stages

@@ -32,7 +32,7 @@ from autopar.passes.planner.stage_choice import (
     best_stages,
 )
 from autopar.passes.planner.stage_costs import Way, equal_runs
-from autopar.passes.planner.stage_options import RangeTotals, Transfers
+from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 from autopar.passes.planner.unit_costs import UnitCosts, units_of
 from autopar.passes.slicing.stage_graphs import Stages
 
@@ -187,7 +187,9 @@ class StageSearch:
             size = stage.num_devices
             for mesh, way in zip(self.meshes[size], self.ways[size], strict=True):
                 units = way[stage.start : stage.stop]
-                alone = Transfers.nothing(len(units))._replace(received=[received] * len(units))
+                alone = StageTransfers.nothing(len(units))._replace(
+                    received=[received] * len(units)
+                )
                 totals = RangeTotals.of([units])
                 options = totals.options(size, alone, self.remat, is_hidden=False)
                 fitting = (
@@ -278,7 +280,7 @@ class StageSearch:
         for size, ways in self.ways.items():
             if ways:
                 totals = RangeTotals.of(ways)
-                transfers = Transfers(
+                transfers = StageTransfers(
                     [self._seconds(size, moved) for moved in self.crossing],
                     [math.ceil(moved / size) for moved in (0, *self.crossing[:-1])],
                     [(x, y, self._seconds(size, moved)) for x, y, moved in self.once],

@@ -35,15 +35,10 @@ from autopar.passes.planner.layouts import (
     submesh,
 )
 from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_stage
+from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage, in_pipeline
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
-from autopar.passes.planner.stage_shardings import (
-    LARGE_PROBLEM,
-    PlaceInPipeline,
-    PlannedStage,
-    in_pipeline,
-    memory_limit_of,
-)
+from autopar.passes.planner.stage_shardings import LARGE_PROBLEM, memory_limit_of
 from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule

@@ -24,14 +24,10 @@ from autopar.passes.planner.candidates import (
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.mesh_choice import plan_mesh, stage_options
 from autopar.passes.planner.plan_writer import choice_text, node_names
+from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
-from autopar.passes.planner.stage_shardings import (
-    PlaceInPipeline,
-    PlannedStage,
-    memory_limit_of,
-    prepare,
-)
+from autopar.passes.planner.stage_shardings import memory_limit_of, prepare
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule

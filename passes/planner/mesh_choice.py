@@ -13,6 +13,7 @@ from autopar.base.options import Options
 from autopar.base.units import format_bytes
 from autopar.passes.graph.casts_again import CastsAgain, casts_again
 from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes, submesh
+from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
@@ -20,8 +21,6 @@ from autopar.passes.planner.stage_shardings import (
     LARGE_PROBLEM,
     Allowed,
     MeshSearch,
-    PlaceInPipeline,
-    PlannedStage,
     memory_limit_of,
 )
 from autopar.passes.primitives.populate import populate

@@ -11,8 +11,8 @@ from autopar.passes.graph.graph import batch_sizes
 from autopar.passes.pieces.piece_costs import inner_bytes
 from autopar.passes.pieces.pieces import Pieces
 from autopar.passes.pipeline.parts import PipelineParts
+from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.split_step import SplitStep
-from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import COLLECTIVES, HOST_COPIES
 from autopar.passes.sharding.spmd_program import Block, Branch, Compute, Loop, Relayout

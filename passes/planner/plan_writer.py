@@ -38,9 +38,9 @@ from autopar.passes.planner.candidates import (
 from autopar.passes.planner.host_memory import in_host_memory
 from autopar.passes.planner.layouts import largest_count, submesh
 from autopar.passes.planner.plan_model import step_model
+from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.rewritings import AS_WRITTEN
 from autopar.passes.planner.runners_up import runners_up, seconds_per_gib
-from autopar.passes.planner.stage_shardings import PlannedStage
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.flops import flops
 from autopar.passes.sharding.collectives import collectives_of, short_source

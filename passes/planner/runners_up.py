@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.base.costs import PICOSECONDS
 from autopar.base.runner_up import RunnerUp
-from autopar.passes.planner.stage_shardings import PlannedStage
+from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.layout import describe
 from autopar.passes.solver.alternatives import Alternative, alternatives

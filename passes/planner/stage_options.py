@@ -19,7 +19,7 @@ from autopar.passes.planner.stage_costs import Way
 Array = NDArray[Any]
 
 
-class Transfers(NamedTuple):
+class StageTransfers(NamedTuple):
     """What stages on submeshes of one size send and receive, by the units between which it passes.
 
     Args:
@@ -33,7 +33,7 @@ class Transfers(NamedTuple):
     once: Sequence[tuple[int, int, float]]
 
     @classmethod
-    def nothing(cls, units: int) -> Transfers:
+    def nothing(cls, units: int) -> StageTransfers:
         """Of stages that send nothing."""
         return cls([0.0] * units, [0] * units, [])
 
@@ -71,7 +71,7 @@ class RangeTotals:
         )
 
     def options(
-        self, devices: int, transfers: Transfers, remat: str | None, *, is_hidden: bool
+        self, devices: int, transfers: StageTransfers, remat: str | None, *, is_hidden: bool
     ) -> StageOptions:
         """The options of each range that no other is as good as in everything.
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
-
-from jax.extend.core import Var
 
 from autopar.base.cluster import Cluster, axis_names
-from autopar.base.costs import PICOSECONDS
 from autopar.base.methods import LOOP_METHODS
 from autopar.base.options import Options
-from autopar.passes.graph.graph import Graph
-from autopar.passes.graph.microbatched import InFlight
 from autopar.passes.pieces.piece_costs import PieceCosts
-from autopar.passes.pieces.pieces import StagePiece
-from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.planned_stage import (
+    PlaceInPipeline,
+    PlannedStage,
+    in_pipeline,
+    input_names,
+)
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.build import build
@@ -34,9 +30,7 @@ from autopar.passes.sharding.peak_memory import MemoryPeak, peak
 from autopar.passes.sharding.pins import resolve_pins
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import restriction
-from autopar.passes.sharding.spmd_program import SpmdProgram
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-from autopar.passes.slicing.stage_graphs import StageGraph
 from autopar.passes.solver import Infeasible, Problem, Solution, solve
 
 SOLVER_WORK = 5.0  # deterministic work, about a second each; most stages take a fraction of one
@@ -54,55 +48,6 @@ ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this pa
 FAR_TOO_MUCH = 1.1  # times the limit, as rows count bytes
 FILLINGS = 2  # how often memory is filled up at one price, the second time by what the first needs
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """The solved and lowered program of a stage on one logical mesh.
-
-    `remat` says whether its backward pass computes the forward pass again, which takes
-    `again_seconds` a step. `unlimited` is the plan without a limit of memory, if that is another.
-    """
-
-    mesh: tuple[int, ...]
-    split: SplitStep
-    built: StrategyGraph
-    solution: Solution
-    program: SpmdProgram
-    peak: MemoryPeak
-    fits: bool
-    remat: bool = False
-    again_seconds: float = 0.0
-    unlimited: PlannedStage | None = None
-
-    @property
-    def step_seconds(self) -> float:
-        """What the integer program expects of a step."""
-        return self.solution.cost / PICOSECONDS + self.again_seconds
-
-    @property
-    def least_seconds(self) -> float:
-        """No plan on this mesh takes less, however much memory it has."""
-        return (self.unlimited or self).solution.lower_bound / PICOSECONDS
-
-    def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
-        """What a run of one of its pieces takes; of all of it, what it was chosen by.
-
-        And sums of scalars, which no node decides: those that stay partial meet in one collective.
-        Where collectives are hidden, that is as far as there is something to hide them.
-        """
-        if piece.instructions is not self.program.block.instructions:
-            return costs.seconds(piece.block)
-        chosen_by = self.step_seconds + costs.scalar_sums(piece.block)
-        if not costs.pricing.cluster.overlap:
-            return chosen_by
-        return max(chosen_by, costs.seconds(piece.block))
-
-    def costs(self, cluster: Cluster) -> PieceCosts:
-        """What blocks of the stage cost on its part of the cluster."""
-        part = submesh(cluster, math.prod(self.mesh))
-        pricing = Pricing(part, self.mesh, traffic=self.split.traffic)
-        return PieceCosts(pricing, self.split.rules)
 
 
 def prepare(
@@ -124,33 +69,6 @@ def prepare(
 
 Allowed = Sequence[Sequence[int]]
 """For each node, the strategies that it may take."""
-
-
-class PlaceInPipeline(NamedTuple):
-    """A stage's graph, and how many microbatches it has in flight under the schedule."""
-
-    graph: StageGraph
-    in_flight: InFlight
-
-
-def in_pipeline(
-    planned: PlannedStage, place: PlaceInPipeline, limit: int, costs: PieceCosts
-) -> PlannedStage:
-    """A stage's plan with its peak, and with what computing the forward pass again takes."""
-    memory, program = StageMemory(place.in_flight, planned.remat), planned.program
-    account, seconds = StageAccount.of(place.graph, program, memory), 0.0
-    if planned.remat and place.graph.loop is not None:
-        kept = StageAccount.of(place.graph, program, replace(memory, remat=False))
-        more = account.loop_seconds(costs) - kept.loop_seconds(costs)
-        seconds = more * place.graph.loop.num_microbatches
-    worst = account.peak(_names(place.graph.graph))
-    fits = worst.bytes <= limit and hosts_fit(program, costs.pricing.cluster)
-    return replace(planned, peak=worst, fits=fits, again_seconds=seconds)
-
-
-def _names(graph: Graph) -> dict[Var, str]:
-    paths = [label.path for label in graph.inputs]
-    return dict(zip(graph.jaxpr.invars, paths, strict=True))
 
 
 @dataclass(frozen=True)
@@ -254,7 +172,7 @@ class MeshSearch:
         graph = self.split.graph
         donated = [label.donated for label in graph.inputs]
         memory = self.pricing.cluster.device.program_bytes
-        worst = peak(planned.program, _names(graph), donated, memory)
+        worst = peak(planned.program, input_names(graph), donated, memory)
         fits = worst.bytes <= self.limit and hosts_fit(planned.program, self.pricing.cluster)
         return replace(planned, peak=worst, fits=fits)
 

@@ -16,6 +16,7 @@ from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.mesh_choice import stage_options
+from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_costs import (
     EqualStages,
@@ -25,12 +26,7 @@ from autopar.passes.planner.stage_costs import (
     joined,
 )
 from autopar.passes.planner.stage_labels import label_batch
-from autopar.passes.planner.stage_shardings import (
-    MeshSearch,
-    PlaceInPipeline,
-    PlannedStage,
-    memory_limit_of,
-)
+from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
 from autopar.passes.primitives.populate import populate
 from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem

@@ -13,7 +13,7 @@ from plain_jit import equals_plain_jit
 import autopar
 from autopar.passes.graph.alike import pairs_if_alike
 from autopar.passes.planner import alike_stages, candidates, mesh_choice
-from autopar.passes.planner.stage_shardings import PlannedStage
+from autopar.passes.planner.planned_stage import PlannedStage
 
 WIDTH, LAYERS = 32, 4
 

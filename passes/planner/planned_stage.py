@@ -1,0 +1,104 @@
+"""A stage as it is planned on one logical mesh, and what its place in a pipeline asks of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jax.extend.core import Var
+
+from autopar.base.cluster import Cluster
+from autopar.base.costs import PICOSECONDS
+from autopar.passes.graph.graph import Graph
+from autopar.passes.graph.microbatched import InFlight
+from autopar.passes.pieces.piece_costs import PieceCosts
+from autopar.passes.pieces.pieces import StagePiece
+from autopar.passes.pieces.stage_account import StageAccount
+from autopar.passes.planner.layouts import submesh
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.sharding.host_leaves import hosts_fit
+from autopar.passes.sharding.memory_rows import StageMemory
+from autopar.passes.sharding.peak_memory import MemoryPeak
+from autopar.passes.sharding.pricing import Pricing
+from autopar.passes.sharding.spmd_program import SpmdProgram
+from autopar.passes.sharding.strategy_graph import StrategyGraph
+from autopar.passes.slicing.stage_graphs import StageGraph
+from autopar.passes.solver import Solution
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """The solved and lowered program of a stage on one logical mesh.
+
+    `remat` says whether its backward pass computes the forward pass again, which takes
+    `again_seconds` a step. `unlimited` is the plan without a limit of memory, if that is another.
+    """
+
+    mesh: tuple[int, ...]
+    split: SplitStep
+    built: StrategyGraph
+    solution: Solution
+    program: SpmdProgram
+    peak: MemoryPeak
+    fits: bool
+    remat: bool = False
+    again_seconds: float = 0.0
+    unlimited: PlannedStage | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """What the integer program expects of a step."""
+        return self.solution.cost / PICOSECONDS + self.again_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """No plan on this mesh takes less, however much memory it has."""
+        return (self.unlimited or self).solution.lower_bound / PICOSECONDS
+
+    def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
+        """What a run of one of its pieces takes; of all of it, what it was chosen by.
+
+        And sums of scalars, which no node decides: those that stay partial meet in one collective.
+        Where collectives are hidden, that is as far as there is something to hide them.
+        """
+        if piece.instructions is not self.program.block.instructions:
+            return costs.seconds(piece.block)
+        chosen_by = self.step_seconds + costs.scalar_sums(piece.block)
+        if not costs.pricing.cluster.overlap:
+            return chosen_by
+        return max(chosen_by, costs.seconds(piece.block))
+
+    def costs(self, cluster: Cluster) -> PieceCosts:
+        """What blocks of the stage cost on its part of the cluster."""
+        part = submesh(cluster, math.prod(self.mesh))
+        pricing = Pricing(part, self.mesh, traffic=self.split.traffic)
+        return PieceCosts(pricing, self.split.rules)
+
+
+class PlaceInPipeline(NamedTuple):
+    """A stage's graph, and how many microbatches it has in flight under the schedule."""
+
+    graph: StageGraph
+    in_flight: InFlight
+
+
+def in_pipeline(
+    planned: PlannedStage, place: PlaceInPipeline, limit: int, costs: PieceCosts
+) -> PlannedStage:
+    """A stage's plan with its peak, and with what computing the forward pass again takes."""
+    memory, program = StageMemory(place.in_flight, planned.remat), planned.program
+    account, seconds = StageAccount.of(place.graph, program, memory), 0.0
+    if planned.remat and place.graph.loop is not None:
+        kept = StageAccount.of(place.graph, program, replace(memory, remat=False))
+        more = account.loop_seconds(costs) - kept.loop_seconds(costs)
+        seconds = more * place.graph.loop.num_microbatches
+    worst = account.peak(input_names(place.graph.graph))
+    fits = worst.bytes <= limit and hosts_fit(program, costs.pricing.cluster)
+    return replace(planned, peak=worst, fits=fits, again_seconds=seconds)
+
+
+def input_names(graph: Graph) -> dict[Var, str]:
+    """The paths of the inputs, by their variables."""
+    paths = [label.path for label in graph.inputs]
+    return dict(zip(graph.jaxpr.invars, paths, strict=True))
