@@ -187,9 +187,7 @@ class StageSearch:
             size = stage.num_devices
             for mesh, way in zip(self.meshes[size], self.ways[size], strict=True):
                 units = way[stage.start : stage.stop]
-                alone = StageTransfers.nothing(len(units))._replace(
-                    received=[received] * len(units)
-                )
+                alone = StageTransfers([0.0] * len(units), [received] * len(units), [])
                 totals = RangeTotals.of([units])
                 options = totals.options(size, alone, self.remat, is_hidden=False)
                 fitting = (

@@ -32,11 +32,6 @@ class StageTransfers(NamedTuple):
     received: Sequence[int]
     once: Sequence[tuple[int, int, float]]
 
-    @classmethod
-    def nothing(cls, units: int) -> StageTransfers:
-        """Of stages that send nothing."""
-        return cls([0.0] * units, [0] * units, [])
-
 
 @dataclass(frozen=True, eq=False)
 class RangeTotals:
