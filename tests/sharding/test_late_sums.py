@@ -35,8 +35,8 @@ def train_step(weights: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_fn)(weights))
 
 
-def program_of(step: Any, method: str) -> SpmdProgram:
-    graph = graph_of(step, *SHAPES, batch_argnums=(1,))
+def program_of(step: Any, method: str, shapes: Any = SHAPES) -> SpmdProgram:
+    graph = graph_of(step, *shapes, batch_argnums=(1,))
     made = sharded(compiled(graph, method=method, microbatches=1))
     return dataclasses.replace(made, rules=RULES[TPU])
 
@@ -76,7 +76,8 @@ def test_a_gradient_in_whose_kernel_nothing_else_is_runs_with_its_scattered_sum(
 
 
 def test_whole_gradients_stay_until_the_backward_pass_is_over() -> None:
-    program = program_of(train_step, "zero3")
+    weights = {**SHAPES[0], "last": shaped(512, 256)}
+    program = program_of(train_step, "zero3", (weights, SHAPES[1]))
     at_once = dataclasses.replace(program, rules=dataclasses.replace(RULES[TPU], sums_last=False))
     donated = [True] * 3 + [False]
     large, small = (peak(x, {}, donated).bytes for x in (program, at_once))
@@ -85,6 +86,38 @@ def test_whole_gradients_stay_until_the_backward_pass_is_over() -> None:
     # Where that does not fit, the scheduler adds them earlier; with memory to spare it does not.
     assert peak(program, {}, donated, memory=small).bytes <= small
     assert peak(program, {}, donated, memory=large + SPARE_BYTES).bytes == large
+
+
+def test_a_gradient_runs_with_those_that_read_what_its_kernel_reads() -> None:
+    shapes = (
+        {name: shaped(WIDTH, 512) for name in ("gate", "up")} | {"down": shaped(512, WIDTH)},
+        SHAPES[1],
+    )
+
+    def order(activation: Any) -> tuple[bool, bool]:
+        """Whether "down"'s gradient is after what the backward pass goes on with; and by itself."""
+
+        def step(weights: Any, x: Any) -> Any:
+            def loss_fn(weights: Any) -> Any:
+                y = activation(x @ weights["gate"], x @ weights["up"]) @ weights["down"]
+                return jnp.mean(jnp.square(y))
+
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_fn)(weights))
+
+        program = program_of(step, "data", shapes)
+        times = list(range(len(program.block.instructions)))
+        moments = late_times(program.block, held_of(program), times)
+        products = [
+            n
+            for n in times
+            if isinstance(x := program.block.instructions[n], Compute)
+            and x.eqn.primitive.name == "dot_general"
+        ]
+        down, following = products[3:5]
+        return moments[down] > moments[following], down > following
+
+    assert order(lambda gate, up: jax.nn.silu(gate) * up) == (True, False)
+    assert order(lambda gate, up: gate + up) == (False, False)
 
 
 def test_the_end_is_before_what_waits_for_more_gathers() -> None:
