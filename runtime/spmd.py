@@ -27,7 +27,7 @@ from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import HOST_COPIES, ReshardStep
-from autopar.passes.sharding.run_order import Tie, sums_after_ties, ties
+from autopar.passes.sharding.run_order import Tie, after_ties, ties
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -103,7 +103,7 @@ class _Device:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         waiting = ties(block, self.mesh, self.rules.keeps_order)
         orders = turned_sums(block) if self.rules.turns_sums else {}
-        postponed = sums_after_ties(block, waiting)
+        postponed = after_ties(block, waiting)
         later: dict[int, list[int]] = {}
         for number, after in postponed.items():
             later.setdefault(after, []).append(number)
@@ -111,17 +111,22 @@ class _Device:
             if number in waiting:
                 self.wait(env, waiting[number])
             for place in later.get(number, ()):
-                self.move(env, block.instructions[place], orders.get(place))
-            if isinstance(instruction, Relayout):
-                if number not in postponed:
-                    self.move(env, instruction, orders.get(number))
-            elif isinstance(instruction, Compute):
-                self.compute(env, instruction)
+                self.one(env, block.instructions[place], orders.get(place))
+            if number in postponed:
+                continue
+            if isinstance(instruction, (Relayout, Compute)):
+                self.one(env, instruction, orders.get(number))
             elif isinstance(instruction, Loop):
                 self.loop(env, instruction)
             else:
                 self.branch(env, instruction)
         return [self.read(env, version) for version in block.outputs]
+
+    def one(self, env: Env, instruction: Instruction, order: tuple[int, ...] | None) -> None:
+        if isinstance(instruction, Compute):
+            self.compute(env, instruction)
+        else:
+            self.move(env, instruction, order)
 
     def move(self, env: Env, instruction: Instruction, order: tuple[int, ...] | None) -> None:
         assert isinstance(instruction, Relayout)

@@ -21,6 +21,18 @@ values that were planned to be there. None is a fitted factor.
   one (a U-Net was planned a quarter too large).
 - Products, convolutions, sorts and loops read buffers. A gather, a scatter and a slice's update
   take in what makes their indices and updates.
+- But a product computes an operand itself that one operation makes of a value, or of a value and a
+  number: a ReLU, a scaling, a cast that widens, whatever it costs (`gemm_fusion.cc`;
+  `product_kernels.py`). So of a ReLU between products the argument is there, once. Found on graph
+  networks, planned a quarter too large, where both were counted from forward to backward; and on
+  mixtures of experts, whose dispatch in float32 stays, not the comparison with zero that it was
+  read for.
+- cuDNN's convolutions add another buffer to their result (`cudnn_fused_conv_rewriter.cc`): the
+  other summand is written, as early as it can be, and the result is not there beside the sum. So
+  the gradient of a U-Net's skip connection is cut out when its decoder's block is done, if a
+  convolution of the encoder adds it; read by an elementwise sum, all that it is made of stays until
+  then. Found on a U-Net with remat, planned 17% too large. A result that passes a barrier
+  (`run_order.py`) is not added to.
 - Reshapes and transposes that products read are the same buffer: products take operands in any
   order of their dimensions (Triton's and cuBLAS's).
 - In place: an elementwise fusion writes over an operand of the same size that nobody reads later; a
@@ -43,6 +55,7 @@ values that were planned to be there. None is a fitted factor.
   a loop that reads slices has a copy in the usual order, beside what a later loop will read.
 - A gather waits for nothing but the parameter, and may be there as soon as it is let: after the
   loop or product for which it is made to wait (`run_order.py`).
+- One heap: temporaries have fixed places in it, the largest or the longest lived first (`heap.py`).
 - Order: XLA may leave what nothing waits for to the end (`memory_scheduler.cc`), and so all that it
   reads stays. Stages are compiled with an order of their own (`run_order.py`), which is counted.
 
@@ -134,6 +147,7 @@ from autopar.passes.graph.primitives import (
     SCATTERS,
     SORTS,
 )
+from autopar.passes.sharding.heap import LIFE, SIZE, TIME
 
 GPU, CPU, TPU = "gpu", "cpu", "tpu"
 
@@ -201,6 +215,8 @@ class CompilerRules:
       turns_operands: gradients of filters, and what was gathered along another dimension than the
         first, lie in an order of dimensions that their readers do not take.
       fills_together: buffers that begin as the same constant are filled when the first is needed.
+      product_kernels: products compute operands that one operation makes, and convolutions add a
+        buffer to their result (`product_kernels.py`).
       products_take_in: a product computes its operands itself, as an elementwise kernel does.
       products_write_epilogues: a product writes what is made of its result, rather than that, and a
         softmax its exponentials.
@@ -211,8 +227,8 @@ class CompilerRules:
       sums_last: gradients are added over devices when the backward pass is over (`late_sums.py`).
       writes_over_temporaries: an elementwise kernel writes over what it reads for the last time;
         else only over arguments.
-      one_heap: temporaries have fixed places in one memory; what lies between them is lost.
-      places_in_order: in the order of the program; else the largest first, which loses less.
+      heap_orders: temporaries have fixed places in one memory, where they are put in the best of
+        these orders (`heap.py`); what lies between them is lost. None: nothing is.
       scatters_across: a reduce-scatter of 16-bit numbers stays one only across the last dimension,
         not along it, if its parts there have an odd number of vectors.
       turns_sums: gradients that are transposed are added over devices as they are afterwards
@@ -227,6 +243,7 @@ class CompilerRules:
     counts_operations: bool = True
     turns_operands: bool = True
     fills_together: bool = True
+    product_kernels: bool = False
     products_take_in: bool = False
     products_write_epilogues: bool = False
     slices_are_read: bool = False
@@ -235,8 +252,7 @@ class CompilerRules:
     leaves_products: bool = False
     sums_last: bool = False
     writes_over_temporaries: bool = True
-    one_heap: bool = False
-    places_in_order: bool = True
+    heap_orders: tuple[str, ...] = ()
     scatters_across: bool = False
     turns_sums: bool = False
     copies_in: bool = False
@@ -279,7 +295,9 @@ class CompilerRules:
 
 
 RULES = {
-    GPU: CompilerRules(GPU, fuses_anywhere=True, keeps_order=True),
+    GPU: CompilerRules(
+        GPU, fuses_anywhere=True, keeps_order=True, product_kernels=True, heap_orders=(SIZE, LIFE)
+    ),
     CPU: CompilerRules(CPU),
     TPU: CompilerRules(
         TPU,
@@ -295,7 +313,7 @@ RULES = {
         leaves_products=True,
         sums_last=True,
         writes_over_temporaries=False,
-        one_heap=True,
+        heap_orders=(TIME,),
         scatters_across=True,
         turns_sums=True,
         copies_in=True,

@@ -21,12 +21,12 @@ from autopar.passes.sharding.compiler_rules import (
 )
 from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.filling_numbers import filling_numbers
-from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order
+from autopar.passes.sharding.heap import SIZE, TIME, HeapBuffer, in_order, lost_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.reshard import adding
-from autopar.passes.sharding.run_order import products_left, sums_after_ties, ties
+from autopar.passes.sharding.run_order import after_ties, products_left, ties
 from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -73,10 +73,10 @@ def fused_peak(
       memory: bytes of a device, of which the compiler takes less if few would be left; None: many.
     """
     found = _peak(block, mesh, rules, kept)
-    if memory is None or not rules.one_heap:
+    if memory is None or TIME not in rules.heap_orders:
         return found
     if found[0] + SPARE_BYTES > memory:
-        rules = replace(rules, places_in_order=False)
+        rules = replace(rules, heap_orders=(SIZE,))
         found = min(found, _peak(block, mesh, rules, kept), key=lambda x: x[0])
     if found[0] > memory:
         rules = replace(rules, sums_last=False)
@@ -87,12 +87,11 @@ def fused_peak(
 def _peak(
     block: Block, mesh: Mesh, rules: CompilerRules, kept: Collection[ShardedValue]
 ) -> tuple[int, Alive]:
-    moments = _Moments(block, mesh, rules, kept, ())
+    moments = _Moments(block, mesh, rules, kept)
     copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
     size, there = moments.worst(copies)
-    if rules.one_heap:
-        entering = sum(map(moments.size, moments.entering))
-        lost = entering + heap_bytes(in_order(moments.buffers), rules.places_in_order) - size
+    if rules.heap_orders:
+        lost = lost_bytes(in_order(moments.buffers), rules.heap_orders)
         if lost > 0:
             return size + lost, {**there, "between buffers": lost}
     return size, there
@@ -107,7 +106,7 @@ class _Moments:
         mesh: Mesh,
         rules: CompilerRules,
         kept: Collection[ShardedValue],
-        slices: Collection[ShardedValue],
+        slices: Collection[ShardedValue] = (),
     ) -> None:
         self.mesh, self.rules, self.slices = mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
@@ -119,6 +118,7 @@ class _Moments:
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
         program = [made_by(x) for x in block.instructions]
+        waiting = ties(block, mesh, rules.keeps_order)
         self.held: HeldValues[ShardedValue] = held_values(
             program,
             block.inputs,
@@ -126,11 +126,14 @@ class _Moments:
             self.plain_size,
             self.elements,
             rules,
+            {v for tie in waiting.values() for v in tie.results},
         )
         times = self.held.run_times(program)
         moments = late_times(block, self.held, times) if rules.sums_last else times
         order = sorted(range(len(program)), key=moments.__getitem__)
         instructions = tuple(block.instructions[number] for number in order)
+        if instructions != block.instructions:
+            waiting = ties(replace(block, instructions=instructions), mesh, rules.keeps_order)
         left = products_left(block, mesh) if rules.leaves_products else []
         self.block = block = replace(block, instructions=instructions)
         self.last: dict[ShardedValue, int] = {}
@@ -148,9 +151,9 @@ class _Moments:
         }
         self.early: dict[int, list[ShardedValue]] = defaultdict(list)  # by when they may be there
         made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
-        waiting = ties(block, mesh, rules.keeps_order)
-        for time, after in sums_after_ties(block, waiting).items():
-            for value in self.held.read_by(reads(block.instructions[time])):
+        for time, after in after_ties(block, waiting).items():
+            instruction = block.instructions[time]
+            for value in self.held.read_by(reads(instruction)) if self.runs(instruction) else ():
                 self.last[value] = max(self.last.get(value, 0), after)
         for time, tie in waiting.items():
             for value in self.held.read_by(tie.sources):
@@ -186,8 +189,7 @@ class _Moments:
 
     def runs(self, instruction: Instruction) -> bool:
         """Whether an instruction is a kernel's last: it writes a buffer."""
-        results = writes(instruction)
-        return not results or any(map(self.held.is_held, results))
+        return not writes(instruction) or any(map(self.held.is_held, writes(instruction)))
 
     def worst(self, copies: Collection[HeapBuffer] = ()) -> tuple[int, Alive]:
         freed: dict[int, list[ShardedValue]] = defaultdict(list)
@@ -317,8 +319,6 @@ class _Moments:
                 return None
             own = self.held.read_by([operand])
             return next((v for v in dying if v in own and self.size(v) == size), None)
-        if isinstance(instruction, Relayout):
-            return None
         if not isinstance(instruction, Compute):
             return None
         name = instruction.eqn.primitive.name

@@ -11,6 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+TIME, SIZE, LIFE = "time", "size", "life"
+"""Orders in which buffers are placed: as they begin, the largest first, the longest lived first."""
+
 
 class HeapBuffer(NamedTuple):
     """So many bytes, from one moment to another one, both included."""
@@ -36,8 +41,8 @@ SMALL_SHARE = 400
 """What is smaller than this share of the largest moment is not placed one by one."""
 
 
-def heap_bytes(buffers: Sequence[HeapBuffer], is_in_order: bool = True) -> int:
-    """The size of the memory; the largest buffers are placed first if not in order.
+def heap_bytes(buffers: Sequence[HeapBuffer], orders: Sequence[str] = (TIME,)) -> int:
+    """The size of the memory; of several orders that which takes least.
 
     >>> heap_bytes([HeapBuffer(4, 0, 1), HeapBuffer(2, 1, 2), HeapBuffer(4, 2, 3)])
     6
@@ -45,12 +50,17 @@ def heap_bytes(buffers: Sequence[HeapBuffer], is_in_order: bool = True) -> int:
     5
     >>> heap_bytes([HeapBuffer(2, 0, 1), HeapBuffer(2, 0, 3), HeapBuffer(3, 2, 3)])
     7
-    >>> heap_bytes([HeapBuffer(2, 0, 1), HeapBuffer(2, 0, 3), HeapBuffer(3, 2, 3)], False)
+    >>> heap_bytes([HeapBuffer(2, 0, 1), HeapBuffer(2, 0, 3), HeapBuffer(3, 2, 3)], [SIZE])
     5
     """
+    return live_bytes(buffers) + lost_bytes(buffers, orders)
+
+
+def lost_bytes(buffers: Sequence[HeapBuffer], orders: Sequence[str] = (TIME,)) -> int:
+    """What lies between the buffers at the worst moment, as far as these are large."""
     least = live_bytes(buffers) // SMALL_SHARE
     large = [x for x in buffers if x.bytes > least]
-    return _placed_bytes(large, is_in_order) + live_bytes([x for x in buffers if x.bytes <= least])
+    return min(_placed_bytes(large, order) for order in orders) - live_bytes(large)
 
 
 def live_bytes(buffers: Sequence[HeapBuffer]) -> int:
@@ -63,24 +73,22 @@ def live_bytes(buffers: Sequence[HeapBuffer]) -> int:
     return most
 
 
-def _placed_bytes(buffers: Sequence[HeapBuffer], is_in_order: bool) -> int:
-    placed: list[tuple[int, int, float, float]] = []  # place, end, first, last, in order of place
-    size = 0
+def _placed_bytes(buffers: Sequence[HeapBuffer], order: str) -> int:
     in_time = sorted(buffers, key=lambda x: (x.first, -x.bytes, x.last))
-    for buffer in in_time if is_in_order else sorted(in_time, key=lambda x: -x.bytes):
-        best, best_hole, end = -1, 0, 0
-        for place, until, first, last in placed:
-            if first > buffer.last or last < buffer.first:
-                continue
-            hole = place - end
-            if hole >= buffer.bytes and (best < 0 or hole < best_hole):
-                best, best_hole = end, hole
-            end = max(end, until)
-        place = end if best < 0 else best
-        item = (place, place + buffer.bytes, buffer.first, buffer.last)
-        at = len(placed)
-        while at and placed[at - 1][0] > place:
-            at -= 1
-        placed.insert(at, item)
-        size = max(size, item[1])
-    return size
+    if order == SIZE:
+        in_time.sort(key=lambda x: -x.bytes)
+    elif order == LIFE:
+        in_time.sort(key=lambda x: (x.first - x.last, -x.bytes))
+    first = np.array([x.first for x in in_time])
+    last = np.array([x.last for x in in_time])
+    starts, ends = np.zeros((2, len(in_time)), np.int64)
+    for count, buffer in enumerate(in_time):
+        both = (first[:count] <= buffer.last) & (last[:count] >= buffer.first)
+        (beside,) = both.nonzero()
+        beside = beside[np.argsort(starts[beside], kind="stable")]
+        until = np.maximum.accumulate(np.concatenate(([0], ends[beside])))
+        holes = starts[beside] - until[:-1]
+        fitting = np.flatnonzero(holes >= buffer.bytes)
+        place = until[fitting[np.argmin(holes[fitting])]] if fitting.size else until[-1]
+        starts[count], ends[count] = place, place + buffer.bytes
+    return int(ends.max(initial=0))

@@ -22,6 +22,7 @@ from autopar.passes.sharding.epilogues import (
     without_epilogues,
 )
 from autopar.passes.sharding.kernel_times import cycles, kernel_seconds
+from autopar.passes.sharding.product_kernels import mapped, operand_of, sums_of_convolutions
 
 SMALL_BYTES = 4096
 """What is smaller is computed again without asking."""
@@ -80,6 +81,7 @@ def held_values(
     num_bytes: Callable[[V], int],
     num_elements: Callable[[V], int],
     rules: CompilerRules,
+    waited: Collection[V] = (),
 ) -> HeldValues[V]:
     """What of a program is in memory.
 
@@ -90,6 +92,7 @@ def held_values(
       num_bytes: of a value.
       num_elements: of a value.
       rules: of the compiler.
+      waited: what passes a barrier that the program does not have (`run_order.ties`).
     """
     buffer_of = _names(program, num_bytes)
 
@@ -98,12 +101,15 @@ def held_values(
 
     readers: dict[V, list[InstructionValues[V]]] = defaultdict(list)
     refusing: set[V] = {root(value) for value in outputs}
+    maps = mapped(program, root, num_bytes) if rules.product_kernels else {}
     for made in program:
         places = [None if v is None else root(v) for v in made.operands]
         if made.results and all(v in buffer_of for v in made.results):
             if made.eqn is not None and is_barrier(made.eqn):
                 refusing.update(v for v in places if v is not None)
             continue
+        if rules.product_kernels and name_of(made) == "dot_general":
+            places = [None if v is None else operand_of(v, maps, refusing) for v in places]
         for value in dict.fromkeys(v for v in places if v is not None):
             readers[value].append(made)
         for place, read in enumerate(places):
@@ -112,6 +118,13 @@ def held_values(
 
     if rules.slices_are_read:
         _read_through_parts(program, readers, root)
+    sums = sums_of_convolutions(program, root, num_elements) if rules.product_kernels else {}
+    sums = {
+        v: summed
+        for v, summed in sums.items()
+        if v not in refusing and v not in waited and len(readers[v]) == 1
+    }
+    refusing.update(v for summed in sums.values() for v in summed)
     softmaxes = softmax_buffers(program, root) if rules.products_write_epilogues else set[V]()
     refusing |= softmaxes
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
@@ -156,7 +169,7 @@ def held_values(
         if is_part and not refusing.isdisjoint(made.results):
             refusing.update(made.results)  # one kernel writes all parts
         for value in made.results:
-            made_of[value] = roots[value] = frozenset((value,))
+            made_of[value] = roots[value] = sources if value in sums else frozenset((value,))
             if value in refusing or not (is_part or (made.eqn and rules.may_be_fused(made.eqn))):
                 continue
             roots[value] = frozenset[V]().union(*(roots.get(v, frozenset()) for v in own))

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.passes.graph.primitives import ELEMENTWISE, PRODUCTS, REDUCTIONS
-from autopar.passes.sharding.compiler_rules import writes_buffer
+from autopar.passes.sharding.compiler_rules import SAME_BUFFER, may_be_fused, writes_buffer
 from autopar.passes.sharding.leaf_by_leaf import copies_in_turn
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -74,26 +74,46 @@ def ties(block: Block, mesh: Sequence[int], keeps_order: bool = True) -> dict[in
     return {**gathers, **_products_in_order(block, mesh), **copies}
 
 
-def sums_after_ties(block: Block, found: Mapping[int, Tie]) -> dict[int, int]:
-    """The sums of gradients that come after what waits for the gradients, and after which.
+def after_ties(block: Block, found: Mapping[int, Tie]) -> dict[int, int]:
+    """What comes after what waits for its operands, rather than before: after which.
 
-    XLA takes out of a barrier what nobody reads after it: a gradient that is waited for must be
-    read by its sum as it is then. Found on a U-Net by `zero3`, the gradients of whose filters ran
-    up to seven blocks late (2,046 MiB of an H100; since, 1,416).
+    XLA takes out of a barrier what nobody reads after it and whose other readers it rewrites: what
+    is waited for must be read as it is then, by sums of gradients and by what is fused into later
+    readers. Found on a U-Net by `zero3`, the gradients of whose filters ran up to seven blocks late
+    (2,046 MiB of an H100; since, 1,416).
     """
-    waited = {v: time for time, tie in found.items() for v in tie.results}
-    first: dict[ShardedValue, int] = {}
-    for time, instruction in enumerate(block.instructions):
-        for value in reads(instruction):
-            first.setdefault(value, time)
+    waited: dict[ShardedValue, int] = {}
+    for time, tie in found.items():
+        waited.update((v, max(time, waited.get(v, 0))) for v in tie.results)
+    instructions = block.instructions
     moved: dict[int, int] = {}
-    for time, instruction in enumerate(block.instructions):
-        if isinstance(instruction, Relayout) and is_gradient_sum(instruction):
-            after, end = waited.get(instruction.source, -1), len(block.instructions)
-            needed = min(first.get(instruction.target, end), waited.get(instruction.target, end))
-            if time < after < needed:
-                moved[time] = after
+    made_after = dict(waited)
+    for time, instruction in enumerate(instructions):
+        after = max((made_after.get(v, -1) for v in reads(instruction)), default=-1)
+        if after > time and (is_gradient_sum(instruction) or _is_fused(instruction)):
+            moved[time] = after
+            for value in writes(instruction):
+                made_after[value] = max(after, made_after.get(value, 0))
+    end = len(instructions)
+    tied: dict[ShardedValue, int] = {}
+    for time, tie in found.items():
+        tied.update((v, min(time, tied.get(v, end))) for v in (tie.operand, *tie.results))
+    needed = dict.fromkeys((v for v in block.outputs if not is_literal(v)), end)
+    for time in range(end - 1, -1, -1):
+        results = writes(instructions[time])
+        if time in moved and not all(
+            needed.get(v, end) >= moved[time] < tied.get(v, end) for v in results
+        ):
+            del moved[time]
+        for value in reads(instructions[time]):
+            needed[value] = min(moved.get(time, time), needed.get(value, end))
     return moved
+
+
+def _is_fused(instruction: Instruction) -> bool:
+    if not isinstance(instruction, Compute) or instruction.once:
+        return False
+    return may_be_fused(instruction.eqn) or instruction.eqn.primitive.name in SAME_BUFFER
 
 
 def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:

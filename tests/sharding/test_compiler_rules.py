@@ -73,6 +73,51 @@ def test_the_argument_of_an_expansion_is_kept() -> None:
     assert before == ["dot_general", "mul"]
 
 
+def test_a_product_computes_what_one_operation_makes() -> None:
+    names = kept(lambda x: jax.nn.relu(x + jnp.sum(x)))
+    assert "max" not in names
+    assert names.index("add") < names.index("dot_general", 1), "the argument is there"
+    assert "exp" not in kept(lambda x: jnp.exp(x - jnp.sum(x)) * 2)
+    assert "mul" in kept(lambda x: x * jnp.sin(x))
+
+
+def size_of(value: Any) -> int:
+    return math.prod(value.aval.shape) * value.aval.dtype.itemsize
+
+
+def test_a_convolution_adds_a_buffer_to_its_result() -> None:
+    images, filters = shaped(4, 16, 16, 8), shaped(3, 3, 8, 8)
+
+    def step(images: Any, filters: Any) -> Any:
+        def convolve(y: Any) -> Any:
+            return jax.lax.conv_general_dilated(
+                y, filters, (1, 1), "SAME", dimension_numbers=IMAGES
+            )
+
+        summed = convolve(images) + jnp.sin(images) * 2
+        return convolve(summed), convolve(jnp.sin(summed)) * 3
+
+    jaxpr = graph_of(step, images, filters).jaxpr
+    program = [
+        InstructionValues(
+            eqn,
+            tuple(None if isinstance(v, Literal) else v for v in eqn.invars),
+            tuple(eqn.outvars),
+        )
+        for eqn in jaxpr.eqns
+    ]
+
+    def buffers(*waited: Any) -> list[str]:
+        found = held_values(
+            program, jaxpr.invars, jaxpr.outvars, size_of, size_of, RULES[GPU], waited
+        )
+        return [x.eqn.primitive.name for x in program if x.eqn and found.is_held(x.results[0])]
+
+    first = next(x.results[0] for x in program if x.eqn and "conv" in x.eqn.primitive.name)
+    assert buffers()[:2] == ["mul", "add"], "the other summand, and the sum in one kernel with it"
+    assert "conv_general_dilated" in buffers(first)[:2], "what passes a barrier is written"
+
+
 def convolved(weights: Any, images: Any) -> Any:
     def loss(weights: Any) -> Any:
         y = images

@@ -13,8 +13,8 @@ import pytest
 import autopar
 from autopar.passes.sharding import run_order
 from autopar.passes.sharding.compiler_rules import CPU, RULES
-from autopar.passes.sharding.run_order import sums_after_ties, ties
-from autopar.passes.sharding.spmd_program import Relayout, reads
+from autopar.passes.sharding.run_order import Tie, after_ties, ties
+from autopar.passes.sharding.spmd_program import Relayout, reads, writes
 from sharding.steps import compiled, graph_of, shaped, sharded
 
 WIDTH, DEPTH = 16, 4
@@ -113,14 +113,31 @@ FILTERS = ({f"layer_{i}": shaped(3, 3, 8, 8) for i in range(DEPTH)}, shaped(16, 
 def test_a_gradient_is_added_after_what_waits_for_it() -> None:
     program = sharded(compiled(graph_of(convolutions, *FILTERS), method="zero3", microbatches=1))
     waiting = ties(program.block, program.mesh)
-    postponed = sums_after_ties(program.block, waiting)
-    assert postponed
+    postponed = after_ties(program.block, waiting)
+    instructions = program.block.instructions
+    assert any(isinstance(instructions[number], Relayout) for number in postponed)
+    made = {v: number for number, x in enumerate(instructions) for v in writes(x)}
     for number, after in postponed.items():
-        instruction = program.block.instructions[number]
-        assert isinstance(instruction, Relayout)
-        assert number < after and instruction.source in waiting[after].results
-        between = program.block.instructions[number + 1 : after]
-        assert all(instruction.target not in reads(x) for x in between)
+        own = reads(instructions[number])
+        assert number < after
+        assert any(
+            v in waiting[after].results or postponed.get(made.get(v, -1)) == after for v in own
+        )
+        for other, instruction in enumerate(instructions[number + 1 :], number + 1):
+            if not set(writes(instructions[number])).isdisjoint(reads(instruction)):
+                assert postponed.get(other, other) >= after
+
+
+def test_what_is_waited_for_twice_is_read_after_the_later() -> None:
+    program = sharded(compiled(graph_of(convolutions, *FILTERS), method="zero3", microbatches=1))
+    instructions = program.block.instructions
+    waiting = ties(program.block, program.mesh)
+    postponed = after_ties(program.block, waiting)
+    number = next(n for n in postponed if isinstance(instructions[n], Relayout))
+    first, (value,) = postponed[number], reads(instructions[number])
+    later = {first + 1: Tie(waiting[first].operand, (value,), ())}
+    assert after_ties(program.block, {**waiting, **later})[number] == first + 1
+    assert after_ties(program.block, {**later, **waiting})[number] == first + 1
 
 
 def test_the_numbers_of_convolutions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
