@@ -28,7 +28,9 @@ def mapped(
     for made in program:
         if len(made.results) != 1:
             continue
-        name, operands, result = name_of(made), made.operands, root(made.results[0])
+        name, operands, result = name_of(made), made.operands, made.results[0]
+        if root(result) != result:  # the buffer of what it is made of, under another name
+            continue
         own = {root(v) for v in operands if v is not None} - numbers
         if not own and (name in NUMBERS or name in CASTS):
             numbers.add(result)
