@@ -157,6 +157,7 @@ class _LoopWalk:
             self.throughout.append(inner)
             if outer is not None and (what == "slice" or inner.node == outer.node):
                 self.throughout.append(outer)
+                outer.live.fused = False  # XLA writes what a loop reads
             elif what == "constant":
                 inner.live.same_as = outer
         assert walk.built.time == self.start, "nothing is walked while values enter"
