@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
@@ -33,7 +34,7 @@ from autopar.passes.planner.stage_choice import (
 )
 from autopar.passes.planner.stage_costs import Way, equal_runs
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
-from autopar.passes.planner.unit_costs import UnitCosts, units_of
+from autopar.passes.planner.unit_costs import Mesh, UnitCosts, units_of
 from autopar.passes.slicing.stage_graphs import Stages
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
@@ -95,27 +96,38 @@ class StageSearch:
             if not link.per_microbatch:
                 once[link.source, link.target] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
-        priced, longest = {}, math.inf
 
         @cache
-        def casting() -> UnitCosts | None:
-            again = _casting_again(units)
-            if again is None:
-                return None
-            return UnitCosts(again, options, cluster, split.num_microbatches)
+        def again() -> _Casting:
+            return _casting_again(units)
 
-        for size in (size for size in _sizes(cluster) if size < cluster.num_devices):
+        @cache
+        def casting() -> UnitCosts:
+            return UnitCosts(again().units, options, cluster, split.num_microbatches)
+
+        sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
+        least = min(x for x in crossing if x) if any(crossing) else 0
+        hopeful = [
+            size
+            for size in sizes
+            if costs.may_fit(size, least) or costs.may_fit(size, least, again().kept_bytes)
+        ]
+        priced, longest = dict[int, list[tuple[Mesh, Way]]](), math.inf
+        for size in (*hopeful, *(size for size in sizes if size not in hopeful)):
+            if size not in hopeful and math.isfinite(longest):
+                break  # something fits elsewhere
             report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
             priced[size] = costs.ways(size, longest)
             least = costs.least_that_fits(size, priced[size])
-            may_cast = math.isinf(least) and costs.may_take(size, longest)
-            if may_cast and (other := casting()) is not None:
+            may_cast = math.isinf(least) and costs.may_take(size, longest) and again().kept_bytes
+            if may_cast and costs.may_fit_casting(size, priced[size], again().kept_bytes):
                 report(f"costs of layers that cast in every microbatch on {size} devices")
-                ways = other.ways(size, longest)
+                ways = casting().ways(size, longest)
                 more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
-                least = other.least_that_fits(size, more)
+                least = casting().least_that_fits(size, more)
                 priced[size] = [*priced[size], *more]
             longest = min(longest, LONGER * least)
+        priced = dict(sorted(priced.items()))
         moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
         return cls(
             starts=starts,
@@ -292,14 +304,22 @@ class StageSearch:
         return seconds_to_next(self.cluster, size, moved) if moved else 0.0
 
 
-def _casting_again(units: Stages) -> Stages | None:
-    """The units, casting parameters in every microbatch; None where none casts."""
+class _Casting(NamedTuple):
+    """Units that cast parameters in every microbatch, and the bytes of copies that they spare.
+
+    They are none where nothing is cast.
+    """
+
+    units: Stages
+    kept_bytes: int
+
+
+def _casting_again(units: Stages) -> _Casting:
     again = [casts_again(unit.step) for unit in units.graphs]
-    if not any(again):
-        return None
     pairs = zip(units.graphs, again, strict=True)
     graphs = (unit if x is None else dataclasses.replace(unit, step=x.step) for unit, x in pairs)
-    return dataclasses.replace(units, graphs=tuple(graphs))
+    kept = sum(x.kept_bytes for x in again if x is not None)
+    return _Casting(dataclasses.replace(units, graphs=tuple(graphs)), kept)
 
 
 def _schedules(options: Options) -> tuple[str, ...]:

@@ -38,12 +38,15 @@ from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
-# What is kept for every microbatch in flight is there once, or as often as on a middle stage.
-PRICES = ((0.25, False), (0.25, True), (4.0, True))
+# What is kept for every microbatch in flight is there once, or as often as on a middle stage. The
+# last one is tried if the dearest one fits: where that does not, nothing cheaper does.
+DEAREST = (4.0, True)
+PRICES = ((0.25, False), DEAREST, (0.25, True))
 MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
 
+Mesh = tuple[int, ...]
 Kind = tuple[str, ...]
 """The digests of a unit's layers."""
 
@@ -62,10 +65,10 @@ class _FreeWays(NamedTuple):
     """The plans of units with any memory, by logical mesh and kind; the ways of quick meshes."""
 
     part: Cluster
-    searches: dict[tuple[int, ...], dict[Kind, MeshSearch]]
-    planned: dict[tuple[int, ...], dict[Kind, PlannedStage]]
-    ways: dict[tuple[int, ...], Way]
-    heaviest: dict[tuple[int, ...], float]  # seconds of the kind that computes most
+    searches: dict[Mesh, dict[Kind, MeshSearch]]
+    planned: dict[Mesh, dict[Kind, PlannedStage]]
+    ways: dict[Mesh, Way]
+    heaviest: dict[Mesh, float]  # seconds of the kind that computes most
 
 
 def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
@@ -96,11 +99,14 @@ class UnitCosts:
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
         self._limit = memory_limit_of(options, cluster)
+        self._heaviest = max(self.typical, key=self._flops)
+        self._begun: dict[int, _FreeWays] = {}
         self._free: dict[int, _FreeWays] = {}
         self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
         self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
+        self._priced: dict[tuple[Mesh, Kind, tuple[float, bool]], PlannedStage] = {}
 
-    def ways(self, size: int, longest: float = math.inf) -> list[tuple[tuple[int, ...], Way]]:
+    def ways(self, size: int, longest: float = math.inf) -> list[tuple[Mesh, Way]]:
         """For each logical mesh of so many devices that is quick, and each price of memory.
 
         A price is not tried on a mesh that takes longer than `longest` seconds a step in equal
@@ -111,33 +117,82 @@ class UnitCosts:
         totals = {mesh: joined(way) for mesh, way in free.ways.items()}
         if all(self._needs(total) <= limit for total in totals.values()):
             return found
-        least = self.least_seconds(size)
-        step = least * size / self._cluster.num_devices
-        enough = set[tuple[int, ...]]()  # meshes whose plans need no higher price
-        middle = max(self._cluster.num_devices // size // 2, 1)
-        for (price, often), (mesh, total) in itertools.product(PRICES, totals.items()):
-            flight = dict.fromkeys(ONE_IN_FLIGHT, middle) if often else ONE_IN_FLIGHT
-            slow = self._step_seconds(total) > TOO_SLOW * least
+        enough = set[Mesh]()  # meshes whose plans need no other price
+        for price, (mesh, total) in itertools.product(PRICES, totals.items()):
+            slow = self._step_seconds(total) > TOO_SLOW * self.least_seconds(size)
             if mesh in enough or slow or self._evenly(size, total) > longest:
                 continue
-            known, priced = free.planned[mesh], dict[Kind, PlannedStage]()
-            for kind, search in free.searches[mesh].items():
-                rows = memory_rows(search.built, StageMemory(flight, remat=False))
-                of_byte = price * step / limit
-                solution = solve_at_price(search.built, rows, of_byte, search.hurried)
-                same = solution.assignment == known[kind].solution.assignment
-                priced[kind] = known[kind] if same else search.program(solution, False)
+            known = free.planned[mesh]
+            priced = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
+            fits = False
             if any(priced[kind] is not known[kind] for kind in priced):
                 found.append((mesh, self._way(priced, free.part)))
                 equal = self._in_equal_stages(size, found[-1][1])
-                if equal is not None and equal.bytes <= limit:
-                    enough.add(mesh)
+                fits = equal is not None and equal.bytes <= limit
+            if not fits if price == DEAREST else fits:
+                enough.add(mesh)
         return found
 
-    def least_that_fits(self, size: int, ways: Sequence[tuple[tuple[int, ...], Way]]) -> float:
+    def _at_price(
+        self, size: int, mesh: Mesh, kind: Kind, price: tuple[float, bool]
+    ) -> PlannedStage:
+        """The plan of a kind on a mesh at one of the prices; found once."""
+        key = mesh, kind, price
+        if key not in self._priced:
+            begun, (times, as_in_middle) = self._begun[size], price
+            middle = max(self._cluster.num_devices // size // 2, 1)
+            flight = dict.fromkeys(ONE_IN_FLIGHT, middle) if as_in_middle else ONE_IN_FLIGHT
+            search, free = begun.searches[mesh][kind], begun.planned[mesh][kind]
+            rows = memory_rows(search.built, StageMemory(flight, remat=False))
+            often = self._kinds.count(self._heaviest)
+            step = often * min(begun.heaviest.values()) * size / self._cluster.num_devices
+            solution = solve_at_price(
+                search.built, rows, times * step / self._limit, search.hurried
+            )
+            same = (x for k, x in self._priced.items() if k[:2] == (mesh, kind))
+            alike = (x for x in (free, *same) if x.solution.assignment == solution.assignment)
+            self._priced[key] = next(alike, None) or search.program(solution, False)
+        return self._priced[key]
+
+    def may_fit(self, size: int, crossing: int, spared: int = 0) -> bool:
+        """Whether equal stages of so many devices may fit, as far as one kind of unit tells.
+
+        That is the kind that computes most, at the dearest price, with the microbatches in flight
+        of a middle stage.
+
+        Args:
+          size: the devices of a stage.
+          crossing: bytes of one microbatch that a stage receives.
+          spared: bytes on all devices together that stages may do without.
+        """
+        begun, count = self._begin(size), self._num_microbatches
+        if not begun.heaviest:
+            return False
+        stages = self._cluster.num_devices / size
+        units = max(self._kinds.count(self._heaviest) / stages, 1.0)
+        flight = min(max(stages // 2, 1), count)
+        room = self._limit + spared / self._cluster.num_devices
+        for mesh in sorted(begun.heaviest, key=begun.heaviest.__getitem__)[:MESHES_PRICED]:
+            planned = self._at_price(size, mesh, self._heaviest, DEAREST)
+            cost = self._cost(self._heaviest, planned, begun.part)
+            each = units * cost.bytes_per_microbatch
+            kept = flight * each
+            if self._options.remat != "none":
+                kept = min(kept, each + flight * crossing / size)
+            if units * cost.bytes_fixed + kept + cost.bytes_working <= room:
+                return True
+        return False
+
+    def least_that_fits(self, size: int, ways: Sequence[tuple[Mesh, Way]]) -> float:
         """What a step takes in equal stages that fit, in the best of some ways; else infinite."""
         tried = (self._in_equal_stages(size, way) for _, way in ways)
         return min((x.seconds for x in tried if x and x.bytes <= self._limit), default=math.inf)
+
+    def may_fit_casting(self, size: int, ways: Sequence[tuple[Mesh, Way]], spared: int) -> bool:
+        """Whether equal stages may fit that do without so many bytes on all devices together."""
+        tried = (self._in_equal_stages(size, way) for _, way in ways)
+        room = self._limit + spared / self._cluster.num_devices
+        return any(x.bytes <= room for x in tried if x)
 
     def may_take(self, size: int, longest: float) -> bool:
         """Whether equal stages of so many devices take at most so long, with any memory."""
@@ -161,7 +216,7 @@ class UnitCosts:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
         return min(self.seconds_by_mesh(size).values(), default=math.inf)
 
-    def seconds_by_mesh(self, size: int) -> dict[tuple[int, ...], float]:
+    def seconds_by_mesh(self, size: int) -> dict[Mesh, float]:
         """The same for each logical mesh of so many devices; of the slower ones a guess.
 
         They are as much slower as with the layers that compute most.
@@ -184,7 +239,13 @@ class UnitCosts:
             self._free[size] = self._found_free_ways(size, longest)
         return self._free[size]
 
-    def _found_free_ways(self, size: int, longest: float) -> _FreeWays:
+    def _begin(self, size: int) -> _FreeWays:
+        """The plans with any memory of the kind that computes most, on all logical meshes."""
+        if size not in self._begun:
+            self._begun[size] = self._found_heaviest(size)
+        return self._begun[size]
+
+    def _found_heaviest(self, size: int) -> _FreeWays:
         part, options = submesh(self._cluster, size), self._options
         made = _FreeWays(part, {}, {}, {}, {})
         held = (
@@ -193,39 +254,38 @@ class UnitCosts:
         )
         if min(held) > size * memory_limit_of(options, self._cluster):
             return made  # not even the smallest unit's state fits
-        places = {kind: self._place(kind) for kind in self.typical}
         meshes = [
-            logical_meshes(options, part, place.graph.graph, of_stage=True)
-            for place in places.values()
+            logical_meshes(options, part, self._place(kind).graph.graph, of_stage=True)
+            for kind in self.typical
         ]
-        common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
-        heaviest = max(self.typical, key=self._flops)
-
-        def plan(mesh: tuple[int, ...], kind: Kind) -> PlannedStage:
-            search = self._search(places[kind], mesh, part)
-            made.searches.setdefault(mesh, {})[kind] = search
-            problem = to_problem(search.built, None)
-            planned = search.program(search.hurried(problem), False)
-            made.planned.setdefault(mesh, {})[kind] = planned
-            return planned
-
-        often, at_least = self._kinds.count(heaviest), dict[tuple[int, ...], float]()
-        for mesh in common:
-            cost = self._cost(heaviest, plan(mesh, heaviest), part)
+        for mesh in (mesh for mesh in meshes[0] if all(mesh in others for others in meshes)):
+            cost = self._cost(self._heaviest, self._planned(made, mesh, self._heaviest), part)
             made.heaviest[mesh] = self._step_seconds(cost)
+        return made
+
+    def _planned(self, ways: _FreeWays, mesh: Mesh, kind: Kind) -> PlannedStage:
+        """The plan of a kind on a mesh with any memory, of which the ways take note."""
+        search = self._search(self._place(kind), mesh, ways.part)
+        ways.searches.setdefault(mesh, {})[kind] = search
+        planned = search.program(search.hurried(to_problem(search.built, None)), False)
+        ways.planned.setdefault(mesh, {})[kind] = planned
+        return planned
+
+    def _found_free_ways(self, size: int, longest: float) -> _FreeWays:
+        made, often = self._begin(size), self._kinds.count(self._heaviest)
+        quickest = sorted(made.heaviest, key=made.heaviest.__getitem__)[:MESHES_PRICED]
+        for mesh in quickest:
+            cost = self._cost(self._heaviest, made.planned[mesh][self._heaviest], made.part)
             all_alike = cost._replace(
                 seconds=often * cost.seconds, once_seconds=often * cost.once_seconds
             )
-            at_least[mesh] = self._evenly(size, all_alike)
-        quickest = sorted(common, key=made.heaviest.__getitem__)[:MESHES_PRICED]
-        for mesh in common:
-            if mesh not in quickest or (mesh != quickest[0] and at_least[mesh] > longest):
+            if mesh != quickest[0] and self._evenly(size, all_alike) > longest:
                 continue
             if made.heaviest[mesh] <= TOO_SLOW * made.heaviest[quickest[0]]:
                 for kind in self.typical:
-                    if kind != heaviest:
-                        plan(mesh, kind)
-                made.ways[mesh] = self._way(made.planned[mesh], part)
+                    if kind != self._heaviest:
+                        self._planned(made, mesh, kind)
+                made.ways[mesh] = self._way(made.planned[mesh], made.part)
         return made
 
     def totals(self, size: int) -> list[UnitCost]:
@@ -240,7 +300,7 @@ class UnitCosts:
     def _place(self, kind: Kind) -> PlaceInPipeline:
         return PlaceInPipeline(self._labelled[self.typical[kind]], ONE_IN_FLIGHT)
 
-    def _search(self, place: PlaceInPipeline, mesh: tuple[int, ...], part: Cluster) -> MeshSearch:
+    def _search(self, place: PlaceInPipeline, mesh: Mesh, part: Cluster) -> MeshSearch:
         stage = place.graph
         own = dataclasses.replace(stage_options(stage, self._options), remat="none")
         return MeshSearch.of(self._split(place), mesh, own, part, None, place)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
@@ -24,9 +25,22 @@ from autopar.passes.sharding.reshard import (
     adding,
     reshard_steps,
 )
+from autopar.passes.sharding.strategy_tables import MESHES_KEPT, tables_of
 from autopar.passes.sharding.traffic import MemoryTraffic, alone
 
 _FLOAT = jnp.inexact
+
+
+class _Prices(NamedTuple):
+    """What resharding takes on a mesh of a cluster; found once in the process."""
+
+    alpha_beta: dict[tuple[str, tuple[int, ...]], tuple[float, float]]
+    linear: dict[tuple[Layout, Layout, float], tuple[float, float]]
+
+
+@lru_cache(maxsize=MESHES_KEPT)
+def _prices_of(cluster: Cluster, mesh: tuple[int, ...], reduce_scatter: bool) -> _Prices:
+    return _Prices({}, {})
 
 
 class Pricing:
@@ -44,8 +58,10 @@ class Pricing:
     ):
         self.cluster, self.mesh, self.reduce_scatter = cluster, mesh, reduce_scatter
         self._traffic_of = alone if traffic is None else traffic.of
-        self._alpha_beta: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
-        self._linear: dict[tuple[Layout, Layout, float], tuple[float, float]] = {}
+        self._known = _prices_of(cluster, mesh, reduce_scatter)
+        self.tables = tables_of(mesh)
+        # By the ids of lists of layouts, which the tables keep.
+        self.resharding = self.tables.resharding.setdefault((cluster, reduce_scatter), {})
         self._compute: dict[Any, float] = {}
 
     def reshard(
@@ -66,7 +82,7 @@ class Pricing:
         Where devices add, an element has `sum_ratio` times the bytes that it has in the value.
         """
         key = (source, target, sum_ratio)
-        known = self._linear.get(key)
+        known = self._known.linear.get(key)
         if known is None:
             fixed = per_byte = 0.0
             if source != target:
@@ -77,21 +93,21 @@ class Pricing:
                     ratio = sum_ratio if place in inside else 1.0
                     fixed += alpha
                     per_byte += ratio * beta / min(step.parts_in, step.parts_out)
-            known = self._linear[key] = (fixed, per_byte)
+            known = self._known.linear[key] = (fixed, per_byte)
         return known
 
     def step(self, step: ReshardStep) -> tuple[float, float]:
         """Seconds of one step as (a, b): a + b x the bytes of a device's larger buffer."""
         key = (step.kind, step.axes)
-        if key not in self._alpha_beta:
+        if key not in self._known.alpha_beta:
             if step.kind in COLLECTIVES:
                 found = alpha_beta(step.kind, self.cluster, self.mesh, step.axes)
             elif step.kind in HOST_COPIES:
                 found = self.cluster.device.kernel_seconds, 1 / self.cluster.host_bandwidth
             else:
                 found = 0.0, 1 / self.cluster.device.memory_bandwidth
-            self._alpha_beta[key] = found
-        return self._alpha_beta[key]
+            self._known.alpha_beta[key] = found
+        return self._known.alpha_beta[key]
 
     def exchange(
         self, eqn: JaxprEqn, operands: Sequence[Layout], results: Sequence[Layout]

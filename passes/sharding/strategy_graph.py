@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +32,7 @@ from autopar.passes.sharding.scopes import (
     dtype_bytes,
     itemsize,
 )
+from autopar.passes.sharding.strategy_tables import Layouts, StrategySides
 
 MANY_OPTIONS = 16
 
@@ -71,22 +71,6 @@ class StrategyGraph:
         return dtype_bytes(jnp.dtype(dtype)) / itemsize(var.aval) if dtype else 1.0
 
 
-Layouts = tuple[Layout, ...]
-"""Of a value, for each strategy of a node."""
-
-
-class StrategySides(NamedTuple):
-    """Of a list of strategies: each operand's layouts, each result's, and what work is divided by.
-
-    It holds the list, so that no other one has its id.
-    """
-
-    found: st.Strategies
-    operands: tuple[Layouts, ...]
-    results: tuple[Layouts, ...]
-    divisions: tuple[int, ...]
-
-
 class StrategyGraphBuilder:
     """Adds nodes and edges; strategies, layouts and prices are found once each."""
 
@@ -102,16 +86,10 @@ class StrategyGraphBuilder:
         self.pricing, self.restriction = pricing, restriction
         self.buffers = buffers or ScopeBuffers(rules_of(pricing.cluster.device.name))
         self.built = StrategyGraph(mesh, sum_dtypes=restriction.sum_dtypes)
+        self.tables = pricing.tables
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
-        self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
-        self._follow: dict[tuple[int, int, int], st.Strategies] = {}
-        self._reads: dict[tuple[int, int, int], Layouts] = {}
-        self._options: dict[object, st.Strategies] = {}
-        self._tables: dict[tuple[int, int, float], np.ndarray | None] = {}
-        # Equal layouts are one object, and lists of strategies stay: they are known by their ids.
-        self._interned: dict[Layouts, Layouts] = {}
-        self._ids = set[int]()
-        self._sides: dict[int, StrategySides] = {}
+        self._canonical: dict[int, st.Shape] = {}  # by the ids of shapes, which stay
+        self._stay = list[st.Shape]()
         self.last_long = 0  # when the last product or loop was walked
         # Nodes of weights and sums of gradients: what is moved from or to them can be hidden.
         self.in_background: set[int] = set()
@@ -205,12 +183,7 @@ class StrategyGraphBuilder:
 
     def _projected(self, value: Recomputed, position: int, wanted: Layouts) -> Layouts:
         """In which layouts an operand is read to compute a value again in those that are wanted."""
-        key = (id(value.shape), position, id(wanted))
-        if key not in self._reads:
-            choices = (st.produce(value.shape, 0, layout, self.mesh) for layout in wanted)
-            reads = [self.strategy(value.shape, choice).operands[position] for choice in choices]
-            self._reads[key] = self.interned(reads)
-        return self._reads[key]
+        return self.tables.projected(self._canonical_of(value.shape), position, wanted)
 
     def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: int) -> None:
         table = self._table(value, wanted)
@@ -232,40 +205,25 @@ class StrategyGraphBuilder:
 
     def _table(self, value: Assigned, wanted: Layouts) -> np.ndarray | None:
         """Seconds by the value's layout and the one that is wanted; None where all are free."""
-        key = (id(value.layouts), id(wanted), value.sum_ratio)
-        if key not in self._tables:
+        key, known = (id(value.layouts), id(wanted), value.sum_ratio), self.pricing.resharding
+        if key not in known:
             rows, row_of = _unique(value.layouts)
             columns, column_of = _unique(wanted)
             ratio = value.sum_ratio
             linear = np.array([[self.pricing.linear(a, b, ratio) for b in columns] for a in rows])
-            self._tables[key] = linear[np.ix_(row_of, column_of)] if linear.any() else None
-        tables = self._tables[key]
+            known[key] = linear[np.ix_(row_of, column_of)] if linear.any() else None
+        tables = known[key]
         if tables is None:
             return None
         return tables[..., 0] + tables[..., 1] * (math.prod(value.shape) * value.itemsize)
 
     def interned(self, layouts: Sequence[Layout]) -> Layouts:
         """The one object for equal layouts."""
-        if id(layouts) in self._ids and isinstance(layouts, tuple):
-            return layouts
-        made = tuple(layouts)
-        known = self._interned.setdefault(made, made)
-        self._ids.add(id(known))
-        return known
+        return self.tables.interned(layouts)
 
     def sides(self, found: st.Strategies) -> StrategySides:
-        """What strategies ask of operands and leave in results, found once for a list of them."""
-        known = self._sides.get(id(found))
-        if known is None:
-            operands = zip(*(s.operands for s in found), strict=True)
-            results = zip(*(s.results for s in found), strict=True)
-            known = self._sides[id(found)] = StrategySides(
-                found,
-                tuple(map(self.interned, operands)),
-                tuple(map(self.interned, results)),
-                tuple(s.division for s in found),
-            )
-        return known
+        """What strategies ask of operands and leave in results."""
+        return self.tables.sides(found)
 
     def shape(self, eqn: JaxprEqn, rounding: bool) -> st.Shape:
         rule = self.rules[eqn]
@@ -275,20 +233,16 @@ class StrategyGraphBuilder:
             self._shapes[key] = st.shape_of(rule, linear)
         return self._shapes[key]
 
-    def strategy(self, shape: st.Shape, choice: st.Choice) -> st.Strategy:
-        key = (id(shape), choice)
-        if key not in self._strategies:
-            self._strategies[key] = st.strategy(shape, choice, self.mesh)
-        return self._strategies[key]
+    def _canonical_of(self, shape: st.Shape) -> st.Shape:
+        known = self._canonical.get(id(shape))
+        if known is None:
+            known = self._canonical[id(shape)] = self.tables.canonical(shape)
+            self._stay.append(shape)
+        return known
 
     def follow(self, shape: st.Shape, lead: int, layouts: Layouts) -> st.Strategies:
         """The strategies that take operand `lead` as it lies, in each of some layouts."""
-        layouts = self.interned(layouts)
-        key = (id(shape), lead, id(layouts))
-        if key not in self._follow:
-            choices = (st.follow(shape, lead, layout, self.mesh) for layout in layouts)
-            self._follow[key] = tuple(self.strategy(shape, choice) for choice in choices)
-        return self._follow[key]
+        return self.tables.follow(self._canonical_of(shape), lead, self.interned(layouts))
 
     def options(self, eqn: JaxprEqn, shape: st.Shape, heavy: bool) -> st.Strategies:
         """Strategies of an equation that opens a group, without duplicates."""
@@ -296,9 +250,12 @@ class StrategyGraphBuilder:
         scatter = self.restriction.may_scatter(eqn)
         # A gradient's parts are added first, and their sum is completed once for all its readers.
         adds = eqn.primitive.name in ADDS and self.restriction.adds_parts(eqn)
-        key = (id(shape), heavy, allowed, scatter, adds, must)
-        if key in self._options:
-            return self._options[key]
+        tables, shape_out = self.tables, aval_shape(eqn.outvars[0])
+        shape = self._canonical_of(shape)
+        sizes = tuple(map(tables.divided, shape_out))
+        key = (id(shape), sizes, heavy, allowed, scatter, adds, must)
+        if key in tables.options:
+            return tables.options[key]
         found: dict[object, st.Strategy] = {}
         in_part: set[object] = set()  # sums scattered along some of their axes only
         for choice in st.choices(shape, self.mesh, linear=not heavy):
@@ -307,11 +264,10 @@ class StrategyGraphBuilder:
                 for c, may in zip(choice, allowed, strict=True)
             ):
                 continue
-            strategy = self.strategy(shape, choice)
+            strategy = tables.strategy(shape, choice)
             found.setdefault((strategy.operands, strategy.results), strategy)
             reduces = any(c >= 0 and shape.rule.factors[c].kind != "pass" for c in choice)
             if reduces or (adds and strategy.results[0].partial):
-                shape_out = aval_shape(eqn.outvars[0])
                 for reduced in st.completed(strategy, shape_out, self.mesh, scatter):
                     if (form := (reduced.operands, reduced.results)) not in found:
                         found[form] = reduced
@@ -328,7 +284,7 @@ class StrategyGraphBuilder:
             # is kept only as the replicated strategy.
             most = max(option.division for option in options)
             options = tuple(o for o in options if o.division in (1, most))
-        self._options[key] = options
+        tables.options[key] = options
         return options
 
     def completing(self, eqn: JaxprEqn, option: st.Strategy) -> float:
