@@ -106,11 +106,11 @@ class StageSearch:
             return UnitCosts(again().units, options, cluster, split.num_microbatches)
 
         sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
-        least = min(x for x in crossing if x) if any(crossing) else 0
+        crossed = min(filter(None, crossing), default=0)
         hopeful = [
             size
             for size in sizes
-            if costs.may_fit(size, least) or costs.may_fit(size, least, again().kept_bytes)
+            if costs.may_fit(size, crossed) or costs.may_fit(size, crossed, again().kept_bytes)
         ]
         priced, longest = dict[int, list[tuple[Mesh, Way]]](), math.inf
         for size in (*hopeful, *(size for size in sizes if size not in hopeful)):

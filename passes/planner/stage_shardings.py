@@ -145,10 +145,10 @@ class MeshSearch:
         assignment = (choices[s] for choices, s in zip(allowed, found.assignment, strict=False))
         return replace(found, assignment=(*assignment, *found.assignment[len(allowed) :]))
 
-    def hurried(self, problem: Problem) -> Solution:
-        """A good solution among all strategies, soon."""
+    def hurried(self, problem: Problem, work: float = HURRIED_WORK) -> Solution:
+        """A good solution among all strategies, soon: after so much work at the latest."""
         folded = FoldedHosts.of(problem, self.built)
-        found = solve(folded.problem, work_limit=HURRIED_WORK, enough_gap=HURRIED_GAP)
+        found = solve(folded.problem, work_limit=work, enough_gap=HURRIED_GAP)
         return folded.unfolded(found)
 
     def lowered(self, solution: Solution, remat: bool) -> PlannedStage:

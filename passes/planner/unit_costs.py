@@ -42,6 +42,8 @@ from autopar.passes.slicing.stage_graphs import Stages
 # last one is tried if the dearest one fits: where that does not, nothing cheaper does.
 DEAREST = (4.0, True)
 PRICES = ((0.25, False), DEAREST, (0.25, True))
+NEARLY = 1.05  # times the limit: what needs so much without narrow copies is priced without them
+UNIT_WORK = 0.1  # deterministic work for each problem of a unit
 MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
@@ -157,8 +159,8 @@ class UnitCosts:
     def may_fit(self, size: int, crossing: int, spared: int = 0) -> bool:
         """Whether equal stages of so many devices may fit, as far as one kind of unit tells.
 
-        That is the kind that computes most, at the dearest price, with the microbatches in flight
-        of a middle stage.
+        That is the kind that computes most, at up to the dearest price, with the microbatches in
+        flight of a middle stage.
 
         Args:
           size: the devices of a stage.
@@ -172,9 +174,13 @@ class UnitCosts:
         units = max(self._kinds.count(self._heaviest) / stages, 1.0)
         flight = min(max(stages // 2, 1), count)
         room = self._limit + spared / self._cluster.num_devices
-        for mesh in sorted(begun.heaviest, key=begun.heaviest.__getitem__)[:MESHES_PRICED]:
-            planned = self._at_price(size, mesh, self._heaviest, DEAREST)
-            cost = self._cost(self._heaviest, planned, begun.part)
+        heaviest = self._heaviest
+        meshes = sorted(begun.heaviest, key=begun.heaviest.__getitem__)[:MESHES_PRICED]
+        free = (begun.planned[mesh][heaviest] for mesh in meshes)
+        tries = itertools.product(PRICES[:2], meshes)
+        priced = (self._at_price(size, mesh, heaviest, price) for price, mesh in tries)
+        for planned in itertools.chain(free, priced):
+            cost = self._cost(heaviest, planned, begun.part)
             each = units * cost.bytes_per_microbatch
             kept = flight * each
             if self._options.remat != "none":
@@ -191,7 +197,7 @@ class UnitCosts:
     def may_fit_casting(self, size: int, ways: Sequence[tuple[Mesh, Way]], spared: int) -> bool:
         """Whether equal stages may fit that do without so many bytes on all devices together."""
         tried = (self._in_equal_stages(size, way) for _, way in ways)
-        room = self._limit + spared / self._cluster.num_devices
+        room = NEARLY * self._limit + spared / self._cluster.num_devices
         return any(x.bytes <= room for x in tried if x)
 
     def may_take(self, size: int, longest: float) -> bool:
@@ -267,7 +273,8 @@ class UnitCosts:
         """The plan of a kind on a mesh with any memory, of which the ways take note."""
         search = self._search(self._place(kind), mesh, ways.part)
         ways.searches.setdefault(mesh, {})[kind] = search
-        planned = search.program(search.hurried(to_problem(search.built, None)), False)
+        solution = search.hurried(to_problem(search.built, None), UNIT_WORK)
+        planned = search.program(solution, False)
         ways.planned.setdefault(mesh, {})[kind] = planned
         return planned
 
