@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from autopar.around_step import AroundStep
+from autopar.base.displayed import Displayed
 from autopar.base.errors import AutoparError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.user_code import shorten, shortens
@@ -38,13 +39,15 @@ if TYPE_CHECKING:
     from autopar.profile import Profile
 
 
-class Parallelized(Requested, AroundStep):
+class Parallelized(Displayed, Requested, AroundStep):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
     static leaves; but a smaller batch follows the plan of a larger one. Inside another JAX
     transformation it is the plain function.
     """
+
+    page = ("small_pages", "parallelized_page")
 
     __name__: str
     __wrapped__: Callable[..., Any]
