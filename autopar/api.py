@@ -28,8 +28,8 @@ from autopar.requests import (
     make_request,
     name_of,
     read_arguments,
-    shows_options,
 )
+from autopar.shown_options import shows_options
 
 # What traces, plans and runs is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def parallelize(
       fn: an ordinary function of arrays in pytrees: state and batch to new state and metrics.
       cluster: the devices to plan for, also by name ("8x8 h100"); by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
-      **options: see `autopar.base.options.Options`.
+      **options: what is asked of the plan, as on the page Options.
 
     Raises:
       OptionError: an option does not exist or has an impossible value.
@@ -282,8 +282,8 @@ def compile(
       devices: those to compile for, mesh by mesh; by default all that JAX sees. Where they are not
         there (`jax.experimental.topologies`), what is returned cannot run, and has the compiler's
         `memory()`, `hlo()` and `cost()`.
-      **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
-        step's own arguments by keyword.
+      **options_and_kwargs: what is asked of the plan, as on the page Options; all other names are
+        the step's own arguments by keyword.
 
     Raises:
       OptionError: an option does not exist or has an impossible value.
