@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from autopar.around_step import AroundStep
+from autopar.base.displayed import Displayed
 from autopar.base.errors import AutoparError, OptionError
 from autopar.base.progress import Progress
 from autopar.base.user_code import shorten, shortens
@@ -27,8 +28,8 @@ from autopar.requests import (
     make_request,
     name_of,
     read_arguments,
-    shows_options,
 )
+from autopar.shown_options import shows_options
 
 # What traces, plans and runs is imported when it is used: importing this module stays light.
 if TYPE_CHECKING:
@@ -38,13 +39,15 @@ if TYPE_CHECKING:
     from autopar.profile import Profile
 
 
-class Parallelized(Requested, AroundStep):
+class Parallelized(Displayed, Requested, AroundStep):
     """A step that plans itself when it is called, as `jax.jit` compiles; `parallelize` makes it.
 
     It is planned once for every signature: the structure of the arguments, shapes, dtypes, and
     static leaves; but a smaller batch follows the plan of a larger one. Inside another JAX
     transformation it is the plain function.
     """
+
+    page = ("small_pages", "parallelized_page")
 
     __name__: str
     __wrapped__: Callable[..., Any]
@@ -236,7 +239,7 @@ def parallelize(
       fn: an ordinary function of arrays in pytrees: state and batch to new state and metrics.
       cluster: the devices to plan for, also by name ("8x8 h100"); by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
-      **options: see `autopar.base.options.Options`.
+      **options: what is asked of the plan, as on the page Options.
 
     Raises:
       OptionError: an option does not exist or has an impossible value.
@@ -279,8 +282,8 @@ def compile(
       devices: those to compile for, mesh by mesh; by default all that JAX sees. Where they are not
         there (`jax.experimental.topologies`), what is returned cannot run, and has the compiler's
         `memory()`, `hlo()` and `cost()`.
-      **options_and_kwargs: options (see `autopar.base.options.Options`); all other names are the
-        step's own arguments by keyword.
+      **options_and_kwargs: what is asked of the plan, as on the page Options; all other names are
+        the step's own arguments by keyword.
 
     Raises:
       OptionError: an option does not exist or has an impossible value.

@@ -7,18 +7,24 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.runtime.agreed_checks import AgreedChecks
 
 
 class Interruption:
     """Whether a loop was asked to end; true once it was.
 
+    Where several processes of `jax.distributed` run the loop, they answer alike: it is true in all
+    of them at the same check, the first one that all come to after one of them was asked.
+
     Attributes:
-      signal: what asked for it, or None.
+      signal: what asked this process for it, or None.
     """
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
+    def __init__(self, agreed: AgreedChecks | None = None) -> None:
+        self._event, self._agreed = threading.Event(), agreed
         self.signal: signal.Signals | None = None
 
     def set(self) -> None:
@@ -26,15 +32,21 @@ class Interruption:
         self._event.set()
 
     def is_set(self) -> bool:
-        """Whether it was asked."""
-        return self._event.is_set()
+        """Whether it was asked, here or in another process.
+
+        Raises:
+          DeviceError: another process does not come to this check.
+        """
+        if self._agreed is None:
+            return self._event.is_set()
+        return self._agreed.ask(self._event.is_set())
 
     def __bool__(self) -> bool:
-        return self._event.is_set()
+        return self.is_set()
 
     def __repr__(self) -> str:
         by = f" by {self.signal.name}" if self.signal else ""
-        return f"<interrupted{by}>" if self else "<not interrupted>"
+        return f"<interrupted{by}>" if self._event.is_set() else "<not interrupted>"
 
 
 @contextlib.contextmanager
@@ -47,6 +59,9 @@ def interruptible(
     end) only sets what is returned; the second one does what it did before. Outside of the main
     thread, where Python has no signals, only `set()` does. Planning that is interrupted within it
     is not cut short.
+
+    Several processes of `jax.distributed` end at the same step, whichever of them hears the signal:
+    they wait for each other at each check (`if interrupted`), so all have to make the same checks.
 
     Args:
       signals: those that are listened to.
@@ -64,7 +79,9 @@ def interruptible(
     >>> step
     4
     """
-    interruption = Interruption()
+    from autopar.runtime.agreed_checks import agreed_checks  # it loads JAX
+
+    interruption = Interruption(agreed_checks("interruptible"))
     before: dict[int, Any] = {}
 
     def back() -> None:

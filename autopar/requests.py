@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 
@@ -20,7 +19,7 @@ from autopar.base.options import Options
 from autopar.base.ray_options import Ray
 from autopar.base.run_flags import missing_flags
 from autopar.base.units import format_bytes, format_seconds
-from autopar.base.user_code import shortens, warn, warn_at_call
+from autopar.base.user_code import warn, warn_at_call
 from autopar.passes.trace.signature import describe
 from autopar.plans.plan import Plan
 
@@ -183,23 +182,6 @@ def _keywords(fn: Callable[..., Any]) -> tuple[set[str], bool]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return {p.name for p in parameters if p.kind in named}, takes_any
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def shows_options(fn: _F) -> _F:
-    """What users call: its signature, in `help` and in editors, names every option; `shortens`."""
-    signature = inspect.signature(fn)
-    *known, rest = signature.parameters.values()
-    kind = inspect.Parameter.KEYWORD_ONLY
-    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
-    defaults["progress"] = None  # which is decided where it is shown
-    options = [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
-    more = [] if rest.name == "options" else [rest.replace(name="kwargs")]  # the step's own
-    shown: Any = shortens(fn)
-    shown.__signature__ = signature.replace(parameters=[*known, *options, *more])
-    return cast(_F, shown)
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, OptionError, TraceError
 from autopar.base.progress import Progress
-from autopar.base.user_code import shortens
 from autopar.building import plan_traced, trace_step
 from autopar.report.scaling_report import ScaledStep, Scaling
 from autopar.requests import ClusterOrName, make_request, name_of, read_arguments
+from autopar.shown_options import shows_options
 
 
-@shortens
+@shows_options
 def scaling(
     fn: Callable[..., Any],
     *args: Any,
@@ -31,8 +31,8 @@ def scaling(
       fn: as for `autopar.plan`.
       *args: the arguments, or `jax.ShapeDtypeStruct`s in their place.
       clusters: for which it is planned, or their names ("2x8 h100"); no device is needed.
-      **options_and_kwargs: options (see `autopar.base.options.Options`), the same for all clusters;
-        other names are the step's own arguments by keyword.
+      **options_and_kwargs: what is asked of the plans, as on the page Options, the same for
+        all clusters; other names are the step's own arguments by keyword.
 
     Returns:
       A `Scaling`: it prints as a table, has `rows` with the plan for each cluster or the reason why

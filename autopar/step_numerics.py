@@ -12,11 +12,11 @@ import numpy as np
 from autopar.base.errors import OptionError
 from autopar.base.numerics_records import LeafError
 from autopar.base.progress import Progress
-from autopar.base.user_code import shortens
 from autopar.building import plan_traced, trace_step
 from autopar.executable import Executable
 from autopar.passes.trace.trace import Traced
 from autopar.requests import ClusterOrName, PlanOrPath, PlanRequest, name_of, read_arguments
+from autopar.shown_options import shows_options
 
 if TYPE_CHECKING:
     from autopar.passes.planner.compiler import Compiled
@@ -32,7 +32,7 @@ WIDE_TOLERANCE = 1e-8
 """In float64: above what sums in another order make, below what any formula does."""
 
 
-@shortens
+@shows_options
 def verify_numerics(
     fn: Callable[..., Any],
     *args: Any,
@@ -54,8 +54,8 @@ def verify_numerics(
       *args: arrays; nothing is donated.
       plan: the plan to follow, or the path of its file; by default one is made.
       cluster: the devices to plan for; by default all that JAX sees.
-      **options_and_kwargs: options (see `autopar.base.options.Options`); other names are the step's
-        own arguments by keyword.
+      **options_and_kwargs: what is asked of the plan, as on the page Options; other names are
+        the step's own arguments by keyword.
 
     Returns:
       A `Numerics`: the largest error of each output leaf, `first_difference` with the line of the

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.progress import Progress
-from autopar.base.user_code import shortens
 from autopar.building import plan_traced, trace_step
 from autopar.plan_verification import Verifier
 from autopar.requests import ClusterOrName, PlanOrPath, name_of, read_arguments
+from autopar.shown_options import shows_options
 
 if TYPE_CHECKING:
     from autopar.report.verification_report import Verification
 
 
-@shortens
+@shows_options
 def verify(
     fn: Callable[..., Any],
     *args: Any,
@@ -42,8 +42,8 @@ def verify(
       cache: whether what was compiled once is kept in the user's cache folder, or in which folder.
       processes: how many compile at a time; by default as many as there are cores.
       compile_seconds: how long one program may take to compile.
-      **options_and_kwargs: options (see `autopar.base.options.Options`); other names are the step's
-        own arguments by keyword.
+      **options_and_kwargs: what is asked of the plan, as on the page Options; other names are
+        the step's own arguments by keyword.
 
     Returns:
       A `Verification`: see `Plan.verify`.

@@ -347,9 +347,16 @@ def test_parallelizing_twice_changes_options() -> None:
 
 
 def test_signatures_show_the_options() -> None:
-    for function, own in ((autopar.parallelize, ()), (autopar.compile, ("kwargs",))):
+    takes_more = (autopar.compile, autopar.plan, autopar.scaling, autopar.verify)
+    for function in (autopar.parallelize, *takes_more, autopar.verify_numerics):
         shown = inspect.signature(function).parameters
-        names = set(shown) - {"fn", "args", "cluster", "plan", "devices"}
-        assert names == {*Options.names(), *own}
+        own = set[str]() if function is autopar.parallelize else {"kwargs"}
+        plain = inspect.signature(inspect.unwrap(function))
+        own |= set(plain.parameters) - {"options", "options_and_kwargs"}
+        assert set(shown) == {*Options.names(), *own}
         assert shown["microbatches"].default == "auto"
         assert shown["progress"].default is None
+        if function is not autopar.plan:  # which says that they are those of compile
+            said = inspect.getdoc(function) or ""
+            assert all(f"      {name}: " in said for name in Options.names())
+            assert "base.options" not in said and "page" not in said

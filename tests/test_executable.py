@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import traceback
 import types
 import weakref
 from functools import partial
@@ -18,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import autopar
 from autopar import call_checks
+from autopar.base import user_code
 from autopar.base.errors import AutoparWarning, DonatedBufferError, TraceError
 
 OPTIMIZER = optax.adam(1e-2)
@@ -172,9 +174,12 @@ def test_a_donated_state_is_gone(sharded: autopar.Executable) -> None:
     assert error.where == "state['opt_state'][0].count"
     for part in ("leaves", "donated", "donate_argnums=()", "train_step writes the new state"):
         assert part in str(error)
-    with pytest.raises(RuntimeError, match="has been deleted") as outside:
-        jnp.sum(state["params"]["w"])
-    assert "donate_argnums=()" in outside.value.__notes__[0]
+    for use in (jnp.sum, np.asarray, str):
+        with pytest.raises(RuntimeError, match="has been deleted") as outside:
+            use(state["params"]["w"])
+        assert "donate_argnums=()" in outside.value.__notes__[0]
+        files = [frame.filename for frame in traceback.extract_tb(outside.value.__traceback__)]
+        assert not any(user_code.is_own(file) for file in files), files
     again, _ = sharded(kept, make_batch(1))
     assert_equal(again, newer, rtol=0)
 

@@ -59,10 +59,14 @@ def step() -> autopar.Executable:
 def values(plan: autopar.Plan, step: autopar.Executable) -> dict[str, Displayed]:
     one = autopar.plan(train_step, PARAMS, shape(64, 64), cluster="h100", method="zero3")
     arrays = jax.tree.map(lambda x: jnp.ones(x.shape), PARAMS)
+    parallelized = autopar.parallelize(train_step, method="data", microbatches=1)
+    parallelized(jax.tree.map(jnp.copy, arrays), jnp.ones((64, 64)))
     return {
         "plan": plan,
         "one mesh": one,
         "step": step,
+        "parallelized": parallelized,
+        "not planned yet": autopar.parallelize(train_step),
         "simulation": plan.simulate(),
         "timeline": plan.simulate(microbatches=32, schedule="1f1b").timeline,
         "profile": step.profile(arrays, jnp.ones((64, 64))),
@@ -124,6 +128,12 @@ def test_a_plan_answers_at_a_glance(plan: autopar.Plan) -> None:
     assert "layers/<wbr>{0,1}<" in page and "layers/<wbr>{2,3}<" in page, "what each mesh holds"
     found_by = html.unescape(" ".join(re.findall(r'data-s="([^"]*)"', page)))
     assert "layers/3/<kernel>" in found_by, "a folded leaf is found by its own path"
+
+
+def test_a_step_shows_its_plan_once_it_has_one(values: dict[str, Displayed]) -> None:
+    assert "parallelized, 0 plans" in words(values["not planned yet"])
+    said = words(values["parallelized"])
+    assert "train_step, compiled. Plan: data on" in said and "gap to the best" in said
 
 
 def test_a_diff_tells_both_sides(plan: autopar.Plan, values: dict[str, Displayed]) -> None:

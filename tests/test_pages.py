@@ -1,5 +1,6 @@
 """The documentation is true: its code runs and prints what it says, and nothing is left out."""
 
+import html
 import importlib.util
 import json
 import os
@@ -175,3 +176,8 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").exists()
+    page = (tmp_path / "reference" / "steps.html").read_text(encoding="utf-8")
+    shown = html.unescape(re.sub(r"<[^>]+>", "", page))
+    assert shown.count('reduce_dtype: str = "as computed"') == 6, "signatures show the options"
+    assert "options: Any" not in shown and "options_and_kwargs: Any" not in shown
+    assert 'href="options.html#autopar.base.options.Options"' in page

@@ -95,21 +95,15 @@ TEXT = """\
 ╰───────────────────────────────────────────────────────────────────────────────────────────────╯
 Inputs
 
-  path           type   shape, cut along   tensors       all   per device
- ─────────────────────────────────────────────────────────────────────────
-  l0 (donated)                                   1     512 B        128 B
-    w            f32    8 x 16/x                 1     512 B        128 B
+  path              type   shape, cut along   tensors       all   per device
+ ────────────────────────────────────────────────────────────────────────────
+  state (donated)                                   3   1.5 KiB        384 B
+    l{0..2}/w       f32    8 x 16/x                 3   1.5 KiB        384 B
 
-  l1 (donated)                                   1     512 B        128 B
-    w            f32    8 x 16/x                 1     512 B        128 B
+  batch                                             1     1 KiB        128 B
+    x               f32    32/x/y x 8               1     1 KiB        128 B
 
-  l2 (donated)                                   1     512 B        128 B
-    w            f32    8 x 16/x                 1     512 B        128 B
-
-  batch                                          1     1 KiB        128 B
-    x            f32    32/x/y x 8               1     1 KiB        128 B
-
-  together                                       4   2.5 KiB        512 B
+  together                                          4   2.5 KiB        512 B
 
 donated: the step reuses the buffer, the caller's array is gone
 

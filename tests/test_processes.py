@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 SCRIPT = """
+import os
+import signal
 import sys
 
 import jax
 
-port, own = sys.argv[1], int(sys.argv[2])
+port, own, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -19,9 +22,10 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, own, initialization_timeout=6
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 import autopar
-from autopar.runtime import same_plan
+from autopar.runtime import agreed_checks, same_plan
 
 
 def step(w, x, rate=0.01):
@@ -37,6 +41,31 @@ w, x = np.ones((8, 4), np.float32), np.arange(64, dtype=np.float32).reshape(8, 8
 compiled = autopar.compile(step, w, x, method="zero3")
 state, loss = compiled(*compiled(w, x)[:1], x)
 print("loss", float(loss), float(jax.jit(step)(*jax.jit(step)(w, x)[:1], x)[1]), flush=True)
+born = compiled.initialize(lambda: jnp.arange(32.0).reshape(8, 4))
+assert not born.is_fully_addressable
+whole = compiled.gather(born)
+print("gathered", float(np.asarray(whole).sum()), float(compiled.apply(jnp.sum, born)), flush=True)
+with autopar.interruptible() as interrupted:
+    done = 0
+    while done < 50:
+        state, loss = compiled(state, x)
+        done += 1
+        if own == 1 and done == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if interrupted:
+            break
+    heard = interrupted.signal
+print("ended after", done, bool(interrupted), heard is not None, flush=True)
+try:
+    autopar.Checkpoints(os.path.join(folder, "ours")).save(1, state)
+except autopar.errors.CheckpointError as error:
+    print(*str(error).split(), flush=True)
+with ocp.CheckpointManager(os.path.join(folder, "orbax")) as manager:
+    manager.save(done, args=ocp.args.StandardSave({"state": state}))
+    manager.wait_until_finished()
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"state": state})
+    restored = manager.restore(done, args=ocp.args.StandardRestore(like))["state"]
+print("restored", restored.sharding == state.sharding, bool(jnp.all(restored == state)))
 
 
 def refused(step, **options):
@@ -71,16 +100,24 @@ except autopar.errors.DeviceError as error:
 if own == 0:  # the other one does not
     same_plan.DEADLINE_SECONDS = 0.5
     refused(step)
+    agreed_checks.DEADLINE_SECONDS = 0.5
+    with autopar.interruptible() as interrupted:
+        try:
+            interrupted.is_set()
+        except autopar.errors.DeviceError as error:
+            print(*str(error).split(), flush=True)
 """
 
 
-def test_two_processes() -> None:
+def test_two_processes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, port, str(own)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SCRIPT, port, str(own), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for own in range(2)
     ]
@@ -98,5 +135,10 @@ def test_two_processes() -> None:
         assert any(f"{pair} another option method." in line for line in lines)
         numbers = next(line.split()[1:] for line in lines if line.startswith("evaluated"))
         assert abs(float(numbers[0]) - float(numbers[1])) < 1e-5
+        assert "gathered 496.0 496.0" in lines
+        assert f"ended after 7 True {own == 1}" in lines, "whichever of them hears the signal"
+        assert any("lies on devices of other processes." in line for line in lines)
+        assert "restored True True" in lines
         assert any("2 processes." in line and "runtime='ray'" in line for line in lines)
     assert any("Process 1 has not come to where process 0 is." in line for line in said[0])
+    assert any("have not come to check 1 of interruptible." in line for line in said[0])

@@ -82,7 +82,7 @@ class Options:
       seed: of every random choice in planning.
       progress: whether to show what planning and compiling are doing. Left out, live in a
         terminal and in a notebook; elsewhere a line on standard error, of what takes longer than
-        half a minute.
+        five seconds.
       runtime: what runs the plan: "local", this process on all its devices; "ray", or `autopar.Ray`
         with more to say: a Ray actor for each node of each mesh of the plan.
       stages: how many pipeline stages, or the layers at which the second and later stages begin,

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import html
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-QUIET_SECONDS = 30.0
-"""Where standard error is no terminal, what nobody asked to see is told after so long, and again
-after as long: a log says that something goes on, and tests stay quiet."""
+QUIET_SECONDS = 5.0
+"""Where standard error is no terminal, what nobody asked to see is told after so long: a log says
+that something goes on, and what is quick stays quiet."""
+
+LINE_SECONDS = 30.0
+"""From one such line to the next."""
+
+TICK_SECONDS = 1.0
+"""What is shown is drawn again after so long, though no new phase began."""
 
 _NOTEBOOK_SECONDS = 0.2
 
@@ -21,7 +30,8 @@ class Progress:
     Args:
       title: what is planned.
       shown: whether to show anything. None: live in a terminal and in a notebook; elsewhere lines
-        on standard error, and only of what takes longer than `QUIET_SECONDS`.
+        on standard error, and only of what takes longer than `QUIET_SECONDS`, one
+        every `LINE_SECONDS` at most.
     """
 
     def __init__(self, title: str, shown: bool | None = None):
@@ -74,12 +84,12 @@ class View(Protocol):
 
 def _view_for(shown: bool | None) -> View:
     if shown is False:
-        return _Lines(float("inf"))
+        return _Silent()
     if _in_notebook():
         return _InNotebook()
     if sys.stderr is not None and sys.stderr.isatty():
         return _OnTerminal()
-    return _Lines(0.0 if shown else QUIET_SECONDS)
+    return _EachPhase() if shown else _Lines()
 
 
 def _in_notebook() -> bool:
@@ -88,28 +98,80 @@ def _in_notebook() -> bool:
     return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
 
 
-class _Lines:
-    """Lines on standard error, one for a phase, with so many seconds between them at least."""
+class _Ticker:
+    """Calls a function again and again, on a thread, until it is stopped."""
 
-    def __init__(self, pause: float) -> None:
-        self._pause = self._next = pause
-        self._was_shown = False
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick, self._stopped = tick, threading.Event()
+        # A notebook's kernel finds by context variables which cell an output is of.
+        run = functools.partial(contextvars.copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, name="autopar progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(TICK_SECONDS):
+            self._tick()
+
+    def stop(self) -> None:
+        """The function does not run after this."""
+        self._stopped.set()
+        self._thread.join()
+
+
+class _Silent:
+    """Nothing is shown."""
+
+    def begin(self, now: Callable[[], State]) -> None:
+        """Nothing."""
+
+    def show(self, state: State) -> None:
+        """Nothing."""
+
+    def end(self, text: str | None) -> None:
+        """Nothing."""
+
+
+class _EachPhase:
+    """A line on standard error for each phase, and one for what came of it."""
+
+    _was_shown = False
 
     def begin(self, now: Callable[[], State]) -> None:
         """Nothing was done yet."""
 
     def show(self, state: State) -> None:
-        title, phase, seconds = state
-        if seconds < self._next:
-            return
-        self._next = seconds + self._pause
-        self._was_shown = True
-        after = f", after {seconds:.0f} s" if self._pause else ""
-        print(f"autopar: {title}{after}: {phase}", file=sys.stderr, flush=True)
+        title, phase, _ = state
+        self._print(f"{title}: {phase}")
 
     def end(self, text: str | None) -> None:
         if self._was_shown and text is not None:
-            print(f"autopar: {text}", file=sys.stderr, flush=True)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._was_shown = True
+        print(f"autopar: {text}", file=sys.stderr, flush=True)
+
+
+class _Lines(_EachPhase):
+    """Lines on standard error about what takes long, some time apart."""
+
+    def __init__(self) -> None:
+        self._next = QUIET_SECONDS
+        self._lock = threading.Lock()
+
+    def begin(self, now: Callable[[], State]) -> None:
+        self._ticker = _Ticker(lambda: self.show(now()))
+
+    def show(self, state: State) -> None:
+        title, phase, seconds = state
+        with self._lock:
+            if seconds >= self._next:
+                self._next = seconds + LINE_SECONDS
+                self._print(f"{title}, after {seconds:.0f} s: {phase}")
+
+    def end(self, text: str | None) -> None:
+        self._ticker.stop()
+        super().end(text)
 
 
 class _OnTerminal:
@@ -151,15 +213,18 @@ class _InNotebook:
     def begin(self, now: Callable[[], State]) -> None:
         from IPython.display import display
 
-        self._last = 0.0
+        self._last, self._lock = 0.0, threading.Lock()
         self._handle: Any = display(self._data(now()), raw=True, display_id=True)
+        self._ticker = _Ticker(lambda: self.show(now()))
 
     def show(self, state: State) -> None:
-        if time.monotonic() - self._last >= _NOTEBOOK_SECONDS:
-            self._last = time.monotonic()
-            self._handle.update(self._data(state), raw=True)
+        with self._lock:
+            if time.monotonic() - self._last >= _NOTEBOOK_SECONDS:
+                self._last = time.monotonic()
+                self._handle.update(self._data(state), raw=True)
 
     def end(self, text: str | None) -> None:
+        self._ticker.stop()
         plain = f"autopar: {text}" if text else "autopar: stopped"
         shown = f'<div style="{_STYLE}">{"✓" if text else "✗"} {html.escape(plain)}</div>'
         self._handle.update({"text/plain": plain, "text/html": shown}, raw=True)

@@ -30,6 +30,7 @@ from autopar.report.cast_notes import describe_casts
 from autopar.report.palette import APART, APART_PARTS, IDLE
 from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.reasons import partition_spec, reasons_of_leaves
+from autopar.report.state_parts import input_categories, stage_contents
 from autopar.report.throughput import throughput
 
 _MAX_MESHES = 12
@@ -168,14 +169,14 @@ def _timeline(plan: PlanRecord) -> str:
 
 def memory_rows(plan: PlanRecord) -> str:
     """A bar for each mesh: what its devices hold at the peak, by kind, against their limit."""
-    categories = summaries.input_categories(plan)
+    categories = input_categories(plan)
     kinds = list(dict.fromkeys(categories[tensor.path] for tensor in plan.inputs))
     colors = dict(zip(kinds, itertools.cycle(APART_PARTS[1:]), strict=False))
     colors["computed values"] = APART_PARTS[0]
     limit = summaries.memory_limit(plan)
     most = max(limit or 0, *(stage.peak_bytes_per_device for stage in plan.stages), 1)
     meshes = sorted({stage.mesh for stage in plan.stages})
-    contents = summaries.stage_contents(plan)
+    contents = stage_contents(plan)
     lines = []
     for mesh in meshes[:_MAX_MESHES]:
         here = [number for number, stage in enumerate(plan.stages) if stage.mesh == mesh]
@@ -187,7 +188,8 @@ def memory_rows(plan: PlanRecord) -> str:
         if (rest := peak - sizes.total()) > 0:
             sizes["computed values"] = rest
         parts = [(f"{k}: {format_bytes(n)}", float(n), colors[k]) for k, n in sizes.items()]
-        holds = ", ".join(name for number in here for name in contents[number]) or "the whole step"
+        nothing = "no state" if plan.is_pipeline else "the whole step"
+        holds = ", ".join(name for number in here for name in contents[number]) or nothing
         stage = plan.stages[here[0]]
         axes = format_mesh(stage.logical_mesh, stage.axis_names)
         name = f"mesh {mesh}: {axes}" if plan.is_pipeline else axes

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.base.cluster import Cluster
+from autopar.base.errors import AutoparError
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import Differences
 from autopar.base.units import format_bytes, format_seconds
@@ -117,6 +118,15 @@ def step_page(step: PlannedPage) -> str:
     title, how = titles(step.plan)
     name = getattr(step, "__name__", "") or "the step"
     return page(f"{name}, compiled. {title}", how, *plan_parts(step.plan))
+
+
+def parallelized_page(step: PlannedPage) -> str:
+    """A step that plans itself: the plan that ran last, or a line before it is called."""
+    try:
+        _ = step.plan
+    except AutoparError:
+        return page(repr(step), "It is planned when it is first called.")
+    return step_page(step)
 
 
 def _tiles(forecast: Forecast) -> str:

@@ -10,7 +10,8 @@ from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
 from autopar.report.palette import GREY, INK, KINDS, MINE, PARTS, QUIET
 from autopar.report.path_folding import short_path, shortened
-from autopar.report.summaries import CollectiveGroup, TransferGroup, input_categories, memory_limit
+from autopar.report.state_parts import input_categories
+from autopar.report.summaries import CollectiveGroup, TransferGroup, memory_limit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

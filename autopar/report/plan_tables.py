@@ -17,6 +17,7 @@ from autopar.report import drawn_steps, summaries
 from autopar.report.cast_notes import describe_casts
 from autopar.report.path_folding import relative_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
+from autopar.report.state_parts import input_categories, stage_contents
 from autopar.report.task_spans import TASKS
 from autopar.report.throughput import throughput
 from autopar.report.timeline_rows import TimelineRows
@@ -166,7 +167,7 @@ class _Tables:
         table.collapse_padding = True
         for column in table.columns:
             column.no_wrap = column.header != "state"
-        contents = summaries.stage_contents(self.plan)
+        contents = stage_contents(self.plan)
         for number, stage in enumerate(self.plan.stages):
             names = list(contents[number][:_MAX_NAMES])
             if more := len(contents[number]) - len(names):
@@ -202,7 +203,7 @@ class _Tables:
 
     def tensors(self, title: str, tensors: Sequence[TensorPlan]) -> Table:
         """A row for each group of tensors, under headings for parts of the state and roles."""
-        categories = summaries.input_categories(self.plan)
+        categories = input_categories(self.plan)
         columns, right = ("path", "type", "shape, cut along"), ("tensors", "all", "per device")
         stage = ("stage",) if self.staged else ()
         table = new_table(title, *columns, *right, *stage, right=right, plain=("type",))

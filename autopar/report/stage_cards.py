@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from autopar.base.plan_records import PlanRecord
 from autopar.base.units import format_bytes, format_mesh, format_seconds
 from autopar.report.palette import GREY, INK, MINE, OTHERS, QUIET, TASK_COLORS
-from autopar.report.summaries import format_layers, memory_limit, stage_contents, task_seconds
+from autopar.report.state_parts import stage_contents
+from autopar.report.summaries import format_layers, memory_limit, task_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,6 @@ Every view of a plan (text, Rich tables, pictures) shows these same rows.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from autopar.base.plan_records import (
     TensorPlan,
 )
 from autopar.base.units import format_bytes
-from autopar.report.path_folding import fold_paths, short_path
+from autopar.report.path_folding import fold_paths
 
 
 @dataclass(frozen=True)
@@ -249,73 +248,6 @@ def stage_method(plan: PlanRecord, number: int) -> str:
     asked = plan.options.get("stages")
     said = asked[number] if isinstance(asked, (list, tuple)) and len(asked) > number else None
     return str(said.get("method", "")) if isinstance(said, Mapping) else ""
-
-
-def stage_contents(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
-    """For each stage, folded names of the parts of the model that are stored there.
-
-    They are the names below the first large part of the state: `block_{0..5}` of
-    `state/params/block_0/kernel`.
-    """
-    state = [tensor for tensor in plan.inputs if tensor.role == "state"]
-    categories = input_categories(plan)
-    sizes: Counter[str] = Counter()
-    for tensor in state:
-        sizes[categories[tensor.path]] += tensor.bytes
-    large = next((name for name, size in sizes.items() if 10 * size >= sum(sizes.values())), None)
-    model = [tensor for tensor in state if categories[tensor.path] == large]
-    paths = [short_path(tensor.path).split("/") for tensor in model]
-    common = _num_common([path[:-1] for path in paths])
-    names: list[dict[str, None]] = [{} for _ in plan.stages]
-    # A number alone says nothing: `layers/3`.
-    first = max(common - any(path[common][0].isdigit() for path in paths), 0)
-    for tensor, path in zip(model, paths, strict=True):
-        for stage in tensor.stages:
-            names[stage]["/".join(path[first : common + 1])] = None
-    return tuple(tuple(fold_paths(here)) for here in names)
-
-
-def _num_common(paths: Sequence[Sequence[str]]) -> int:
-    """With how many equal names all of the paths begin."""
-    places = (len(set(names)) == 1 for names in zip(*paths, strict=False))
-    return sum(itertools.takewhile(bool, places))
-
-
-def _are_layers(state: Sequence[Sequence[str]], place: int) -> bool:
-    """Whether all paths have at this place the number of a layer, and the layers are alike."""
-    if not all(len(path) > place + 1 and path[place].isdigit() for path in state):
-        return False
-    layers: dict[str, set[tuple[str, ...]]] = {}
-    for path in state:
-        layers.setdefault(path[place], set()).add(tuple(path[place + 1 :]))
-    first, *others = layers.values() if layers else [set()]
-    # Of an argument itself, (parameters, momentum) are alike as well.
-    return all(first == other for other in others) and place > 0 and (place > 1 or len(layers) > 3)
-
-
-def input_categories(plan: PlanRecord) -> dict[str, str]:
-    """A name for what each input belongs to: the part of the state, or its role.
-
-    The part is the first name by which paths of the state differ: `params` of `state/params/w`. A
-    number is no name: of `state/0/w` it is `state/0`, but layers alike are one part, `layers`.
-    """
-    state = [short_path(t.path).split("/") for t in plan.inputs if t.role == "state"]
-    common = _num_common(state)
-    common -= _are_layers(state, common)
-    categories = {}
-    for tensor in plan.inputs:
-        parts = short_path(tensor.path).split("/")
-        is_part = tensor.role == "state" and len(parts) > common + 1
-        is_number = is_part and common > 0 and parts[common].isdigit()
-        part = "/".join(parts[common - is_number : common + 1])
-        categories[tensor.path] = part if is_part else tensor.role
-    if len({categories[t.path] for t in plan.inputs if t.role == "state"}) > _MAX_PARTS:
-        return {tensor.path: tensor.role for tensor in plan.inputs}
-    return categories
-
-
-_MAX_PARTS = 5
-"""Of the state; where it has more, they are layers and not kinds of state."""
 
 
 def format_stages(stages: Iterable[int]) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from autopar.base.plan_records import PlanRecord
 from autopar.report.palette import AXIS_COLORS, INK, MINE, OTHERS, QUIET, WHOLE
 from autopar.report.path_folding import relative_path, shortened
-from autopar.report.summaries import TensorGroup, fold_tensors, input_categories
+from autopar.report.state_parts import input_categories
+from autopar.report.summaries import TensorGroup, fold_tensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,8 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, wraps
+from functools import cache, update_wrapper
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -378,18 +379,20 @@ def when_deleted(note: str) -> None:
     """Put a note to JAX's error for an array whose memory was given away.
 
     The error is made in a method of a class without a public name, and says nothing of who did.
+    The method is made again with another maker of errors, so that no frame of ours stands before
+    the message.
     """
     kind: Any = getattr(array, "ArrayImpl", None)
-    plain = getattr(kind, "_check_if_deleted", None)
-    if plain is None or hasattr(plain, "__wrapped__"):  # another release; it is there already
+    plain: Any = getattr(kind, "_check_if_deleted", None)
+    names = getattr(getattr(plain, "__code__", None), "co_names", ())
+    if "RuntimeError" not in names or hasattr(plain, "__wrapped__"):  # another release; it is there
         return
 
-    @wraps(plain)
-    def with_note(self: Any) -> None:
-        try:
-            plain(self)
-        except RuntimeError as error:
-            error.add_note(note)
-            raise
+    def with_note(*args: Any) -> RuntimeError:
+        error = RuntimeError(*args)
+        error.add_note(note)
+        return error
 
-    kind._check_if_deleted = with_note
+    known = {**plain.__globals__, "RuntimeError": with_note}
+    told = FunctionType(plain.__code__, known, closure=plain.__closure__)
+    kind._check_if_deleted = update_wrapper(told, plain)
