@@ -79,8 +79,8 @@ def run_flags(plan: PlanRecord) -> tuple[RunFlag, ...]:
     if "tpu" in name:
         if overlap <= 0:
             return ()
-        value = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
-        return (RunFlag(TPU_FLAGS, value, False, why, _MAXTEXT),)
+        flags_of_tpus = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
+        return (RunFlag(TPU_FLAGS, flags_of_tpus, False, why, _MAXTEXT),)
     memory, peak = device.get("memory_bytes"), plan.estimates.peak_bytes_per_device
     share = float(device.get("memory_fraction", 1.0))
     if memory and peak > JAX_FRACTION * memory and share < 1:
