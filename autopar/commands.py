@@ -23,6 +23,7 @@ from autopar.base.options import SCHEDULES, Options
 from autopar.base.units import format_seconds
 from autopar.base.version import __version__
 from autopar.command_line import (
+    INTERRUPTED,
     NO,
     answers,
     find_object,
@@ -165,9 +166,18 @@ def verify(
         Path | None, typer.Option("--plan", metavar="PLAN", help="By default one is made.")
     ] = None,
     cluster: OtherCluster = None,
+    processes: Annotated[
+        int | None, typer.Option(help="That compile at a time; by default one a core.", min=1)
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="How long one program may take to compile.", min=0.01)
+    ] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a plan for devices that need not be here; exit code 1 if they do not confirm it."""
+    """Compile a plan for devices that need not be here; exit code 1 if they do not confirm it.
+
+    Ctrl-C ends it with what was compiled until then, and exit code 130.
+    """
     import autopar
 
     made = None if file is None else Plan.load(file)
@@ -179,6 +189,8 @@ def verify(
         target=target,
         plan=made,
         cluster=cluster,
+        processes=processes,
+        compile_seconds=seconds,
         **{name: value for name, value in options.items() if name not in ("progress", "runtime")},
         **kwargs,
     )
@@ -186,6 +198,8 @@ def verify(
         show_json(found.to_dict())
     else:
         show(found)
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not found.holds:
         raise typer.Exit(NO)
 

@@ -31,6 +31,7 @@ class Verifier:
         cache: bool | str | os.PathLike[str],
         processes: int | None,
         compile_seconds: float,
+        plain: bool,
     ) -> Verification:
         """See `Plan.verify`."""
         from autopar.passes.graph.logical import no_mesh
@@ -62,6 +63,7 @@ class Verifier:
                 folder=folder,
                 processes=processes,
                 seconds=compile_seconds,
+                plain=plain,
                 report=progress.report,
             )
 

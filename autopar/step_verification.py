@@ -26,6 +26,7 @@ def verify(
     cache: bool | str | os.PathLike[str] = True,
     processes: int | None = None,
     compile_seconds: float = 1800.0,
+    plain: bool = False,
     **options_and_kwargs: Any,
 ) -> Verification:
     """Compile every distinct piece of a step's plan for a target, and compare with the plan.
@@ -42,6 +43,8 @@ def verify(
       cache: whether what was compiled once is kept in the user's cache folder, or in which folder.
       processes: how many compile at a time; by default as many as there are cores.
       compile_seconds: how long one program may take to compile.
+      plain: whether the plain function is compiled as well, by `jax.jit` with the plan's shardings
+        of arguments and results, to compare with; of plans for one mesh.
       **options_and_kwargs: what is asked of the plan, as on the page Options; other names are
         the step's own arguments by keyword.
 
@@ -63,4 +66,4 @@ def verify(
             made = plan_traced(traced, request, on, None, progress).plan
     verifier = Verifier(traced, request, name)
     given: dict[str, Any] = {"processes": processes, "compile_seconds": compile_seconds}
-    return verifier(made, target, cache=cache, **given)
+    return verifier(made, target, cache=cache, plain=plain, **given)

@@ -7,18 +7,30 @@ Every program is planned for eight devices of a target and compiled for them by 
 planned and compiled bytes of a device, whether the collectives are those of the plan (or a pass of
 XLA accounts for what is not), seconds of compilation. Models are those of `benchmarks/models`, with
 so many layers; targets whose compilers are not installed (`autopar[gpu-check]`,
-`autopar[tpu-check]`) are an error. With `--tight` TPUs have no more memory than was planned: what
-needs more is not compiled, and XLA's scheduler has nothing to spare. What was compiled once is kept
-in the user's cache. The last line is a JSON object with `--json`.
+`autopar[tpu-check]`) are an error. With `--plain` the plain function is compiled too, by `jax.jit`
+with the plan's shardings of arguments and results: its memory and what its collectives send stand
+beside the plan's. With `--tight` TPUs have no more memory than was planned: what needs more is not
+compiled, and XLA's scheduler has nothing to spare.
+
+What is refused for want of memory (with `--memory` devices have less) is planned once more for
+devices that have what the refusal calls the least, and compiled for the target: where that needs no
+more than the target has, the refusal was a false alarm.
+
+What was compiled once is kept in the user's cache, with the seconds that it took then. The last
+line is a JSON object with `--json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import re
 import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,10 +42,13 @@ from rich.table import Table
 
 import autopar
 from autopar.base.errors import AutoparError, MemoryLimitError
-from autopar.base.units import format_bytes
+from autopar.base.units import format_bytes, parse_bytes
+from autopar.report.verification_report import Verification
 
-CLUSTERS = {"gpu:h100": "8xh100", "gpu:h200": "8xh200", "gpu:a100": "8xa100"}
+CLUSTERS = {"gpu:h100": "8xh100", "gpu:h200": "8xh200", "gpu:a100": "8xa100", "cpu": "8xh100"}
 """For which cluster a target's programs are planned; those of TPUs by the slice's generation."""
+UNDER = 0.05
+"""By what share less than compiled a plan is counted as too small."""
 
 
 class Case(NamedTuple):
@@ -125,9 +140,16 @@ HELD_OUT = (
 ALL = (*CASES, *(item._replace(held_out=True) for item in HELD_OUT))
 
 
-def cluster_of(target: str) -> str:
+def cluster_of(target: str) -> autopar.Cluster:
     kind = target.split(":")
-    return CLUSTERS[target] if target in CLUSTERS else f"8xtpu-{kind[1]}"
+    return autopar.Cluster.named(CLUSTERS.get(target) or f"8xtpu-{kind[1]}")
+
+
+def with_memory(cluster: autopar.Cluster, size: int) -> autopar.Cluster:
+    """The same, whose devices let programs fill so many bytes."""
+    device = cluster.device
+    whole = math.ceil(size / device.memory_fraction)
+    return dataclasses.replace(cluster, device=dataclasses.replace(device, memory_bytes=whole))
 
 
 def train_step(item: Case, layers: int | None) -> TrainStep:
@@ -138,61 +160,230 @@ def train_step(item: Case, layers: int | None) -> TrainStep:
     return build(item.program, remat=item.remat, batch=item.batch, layers=whole)
 
 
-def tight(target: str, plan: autopar.Plan) -> str:
-    """A slice of TPUs whose devices have what the plan's worst stage needs, in whole MiB."""
-    if not target.startswith("tpu:"):
-        return target
-    most = max(stage.peak_bytes_per_device for stage in plan.stages)
-    return f"{target}:{-(-most // 2**20)}MiB"
+def tight(target: str, size: int) -> str:
+    """A slice of TPUs whose devices have so many bytes, in whole MiB."""
+    return f"{target}:{-(-size // 2**20)}MiB" if target.startswith("tpu:") else target
 
 
-def measure(
-    item: Case, target: str, layers: int | None, processes: int | None, is_tight: bool = False
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How programs are measured.
+
+    Args:
+      layers: of each model; None: its own number.
+      processes: that compile at a time.
+      plain: whether the plain function is compiled too.
+      is_tight: whether TPUs have what was planned.
+      memory: bytes that devices have for programs, where they shall have less.
+      cache: of what was compiled, as for `autopar.verify`.
+    """
+
+    layers: int | None = None
+    processes: int | None = None
+    plain: bool = False
+    is_tight: bool = False
+    memory: int | None = None
+    cache: bool | str = True
+
+
+def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[str, Any]:
     """One program on one target; "refused": nothing was planned to fit."""
-    row: dict[str, Any] = {"program": item.name, "target": target, "layers": layers}
+    row: dict[str, Any] = {"program": item.name, "target": target, "layers": setting.layers}
     row["held_out"] = item.held_out
-    made = train_step(item, layers)
-    shapes = made.state, made.batch
+    cluster, shapes = cluster_of(target), (made.state, made.batch)
+    if setting.memory is not None:
+        cluster = with_memory(cluster, setting.memory)
+    limit = setting.memory or cluster.device.program_bytes
+    asked: dict[str, Any] = {"progress": False, **item.options}
+    how: dict[str, Any] = {"processes": setting.processes, "cache": setting.cache}
     start = time.monotonic()
     try:
-        plan = autopar.plan(made.step, *shapes, cluster=cluster_of(target), **item.options)
+        plan = autopar.plan(made.step, *shapes, cluster=cluster, **asked)
     except MemoryLimitError as error:
-        return {**row, "refused": error.least_bytes}
+        row["refused"] = error.least_bytes
+        return {**row, **compiled_least(made, asked, how, target, limit, error)}
     except AutoparError as error:
         return {**row, "error": str(error).splitlines()[0]}
     planned = time.monotonic()
-    found = plan.verify(tight(target, plan) if is_tight else target, processes=processes)
+    most = max(stage.peak_bytes_per_device for stage in plan.stages)
+    on = tight(target, most) if setting.is_tight else target
+    seen = plan.verify(on, plain=setting.plain, **how)
     worst = max(
-        (x for x in found.stages if x.compiled_bytes),
+        (x for x in seen.stages if x.compiled_bytes),
         key=lambda x: x.compiled_bytes or 0,
         default=None,
     )
     return {
         **row,
-        "verdict": found.verdict,
+        "verdict": seen.verdict,
         "planned_bytes": worst.planned_bytes if worst else None,
         "compiled_bytes": worst.compiled_bytes if worst else None,
         "ratio": worst.ratio if worst else None,
-        "planned_collective_bytes": sum(x.planned_bytes * x.times for x in found.collectives),
-        "compiled_collective_bytes": sum(x.compiled_bytes * x.times for x in found.collectives),
-        "collectives_agree": not found.differences,
-        "collectives_changed_by": list(found.changed_by),
-        "warnings": sum(map(len, found.warnings.values())),
-        "failures": dict(found.failures),
+        "planned_collective_bytes": sum(x.planned_bytes * x.times for x in seen.collectives),
+        "compiled_collective_bytes": sum(x.compiled_bytes * x.times for x in seen.collectives),
+        "collectives_agree": not seen.differences,
+        "collectives_changed_by": list(seen.changed_by),
+        "warnings": sum(map(len, seen.warnings.values())),
+        "failures": dict(seen.failures),
         "planning_seconds": planned - start,
         "compile_seconds": sum(
-            x.finding.seconds for x in found.pieces if x.finding and not x.same_as
+            x.finding.seconds for x in seen.pieces if x.finding and not x.same_as
         ),
+        **beside_plain(seen),
     }
 
 
-def _told_of_collectives(row: dict[str, Any]) -> str:
+def compiled_least(
+    made: TrainStep,
+    asked: dict[str, Any],
+    how: dict[str, Any],
+    target: str,
+    limit: int,
+    error: MemoryLimitError,
+) -> dict[str, Any]:
+    """What the compiler makes of the least that a refusal speaks of, on devices with the limit."""
+    least = error.least_bytes
+    if least is None:
+        return {}
+    # With what was missing and no more; a TPU's compiler then still has the limit.
+    cluster = with_memory(cluster_of(target), math.ceil(1.001 * least))
+    try:
+        plan = autopar.plan(made.step, made.state, made.batch, cluster=cluster, **asked)
+    except AutoparError as again:
+        return {"error": f"the least was refused as well: {str(again).splitlines()[0]}"}
+    seen = plan.verify(tight(target, limit), **how)
+    sizes = [x.compiled_bytes for x in seen.stages]
+    known = [size for size in sizes if size is not None]
+    fits = len(known) == len(sizes) and max(known) <= limit
+    return {
+        "limit_bytes": limit,
+        "least_compiled_bytes": max(known, default=None),
+        "failures": dict(seen.failures),
+        "false_alarm": fits,
+    }
+
+
+def beside_plain(seen: Verification) -> dict[str, Any]:
+    """The memory of a device and the bytes that are sent, of the plain function and of the plan."""
+    plain, own = seen.plain, seen.pieces[0].finding
+    if plain is None or own is None:
+        return {}
+    if plain.memory is None or own.memory is None:
+        return {"plain_failure": plain.failure}
+    return {
+        "plain_compiled_bytes": plain.memory.total,
+        "plain_sent_bytes": plain.traffic,
+        "sent_bytes": own.traffic,
+        "plain_compile_seconds": plain.seconds,
+    }
+
+
+def told_of_collectives(row: dict[str, Any]) -> str:
     if row["failures"]:
         return "not compiled"
     if not row["collectives_agree"]:
         return "differ"
-    return "changed by XLA" if row["collectives_changed_by"] else "as planned"
+    passes = row["collectives_changed_by"]
+    return f"changed by {', '.join(passes)}" if passes else "agree"
+
+
+def table(rows: Sequence[dict[str, Any]], plain: bool) -> Table:
+    """A line of each program."""
+    shown = Table("program", "target", title="planned and compiled, bytes of one device")
+    headings = ["planned", "compiled", "ratio", "compiled in"]
+    headings += ["plain jit", "sends", "plain jit sends"] if plain else []
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    shown.add_column("collectives")
+    shown.add_column("false alarm")
+    for row in rows:
+        shown.add_row(row["program"], row["target"], *_cells(row, plain))
+    return shown
+
+
+def _cells(row: dict[str, Any], plain: bool) -> list[str]:
+    names = ("plain_compiled_bytes", "sent_bytes", "plain_sent_bytes") if plain else ()
+    beside = [_size(row.get(name)) for name in names]
+    if "verdict" in row:
+        return [
+            _size(row["planned_bytes"]),
+            _size(row["compiled_bytes"]),
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            f"{row['compile_seconds']:.0f} s",
+            *beside,
+            told_of_collectives(row),
+            "",
+        ]
+    if "refused" not in row:
+        return [row["error"]]
+    compiled = _size(row.get("least_compiled_bytes"))
+    alarm = str(row.get("error", "unknown"))
+    if "false_alarm" in row:
+        alarm = "yes" if row["false_alarm"] else "no"
+    return [f"refused: {_size(row['refused'])}", compiled, "-", "-", *beside, "-", alarm]
+
+
+def _size(size: int | None) -> str:
+    return "-" if size is None else format_bytes(size)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How far rows are off: shares of what was compiled, and how many collectives agree.
+
+    A row agrees where its collectives are those of the plan, or passes of XLA say what they
+    changed.
+    """
+    known = [row for row in rows if row.get("ratio")]
+    errors = [abs(row["ratio"] - 1) for row in known]
+    beside = [row for row in known if row.get("plain_compiled_bytes")]
+
+    def middle(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    return {
+        "programs": len(known),
+        "median_error": middle(errors),
+        "worst_error": max(errors, default=None),
+        "under": sum(row["ratio"] < 1 - UNDER for row in known),
+        "collectives_agree": sum(row["collectives_agree"] for row in known),
+        "collectives_changed": sum(
+            row["collectives_agree"] and bool(row["collectives_changed_by"]) for row in known
+        ),
+        "not_compiled": sum(bool(row.get("failures")) for row in rows if "verdict" in row),
+        "refused": sum("refused" in row for row in rows),
+        "false_alarms": sum(bool(row.get("false_alarm")) for row in rows),
+        "compared_with_plain": len(beside),
+        "memory_of_plain": middle(
+            [row["compiled_bytes"] / row["plain_compiled_bytes"] for row in beside]
+        ),
+        "sent_of_plain": middle(
+            [row["sent_bytes"] / row["plain_sent_bytes"] for row in beside if row["sent_bytes"]]
+        ),
+    }
+
+
+def in_words(name: str, found: dict[str, Any]) -> str:
+    """A summary as one line."""
+    count = found["programs"]
+    told = [f"{name}: {count} programs compiled"]
+    if count:
+        told.append(f"median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}")
+        told.append(f"{found['under']} more than {UNDER:.0%} under")
+        changed = found["collectives_changed"]
+        by_xla = f" ({changed} changed by passes of XLA)" if changed else ""
+        told.append(f"{found['collectives_agree']} of {count} collectives agree{by_xla}")
+    if found["not_compiled"]:
+        told.append(f"{found['not_compiled']} not compiled")
+    if found["refused"]:
+        told.append(f"{found['refused']} refused, of which {found['false_alarms']} false alarms")
+    if found["memory_of_plain"] is not None:
+        sent = found["sent_of_plain"]
+        sends = "" if sent is None else f" and sends {sent:.2f} of it"
+        told.append(
+            f"at the median takes {found['memory_of_plain']:.2f} of plain jit's memory{sends} "
+            f"({found['compared_with_plain']} compared)"
+        )
+    return "; ".join(told)
 
 
 def main() -> None:
@@ -201,54 +392,39 @@ def main() -> None:
     parser.add_argument("--programs", default="", help="a regular expression of cases to run")
     parser.add_argument("--layers", type=int, default=4, help="of each model; 0: its own number")
     parser.add_argument("--processes", type=int, default=None, help="that compile at a time")
+    parser.add_argument("--plain", action="store_true", help="compile plain jax.jit as well")
     parser.add_argument("--tight", action="store_true", help="TPUs have what was planned")
+    parser.add_argument("--memory", type=parse_bytes, help='that programs may fill: "4GiB"')
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
+    parser.add_argument("--rows", type=Path, help="a file to write every row to when it is there")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
 
+    setting = Setting(
+        options.layers or None, options.processes, options.plain, options.tight, options.memory
+    )
     cases = [
         (item, target)
         for target in options.targets
         for item in ALL
         if re.search(options.programs, item.name)
     ]
-    progress = Console(stderr=True)
-    rows = [
-        measure(item, target, options.layers or None, options.processes, options.tight)
-        for item, target in track(cases, console=progress)
-    ]
-    table = Table("program", "target", title="planned and compiled, bytes of one device")
-    for heading in ("planned", "compiled", "ratio", "compiled in"):
-        table.add_column(heading, justify="right")
-    table.add_column("collectives")
-    for row in rows:
-        if "verdict" not in row:
-            table.add_row(row["program"], row["target"], row.get("error", "refused"))
-            continue
-        sizes = (row["planned_bytes"], row["compiled_bytes"])
-        table.add_row(
-            row["program"],
-            row["target"],
-            *("-" if size is None else format_bytes(size) for size in sizes),
-            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
-            f"{row['compile_seconds']:.0f} s",
-            _told_of_collectives(row),
-        )
-    Console(width=max(Console().width, 120)).print(table)
+    rows = []
+    for item, target in track(cases, console=Console(stderr=True)):
+        rows.append(measure(train_step(item, setting.layers), item, target, setting))
+        if options.rows:
+            options.rows.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Console(width=max(Console().width, 160)).print(table(rows, options.plain))
+    summaries = {}
     for target in options.targets:
-        for held_out in (False, True):
+        for name, held_out in (("fitted", False), ("held out", True)):
             own = [r for r in rows if r["target"] == target and r["held_out"] == held_out]
-            ratios = [r["ratio"] for r in own if r.get("ratio")]
-            if options.tight and target.startswith("tpu:"):
-                planned = [r for r in own if "verdict" in r]  # not refused
-                failed = sum(1 for r in planned if r["failures"])
-                print(f"{target}: {failed} of {len(planned)} were not compiled in what was planned")
-            if ratios:
-                middle, which = statistics.median(ratios), "held out" if held_out else "others"
-                most = f"from {min(ratios):.2f} to {max(ratios):.2f}"
-                print(f"{target}, {which}: median {middle:.2f}, {most} of {len(ratios)}")
+            if own:
+                summaries[f"{target}, {name}"] = summary(own)
+    for name, found in summaries.items():
+        print(in_words(name, found))
     if options.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"rows": rows, "summaries": summaries}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.arrays.buffers import HOST_MEMORY
 from autopar.base.errors import DeviceError
-from autopar.base.run_flags import LATENCY_HIDING
+from autopar.base.run_flags import overlapped_options
 from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
 from autopar.passes.pipeline.instructions import (
@@ -222,7 +222,7 @@ class StagePrograms:
         if backend_of(platform) == CPU:
             return {} if is_whole else FRUGAL
         if backend_of(platform) == GPU and self.pieces.programs[stage].overlapped:
-            return {LATENCY_HIDING: True}
+            return overlapped_options()
         return {}
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:

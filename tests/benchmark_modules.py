@@ -10,6 +10,7 @@ FOLDER = str(Path(__file__).resolve().parents[1] / "benchmarks")
 
 sys.path.append(FOLDER)
 try:
+    import compilers
     import contest
     import gpu
     import lattices
@@ -18,11 +19,12 @@ try:
     import plain_model
     import planner_cases
     from contest import evaluate, is_allowed, peak_usage
-    from models import deepseek, moe, registry
+    from models import deepseek, moe, other_kinds, registry
 finally:
     sys.path.remove(FOLDER)
 
 __all__ = [
+    "compilers",
     "contest",
     "deepseek",
     "evaluate",
@@ -30,6 +32,7 @@ __all__ = [
     "is_allowed",
     "lattices",
     "moe",
+    "other_kinds",
     "paper_cases",
     "peak_usage",
     "pipedream",

@@ -17,6 +17,7 @@ from autopar import __main__, calibration  # noqa: E402
 from autopar.commands import app  # noqa: E402
 from autopar.report.cluster_tables import measured_table  # noqa: E402
 from autopar.report.rich_parts import add_row, as_text, captioned, new_table  # noqa: E402
+from autopar.report.verification_report import Verification  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -252,3 +253,24 @@ def test_calibrate_measures_what_is_here(tmp_path: Path, monkeypatch: Any) -> No
     assert "kernel_seconds" in table and "2 us" in table
     refused = run("calibrate", "--cluster", "h100")
     assert refused.exit_code == 2 and "leave --cluster out" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_verifying_ends_with_what_was_compiled(
+    interrupted: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def verify(*args: Any, **given: Any) -> Verification:
+        asked.update(given)
+        return Verification("cpu", "XLA", "", "", "", "", "<Plan>", (), (), (), interrupted)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(autopar, "verify", verify)
+    done = run(
+        "verify", "small_train.py:train_step", "--args", "small_train.py:shapes", "--target", "cpu",
+        "--processes", "1", "--seconds", "90",
+    )  # fmt: skip
+    assert (asked["processes"], asked["compile_seconds"]) == (1, 90.0)
+    assert done.exit_code == (130 if interrupted else 0), done.output
+    assert ("Verdict: interrupted" if interrupted else "Verdict: holds") in done.output

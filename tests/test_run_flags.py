@@ -12,9 +12,10 @@ import pytest
 
 import autopar
 from autopar.base.run_flags import LATENCY_HIDING, MEMORY_FRACTION, missing_flags
-from autopar.errors import AutoparWarning
+from autopar.errors import AutoparError, AutoparWarning
 from autopar.requests import warn_of_flags
 from autopar.runtime.stage_programs import StagePrograms
+from autopar.runtime.verification.targets import target_named
 
 WEIGHTS = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 ROWS = jax.ShapeDtypeStruct((64, 256), jnp.float32)
@@ -32,14 +33,23 @@ def planned(cluster: str = "8xh100", **changes: Any) -> autopar.Plan:
 def test_a_small_plan_wants_none() -> None:
     assert planned().flags == ()
     assert "Flags of a run" not in str(planned())
-    assert planned("8xtpu-v5e", overlap=0.5).flags == ()
+    assert planned("8xtpu-v5e").flags == ()
 
 
 def test_planned_overlap_is_what_xla_is_told() -> None:
     plan = planned(overlap=0.5)
-    (flag,) = plan.flags
+    flag, *others = plan.flags
     assert (flag.name, flag.value, flag.is_set) == (LATENCY_HIDING, "true", True)
     assert flag.source in " ".join(str(plan).split()) and LATENCY_HIDING in str(plan)
+    assert {x.name: x.value for x in others} == {
+        "xla_gpu_all_reduce_combine_threshold_bytes": "31457287",
+        "xla_gpu_all_gather_combine_threshold_bytes": "31457287",
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": "31457287",
+        "xla_gpu_threshold_for_windowed_einsum_mib": "100000",
+    }
+    assert all(x.is_set and x.why and x.source.startswith("XLA") for x in others)
+    text = "".join(str(plan).split())
+    assert all("".join(x.source.split())[:40] in text for x in others)
     assert autopar.Plan.from_json(plan.to_json()).flags == plan.flags
 
     def options(platform: str, is_overlapped: bool, is_whole: bool) -> Any:
@@ -51,9 +61,38 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
         )
         return StagePrograms.compiler_options(own, 0, is_whole)
 
-    assert options("gpu", True, True) == options("gpu", True, False) == {LATENCY_HIDING: True}
+    told = options("gpu", True, True)
+    assert told == options("gpu", True, False)
+    assert {name: str(value).lower() for name, value in told.items()} == {
+        x.name: x.value for x in plan.flags
+    }
     assert options("gpu", False, True) == options("tpu", True, True) == {}
     assert options("cpu", True, True) == {} != options("cpu", True, False)
+
+
+def test_tpus_are_told_in_their_environment() -> None:
+    (flag,) = planned("8xtpu-v5e", overlap=0.5).flags
+    assert (flag.name, flag.is_set) == ("LIBTPU_INIT_ARGS", False)
+    assert "--xla_tpu_enable_async_collective_fusion=true" in flag.value.split()
+    assert "50% of the collectives" in flag.why and "maxtext" in flag.source
+
+
+@pytest.mark.parametrize(
+    ("cluster", "target"), [("8xh100", "gpu:h100"), ("8xtpu-v5e", "tpu:v5e:2x4")]
+)
+def test_compilers_know_the_flags(
+    cluster: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        target_named(target).require(8)
+    except AutoparError:
+        pytest.skip("its compiler is not installed")
+    plan = planned(cluster, overlap=0.5)
+    for flag in plan.flags:
+        if not flag.is_set:
+            monkeypatch.setenv(flag.name, flag.value)
+    made = plan.verify(target, cache=False, processes=1)
+    assert not made.failures
 
 
 def test_memory_that_jax_would_not_take_is_told() -> None:

@@ -212,7 +212,7 @@ def test_what_fails_is_a_finding_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
     made = compiled(tmp_path, "slow", "a", seconds=1.5)
-    assert "longer than" in made.findings["slow", ()].failure
+    assert made.findings["slow", ()].failure == "it took longer than 1.5 s"
     assert made.findings["a", ()].failure == ""
 
 
@@ -235,6 +235,29 @@ def test_what_was_compiled_is_kept_and_ctrl_c_ends_the_rest(tmp_path: Path) -> N
     (first, *_) = folder.glob("*.json")
     first.write_text("{")
     assert KnownFindings(folder).get(first.stem) is None
+
+
+def test_flags_of_the_environment_make_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled with other flags of XLA is compiled again."""
+    folder = tmp_path / "known"
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+    assert not compiled(tmp_path, "a", folder=folder).known
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "--xla_of_another_kind=true")
+            assert not compiled(tmp_path, "a", folder=folder).known
+            assert compiled(tmp_path, "a", folder=folder).known
+    assert compiled(tmp_path, "a", folder=folder).known
+
+
+def test_for_a_gpu_that_is_not_known_those_that_are_come_as_a_hint() -> None:
+    with pytest.raises(OptionError) as caught:
+        target_named("gpu:h300")
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("'gpu:h100' or 'gpu:h200' or 'gpu:a100'")
 
 
 def test_an_account_in_numbers() -> None:

@@ -51,6 +51,11 @@ class ProgramMemory(Record):
         )
 
 
+def sent_bytes(kind: str, size: int, times: int) -> int:
+    """What a step sends by collectives of so many bytes; an all-reduce sends all twice."""
+    return (2 if kind == "all-reduce" else 1) * times * size
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective(Record):
     """A collective in a compiled program, as in a plan's list: of `axes`, in so many trips.
@@ -151,3 +156,8 @@ class ProgramFinding(Record):
     not_taken: tuple[int, ...] = ()
     seconds: float = 0.0
     failure: str = ""
+
+    @property
+    def traffic(self) -> int:
+        """The bytes that a run sends by its collectives."""
+        return sum(sent_bytes(x.kind, x.bytes, x.times) for x in self.collectives)

@@ -14,12 +14,37 @@ from autopar.base.records import Record
 from autopar.base.units import format_bytes
 
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+TPU_FLAGS = "LIBTPU_INIT_ARGS"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_FRACTION = 0.75
 """The share of a GPU's memory that JAX takes by itself."""
 
 _TIPS = "JAX, GPU performance tips, https://docs.jax.dev/en/latest/gpu_performance_tips.html"
 _MEMORY = "JAX, GPU memory allocation, https://docs.jax.dev/en/latest/gpu_memory_allocation.html"
+_COMBINING = (
+    "XLA, xla/service/collective_utils.h, https://github.com/openxla/xla/blob/main/xla/service/"
+    "collective_utils.h"
+)
+_EINSUM = (
+    "XLA, xla/debug_options_flags.cc, https://github.com/openxla/xla/blob/main/xla/"
+    "debug_options_flags.cc"
+)
+_MAXTEXT = "MaxText, flags of its TPU runs, https://github.com/AI-Hypercomputer/maxtext"
+
+COMBINED_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+COMBINED_BYTES = 30 * 2**20 + 7
+"""Up to how many bytes XLA for GPUs makes one collective of neighbouring ones, by itself."""
+
+COLLECTIVE_MATMUL = "xla_gpu_threshold_for_windowed_einsum_mib"
+NO_COLLECTIVE_MATMUL = 100_000
+"""MiB of an operand from which on XLA's partitioner would cut products into steps, by itself."""
+
+OVERLAPPING_TPU_FLAGS = (
+    "xla_tpu_enable_async_collective_fusion",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps",
+    "xla_tpu_overlap_compute_collective_tc",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,29 +67,51 @@ class RunFlag(Record):
 
 
 def run_flags(plan: PlanRecord) -> tuple[RunFlag, ...]:
-    """Those of a plan; none for CPUs and TPUs, whose compiler hides collectives by itself.
-
-    A step's collectives are its own, not the partitioner's, so that XLA's collective matmul
-    (`xla_gpu_threshold_for_windowed_einsum_mib`) has nothing to do. The thresholds up to which XLA
-    combines collectives stay as XLA has them: higher ones hold what several layers gather at once,
-    which the planned memory does not count.
-    """
+    """Those of a plan; none for CPUs, and none for TPUs where no overlap is planned."""
     device = plan.cluster.get("device")
     name = str(device.get("name", "")).lower() if isinstance(device, Mapping) else ""
-    if not isinstance(device, Mapping) or "tpu" in name or "cpu" in name:
+    if not isinstance(device, Mapping) or "cpu" in name:
         return ()
     flags = []
+    overlap = plan.cluster.get("overlap", 0.0)
+    overlap = overlap if isinstance(overlap, (int, float)) else 0.0
+    why = f"{overlap:.0%} of the collectives of weights and gradients are planned to be hidden"
+    if "tpu" in name:
+        if overlap <= 0:
+            return ()
+        flags_of_tpus = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
+        return (RunFlag(TPU_FLAGS, flags_of_tpus, False, why, _MAXTEXT),)
     memory, peak = device.get("memory_bytes"), plan.estimates.peak_bytes_per_device
     share = float(device.get("memory_fraction", 1.0))
     if memory and peak > JAX_FRACTION * memory and share < 1:
-        why = f"the plan has up to {format_bytes(peak)} on a device; JAX by itself takes "
-        why += f"{JAX_FRACTION:.0%} of {format_bytes(memory)}"
-        flags.append(RunFlag(MEMORY_FRACTION, f"{share:g}", False, why, _MEMORY))
-    overlap = plan.cluster.get("overlap", 0.0)
-    if isinstance(overlap, (int, float)) and overlap > 0:
-        why = f"{overlap:.0%} of the collectives of weights and gradients are planned to be hidden"
-        flags.append(RunFlag(LATENCY_HIDING, "true", True, why, _TIPS))
+        short = f"the plan has up to {format_bytes(peak)} on a device; JAX by itself takes "
+        short += f"{JAX_FRACTION:.0%} of {format_bytes(memory)}"
+        flags.append(RunFlag(MEMORY_FRACTION, f"{share:g}", False, short, _MEMORY))
+    if overlap > 0:
+        reasons = {
+            LATENCY_HIDING: (why, _TIPS),
+            COLLECTIVE_MATMUL: (
+                "none: a step's collectives are its own, not the partitioner's",
+                _EINSUM,
+            ),
+        }
+        combined = "as XLA has it: with more, several layers are gathered at once, which the "
+        combined += "planned memory does not count"
+        for option, value in overlapped_options().items():
+            reason, source = reasons.get(option, (combined, _COMBINING))
+            flags.append(RunFlag(option, str(value).lower(), True, reason, source))
     return tuple(flags)
+
+
+def overlapped_options() -> dict[str, str | bool]:
+    """What XLA for GPUs is told with a program whose collectives are planned to be hidden.
+
+    What the environment says of the same is not counted on: XLA takes what comes with a program.
+    """
+    combining = {
+        f"xla_gpu_{kind}_combine_threshold_bytes": str(COMBINED_BYTES) for kind in COMBINED_KINDS
+    }
+    return {LATENCY_HIDING: True, **combining, COLLECTIVE_MATMUL: str(NO_COLLECTIVE_MATMUL)}
 
 
 def missing_flags(plan: PlanRecord, environment: Mapping[str, str]) -> tuple[RunFlag, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.base.compiled_records import ProgramFinding
+from autopar.base.compiled_records import ProgramFinding, sent_bytes
 from autopar.base.records import Record
 
 TOLERANCE = 0.05
@@ -118,14 +118,13 @@ class CollectiveCheck(Record):
 
     @property
     def more_traffic(self) -> int:
-        """How many bytes more than planned a step sends by it; an all-reduce sends all twice."""
-        passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.times * (self.compiled_bytes - self.planned_bytes)
+        """How many bytes more than planned a step sends by it."""
+        return sent_bytes(self.kind, self.compiled_bytes - self.planned_bytes, self.times)
 
     @property
     def planned_traffic(self) -> int:
         """The bytes that a step was planned to send by it."""
-        return (2 if self.kind == "all-reduce" else 1) * self.times * self.planned_bytes
+        return sent_bytes(self.kind, self.planned_bytes, self.times)
 
     @property
     def verdict(self) -> str:
@@ -191,6 +190,8 @@ class VerificationRecord(Record):
       times: of plans for one mesh, what kernels take, as planned and as the compiler estimates.
       planned_for: the devices that the plan is for, if their kind is another than the target's: the
         planned memory is then by the rules of the target's compiler.
+      plain: what the compiler made of the plain function, partitioned by XLA with the plan's
+        shardings of arguments and results, where that was asked for; it is no part of the verdict.
     """
 
     target: str
@@ -206,6 +207,7 @@ class VerificationRecord(Record):
     interrupted: bool = False
     times: tuple[TimeCheck, ...] = ()
     planned_for: str = ""
+    plain: ProgramFinding | None = None
 
     @property
     def failures(self) -> dict[str, str]:

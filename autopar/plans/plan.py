@@ -110,6 +110,7 @@ class Plan(PlanRecord):
         cache: bool | str | os.PathLike[str] = True,
         processes: int | None = None,
         compile_seconds: float = 1800.0,
+        plain: bool = False,
     ) -> Verification:
         """Compile every distinct piece for a target, whose devices need not be there, and compare.
 
@@ -124,6 +125,8 @@ class Plan(PlanRecord):
             folder.
           processes: how many compile at a time; by default as many as there are cores.
           compile_seconds: how long one program may take to compile.
+          plain: whether the plain function is compiled as well, by `jax.jit` with the plan's
+            shardings of arguments and results, to compare with; of plans for one mesh.
 
         Returns:
           A `Verification`, which prints: of every stage the memory planned and compiled, of every
@@ -143,7 +146,7 @@ class Plan(PlanRecord):
                 hint=f"autopar.verify(step, *args, plan=plan, target={target!r}).",
             )
         more: dict[str, Any] = {"processes": processes, "compile_seconds": compile_seconds}
-        return verifier(self, target, cache=cache, **more)
+        return verifier(self, target, cache=cache, plain=plain, **more)
 
     def knowing(self, verifier: Callable[..., Verification]) -> Plan:
         """This plan, which knows how its step is verified: beside its fields, in no file."""

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from autopar.base.compiled_records import ProgramFinding
 from autopar.base.errors import PlanMismatchError
 from autopar.base.records import dump_json
 from autopar.base.units import format_bytes, format_seconds
@@ -64,6 +65,8 @@ class Verification(VerificationRecord):
         for x in self.pieces:
             for change in x.finding.changes if x.finding and not x.same_as else ():
                 yield Text(f"{x.piece}: {change}")
+        if self.plain:
+            yield Text(_told_of_plain(self, self.plain))
         for piece, words in self.failures.items():
             yield Text(f"{piece} failed: {words[:_WORDS]}\n", style="red")
         for piece, lines in self.warnings.items():
@@ -78,6 +81,19 @@ class Verification(VerificationRecord):
 
     def __repr__(self) -> str:
         return f"<Verification on {self.target}: {self.verdict}>"
+
+
+def _told_of_plain(made: VerificationRecord, plain: ProgramFinding) -> str:
+    """The plain function beside the plan's program."""
+    name = "Plain jax.jit with the plan's shardings of arguments and results"
+    if plain.memory is None:
+        return f"{name} was not compiled: {plain.failure[:_WORDS]}"
+    own = made.pieces[0].finding
+    sent = f"sends {format_bytes(plain.traffic)} a step"
+    told = f"{name} needs {format_bytes(plain.memory.total)} of a device and {sent}"
+    if own is None or own.memory is None:
+        return f"{told}."
+    return f"{told}; the plan {format_bytes(own.memory.total)} and {format_bytes(own.traffic)}."
 
 
 def _size(size: int | None) -> str:

@@ -40,7 +40,7 @@ from autopar.runtime.verification.buffer_sources import BufferSources, with_line
 from autopar.runtime.verification.compile_all import CompiledPrograms, Key, compile_all
 from autopar.runtime.verification.known_findings import KnownFindings
 from autopar.runtime.verification.targets import Target
-from autopar.runtime.verification.worker import StepToCompile
+from autopar.runtime.verification.worker import PLAIN, StepToCompile
 
 LOOP_TASKS = ("F", "B", "W")
 SECONDS = 1800.0
@@ -58,6 +58,7 @@ def verify_step(
     folder: Path | None,
     processes: int | None = None,
     seconds: float = SECONDS,
+    plain: bool = False,
     report: Callable[[str], None] = lambda message: None,
 ) -> Verification:
     """Compile every distinct piece of a plan, and compare.
@@ -72,6 +73,7 @@ def verify_step(
       folder: where findings are kept from one process to the next; None: nowhere.
       processes: how many compile at a time; by default as many as there are cores.
       seconds: how long one program may take.
+      plain: compile the step as it was traced as well, of a plan for one mesh.
       report: takes a line of progress.
     """
     meshes = {stage.mesh: stage.num_devices for stage in plan.stages}
@@ -88,12 +90,13 @@ def verify_step(
         constants,
         sum(meshes.values()),
         target,
+        graph.jaxpr if plain and not plan.is_pipeline else None,
     )
     names = [piece.name for piece in runnable.pieces.pieces]
     keys = variants_of(runnable.program, names)
     made = compile_all(
         pickling.dumps(step, "the step"),
-        keys,
+        keys if step.plain is None else (*keys, PLAIN),
         target=target.name,
         compiler=target.compiler,
         environment=target.environment(),
@@ -117,6 +120,7 @@ def verify_step(
         times=_times(plan, runnable, microbatched, pieces),
         interrupted=made.interrupted,
         planned_for=planned_for,
+        plain=made.findings.get(PLAIN),
     )
 
 

@@ -21,10 +21,14 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from autopar.base.compiled_records import ProgramFinding
+from autopar.base.units import format_seconds
 from autopar.runtime.verification.known_findings import KnownFindings
 
 Key = tuple[str, tuple[int, ...]]
 WORKER = (sys.executable, "-m", "autopar.runtime.verification.worker")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment with which compilers make other programs."""
+
 ATTEMPTS = 2
 """Processes that may end before they have begun with a program, one after the other."""
 
@@ -145,7 +149,7 @@ class _Pool:
                 if process.connection in ready:
                     self.hear(process)
                 elif process.since and time.monotonic() - process.since > self.seconds:
-                    self.lose(process, f"it took longer than {self.seconds:.0f} seconds")
+                    self.lose(process, f"it took longer than {format_seconds(self.seconds)}")
 
     def start(self) -> None:
         own, its = Pipe()
@@ -197,7 +201,8 @@ class _Pool:
     def answer(self, process: _Process, program: str) -> str:
         """What a process that has a program ready shall do."""
         assert process.key is not None
-        digest = self.known.digest(program, f"{self.target}\n{self.compiler}")
+        names = (self.target, self.compiler, *_flags({**os.environ, **self.environment}))
+        digest = self.known.digest(program, "\n".join(names))
         self.made.digests[process.key] = digest
         if digest in self.waiting:
             self.waiting[digest].append(process.key)
@@ -256,6 +261,11 @@ class _Pool:
             self.stop(process)
             process.words.close()
         self.processes.clear()
+
+
+def _flags(environment: Mapping[str, str]) -> list[str]:
+    """What compilers are told by their environment beside a program's options."""
+    return [f"{name}={environment[name]}" for name in FLAGS if environment.get(name)]
 
 
 def _is_of_note(line: str) -> bool:

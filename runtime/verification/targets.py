@@ -162,13 +162,16 @@ def target_named(name: Any) -> Target:
                 hint=f"'tpu:{slice_of[1]}:{slice_of[2]}' has them all.",
             )
         return replace(whole, limit_mib=int(slice_of[3] or 0))
+    hint = did_you_mean(name, known)
+    if text.startswith("gpu:"):  # which of these is closest in letters says nothing
+        hint = f"{' or '.join(repr(f'gpu:{gpu}') for gpu in gpus)}: XLA is told of no other GPU."
     raise OptionError(
         f"There is no target {name!r}.",
         where="verify",
         why=f"the targets are 'cpu', {', '.join(repr(f'gpu:{gpu}') for gpu in gpus)}, and slices "
         f"of TPUs such as 'tpu:v5e:2x4', 'tpu:v4:2x2x1' and 'tpu:v5p:2x2x1', which may have less "
         "memory than they come with ('tpu:v5e:2x4:4000MiB').",
-        hint=did_you_mean(name, known),
+        hint=hint,
     )
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from autopar.base.compiled_records import (
     CollectiveChange,
@@ -32,6 +33,7 @@ from autopar.base.compiled_records import (
     ProgramMemory,
 )
 from autopar.passes.graph.graph import Input
+from autopar.passes.graph.logical import no_mesh
 from autopar.passes.pieces.pieces import Runnable
 from autopar.runtime.ahead import leaves_to_donate
 from autopar.runtime.compiled_pieces import program_text
@@ -51,6 +53,9 @@ from autopar.runtime.verification.targets import Target
 Key = tuple[str, tuple[int, ...]]
 """A piece by its name, and the values that it donates."""
 
+PLAIN: Key = ("plain jax.jit", ())
+"""The step as it was traced, which XLA partitions; no piece has such a name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepToCompile:
@@ -63,6 +68,7 @@ class StepToCompile:
       constants: the shapes of the arrays that the function closed over.
       num_devices: of all meshes.
       target: what to compile for.
+      plain: the step as it was traced, if it is compiled as well.
     """
 
     runnable: Runnable
@@ -71,6 +77,7 @@ class StepToCompile:
     constants: tuple[jax.ShapeDtypeStruct, ...]
     num_devices: int
     target: Target
+    plain: Jaxpr | None = None
 
 
 class SkippedError(Exception):
@@ -165,11 +172,14 @@ def main(connection: Connection) -> None:
 def _finding(
     step: StepToCompile, program: LocalProgram, prober: Prober, key: Key
 ) -> ProgramFinding:
-    piece = next(piece for piece in step.runnable.pieces.pieces if piece.name == key[0])
-    mesh = step.runnable.pieces.programs[piece.stage]
+    pieces = step.runnable.pieces
+    stage = 0 if key == PLAIN else next(x.stage for x in pieces.pieces if x.name == key[0])
+    mesh = pieces.programs[stage]
     prober.mesh, prober.names, prober.changes, prober.buffers = mesh.mesh, mesh.axis_names, (), ()
     donated: Sequence[int] = ()
-    if program.program.schedule.num_stages > 1:
+    if key == PLAIN:
+        compiled, donated = _plain_step(step, program, prober)
+    elif program.program.schedule.num_stages > 1:
         compiled = program.variant(key)
     else:
         compiled, donated = _whole_step(step, program)
@@ -199,9 +209,8 @@ def _finding(
 
 def _whole_step(step: StepToCompile, program: LocalProgram) -> tuple[Any, Sequence[int]]:
     """What is compiled of a step on one mesh, and the numbers of the leaves that it takes over."""
-    count = len(step.shapes)
-    places = program.in_shardings
-    donated = leaves_to_donate(step.inputs, step.shapes, places, program.out_shardings)
+    donated = _donated(step, program)
+    count, places = len(step.shapes), program.in_shardings
     kept: Sequence[int] = sorted(set(range(count)).difference(donated))
     constants = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
@@ -209,6 +218,38 @@ def _whole_step(step: StepToCompile, program: LocalProgram) -> tuple[Any, Sequen
     ]
     program.are_absent = True  # nothing will run: no call needs a pace
     return program.compile("step", donated, kept, step.shapes, constants), donated
+
+
+def _plain_step(
+    step: StepToCompile, program: LocalProgram, prober: Prober
+) -> tuple[Any, Sequence[int]]:
+    """The step as it was traced, with the plan's shardings of what it takes and returns.
+
+    It takes over the same leaves, and XLA has the same options.
+    """
+    assert step.plain is not None
+    donated = _donated(step, program)
+
+    def plain(*arrays: Any) -> Any:
+        return tuple(jaxpr_as_fun(ClosedJaxpr(step.plain, ()))(*arrays))
+
+    shapes = (*step.shapes, *step.constants)
+    with no_mesh():
+        compiled = prober(
+            plain,
+            *shapes,
+            in_shardings=program.in_shardings,
+            out_shardings=program.out_shardings,
+            donate_argnums=tuple(donated),
+            compiler_options=program.compiler_options(0, is_whole=True) or None,
+        )
+    return compiled, donated
+
+
+def _donated(step: StepToCompile, program: LocalProgram) -> Sequence[int]:
+    """The numbers of the leaves that a step on one mesh takes over."""
+    places = program.in_shardings
+    return leaves_to_donate(step.inputs, step.shapes, places, program.out_shardings)
 
 
 def _end_with(parent: int) -> None:

@@ -1,0 +1,80 @@
+"""`benchmarks/compilers.py`: a tiny program on CPUs, one that is refused, and what is told."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_modules import compilers, gpu, other_kinds, registry
+from rich.console import Console
+
+ITEM = compilers.Case("gpt-125M", 16, False, {"microbatches": 1, "method": "zero3", "stages": 1})
+MADE = registry.build("gpt-125M", remat=False, batch=16, size=gpu.TINY["gpt"])
+
+
+def shown(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    Console(file=text, width=250).print(compilers.table(rows, plain=True))
+    return text.getvalue()
+
+
+def test_a_program_beside_plain_jit(tmp_path: Path) -> None:
+    setting = compilers.Setting(processes=1, plain=True, cache=str(tmp_path))
+    row = json.loads(json.dumps(compilers.measure(MADE, ITEM, "cpu", setting)))
+    assert not row["failures"] and row["ratio"] > 0
+    assert row["collectives_agree"] and row["planned_collective_bytes"] > 0
+    assert row["compile_seconds"] > 0 and row["plain_compile_seconds"] > 0
+    # Both have a share of the state and of the batch, and both must gather weights.
+    assert 0.2 < row["compiled_bytes"] / row["plain_compiled_bytes"] < 5
+    assert row["sent_bytes"] > 0 and row["plain_sent_bytes"] > 0
+    found = compilers.summary([row])
+    assert found["programs"] == found["collectives_agree"] == found["compared_with_plain"] == 1
+    assert found["memory_of_plain"] == row["compiled_bytes"] / row["plain_compiled_bytes"]
+    text = shown([row])
+    assert "plain jit sends" in text and compilers.told_of_collectives(row)[:7] in text
+
+
+def test_the_least_of_what_is_refused_is_compiled(tmp_path: Path) -> None:
+    small = compilers.Setting(processes=1, memory=1 << 15, cache=str(tmp_path))
+    row = compilers.measure(MADE, ITEM, "cpu", small)
+    assert row["refused"] > 1 << 15 and not row["failures"]
+    assert row["least_compiled_bytes"] > 1 << 15 and row["false_alarm"] is False
+    found = compilers.summary([row, {**row, "false_alarm": True}])
+    assert "2 refused, of which 1 false alarms" in compilers.in_words("cpu", found)
+    for is_false, word in ((False, " no "), (True, " yes ")):
+        assert word in shown([{**row, "false_alarm": is_false}])
+
+
+def test_what_is_told_of_many() -> None:
+    def row(ratio: float, agree: bool = True, passes: tuple[str, ...] = ()) -> dict[str, Any]:
+        return {
+            "program": "p",
+            "target": "cpu",
+            "verdict": "holds",
+            "ratio": ratio,
+            "collectives_agree": agree,
+            "collectives_changed_by": list(passes),
+            "failures": {},
+        }
+
+    found = compilers.summary(
+        [row(1.01), row(0.9), row(1.1, passes=("cse",)), row(1.02, agree=False)]
+    )
+    assert found["median_error"] == pytest.approx(0.06)
+    assert found["worst_error"] == pytest.approx(0.1)
+    assert compilers.in_words("cpu, fitted", found) == (
+        "cpu, fitted: 4 programs compiled; median error 6.0%, worst 10.0%; 1 more than 5% under; "
+        "3 of 4 collectives agree (1 changed by passes of XLA)"
+    )
+    assert compilers.told_of_collectives(row(1.0, passes=("cse",))) == "changed by cse"
+    assert compilers.told_of_collectives(row(1.0, agree=False)) == "differ"
+
+
+def test_cases_are_programs_that_can_be_built() -> None:
+    names = [(item.name, item.batch, item.held_out) for item in compilers.ALL]
+    assert len(set(names)) == len(names)
+    assert sum(item.held_out for item in compilers.ALL) >= 24
+    for item in compilers.ALL:
+        assert item.program in other_kinds.OTHERS or item.program in registry.NAMES
+        assert set(item.options) <= {"method", "microbatches", "stages"}
