@@ -50,38 +50,58 @@ class SourcedTiles:
           ValueError: the batch is not as it shall be.
           Exception: whatever the source raises.
         """
-        leaves = _reader(self.data).batch(self.number)
-        whole = checked_leaf(leaves, self.number, self.leaf, self.shape, self.dtype)
-        return tuple(np.asarray(whole[slices(box)], order="C") for box in self.boxes)
+        reader, shape, boxes = _reader(self.data), self.shape, self.boxes
+        rows: Rows | None = None
+        if reader.has_rows and shape:
+            first, last = min(box[0][0] for box in boxes), max(box[0][1] for box in boxes)
+            rows, shape = (first, last), (last - first, *shape[1:])
+            boxes = tuple(((a - first, b - first), *rest) for (a, b), *rest in boxes)
+        leaves = reader.batch(self.number, rows)
+        found = checked_leaf(leaves, self.number, self.leaf, shape, self.dtype)
+        return tuple(np.asarray(found[slices(box)], order="C") for box in boxes)
+
+
+Rows = tuple[int, int]
+"""The first row and the last one + 1."""
 
 
 class _Reader:
-    """A source of this process, and its next batch, which a thread reads meanwhile."""
+    """A source of this process, and its next batch, which a thread reads meanwhile.
+
+    Of a source that has `rows(number, first, last)`, only the rows that are asked for.
+    """
 
     def __init__(self, data: bytes):
         self._source = pickling.loads(data)
         self._thread = ThreadPoolExecutor(1, "autopar source")
-        self._batches: dict[int, Future[list[Any]]] = {}
+        self._batches: dict[tuple[int, Rows | None], Future[list[Any]]] = {}
 
-    def batch(self, number: int) -> list[Any]:
-        """The leaves of a batch."""
+    @property
+    def has_rows(self) -> bool:
+        """Whether a part of a batch can be read."""
+        return callable(getattr(self._source, "rows", None))
+
+    def batch(self, number: int, rows: Rows | None = None) -> list[Any]:
+        """The leaves of a batch, or these rows of them."""
         for wanted in (number, number + 1):
-            if wanted not in self._batches and (wanted == number or wanted < len(self._source)):
-                self._batches[wanted] = self._thread.submit(self._read, wanted)
-        for known in self._batches.keys() - {number, number + 1}:
+            is_there = wanted == number or wanted < len(self._source)
+            if (wanted, rows) not in self._batches and is_there:
+                self._batches[wanted, rows] = self._thread.submit(self._read, wanted, rows)
+        for known in [key for key in self._batches if key[0] not in (number, number + 1)]:
             del self._batches[known]
         try:
-            return self._batches[number].result()
+            return self._batches[number, rows].result()
         except BaseException:
-            del self._batches[number]  # the next call may have more luck
+            del self._batches[number, rows]  # the next call may have more luck
             raise
 
     def close(self) -> None:
         """Let the thread end."""
         self._thread.shutdown(wait=False)
 
-    def _read(self, number: int) -> list[Any]:
-        return jax.tree.leaves(self._source[number])
+    def _read(self, number: int, rows: Rows | None) -> list[Any]:
+        source = self._source
+        return jax.tree.leaves(source[number] if rows is None else source.rows(number, *rows))
 
 
 _readers: OrderedDict[bytes, _Reader] = OrderedDict()
