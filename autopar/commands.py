@@ -24,6 +24,7 @@ from autopar.base.units import format_seconds
 from autopar.base.version import __version__
 from autopar.command_line import (
     NO,
+    Commands,
     answers,
     find_object,
     note,
@@ -37,6 +38,7 @@ from autopar.device_commands import AsJson, calibrate, doctor, preset_names, pre
 from autopar.plans.plan import Plan
 
 app = typer.Typer(
+    cls=Commands,
     help="Plans how a JAX train step runs on a cluster, and shows what was decided.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
