@@ -9,8 +9,8 @@ APART = {"F": "#0072b2", "B": "#e69f00", "W": "#009e73", "once": "#cc79a7", "mov
 Design", 2008), on light and dark."""
 TASK_COLORS = tuple(APART.values())
 APART_PARTS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
-PARTS = (*APART_PARTS[:6], "#9aa5b1")
-MESHES = (*APART_PARTS[:6], "#9aa5b1", INK)
+PARTS = APART_PARTS
+MESHES = (*APART_PARTS, INK)
 KINDS = {
     "all-reduce": "#d55e00",
     "reduce-scatter": "#e69f00",
@@ -18,4 +18,6 @@ KINDS = {
     "all-to-all": "#cc79a7",
     "collective-permute": "#009e73",
 }
+DARK = (MINE, "#0072b2", "#009e73", "#d55e00")
+"""Those on which text is white."""
 IDLE = "var(--idle)"
