@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -11,12 +12,14 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
+from typer.core import TyperGroup
 
 from autopar.base.errors import AutoparError, MemoryLimitError, OptionError, did_you_mean
 from autopar.base.user_code import is_users, shorten
@@ -27,6 +30,8 @@ _R = TypeVar("_R")
 NO, TROUBLE, INTERRUPTED = 1, 2, 130
 """Exit codes beside 0: the answer is no (plans differ, nothing fits), it could not be found, and
 Ctrl-C."""
+
+UsageError: Any = typer.BadParameter.__base__  # Typer brings its own, or Click's
 
 _PIPED_WIDTH, _ERROR_WIDTH = 120, 88
 
@@ -82,6 +87,38 @@ def answers(command: Callable[_P, _R]) -> Callable[_P, _R]:
             sys.exit(TROUBLE)
 
     return run
+
+
+class Commands(TyperGroup):
+    """The group of all commands: what is wrong with how one is called is JSON for programs too."""
+
+    def make_context(self, info_name: Any, args: list[str], *more: Any, **extra: Any) -> Any:
+        """Reads what stands before the command."""
+        as_json = "--json" in args
+        with _usage(as_json):
+            context = super().make_context(info_name, args, *more, **extra)
+        context.meta[_AS_JSON] = as_json
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        """Reads what stands after the command, and runs it."""
+        with _usage(ctx.meta[_AS_JSON]):
+            return super().invoke(ctx)
+
+
+_AS_JSON = "autopar.as_json"
+
+
+@contextlib.contextmanager
+def _usage(as_json: bool) -> Iterator[None]:
+    """Within it a usage error is told as JSON, if it is asked for, instead of in Typer's way."""
+    try:
+        yield
+    except UsageError as error:
+        if not as_json:
+            raise
+        show_json({"error": {"kind": "UsageError", "what": error.format_message()}})
+        sys.exit(TROUBLE)
 
 
 def _show_error(error: AutoparError | OSError) -> None:

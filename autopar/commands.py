@@ -25,6 +25,7 @@ from autopar.base.version import __version__
 from autopar.command_line import (
     INTERRUPTED,
     NO,
+    Commands,
     answers,
     find_object,
     note,
@@ -38,6 +39,7 @@ from autopar.device_commands import AsJson, calibrate, doctor, preset_names, pre
 from autopar.plans.plan import Plan
 
 app = typer.Typer(
+    cls=Commands,
     help="Plans how a JAX train step runs on a cluster, and shows what was decided.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -322,6 +322,13 @@ def prefetch(
         raise OptionError(
             f"mask={mask!r} has no meaning with ragged={ragged!r}.", hint="ragged='pad' makes one."
         )
+    if isinstance(source, Mapping):
+        raise BatchArgumentError(
+            "prefetch takes batches to iterate over, and got one dict.",
+            where="prefetch",
+            why=f"going through it gives its keys: {', '.join(map(repr, list(source)[:3]))}.",
+            hint="[batch] is a source of one batch; a generator or a list of dicts one of several.",
+        )
     if not (_is_indexable(source) or hasattr(source, "__iter__")):
         raise BatchArgumentError(
             f"prefetch takes batches to iterate over, and got {type(source).__name__}.",

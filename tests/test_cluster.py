@@ -359,6 +359,11 @@ def test_impossible_links_are_refused(field: str, value: Any, message: str) -> N
         ("4xA100 40GB", "a100-40gb", 1, 4),
         ("H100 SXM5", "h100", 1, 8),
         ("TPU v5e", "tpu-v5e", 1, 8),
+        ("8 nodes h100", "h100", 8, 8),
+        ("2 nodes of dgx-h100", "dgx-h100", 2, 8),
+        ("tpu v5e-8", "tpu-v5e", 1, 8),
+        ("v5e-256", "tpu-v5e", 32, 8),
+        ("v5litepod-16", "tpu-v5e", 2, 8),
     ],
 )
 def test_names_of_clusters(name: str, preset: str, nodes: int, devices: int) -> None:
@@ -375,6 +380,8 @@ def test_names_of_clusters(name: str, preset: str, nodes: int, devices: int) -> 
         ("eight h100", "not of the form"),
         ("8xH100-40GB", "no cluster preset"),
         ("", "not of the form"),
+        ("v4-8", "say for example '4xtpu-v4'"),
+        ("8 nodes", "no cluster preset"),
         ("0xh100", "less than 1"),
     ],
 )

@@ -220,6 +220,30 @@ def test_errors_for_programs_are_json(folder: Path) -> None:
     assert error["hint"] == "did you mean 'one.json'?"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["diff", "one.json"], "Missing argument"),
+        (["show"], "Missing argument"),
+        (["shwo", "one.json"], "No such command"),
+        (["show", "one.json", "--breif"], "No such option"),
+        (["simulate", "one.json", "--link-scale", "much"], "--link-scale"),
+        (["--verison", "show"], "No such option"),
+    ],
+)
+def test_wrong_calls_are_json_for_programs(arguments: list[str], says: str) -> None:
+    error = answer(*arguments, code=2)["error"]
+    assert error["kind"] == "UsageError" and says in error["what"]
+
+
+def test_an_interrupted_command_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(file: Path) -> autopar.Plan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autopar.Plan, "load", interrupted)
+    assert run("show", f"{folder}/one.json").exit_code == 130
+
+
 def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install 'autopar\[cli\]'"):

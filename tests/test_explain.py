@@ -170,3 +170,9 @@ def test_layouts_and_names_are_read() -> None:
     assert layout_text("[x] +sum(y)") == "P('x'), a sum over y left to do"
     assert segments("transpose(jvp(GPT))/rematted/Block_0") == ("GPT", "rematted", "Block_0")
     assert near_names("blok_0", ["state/block_0/w", "other"]) == ["state/block_0/w"]
+
+
+def test_paths_are_written_whole() -> None:
+    said = " ".join(str(_plan_training(method="zero3").explain("block_1")).split())
+    assert "block_1" in said.partition("Why block_1 lies so")[2]
+    assert "/../" not in said

@@ -268,6 +268,7 @@ def test_equal_batch_axes_of_any_class_have_equal_json() -> None:
     ("name", "hint"),
     [
         ("fsdp", "method='zero3'"),
+        ("FSDP2", "method='zero3'"),
         ("DDP", "method='data'"),
         ("tensor-parallel", "method='megatron'"),
         ("fsdp+tp", "megatron.*logical_mesh"),

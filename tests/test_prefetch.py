@@ -296,3 +296,9 @@ def test_keys_are_filled_up_too(step: Any) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     ((filled, mask),) = step.prefetch([keys], ragged="pad")
     assert (filled == keys[np.minimum(np.arange(ROWS), 2)]).all() and mask.sum() == 3
+
+
+def test_one_dict_is_no_source_of_batches() -> None:
+    step = autopar.parallelize(lambda w, batch: w + batch["x"].sum())
+    with pytest.raises(BatchArgumentError, match=r"(?s)got one dict.*keys: 'x'.*\[batch\]"):
+        step.prefetch({"x": np.ones((8, 4))})

@@ -35,7 +35,7 @@ from autopar.base.plan_records import (
 from autopar.base.units import format_bytes
 from autopar.passes.schedules.make import make_schedule
 from autopar.plans.plan import Plan
-from autopar.report import plot_plan, plot_timeline, print_plan, save_plot, save_timeline
+from autopar.report import palette, plot_plan, plot_timeline, print_plan, save_plot, save_timeline
 from autopar.report.tensor_tiles import _name_lines
 
 
@@ -388,3 +388,14 @@ def test_pictures_are_saved_by_their_ending(suffix: str, tmp_path: Path) -> None
     path = tmp_path / f"plan.{suffix}"
     save_plot(sample("one axis"), path)
     assert path.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
+
+
+@pytest.mark.parametrize("colors", [palette.PARTS, palette.MESHES, tuple(palette.KINDS.values())])
+def test_colour_blind_readers_tell_colours_apart(colors: tuple[str, ...]) -> None:
+    """Seen without red or green cones (Vienot, Brettel and Mollon, 1999), in linear light."""
+    rgb = np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in colors]) ** 2.2
+    for red, green in ((0.11238, 0.88762), (0.29275, 0.70725)):
+        one = rgb[:, 0] * red + rgb[:, 1] * green
+        seen = np.stack([one, rgb[:, 2]], axis=1) ** (1 / 2.2)
+        apart = np.abs(seen[:, None] - seen[None]).max(-1) + np.eye(len(colors))
+        assert apart.min() > 0.05, (colors, apart.round(2))

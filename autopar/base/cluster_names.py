@@ -26,7 +26,7 @@ def read_name(text: str, data: Mapping[str, Any]) -> NamedCluster | str:
 
     Numbers stand before the preset: "8x8 h100" is eight nodes of eight, "2x dgx-h100" two nodes,
     and "16xH100" sixteen devices in as many of the usual nodes as they fill. "16 h100s", "h100:16"
-    and "2 nodes of 8 h100" are understood as well.
+    "2 nodes of 8 h100", "8 nodes h100" and slices of TPUs ("v5e-256") are understood as well.
 
     Args:
       text: of the user.
@@ -37,6 +37,16 @@ def read_name(text: str, data: Mapping[str, Any]) -> NamedCluster | str:
         text = f"{swapped[2]}x{swapped[1]}"
     if in_words := re.fullmatch(r"(\d+)\s*nodes?\s*(?:of|with|x)\s*(\d+)\s*x?\s*(\S.*)", text):
         text = f"{in_words[1]}x{in_words[2]} {in_words[3]}"
+    if nodes := re.fullmatch(r"(\d+)\s*nodes?\s+(?:(?:of|with)\s+)?([a-z]\S*(?:\s\S+)*)", text):
+        preset = _known(nodes[2], data)
+        if preset in data["systems"] or preset in data["aliases"]:
+            return NamedCluster(preset, int(nodes[1]), None)
+    if slice_of := re.fullmatch(r"(?:tpu[\s-]*)?(v\d(?:\w(?!\w))?|v5litepod)-(\d+)", text):
+        kind, number = slice_of[1].replace("litepod", "e"), int(slice_of[2])
+        if kind in _COUNTED_IN_CORES:
+            example = f"{max(number // 2, 1)}xtpu-{kind}"
+            return f"names of {kind} slices count cores, two to a chip; say for example {example!r}"
+        text = f"{number}xtpu-{kind}"
     form = r"(?:(\d+)(?:\s*[x*]\s*(?:(\d+)\s+(?:x\s*)?)?|\s+))?([a-z]\S*(?:\s\S+)*)"
     found = re.fullmatch(form, text)
     first, second, preset = found.groups() if found else (None, None, " ")
@@ -79,4 +89,5 @@ def _has_memory(asked: str, preset: str, data: Mapping[str, Any]) -> bool:
     return said is None or abs(int(said[1]) * 1e9 / size - 1) < _SAME_MEMORY
 
 
+_COUNTED_IN_CORES = ("v2", "v3", "v4", "v5p")
 _SAME_MEMORY = 0.1  # of datasheets in decimal and binary units

@@ -43,7 +43,10 @@ def check_method(method: Any) -> None:
 
 _OTHER_NAMES = (
     ("dp ddp data_parallel dataparallel pmap replicated", "method='data'"),
-    ("fsdp fully_sharded fully_sharded_data_parallel", "method='zero3', or within nodes 'hsdp'"),
+    (
+        "fsdp fsdp1 fsdp2 fully_shard fully_sharded fully_sharded_data_parallel",
+        "method='zero3', or within nodes 'hsdp'",
+    ),
     ("hybrid_shard", "method='hsdp'"),
     ("zero deepspeed sharded_optimizer", "method='zero1', 'zero2' or 'zero3'"),
     ("tp mp tensor tensor_parallel model_parallel", "method='megatron'"),

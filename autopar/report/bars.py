@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
-from autopar.report.palette import GREY, INK, KINDS, MINE, PARTS, QUIET
+from autopar.report.palette import DARK, GREY, INK, KINDS, MINE, PARTS, QUIET
 from autopar.report.path_folding import short_path, shortened
 from autopar.report.state_parts import input_categories
 from autopar.report.summaries import CollectiveGroup, TransferGroup, memory_limit
@@ -171,7 +171,7 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], *, rows: int) -> None:
     for position, (size, _, value, color) in enumerate(bars):
         is_long = size > 0.5 * longest
         x = size - 0.012 * longest if is_long else size + 0.012 * longest
-        side, ink = "right" if is_long else "left", "white" if is_long and color != GREY else INK
+        side, ink = "right" if is_long else "left", "white" if is_long and color in DARK else INK
         axes.text(x, position, value, ha=side, va="center", fontsize=9, color=ink)
     axes.set_yticks(range(len(bars)), labels, fontsize=9, color=INK)
     axes.set_xlim(0, longest)

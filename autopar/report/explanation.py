@@ -161,7 +161,7 @@ def _rows(explanation: Explanation) -> RenderableType:
         same = other == _short_layout(item.sharding)
         add_row(
             table,
-            _folded(group, explanation.name),
+            _folded(group),
             _short_layout(item.sharding),
             "same" if same else other,
             _more(item),
@@ -174,16 +174,12 @@ def _rows(explanation: Explanation) -> RenderableType:
     return captioned(table, "\n".join([*notes, f"memory {_memory(explanation)}"]))
 
 
-def _folded(group: list[LayoutReason], asked: str) -> RenderableType:
-    """The names of decisions alike, without what was asked for."""
+def _folded(group: list[LayoutReason]) -> RenderableType:
+    """The names of decisions alike."""
     if group[0].role == "computation":
         times = f" ({len(group)} of them)" if len(group) > 1 else ""
         return f"{_operation(group[0])}{times}"
-    # The end of a path that was asked for is its name; before that it goes without saying.
-    short = f"/{'/'.join(segments(asked))}/"
-    return PathText(
-        ", ".join(name.replace(short, "/../") for name in fold_paths(x.name for x in group))
-    )
+    return PathText(", ".join(fold_paths(x.name for x in group)))
 
 
 def _broken(name: str) -> RenderableType:
