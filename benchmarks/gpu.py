@@ -9,14 +9,16 @@ takes too long says so in its words, and the rest goes on. It was tried on CPUs;
 untried so far.
 
 - calibrate: `autopar calibrate`, into a cluster's file (`--cluster-file`), with which all else is
-  planned;
+  planned; and products of matrices that are square, tall, wide and thin, measured beside what that
+  cluster prices them at (`product_shapes.py`);
 - models: bytes of the device planned, compiled and measured (JAX counts them on GPUs alone), and
   seconds of a step planned and measured, beside those of plain `jax.jit` of the same function in
   turns (the goal is a ratio of at most 1.02), with the difference of their losses; seconds of
   planning and of both compilations;
 - call: microseconds of the calling thread that a call of a step with many leaves takes;
 - transport: GB/s from one process's device memory to another's (`transport.py`, tiles of 64 MB);
-- 2 stages: a pipeline whose stages share the device: two Ray actors, where Ray is installed.
+- 2 stages: a pipeline whose stages share the device: two Ray actors, where Ray is installed. (In
+  one process a device is on one mesh only, and stages that share a mesh need a second one.)
 
 The last line is then a JSON object.
 """
@@ -46,6 +48,7 @@ import numpy as np
 from models import gpt, llama, moe, registry, wide_resnet
 from overhead import alternate, measure_call
 from pipeline import language_model
+from product_shapes import measured_products
 from rich.console import Console
 from rich.table import Table
 
@@ -216,6 +219,7 @@ def calibrated(setting: Setting) -> dict[str, Any]:
     return {
         "cluster": found.cluster.to_dict(),
         "measured": {x.name: [x.value, x.before, x.unit] for x in found.numbers},
+        "products": measured_products(found.cluster, setting.tiny),
     }
 
 
@@ -438,7 +442,10 @@ def remark(found: dict[str, Any]) -> str:
     if "error" in found:
         return str(found["error"])
     if "measured" in found:
-        parts = (f"{k}: {v[0]:.4g} {v[2]}" for k, v in found["measured"].items())
+        parts = [f"{k}: {v[0]:.4g} {v[2]}" for k, v in found["measured"].items()]
+        for x in found["products"]:
+            share = x["seconds"] / x["priced_seconds"]
+            parts.append(f"{x['shape']} products: {share:.2f} of the priced time")
         return ", ".join(parts)
     if "added_us" in found:
         return f"{found['added_us']:.0f} us more a call than by hand ({found['leaves']} leaves)"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from autopar.runtime.ray.transport import pickling
+from autopar.runtime.ray.transport import pickling, sourced
 from autopar.runtime.ray.transport.sourced import SourcedTiles
 
 
@@ -37,6 +38,13 @@ class BatchesInRows(Batches):
     def rows(self, number: int, first: int, last: int) -> Any:
         self.read.append((number, first, last))
         return {name: leaf[first:last] for name, leaf in self.whole(number).items()}
+
+
+@pytest.fixture(autouse=True)
+def closed_readers() -> Iterator[None]:
+    yield
+    while sourced._readers:
+        sourced._readers.popitem()[1].close()
 
 
 def tiles(source: Batches, number: int, leaf: int, *rows: tuple[int, int]) -> SourcedTiles:

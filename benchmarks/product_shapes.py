@@ -1,0 +1,72 @@
+"""What products of matrices of several shapes reach on a device, beside what plans price them at.
+
+Plans know one efficiency of large products and what starting a kernel costs; tall and thin
+products, and those that add up few or many terms, show where that is not enough.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.base.cluster import Cluster
+from autopar.base.costs import compute_seconds
+
+SHAPES = {
+    "square": (4096, 4096, 4096),
+    "tall": (65536, 1024, 1024),
+    "wide": (1024, 1024, 65536),
+    "thin result": (16384, 4096, 64),
+    "few terms": (8192, 64, 8192),
+    "many terms": (1024, 65536, 1024),
+}
+"""Rows, terms that are added up, and columns."""
+
+TINY_SHARE = 32
+"""By what number sizes are divided for tiny models."""
+
+ROUNDS = 5
+
+
+def measured_products(
+    cluster: Cluster, tiny: bool, dtype: str = "bfloat16"
+) -> list[dict[str, Any]]:
+    """For each shape, seconds measured and priced, and FLOP/s."""
+    made = []
+    for name, whole in SHAPES.items():
+        sizes = tuple(max(size // TINY_SHARE, 1) if tiny else size for size in whole)
+        height, terms, columns = sizes
+        flops = 2 * height * terms * columns
+        numbers = height * terms + terms * columns + height * columns
+        seconds = _seconds(sizes, dtype)
+        made.append(
+            {
+                "shape": name,
+                "sizes": sizes,
+                "seconds": seconds,
+                "priced_seconds": compute_seconds(
+                    flops, jnp.dtype(dtype).itemsize * numbers, dtype, cluster
+                ),
+                "flops_per_second": flops / seconds,
+            }
+        )
+    return made
+
+
+def _seconds(sizes: tuple[int, ...], dtype: str) -> float:
+    """Of one product: the median of several, each of which is waited for."""
+    rows, terms, columns = sizes
+    a, b = jnp.ones((rows, terms), dtype), jnp.ones((terms, columns), dtype)
+    multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type=dtype))
+    jax.block_until_ready(multiply(a, b))
+    taken = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        jax.block_until_ready(multiply(a, b))
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
