@@ -18,7 +18,7 @@ untried so far.
 - call: microseconds of the calling thread that a call of a step with many leaves takes;
 - transport: GB/s from one process's device memory to another's (`transport.py`, tiles of 64 MB);
 - 2 stages: a pipeline whose stages share the device: two Ray actors, where Ray is installed. (In
-  one process a device is on one mesh only, and stages that share a mesh need a second one.)
+  one process, `stages=2` on one device is refused, with and without `num_chunks`.)
 
 The last line is then a JSON object.
 """
