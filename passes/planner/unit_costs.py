@@ -43,7 +43,7 @@ from autopar.passes.slicing.stage_graphs import Stages
 DEAREST = (4.0, True)
 PRICES = ((0.25, False), DEAREST, (0.25, True))
 NEARLY = 1.05  # times the limit: what needs so much without narrow copies is priced without them
-UNIT_WORK = 0.1  # deterministic work for each problem of a unit
+UNIT_WORK = 0.1  # deterministic work for the problem of a unit with any memory
 MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 
