@@ -19,6 +19,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+@pytest.mark.full
 def test_a_program_beside_plain_jit(tmp_path: Path) -> None:
     setting = compilers.Setting(processes=1, plain=True, cache=str(tmp_path))
     row = json.loads(json.dumps(compilers.measure(MADE, ITEM, "cpu", setting)))
