@@ -21,6 +21,9 @@ LINE_SECONDS = 30.0
 TICK_SECONDS = 1.0
 """What is shown is drawn again after so long, though no new phase began."""
 
+JOIN_SECONDS = 5.0
+"""For what is being drawn, where nobody may read it any more (a pipe that is full)."""
+
 _NOTEBOOK_SECONDS = 0.2
 
 
@@ -113,9 +116,9 @@ class _Ticker:
             self._tick()
 
     def stop(self) -> None:
-        """The function does not run after this."""
+        """The function is not called again; a call that is under way is waited for, a while."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)
 
 
 class _Silent:

@@ -131,7 +131,8 @@ class UnitCosts:
                 found.append((mesh, self._way(priced, free.part)))
                 equal = self._in_equal_stages(size, found[-1][1])
                 fits = equal is not None and equal.bytes <= limit
-            if not fits if price == DEAREST else fits:
+            is_last = not fits if price == DEAREST else fits
+            if is_last:
                 enough.add(mesh)
         return found
 

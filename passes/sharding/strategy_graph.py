@@ -88,8 +88,8 @@ class StrategyGraphBuilder:
         self.built = StrategyGraph(mesh, sum_dtypes=restriction.sum_dtypes)
         self.tables = pricing.tables
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
-        self._canonical: dict[int, st.Shape] = {}  # by the ids of shapes, which stay
-        self._stay = list[st.Shape]()
+        # By the ids of shapes, each with the shape itself, which so stays.
+        self._canonical: dict[int, tuple[st.Shape, st.Shape]] = {}
         self.last_long = 0  # when the last product or loop was walked
         # Nodes of weights and sums of gradients: what is moved from or to them can be hidden.
         self.in_background: set[int] = set()
@@ -234,11 +234,9 @@ class StrategyGraphBuilder:
         return self._shapes[key]
 
     def _canonical_of(self, shape: st.Shape) -> st.Shape:
-        known = self._canonical.get(id(shape))
-        if known is None:
-            known = self._canonical[id(shape)] = self.tables.canonical(shape)
-            self._stay.append(shape)
-        return known
+        if id(shape) not in self._canonical:
+            self._canonical[id(shape)] = shape, self.tables.canonical(shape)
+        return self._canonical[id(shape)][1]
 
     def follow(self, shape: st.Shape, lead: int, layouts: Layouts) -> st.Strategies:
         """The strategies that take operand `lead` as it lies, in each of some layouts."""

@@ -52,7 +52,7 @@ class SourcedTiles:
         """
         reader, shape, boxes = _reader(self.data), self.shape, self.boxes
         rows: Rows | None = None
-        if reader.has_rows and shape:
+        if reader.has_rows and shape and boxes:
             first, last = min(box[0][0] for box in boxes), max(box[0][1] for box in boxes)
             rows, shape = (first, last), (last - first, *shape[1:])
             boxes = tuple(((a - first, b - first), *rest) for (a, b), *rest in boxes)
