@@ -36,6 +36,7 @@ def test_a_program_beside_plain_jit(tmp_path: Path) -> None:
     assert "plain jit sends" in text and compilers.told_of_collectives(row)[:7] in text
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_the_least_of_what_is_refused_is_compiled(tmp_path: Path) -> None:
     small = compilers.Setting(processes=1, memory=1 << 15, cache=str(tmp_path))
     row = compilers.measure(MADE, ITEM, "cpu", small)
