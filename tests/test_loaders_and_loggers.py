@@ -74,11 +74,10 @@ def test_grain(step: Any) -> None:
 
 def test_pytorch(step: Any) -> None:
     torch = imported("torch")
-    from torch.utils.data import DataLoader
-
+    loader = imported("torch.utils.data").DataLoader
     rows = [{"x": torch.tensor(x), "y": torch.tensor(y)} for x, y in zip(X, Y, strict=True)]
-    check(step, lambda: DataLoader(rows, batch_size=ROWS))
-    ragged = DataLoader(rows[: ROWS + 3], batch_size=ROWS)
+    check(step, lambda: loader(rows, batch_size=ROWS))
+    ragged = loader(rows[: ROWS + 3], batch_size=ROWS)
     *_, (last, mask) = step.prefetch(ragged, ragged="pad")
     assert last["x"].shape == (ROWS, 4) and int(mask.sum()) == 3
 
