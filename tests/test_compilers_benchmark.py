@@ -40,7 +40,8 @@ def test_a_program_beside_plain_jit(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_remedies")
 def test_the_least_of_what_is_refused_is_compiled(tmp_path: Path) -> None:
     small = compilers.Setting(processes=1, memory=1 << 15, cache=str(tmp_path))
-    size = dataclasses.replace(gpu.TINY["gpt"], layers=1)
+    tiny: Any = gpu.TINY["gpt"]
+    size = dataclasses.replace(tiny, layers=1)
     made = registry.build("gpt-125M", remat=False, batch=16, size=size)
     row = compilers.measure(made, ITEM, "cpu", small)
     assert row["refused"] > 1 << 15 and not row["failures"]

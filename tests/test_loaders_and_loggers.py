@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ def train(w: Any, batch: Any) -> Any:
     return w - 0.1 * gradient, value
 
 
-@pytest.fixture(scope="module")
-def step() -> Any:
+@functools.cache
+def made_step() -> Any:
     made = autopar.parallelize(train, method="data", microbatches=1, donate_argnums=())
     made(START, {"x": X[:ROWS], "y": Y[:ROWS]})
     return made
@@ -49,9 +50,9 @@ def imported(name: str) -> Any:
         return pytest.importorskip(name)
 
 
-def check(step: Any, make: Any) -> None:
+def check(make: Any) -> None:
     """All batches train as plain `jax.jit`; a loop that was left goes on at its position."""
-    w: Any = START
+    step, w = made_step(), START
     with step.prefetch(make()) as batches:
         for _ in range(2):
             w, _ = step(w, next(batches))
@@ -61,33 +62,33 @@ def check(step: Any, make: Any) -> None:
     np.testing.assert_allclose(w, plain(), rtol=1e-5)
 
 
-def test_grain(step: Any) -> None:
+def test_grain() -> None:
     grain = imported("grain")
 
     def dataset() -> Any:
         rows = grain.MapDataset.range(len(X)).map(lambda i: {"x": X[i], "y": Y[i]})
         return rows.batch(ROWS)
 
-    check(step, dataset)
-    check(step, lambda: dataset().to_iter_dataset())
+    check(dataset)
+    check(lambda: dataset().to_iter_dataset())
 
 
-def test_pytorch(step: Any) -> None:
+def test_pytorch() -> None:
     torch = imported("torch")
     loader = imported("torch.utils.data").DataLoader
     rows = [{"x": torch.tensor(x), "y": torch.tensor(y)} for x, y in zip(X, Y, strict=True)]
-    check(step, lambda: loader(rows, batch_size=ROWS))
+    check(lambda: loader(rows, batch_size=ROWS))
     ragged = loader(rows[: ROWS + 3], batch_size=ROWS)
-    *_, (last, mask) = step.prefetch(ragged, ragged="pad")
+    *_, (last, mask) = made_step().prefetch(ragged, ragged="pad")
     assert last["x"].shape == (ROWS, 4) and int(mask.sum()) == 3
 
 
-def test_tensorflow(step: Any) -> None:
+def test_tensorflow() -> None:
     tf = imported("tensorflow")
-    check(step, lambda: tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(ROWS))
+    check(lambda: tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(ROWS))
 
 
-def logged(step: Any, call: Any) -> set[str]:
+def logged(call: Any) -> set[str]:
     """Calls `call` with the metrics of two steps, as the documentation has it; their names."""
     names: set[str] = set()
 
@@ -95,6 +96,7 @@ def logged(step: Any, call: Any) -> set[str]:
         call(metrics)
         names.update(metrics.as_dict())
 
+    step = made_step()
     end = step.on_step(told, every=1)
     for _ in range(2):
         step(START, {"x": X[:ROWS], "y": Y[:ROWS]})
@@ -103,31 +105,29 @@ def logged(step: Any, call: Any) -> set[str]:
     return names
 
 
-def test_tensorboard(step: Any, tmp_path: Path) -> None:
+def test_tensorboard(tmp_path: Path) -> None:
     writer = imported("tensorboardX").SummaryWriter(str(tmp_path))
-    names = logged(
-        step, lambda m: [writer.add_scalar(k, v, m.steps) for k, v in m.as_dict().items()]
-    )
+    names = logged(lambda m: [writer.add_scalar(k, v, m.steps) for k, v in m.as_dict().items()])
     writer.close()
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     assert all(name.encode() in content for name in names)
 
 
-def test_mlflow(step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder, and no database
     mlflow = imported("mlflow")
     mlflow.set_tracking_uri(f"file:{tmp_path}")
     mlflow.set_experiment("steps")
     with mlflow.start_run() as run:
-        names = logged(step, lambda m: mlflow.log_metrics(m.as_dict(), step=m.steps))
+        names = logged(lambda m: mlflow.log_metrics(m.as_dict(), step=m.steps))
     kept = mlflow.get_run(run.info.run_id).data.metrics
     assert names <= set(kept)
 
 
-def test_wandb_offline(step: Any, tmp_path: Path) -> None:
+def test_wandb_offline(tmp_path: Path) -> None:
     wandb = imported("wandb")
     with wandb.init(mode="offline", dir=str(tmp_path), project="p") as run:
-        names = logged(step, lambda m: wandb.log(m.as_dict(), step=m.steps))
+        names = logged(lambda m: wandb.log(m.as_dict(), step=m.steps))
         kept = dict(run.summary)
     assert names <= set(kept)
