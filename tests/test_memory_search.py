@@ -42,9 +42,9 @@ STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-def planned(name: str, limit: int, **options: Any) -> autopar.Plan:
+def planned(name: str, limit: int, rows: int = ROWS, **options: Any) -> autopar.Plan:
     step, state = STEPS[name]
-    x = jnp.ones((ROWS, WIDTH))
+    x = jnp.ones((rows, WIDTH))
     return autopar.plan(step, state, x, cluster=CLUSTER, stages=1, memory_limit=limit, **options)
 
 
@@ -67,20 +67,20 @@ def in_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "method"),
+    ("name", "rows", "limit", "method"),
     [
-        ("perceptron", 3100, "zero3"),
-        ("perceptron", 900, "auto"),
-        ("scanned", 2900, "zero3"),
-        ("scanned", 900, "zero3"),
+        ("perceptron", ROWS, 3100, "zero3"),
+        ("perceptron", ROWS // 2, 900, "auto"),
+        ("scanned", ROWS, 2900, "zero3"),
+        ("scanned", ROWS, 900, "zero3"),
     ],
 )
 def test_the_plan_is_that_of_trying_everything(
-    name: str, limit: int, method: str, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, limit: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found() -> Any:
         try:
-            plan = planned(name, limit, method=method)
+            plan = planned(name, limit, rows, method=method)
         except autopar.errors.MemoryLimitError as error:
             return error.least_bytes
         # What else was tried is not the plan.
