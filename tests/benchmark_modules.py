@@ -16,6 +16,7 @@ try:
     import lattices
     import paper_cases
     import pipedream
+    import placed_worker
     import plain_model
     import planner_cases
     from contest import evaluate, is_allowed, peak_usage
@@ -36,6 +37,7 @@ __all__ = [
     "paper_cases",
     "peak_usage",
     "pipedream",
+    "placed_worker",
     "plain_model",
     "planner_cases",
     "registry",

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_modules import compilers, gpu, other_kinds, registry
+from benchmark_modules import compilers, gpu, other_kinds, placed_worker, registry
 from rich.console import Console
+
+from autopar.base.compiled_records import ProgramMemory
 
 ITEM = compilers.Case("gpt-125M", 16, False, {"microbatches": 1, "method": "zero3", "stages": 1})
 MADE = registry.build("gpt-125M", remat=False, batch=16, size=gpu.TINY["gpt"])
@@ -75,6 +77,25 @@ def test_what_is_told_of_many() -> None:
     )
     assert compilers.told_of_collectives(row(1.0, passes=("cse",))) == "changed by cse"
     assert compilers.told_of_collectives(row(1.0, agree=False)) == "differ"
+
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 512, parameter 0, shape |f32[1,128]| at ShapeIndex {}, maybe-live-out:
+ value: <1 p @0> (size=512,offset=0): f32[1,128]{1,0}
+allocation 1: size 1024, parameter 1, shape |f32[2,128]| at ShapeIndex {}:
+allocation 2: size 2048, maybe-live-out:
+allocation 3: size 8, output shape is |(f32[1,128], f32[4,128])|, maybe-live-out:
+allocation 4: size 64, color 1, preallocated-temp:
+allocation 5: size 4096, preallocated-temp:
+allocation 6: size 4, thread-local:
+"""
+
+
+def test_what_is_placed_has_the_memory_of_an_executable() -> None:
+    placed = placed_worker.Placed.read("HloModule step", ASSIGNMENT, temporaries=4096)
+    memory = ProgramMemory.of(placed.memory_analysis())
+    assert memory == ProgramMemory(arguments=1536, outputs=2568, aliased=512, temporaries=4096)
+    assert memory.total == 512 + 1024 + 2048 + 8 + 4096
 
 
 def test_cases_are_programs_that_can_be_built() -> None:

@@ -57,6 +57,10 @@ def test_a_pipeline_is_compared_piece_by_piece(
         assert finding is not None and finding.memory is not None
         assert finding.memory.arguments == memory.arguments
         assert finding.memory.outputs == memory.outputs
+        promised = pieces[name].planned
+        assert promised.arguments == memory.arguments
+        assert 0 <= memory.outputs - promised.outputs <= 64  # the pointers of a tuple of results
+        assert promised.aliased >= memory.aliased
     planned = [c for stage in plan.stages for c in stage.collectives]
     assert sum(x.planned_bytes for x in verified.collectives) == sum(c.bytes for c in planned)
     assert {x.kind for x in verified.collectives} == {"all-reduce"}
@@ -67,6 +71,7 @@ def test_a_pipeline_is_compared_piece_by_piece(
     assert backward is not None and backward.buffers
     assert any("small_steps.py:" in x.source for x in backward.buffers), backward.buffers
     assert "Largest temporaries of" in text
+    assert "planned" in text and "aliased" in text
     assert "Verdict: holds." in text and "same as F1" in text
     assert "tune" not in text
     assert "tune" in str(dataclasses.replace(verified, target="gpu:h100"))

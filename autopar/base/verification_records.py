@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.base.compiled_records import ProgramFinding, sent_bytes
+from autopar.base.compiled_records import ProgramFinding, ProgramMemory, sent_bytes
 from autopar.base.records import Record
 
 TOLERANCE = 0.05
@@ -24,7 +24,8 @@ class PieceCheck(Record):
       stage: that runs it.
       task: "prologue", "F", "B", "W" or "epilogue".
       runs: how often in a step.
-      planned_inside: bytes per device that it was planned to need beside what it takes and returns.
+      planned: bytes per device that it was planned to take, to return, to return in the memory of
+        what it takes, and to need beside these.
       same_as: another piece that is the same program, and was compiled for both; "" else.
       known: its finding was kept from an earlier verification.
       finding: what the compiler made of it; None: it was not compiled (interrupted).
@@ -34,7 +35,7 @@ class PieceCheck(Record):
     stage: int
     task: str
     runs: int
-    planned_inside: int
+    planned: ProgramMemory
     same_as: str = ""
     known: bool = False
     finding: ProgramFinding | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from autopar.base.compiled_records import ProgramFinding
+from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.errors import PlanMismatchError
 from autopar.base.records import dump_json
 from autopar.base.units import format_bytes, format_seconds
@@ -120,24 +120,28 @@ def _memory_table(made: VerificationRecord) -> Any:
 
 
 def _piece_table(made: VerificationRecord) -> Any:
-    right = ("runs", "arguments", "results", "aliased", "inside", "planned inside", "compiled in")
-    table = new_table("What the compiler made", "piece", *right, "", right=right)
+    """Two rows of each piece that is compiled: as it was planned, and what became of it."""
+    right = ("runs", "arguments", "results", "aliased", "inside", "together", "compiled in")
+    table = new_table("What the compiler made of pieces", "piece", "", *right, "", right=right)
     for x in made.pieces:
+        if x.same_as:
+            add_row(table, x.piece, "", str(x.runs), *["-"] * 6, f"same as {x.same_as}")
+            continue
+        add_row(table, x.piece, "planned", str(x.runs), *_by_kind(x.planned), "", "")
         memory = None if x.finding is None else x.finding.memory
         if x.finding is None or memory is None:
-            add_row(table, x.piece, str(x.runs), *["-"] * 6, "failed" if x.finding else "missing")
+            said = "failed" if x.finding else "missing"
+            add_row(table, "", "compiled", "", *["-"] * 6, said)
             continue
-        said = f"same as {x.same_as}" if x.same_as else "known before" if x.known else ""
-        add_row(
-            table,
-            x.piece,
-            str(x.runs),
-            *map(_size, (memory.arguments, memory.outputs, memory.aliased, memory.temporaries)),
-            _size(x.planned_inside),
-            "" if said else format_seconds(x.finding.seconds),
-            said,
-        )
+        seconds = "" if x.known else format_seconds(x.finding.seconds)
+        said = "known before" if x.known else ""
+        add_row(table, "", "compiled", "", *_by_kind(memory), seconds, said)
     return table
+
+
+def _by_kind(memory: ProgramMemory) -> list[str]:
+    kinds = memory.arguments, memory.outputs, memory.aliased, memory.temporaries, memory.total
+    return [format_bytes(size) for size in kinds]
 
 
 def _buffer_tables(made: VerificationRecord) -> Iterator[Any]:

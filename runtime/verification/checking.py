@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import Var
 
 from autopar.base.cluster import Cluster
-from autopar.base.compiled_records import ProgramFinding
+from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.hardware import num_cores
 from autopar.base.verification_records import (
     CollectiveCheck,
@@ -25,7 +25,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.pieces.piece_costs import PieceCosts, inner_bytes
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
-from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
+from autopar.passes.pipeline.instructions import Buffer, Instruction, PipelineProgram, Run
 from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.compiler_rules import RULES, rules_of
 from autopar.passes.sharding.peak_memory import peak
@@ -156,7 +156,7 @@ def _pieces(
     made: CompiledPrograms,
     peaks: Sequence[int],
 ) -> tuple[PieceCheck, ...]:
-    inside = inner_bytes(runnable.pieces, peaks)
+    planned = _planned_memory(runnable, peaks)
     by_name = {piece.name: piece for piece in runnable.pieces.pieces}
     often = 1 if not plan.is_pipeline else plan.num_microbatches
     sources = BufferSources([program.block for program in runnable.pieces.programs])
@@ -175,13 +175,28 @@ def _pieces(
                 stage=piece.stage,
                 task=piece.kind,
                 runs=often if piece.kind in LOOP_TASKS else 1,
-                planned_inside=inside[piece.name],
+                planned=planned[key],
                 same_as="" if original == name else original,
                 known=key in made.known,
                 finding=with_lines(made.findings.get(key), sources, graph),
             )
         )
     return tuple(found)
+
+
+def _planned_memory(runnable: Runnable, peaks: Sequence[int]) -> dict[Key, ProgramMemory]:
+    """Of every piece with what it donates: what it returns takes that memory, as far as it goes."""
+    program, inside = runnable.program, inner_bytes(runnable.pieces, peaks)
+
+    def size(buffers: Sequence[Buffer]) -> int:
+        return sum(program.value_of[x.value].bytes_per_device for x in buffers)
+
+    found: dict[Key, ProgramMemory] = {}
+    for run in (x for mesh in program.meshes for x in mesh if isinstance(x, Run)):
+        aliased = min(size(run.donates), size(run.writes))
+        planned = ProgramMemory(size(run.reads), size(run.writes), aliased, inside[run.piece])
+        found.setdefault((run.piece, donated_numbers(run)), planned)
+    return found
 
 
 def _stages(

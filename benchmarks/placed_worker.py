@@ -1,0 +1,117 @@
+"""A process of `compilers.py --placed`: what XLA:TPU has decided before it generates code.
+
+Where its buffers are, and the program with its collectives, are written after some seconds; code
+takes minutes, and changes neither. Of a step on one mesh: the process must end to stop a compiler.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.runtime.compiled_pieces import program_text
+from autopar.runtime.verification import worker
+from autopar.runtime.verification.changed_collectives import (
+    TEXT_AFTER_PASSES,
+    before_passes,
+    changes,
+)
+from autopar.runtime.verification.hlo_collectives import collectives
+from autopar.runtime.verification.peak_buffers import peak_buffers, temporary_bytes
+
+_LAST = ".after_optimizations_after_buffer_assignment.txt"
+_ENDING = ".after_optimizations-buffer-assignment.txt"
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What an executable would say of itself."""
+
+    text: str
+    allocations: tuple[tuple[int, str], ...]
+    temporaries: int | None
+
+    @classmethod
+    def read(cls, text: str, assignment: str, temporaries: int | None) -> Placed:
+        """From the program and XLA's buffer assignment."""
+        found = _ALLOCATION.findall(assignment)
+        return cls(text, tuple((int(size), told) for size, told in found), temporaries)
+
+    def as_text(self) -> str:
+        return self.text
+
+    def cost_analysis(self) -> dict[str, float]:
+        return {}
+
+    def memory_analysis(self) -> dict[str, int]:
+        arguments = [(size, told) for size, told in self.allocations if "parameter " in told]
+        live = [size for size, told in self.allocations if "maybe-live-out" in told]
+        return {
+            "argument_size_in_bytes": sum(size for size, _ in arguments),
+            "output_size_in_bytes": sum(live),
+            "alias_size_in_bytes": sum(x for x, told in arguments if "maybe-live-out" in told),
+            "temp_size_in_bytes": self.temporaries or 0,
+        }
+
+
+class PlacingProber(worker.Prober):
+    def __call__(
+        self, function: Any, *shapes: Any, compiler_options: Any = None, **settings: Any
+    ) -> Any:
+        lowered = jax.jit(function, **settings).lower(*shapes)
+        text = program_text(lowered, function.__name__)
+        self.connection.send(("lowered", f"placed {text}\n{compiler_options}"))
+        if self.connection.recv() == "skip":
+            raise worker.SkippedError
+        self.began = time.monotonic()
+        folder = Path(tempfile.mkdtemp())
+        options = {**(compiler_options or {}), **self.options, **TEXT_AFTER_PASSES}
+        options["xla_dump_to"] = str(folder)
+        failures: list[Exception] = []
+
+        def compile_it() -> None:
+            try:
+                lowered.compile(compiler_options=options)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=compile_it, daemon=True)
+        thread.start()
+        while thread.is_alive() and not any(map(_is_of_step, folder.glob(f"*{_LAST}"))):
+            time.sleep(0.2)
+        time.sleep(0.5)  # what comes last is written to its end
+        self.ended = time.monotonic()
+        self.buffers = peak_buffers(folder, is_tpu=True)
+        if failures:
+            raise failures[0]
+        self.temporaries = temporary_bytes(folder)
+        assignment = max(folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_size)
+        module = assignment.with_name(assignment.name.removesuffix(_ENDING))
+        text = Path(f"{module}.after_optimizations.txt").read_text(encoding="utf-8")
+        given = before_passes(folder, self.mesh, self.names)
+        if given is not None and given != collectives(text, self.mesh, self.names):
+            self.changes = changes(folder, self.mesh, self.names)
+        placed = Placed.read(text, assignment.read_text(encoding="utf-8"), self.temporaries)
+        shutil.rmtree(folder, ignore_errors=True)  # the compiler is still at work, for nothing
+        return placed
+
+
+def _is_of_step(path: Path) -> bool:
+    """Constants and small helpers are modules of their own."""
+    return "step" in path.name
+
+
+if __name__ == "__main__":
+    worker.Prober = PlacingProber  # type: ignore[misc]
+    worker.main(Connection(int(sys.argv[1])))
