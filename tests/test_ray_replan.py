@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 import autopar
 from autopar.base.errors import ClusterError, OptionError
 from autopar.ray_executable import RayExecutable
-from autopar.runtime.ray.driver.ray_cluster import loopback, taken_as_it_is
+from autopar.runtime.ray.driver.ray_cluster import free_actors, loopback, taken_as_it_is
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 
@@ -117,3 +117,15 @@ def test_a_lost_node_that_cannot_be_spared(
             state, _ = step(state, BATCH)
     assert any("lost actor" in note for note in found.value.__notes__)
     step.shutdown()
+
+
+def test_what_ended_actors_had_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose node is lost, and whose other node's CPUs are given back one by one."""
+    free = iter([4, 0, 0, 1, *[2] * 50])
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": next(free)})
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2})
+    assert free_actors([0] * 4, 30) == 2
+    monkeypatch.setattr(ray, "available_resources", dict)
+    assert free_actors([0] * 4, 0.3) == 0  # other work has them
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1})
+    assert free_actors([0] * 4, 30) == 1  # and another CPU, for longer than `SETTLED_SECONDS`
