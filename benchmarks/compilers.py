@@ -413,6 +413,8 @@ def main() -> None:
     if options.placed:
         if not all(target.startswith("tpu:") for target in options.targets):
             parser.error("--placed is for targets that are TPUs")
+        if options.plain:
+            parser.error("--placed compiles one program of a step; --plain would be a second one")
         worker = (sys.executable, str(Path(__file__).with_name("placed_worker.py")))
         checking.compile_all = functools.partial(compile_all, worker=worker)  # type: ignore[attr-defined]
     cases = [
@@ -420,8 +422,11 @@ def main() -> None:
         for target in options.targets
         for item in ALL
         if re.search(options.programs, item.name)
-        and not (options.placed and item.options.get("stages"))
     ]
+    if options.placed:
+        left_out = [pair for pair in cases if pair[0].options.get("stages")]
+        cases = [pair for pair in cases if pair not in left_out]
+        print(f"--placed leaves out {len(left_out)} pipelines", file=sys.stderr)
     rows = []
     for item, target in track(cases, console=Console(stderr=True)):
         rows.append(measure(train_step(item, setting.layers), item, target, setting))

@@ -7,7 +7,6 @@ takes minutes, and changes neither. Of a step on one mesh: the process must end 
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import tempfile
 import threading
@@ -75,7 +74,11 @@ class PlacingProber(worker.Prober):
         if self.connection.recv() == "skip":
             raise worker.SkippedError
         self.began = time.monotonic()
-        folder = Path(tempfile.mkdtemp())
+        # The compiler may still be at work, for nothing, when the folder goes.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return self._placed(lowered, Path(folder), compiler_options)
+
+    def _placed(self, lowered: Any, folder: Path, compiler_options: Any) -> Placed:
         options = {**(compiler_options or {}), **self.options, **TEXT_AFTER_PASSES}
         options["xla_dump_to"] = str(folder)
         failures: list[Exception] = []
@@ -102,9 +105,7 @@ class PlacingProber(worker.Prober):
         given = before_passes(folder, self.mesh, self.names)
         if given is not None and given != collectives(text, self.mesh, self.names):
             self.changes = changes(folder, self.mesh, self.names)
-        placed = Placed.read(text, assignment.read_text(encoding="utf-8"), self.temporaries)
-        shutil.rmtree(folder, ignore_errors=True)  # the compiler is still at work, for nothing
-        return placed
+        return Placed.read(text, assignment.read_text(encoding="utf-8"), self.temporaries)
 
 
 def _is_of_step(path: Path) -> bool:

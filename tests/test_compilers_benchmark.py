@@ -1,6 +1,5 @@
 """`benchmarks/compilers.py`: a tiny program on CPUs, one that is refused, and what is told."""
 
-import dataclasses
 import io
 import json
 from pathlib import Path
@@ -42,10 +41,7 @@ def test_a_program_beside_plain_jit(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_remedies")
 def test_the_least_of_what_is_refused_is_compiled(tmp_path: Path) -> None:
     small = compilers.Setting(processes=1, memory=1 << 15, cache=str(tmp_path))
-    tiny: Any = gpu.TINY["gpt"]
-    size = dataclasses.replace(tiny, layers=1)
-    made = registry.build("gpt-125M", remat=False, batch=16, size=size)
-    row = compilers.measure(made, ITEM, "cpu", small)
+    row = compilers.measure(MADE, ITEM, "cpu", small)
     assert row["refused"] > 1 << 15 and not row["failures"]
     assert row["least_compiled_bytes"] > 1 << 15 and row["false_alarm"] is False
     found = compilers.summary([row, {**row, "false_alarm": True}])

@@ -129,3 +129,7 @@ def test_what_ended_actors_had_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert free_actors([0] * 4, 0.3) == 0  # other work has them
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1})
     assert free_actors([0] * 4, 30) == 1  # and another CPU, for longer than `SETTLED_SECONDS`
+    once: Iterator[dict[str, float]] = iter([{}])
+    monkeypatch.setattr(ray, "available_resources", lambda: next(once))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    assert free_actors([0], 30) == 0  # no node is left that could give something back

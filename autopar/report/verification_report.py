@@ -122,20 +122,21 @@ def _memory_table(made: VerificationRecord) -> Any:
 def _piece_table(made: VerificationRecord) -> Any:
     """Two rows of each piece that is compiled: as it was planned, and what became of it."""
     right = ("runs", "arguments", "results", "aliased", "inside", "together", "compiled in")
-    table = new_table("What the compiler made of pieces", "piece", "", *right, "", right=right)
+    table = new_table("What the compiler made of pieces", "piece", *right, "", right=right)
     for x in made.pieces:
         if x.same_as:
-            add_row(table, x.piece, "", str(x.runs), *["-"] * 6, f"same as {x.same_as}")
+            add_row(table, x.piece, str(x.runs), *["-"] * 6, f"same as {x.same_as}")
             continue
-        add_row(table, x.piece, "planned", str(x.runs), *_by_kind(x.planned), "", "")
+        add_row(table, f"{x.piece} planned", str(x.runs), *_by_kind(x.planned), "", "")
+        name = f"{x.piece} compiled"
         memory = None if x.finding is None else x.finding.memory
         if x.finding is None or memory is None:
             said = "failed" if x.finding else "missing"
-            add_row(table, "", "compiled", "", *["-"] * 6, said)
+            add_row(table, name, "", *["-"] * 6, said)
             continue
         seconds = "" if x.known else format_seconds(x.finding.seconds)
         said = "known before" if x.known else ""
-        add_row(table, "", "compiled", "", *_by_kind(memory), seconds, said)
+        add_row(table, name, "", *_by_kind(memory), seconds, said)
     return table
 
 

@@ -186,8 +186,8 @@ def free_actors(gpus: Sequence[int], seconds: float) -> int:
     """How many of these actors the cluster could have now.
 
     What a lost node had is counted until Ray notices the loss, and what ended actors had until it
-    is given back: as long as there seems to be room for all, or for none, or what is free changes,
-    it is asked again, for so many seconds.
+    is given back: as long as there seems to be room for all, or nothing is free, or what is free
+    changes, it is asked again, for so many seconds.
     """
     end = time.monotonic() + seconds
     known, since = -1, time.monotonic()
@@ -195,8 +195,8 @@ def free_actors(gpus: Sequence[int], seconds: float) -> int:
         found, total = (_room(f(), gpus) for f in (ray.available_resources, ray.cluster_resources))
         now = time.monotonic()
         known, since = found, since if found == known else now
-        is_settled = found == total or now - since >= SETTLED_SECONDS
-        if (0 < found < len(gpus) and is_settled) or now >= end:
+        is_settled = found == total or (found and now - since >= SETTLED_SECONDS)
+        if (found < len(gpus) and is_settled) or now >= end:
             return found
         time.sleep(0.2)
 
