@@ -235,7 +235,7 @@ def plan_meshes(
     with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
     same devices need about the same at the least: where more microbatches can be tried and two
     meshes of a large program do not fit with these, the others are not planned within the limit
-    either.
+    either. Where two need far too much, also with plans chosen for their bytes, no other is planned.
 
     Args:
       split: the whole step.
@@ -248,6 +248,7 @@ def plan_meshes(
     """
     limit = memory_limit_of(options, cluster)
     searches, found = dict[int, MeshSearch](), dict[int, PlannedStage]()
+    smaller = dict[int, list[PlannedStage]]()  # chosen for their bytes
     failed, left = 0, [*range(len(meshes))]
 
     def least(i: int) -> float:
@@ -258,6 +259,24 @@ def plan_meshes(
         wrong = [x.least_seconds / known[x.mesh] for x in found.values() if known.get(x.mesh)]
         enough = ENOUGH_OF_LARGE if wrong else 1.0
         return known.get(meshes[i], 0.0) * min(wrong, default=1.0) * enough
+
+    def small(i: int) -> list[PlannedStage]:
+        """The plans on a mesh that are chosen for their bytes."""
+        if i not in smaller:
+            smaller[i] = searches[i].small(found[i])
+        return smaller[i]
+
+    def hopeless(i: int) -> bool:
+        """Whether a large program needs far too much on a mesh, also if chosen for its bytes."""
+        far = HOPELESS * limit
+        if not searches[i].is_large or found[i].peak.bytes <= far:
+            return False
+        return min(x.peak.bytes for x in small(i)) > far
+
+    def least_of(i: int) -> PlannedStage:
+        """The smallest of the plans on a mesh so far."""
+        best = min([found[i], *small(i)], key=lambda x: x.peak.bytes)
+        return best if best is found[i] else replace(best, unlimited=found[i])
 
     while left:
         i = min(left, key=least)
@@ -273,23 +292,28 @@ def plan_meshes(
             if found[i].fits:
                 fits(found[i])
                 left.remove(i)
+            if len(found) == MESHES_TRIED and not others.more_microbatches:
+                if all(i in left and hopeless(i) for i in found):
+                    return [least_of(i) for i in found]
             continue
         left.remove(i)
         first = found[i]
-        hurries = others.more_microbatches and searches[i].is_large
+        may_wait = others.more_microbatches and not others.expected.get(meshes[i])
+        hurries = may_wait and searches[i].is_large
         if hurries and failed == MESHES_TRIED:
             break
         missing = format_bytes(first.peak.bytes - limit)
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
-        small = searches[i].small(first) if searches[i].is_large and not hurries else []
-        hopeless = min((x.peak.bytes for x in small), default=0) > HOPELESS * limit
-        within = first if hopeless else searches[i].tightened(first)
+        is_hopeless = not hurries and hopeless(i)
+        within = first if is_hopeless else searches[i].tightened(first)
         if not within.fits:
-            failed += 1
-            if not small and not hurries:
-                small = searches[i].small(first)
-            small += [] if hurries or hopeless else searches[i].least(False)
-            within = min([first, within, *small], key=lambda x: x.peak.bytes)
+            tried = [first, within, *([] if hurries else small(i))]
+            if searches[i].is_large and any(x.fits for x in tried):
+                tried.append(searches[i].at_least_price(first))
+            elif not hurries and not is_hopeless:
+                tried += searches[i].least(False)
+            failed += not any(x.fits for x in tried)
+            within = min(tried, key=lambda x: (not x.fits, x.step_seconds if x.fits else x.peak.bytes))
         if within is not first:
             found[i] = replace(within, unlimited=first)
             if within.fits:

@@ -20,6 +20,7 @@ microbatches, each synchronises gradients once a step.)
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -51,7 +52,8 @@ from autopar.passes.sharding.pins import NO_PINS, Pins
 from autopar.passes.sharding.scopes import aval_shape, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
 
-TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated
+TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated,
+TINY_TOGETHER = 200  # if all that do so are no more than the whole state over this
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Restriction:
     dims: BatchDims
     pins: Pins
     parameters: frozenset[int]
-    state_bytes: int
+    tiny_bytes: int
     from_state: frozenset[Var]
     matching: AxisMatching
     sum_dtypes: Mapping[Var, str] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Restriction:
         if math.prod(shape) <= 1 or is_key(var.aval.dtype):
             return (whole,)
         if self.loops is not None and label.role in ("batch", "state"):
-            tiny = label.role == "state" and value_bytes(var) * TINY_SHARE < self.state_bytes
+            tiny = label.role == "state" and value_bytes(var) < self.tiny_bytes
             return self.loops.layouts(var, all_layouts(shape, mesh), True, tiny)
         if label.role == "batch":
             if self.method in BATCH_METHODS:
@@ -102,7 +104,7 @@ class Restriction:
                 return (cut if divides(shape, cut, mesh) else whole,)
             return all_layouts(shape, mesh)
         if label.role == "received" and self.method not in BATCH_METHODS and self.loops is None:
-            tiny = value_bytes(var) * TINY_SHARE < self.state_bytes
+            tiny = value_bytes(var) < self.tiny_bytes
             return (whole,) if tiny else all_layouts(shape, mesh)
         if label.role != "state":
             return (whole,)
@@ -112,7 +114,7 @@ class Restriction:
             )
             axes = _cutting(mesh, len(mesh) - 1 if self.method == "hsdp" else 0)
             return (largest_dim_cut(shape, mesh, axes) if stored_cut else whole,)
-        if value_bytes(var) * TINY_SHARE < self.state_bytes:
+        if value_bytes(var) < self.tiny_bytes:
             return (whole,)
         return all_layouts(shape, mesh)
 
@@ -192,11 +194,11 @@ class Restriction:
         partial = partial and _may_be_partial(atom)
         layouts = all_layouts(shape, mesh, partial=partial)
         if self.loops is not None:
-            tiny = value_bytes(atom) * TINY_SHARE < self.state_bytes and not self.batch_dims(atom)
+            tiny = value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom)
             made = isinstance(atom, Var) and atom in self.from_state
             return self.loops.layouts(atom, layouts, made, tiny)
         if self.method not in BATCH_METHODS:
-            if value_bytes(atom) * TINY_SHARE < self.state_bytes and not self.batch_dims(atom):
+            if value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom):
                 layouts = tuple(x for x in layouts if not any(x.dims))
             return layouts
         dims = self.batch_dims(atom)
@@ -239,18 +241,30 @@ def restriction(
     `kinds`: of the program's loops, for the methods that ask for them; `hosted`: leaves that may or
     must lie in the hosts' memory.
     """
-    state_bytes = sum(
-        value_bytes(var)
-        for var, label in zip(graph.jaxpr.invars, graph.inputs, strict=True)
-        if label.role == "state"
-    )
-    used = parameters(graph, dims)
+    used, tiny = parameters(graph, dims), _tiny_bytes(graph)
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
     sums = sum_dtypes(graph, dims, reduce_dtype)
     loops = None if kinds is None else LoopMethod(method, kinds, mesh)
     return Restriction(
-        graph, method, dims, pins, used, state_bytes, from_state, matching, sums, loops, hosted
+        graph, method, dims, pins, used, tiny, from_state, matching, sums, loops, hosted
     )
+
+
+def _tiny_bytes(graph: Graph) -> int:
+    """State leaves of fewer bytes stay replicated.
+
+    In a model of many layers, matrices are a small share of the state each and most of it together:
+    so all that are as large are tiny, or none.
+    """
+    leaves = zip(graph.jaxpr.invars, graph.inputs, strict=True)
+    sizes = Counter(value_bytes(var) for var, label in leaves if label.role == "state")
+    state = sum(size * count for size, count in sizes.items())
+    together = 0
+    for size, count in sorted(sizes.items()):
+        together += size * count
+        if size * TINY_SHARE < state < together * TINY_TOGETHER:
+            return size
+    return math.ceil(state / TINY_SHARE)
 
 
 def check_batch(graph: Graph, method: str, mesh: tuple[int, ...], count: int) -> None:
