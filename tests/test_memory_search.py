@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +15,14 @@ from small_steps import perceptron
 import autopar
 from autopar.base.options import Options
 from autopar.base.progress import Progress
-from autopar.passes.planner import candidates, layout_search, stage_shardings
+from autopar.passes.planner import candidates, layout_search, mesh_choice, stage_shardings
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.planned_stage import PlannedStage
+from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.memory_rows import memory_rows, rows_peak
+from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
 
@@ -118,6 +121,66 @@ def test_the_bound_is_below_every_plan(
     for count, bound in bounds.items():
         least = planned(name, 2**30, method=method, microbatches=count)
         assert bound <= least.estimates.peak_bytes_per_device
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_there_when_a_loop_ends_is_below_every_plan(stages: int) -> None:
+    """The weights, read again after it, and the sums of their gradients; the rest is one number."""
+    state = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}
+    args = state, jnp.ones((8 * ROWS, WIDTH))
+    graph = trace(perceptron, args).graph
+    least = LeastMemory.of(graph, populate(graph.jaxpr), CLUSTER.device.name).with_loops
+    assert 2 * 4 * 4 * WIDTH**2 <= least <= 2 * 4 * 4 * WIDTH**2 + 64
+    plan = autopar.plan(perceptron, *args, cluster=CLUSTER, microbatches=4, stages=stages)
+    assert least // CLUSTER.num_devices <= plan.estimates.peak_bytes_per_device
+
+
+def test_state_that_is_replaced_is_not_there_when_a_loop_ends() -> None:
+    """The last gradient is kept as state: the sum of the new one is there, not the old one."""
+
+    def step(state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])
+        return {"w": state["w"] - grads, "last": grads}, jnp.mean(state["last"])
+
+    state = {"w": jnp.ones((WIDTH, WIDTH)), "last": jnp.ones((WIDTH, WIDTH))}
+    graph = trace(step, (state, jnp.ones((ROWS, WIDTH)))).graph
+    least = LeastMemory.of(graph, populate(graph.jaxpr), CLUSTER.device.name)
+    assert least.lasting == 4 * WIDTH**2 and least.all_sums <= 4 * WIDTH**2 + 64
+
+
+def test_a_long_program_whose_loops_cannot_fit_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 0)
+    lines: list[str] = []
+    monkeypatch.setattr(Progress, "report", lambda self, line: lines.append(line))
+    with pytest.raises(autopar.errors.MemoryLimitError) as caught:
+        planned("perceptron", 300)
+    assert not [line for line in lines if "splitting" in line or "slicing" in line]
+    assert (caught.value.least_bytes or 0) > 300
+
+
+def test_where_two_meshes_need_far_too_much_no_other_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (step, state), x = STEPS["perceptron"], jnp.ones((ROWS, WIDTH))
+    options: dict[str, Any] = {"memory_limit": 600, "microbatches": 1, "stages": 1, "remat": "none"}
+    options["cluster"] = dataclasses.replace(CLUSTER, num_nodes=2)
+
+    def refused() -> tuple[int, int]:
+        """Meshes that were looked at, and the least that was found."""
+        lines: list[str] = []
+        monkeypatch.setattr(Progress, "report", lambda self, line: lines.append(line))
+        with pytest.raises(autopar.errors.MemoryLimitError) as caught:
+            autopar.plan(step, state, x, **options)
+        assert caught.value.least_bytes is not None
+        return sum("choosing shardings" in line for line in lines), caught.value.least_bytes
+
+    number, least = refused()
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
+    few, found = refused()
+    assert few == mesh_choice.MESHES_TRIED < number
+    assert least <= found <= 2 * least
 
 
 def test_what_cannot_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

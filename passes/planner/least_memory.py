@@ -43,8 +43,8 @@ class LeastMemory:
       in_loop: whether the equation sees rows: it is in the loop if there are microbatches.
       sums: of `whole`, what a loop makes for the equations after it.
       all_sums: bytes of all these, which are there as long as the loop runs.
-      lasting: bytes of inputs that are there when such a loop ends: equations after it read them, or
-        something as large that is made of them alone.
+      lasting: bytes of inputs that are there when such a loop ends: equations after it read them,
+        or something as large that is made of them alone.
     """
 
     whole: _Bytes
@@ -74,7 +74,7 @@ class LeastMemory:
 
     @property
     def with_loops(self) -> int:
-        """What all devices together hold when a loop over microbatches ends, on one mesh or in stages.
+        """What all devices hold when a loop over microbatches ends, on one mesh or in stages.
 
         Each has its part of what the equations after the loop read: inputs, and the loop's sums.
         """

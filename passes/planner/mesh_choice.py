@@ -35,7 +35,7 @@ class SearchSoFar(NamedTuple):
     """What is known when meshes are planned: a step that fits takes so long elsewhere.
 
     Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
-    some of the meshes with any memory.
+    some of the meshes.
     """
 
     seconds: float = math.inf
@@ -235,7 +235,7 @@ def plan_meshes(
     with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
     same devices need about the same at the least: where more microbatches can be tried and two
     meshes of a large program do not fit with these, the others are not planned within the limit
-    either. Where two need far too much, also with plans chosen for their bytes, no other is planned.
+    either. Where two need far too much, also chosen for their bytes, no other is planned.
 
     Args:
       split: the whole step.
@@ -256,7 +256,11 @@ def plan_meshes(
         if i in found:
             return found[i].least_seconds
         known = others.expected
-        wrong = [x.least_seconds / known[x.mesh] for x in found.values() if known.get(x.mesh)]
+        wrong = [
+            (x.step_seconds if x.fits else x.least_seconds) / known[x.mesh]
+            for x in found.values()
+            if known.get(x.mesh)
+        ]
         enough = ENOUGH_OF_LARGE if wrong else 1.0
         return known.get(meshes[i], 0.0) * min(wrong, default=1.0) * enough
 
@@ -292,9 +296,9 @@ def plan_meshes(
             if found[i].fits:
                 fits(found[i])
                 left.remove(i)
-            if len(found) == MESHES_TRIED and not others.more_microbatches:
-                if all(i in left and hopeless(i) for i in found):
-                    return [least_of(i) for i in found]
+            may_stop = len(found) == MESHES_TRIED and not others.more_microbatches
+            if may_stop and all(i in left and hopeless(i) for i in found):
+                return [least_of(i) for i in found]
             continue
         left.remove(i)
         first = found[i]
@@ -313,7 +317,11 @@ def plan_meshes(
             elif not hurries and not is_hopeless:
                 tried += searches[i].least(False)
             failed += not any(x.fits for x in tried)
-            within = min(tried, key=lambda x: (not x.fits, x.step_seconds if x.fits else x.peak.bytes))
+            within = min(
+                (x for x in tried if x.fits),
+                key=lambda x: x.step_seconds,
+                default=min(tried, key=lambda x: x.peak.bytes),
+            )
         if within is not first:
             found[i] = replace(within, unlimited=first)
             if within.fits:

@@ -23,8 +23,8 @@ KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one 
 class OneMeshBound(NamedTuple):
     """The fewest microbatches with which one mesh may fit.
 
-    And what a step is expected to take with them with any memory, by logical shape, where that is
-    known.
+    And what a step is expected to take with them, by logical shape, where that is known: within the
+    memory on shapes on which it is expected to fit, on others with any.
     """
 
     fewest: int
@@ -44,9 +44,23 @@ class OneMeshCosts:
         return self.costs.seconds_by_mesh(self.num_devices)
 
     @cached_property
-    def totals(self) -> list[UnitCost]:
-        """What each way of running them costs and needs."""
+    def by_way(self) -> list[tuple[tuple[int, ...], UnitCost]]:
+        """What each way of running them costs and needs, with its logical shape."""
         return self.costs.totals(self.num_devices)
+
+    @property
+    def totals(self) -> list[UnitCost]:
+        """The same without the shapes."""
+        return [total for _, total in self.by_way]
+
+    def fitting(self, count: int, limit: int) -> dict[tuple[int, ...], float]:
+        """The least seconds of `count` microbatches in ways that fit, by logical shape."""
+        found: dict[tuple[int, ...], float] = {}
+        for mesh, total in self.by_way:
+            if total.bytes_for_one <= limit:
+                seconds = count * total.seconds + total.once_seconds
+                found[mesh] = min(found.get(mesh, math.inf), seconds)
+        return found
 
 
 def find_bound(
@@ -78,10 +92,10 @@ def find_bound(
         longest = _longest(count, best_seconds)
         if min(costs.by_mesh.values(), default=math.inf) > longest:
             return None
-        fitting = [total for total in costs.totals if total.bytes_for_one <= limit]
+        fitting = costs.fitting(count, limit)
         if fitting:
-            quickest = min(count * total.seconds + total.once_seconds for total in fitting)
-            return None if quickest > longest else OneMeshBound(count, costs.by_mesh)
+            expected = {**costs.by_mesh, **fitting}
+            return None if min(fitting.values()) > longest else OneMeshBound(count, expected)
         longest = MARGIN * best_seconds
         counts = [more for more in counts[1:] if _may_do(costs.totals, count, more, limit, longest)]
     return None

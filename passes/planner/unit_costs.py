@@ -296,9 +296,9 @@ class UnitCosts:
                 made.ways[mesh] = self._way(made.planned[mesh], made.part)
         return made
 
-    def totals(self, size: int) -> list[UnitCost]:
+    def totals(self, size: int) -> list[tuple[Mesh, UnitCost]]:
         """What all units need on one mesh of so many devices, in each of the ways to run them."""
-        return [joined(way) for _, way in self.ways(size)]
+        return [(mesh, joined(way)) for mesh, way in self.ways(size)]
 
     def _flops(self, kind: Kind) -> float:
         """Of all units of a kind together."""

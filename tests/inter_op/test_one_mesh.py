@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,33 @@ from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.mesh_choice import SearchSoFar, plan_meshes
 from autopar.passes.planner.one_mesh import (
     OneMeshBound,
+    OneMeshCosts,
     find_bound,
     working_within,
     worth_pricing,
 )
 from autopar.passes.planner.stage_costs import UnitCost
+from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.trace.trace import trace
 
 MESH = (2, 4)
 # Of the whole batch at once: 8 s, 1 of them however few the rows; 20 bytes stay, 64 hold rows.
 ALL_ROWS = UnitCost(8.0, 2.0, 1.0, 0.5, 20, 32, 40, 8)
+
+
+class Priced:
+    """What all layers cost with some microbatches: in two ways on a mesh, and a guess beside."""
+
+    def __init__(self, count: int) -> None:
+        self.total = ALL_ROWS.with_rows(1 / count)
+        self.seconds = count * self.total.seconds + self.total.once_seconds
+
+    def seconds_by_mesh(self, size: int) -> dict[tuple[int, ...], float]:
+        return {MESH: 0.99 * self.seconds, (size,): 2 * self.seconds}
+
+    def totals(self, size: int) -> list[tuple[tuple[int, ...], UnitCost]]:
+        assert size == math.prod(MESH)
+        return [(MESH, self.total), (MESH, self.total._replace(seconds=100.0))]
 
 
 class Layers:
@@ -34,12 +52,9 @@ class Layers:
     def __init__(self) -> None:
         self.priced: list[int] = []
 
-    def __call__(self, count: int) -> Any:
+    def __call__(self, count: int) -> OneMeshCosts:
         self.priced.append(count)
-        total = ALL_ROWS.with_rows(1 / count)
-        self.by_mesh = {MESH: count * total.seconds + total.once_seconds}
-        self.totals = [total]
-        return self
+        return OneMeshCosts(cast(UnitCosts, Priced(count)), math.prod(MESH))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +76,8 @@ def test_the_fewest_microbatches_on_one_mesh(
     assert (None if found is None else found.fewest) == fewest
     assert layers.priced == priced
     if found is not None:
-        assert found.expected == layers.by_mesh
+        seconds = Priced(found.fewest).seconds
+        assert found.expected == {MESH: seconds, (8,): 2 * seconds}, "within the memory, or a guess"
 
 
 def test_layers_that_are_not_known_bound_nothing() -> None:

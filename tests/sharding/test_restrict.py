@@ -157,6 +157,18 @@ def test_tiny_state_keys_and_scalars_stay_replicated() -> None:
     ]
 
 
+def test_matrices_of_many_layers_are_not_tiny() -> None:
+    """Each is a small share of the state, and all of them together are most of it."""
+
+    def step(layers: Any, x: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf - 1, layers), jnp.sum(x)
+
+    layers = [(shaped(32, 32), shaped(4)) for _ in range(1100)]
+    allowed = Passes(graph_of(step, layers, shaped(16, 32)), (8,), "shard").restriction
+    assert allowed.input_layouts(0, (8,)) == all_layouts((32, 32), (8,))
+    assert allowed.input_layouts(1, (8,)) == (replicated(1),)  # all biases are 4 of 1028 parts
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallel_devices_draw_only_their_rows_of_dropout(microbatches: int) -> None:
     def step(state: Any, x: Any) -> Any:
