@@ -56,6 +56,14 @@ class PlannedStage:
         """No plan on this mesh takes less, however much memory it has."""
         return (self.unlimited or self).solution.lower_bound / PICOSECONDS
 
+    def proven_by(self, free: PlannedStage) -> PlannedStage:
+        """This plan, which is within a limit, with what is proven of all with any memory."""
+        solution, bound = self.solution, free.solution.lower_bound
+        if bound <= solution.lower_bound:
+            return self
+        gap = 1 - bound / solution.cost if solution.cost else 0.0
+        return replace(self, solution=replace(solution, lower_bound=bound, gap=gap))
+
     def seconds(self, piece: StagePiece, costs: PieceCosts) -> float:
         """What a run of one of its pieces takes; of all of it, what it was chosen by.
 
