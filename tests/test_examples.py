@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -23,7 +24,8 @@ import autopar
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
-pytest.importorskip("sklearn")
+if importlib.util.find_spec("sklearn") is None:  # to import it takes seconds, and one test does
+    pytest.skip("could not find 'sklearn'", allow_module_level=True)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
