@@ -96,8 +96,9 @@ class AroundStep(abc.ABC):
 
         Reading it waits for nothing. Its seconds are those between calls, so a loop that never
         looks at a result runs ahead of the devices, and has to look (`float(loss)`) or to use
-        `on_step` for true ones. What a step was planned and compiled for is not counted, and a
-        batch of another size begins anew.
+        `on_step` for true ones. What planning and compiling took is not counted, nor is a
+        call beside one with a batch of another size: after the last, smaller batch of an epoch,
+        they are still those of the others.
 
         Raises:
           AutoparError: the step has no plan yet.
@@ -110,7 +111,8 @@ class AroundStep(abc.ABC):
         >>> step.metrics.steps, step.metrics.window, step.metrics.examples_per_second > 0
         (3, 2, True)
         """
-        return self._loop.metrics(self._last_compiled().plan)
+        self._last_compiled()
+        return self._loop.metrics()
 
     @shortens
     def on_step(

@@ -27,9 +27,9 @@ class StepMetrics:
 
     Args:
       steps: calls so far, of all shapes.
-      window: of how many calls this is, all of the shapes of the last one.
+      window: of how many calls this is, all of the shapes of the last two that were alike.
       step_seconds: from one call to the next, on average; what the loop does in between counts.
-        None: there was one call only.
+        None: there were no two calls with the same shapes, one after the other.
       examples_per_second: rows of the batch a second, or None.
       tokens_per_second: elements a second of the largest batch leaf that holds token ids, or None
         where there is no such leaf (`autopar.report.throughput`).
@@ -72,6 +72,14 @@ class _Watcher:
         self.callback, self.every = callback, every
 
 
+@dataclass(frozen=True)
+class _Window:
+    """The seconds from call to call of one signature, without those in which another was called."""
+
+    plan: Plan
+    seconds: deque[float]
+
+
 class HasPlan(Protocol):
     """Something that was planned."""
 
@@ -88,23 +96,29 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._times: deque[float] = deque(maxlen=WINDOW + 1)
-        self._owner: int | None = None
+        self._windows: dict[int, _Window] = {}
+        self._called: _Window | None = None
+        self._shown: _Window | None = None
+        self._time = 0.0
         self._watchers: list[_Watcher] = []
 
     def stepped(self, owner: HasPlan, results: Any) -> None:
         """A call was made of what was compiled for one signature, the `owner`."""
         self.steps += 1
-        if self._owner != id(owner):
-            self._owner = id(owner)
-            self._times.clear()
+        plan = owner.plan
+        if (window := self._windows.get(id(plan))) is None:
+            window = self._windows[id(plan)] = _Window(plan, deque(maxlen=WINDOW))
         due = [each for each in self._watchers if self.steps % each.every == 0]
         if due:
             jax.block_until_ready(results)
-        self._times.append(time.perf_counter())
+        now = time.perf_counter()
+        if window is self._called:  # else it was planned and compiled, or others came in between
+            window.seconds.append(now - self._time)
+            self._shown = window
+        self._called, self._time = window, now
         for each in due:
             try:
-                each.callback(self.metrics(owner.plan))
+                each.callback(self.metrics())
             except Exception as error:  # raised, it would take the new state with it
                 name = getattr(each.callback, "__name__", type(each.callback).__name__)
                 warn_at_call(
@@ -113,16 +127,15 @@ class LoopWatch:
                     AutoparWarning,
                 )
 
-    def metrics(self, plan: Plan) -> StepMetrics:
+    def metrics(self) -> StepMetrics:
         """Of the calls so far; waits for nothing."""
-        times = tuple(self._times)
-        window = max(len(times) - 1, 0)
-        seconds = (times[-1] - times[0]) / window if window else None
-        found = throughput(plan, seconds) if seconds else None
+        times = tuple(self._shown.seconds) if self._shown is not None else ()
+        seconds = sum(times) / len(times) if times else None
+        found = throughput(self._shown.plan, seconds) if self._shown and seconds else None
         in_use, peak = _memory()
         return StepMetrics(
             steps=self.steps,
-            window=window,
+            window=len(times),
             step_seconds=seconds,
             examples_per_second=found.examples_per_second if found else None,
             tokens_per_second=found.tokens_per_second if found else None,

@@ -7,7 +7,7 @@ import io
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -23,16 +23,17 @@ if metadata.version("jaxlib").startswith("0.10."):
         ]
     )
 
+# LLVM's expensive passes are three quarters of what is left. They change neither what XLA
+# partitions nor which collectives it keeps. JAX reads it when it is imported, here and in
+# processes that tests start: the last bits of a number depend on it.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "True"
+
 import jax
 import pytest
 
 # Also where a GPU is installed: the suite is about virtual CPU devices.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-
-# LLVM's expensive passes are three quarters of what is left. They change neither what XLA
-# partitions nor which collectives it keeps.
-jax.config.update("jax_disable_most_optimizations", True)
 
 # Tracing and planning make many objects and few cycles. At its usual pace, Python's search for
 # cycles is a twelfth of the time; what a test leaves behind is found all the same, only later.
@@ -117,6 +118,28 @@ def _old_objects_are_not_searched() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[Any]:
+    """A Ray that is started when a file asks for it, and serves all others that do."""
+    from on_actors.clusters import SharedCluster
+
+    shared = SharedCluster()
+    yield shared
+    shared.end()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(shared_ray: Any) -> None:
+    """The shared Ray runs."""
+    shared_ray.start()
+
+
+@pytest.fixture(scope="module")
+def no_ray(shared_ray: Any) -> None:
+    """The shared Ray does not run."""
+    shared_ray.end()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import pages
 import pytest
-from on_actors.clusters import cluster
 
 import autopar
 from autopar import report
@@ -32,7 +31,7 @@ TRIED = r"make |pip install |python (examples|docs|benchmarks)/|#|$"
 """Lines of a shell that other tests look after."""
 
 WITH_RAY = ("how-to/ray.md",)
-"""Pages whose actors want a Ray of the tests' own."""
+"""Pages whose actors run in the tests' own Ray."""
 
 
 def runs(page: str) -> bool:
@@ -55,15 +54,11 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)])
-def test_a_page_does_what_it_says(page: str, reader: None) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
+def test_a_page_does_what_it_says(page: str, reader: None, request: pytest.FixtureRequest) -> None:
     assert len(jax.devices()) == 8
     if page in WITH_RAY:
-        with cluster(num_cpus=2):
-            printed = list(pages.run(DOCS / page, names))
-    else:
-        printed = list(pages.run(DOCS / page, names))
-    for each in printed:
+        request.getfixturevalue("ray_cluster")
+    for each in pages.run(DOCS / page, {"__name__": "__main__"}):
         assert each.holds, (
             f"docs/{page}:{each.block.line} says\n{each.said}\nand it is\n{each.printed}\n"
             f"`python -m pages docs/{page}` (with PYTHONPATH=tests) writes what is printed"

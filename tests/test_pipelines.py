@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from programs import ONE_LAYER, PROGRAMS, Program, compare, is_variant
 from programs.plain_runs import plain_run
+from sharding.piece_collectives import assert_pieces_contain_what_is_listed
 
 import autopar
 from autopar.base.errors import InexactMicrobatchError, MemoryLimitError, OptionError, ScheduleError
@@ -23,6 +24,9 @@ STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")
 ALIKE = ("hf_bert", "hf_vit", "nnx_graphdef", "scan_layers_linen", "lstm_linen", "key_raw")
 """The same in another library, or others of their library, are cut into stages by default."""
+
+LISTED = ("linen_gpt", "scan_layers")
+"""Of these, the plan's collectives are compared with those of the compiled pieces, too."""
 
 
 def combinations() -> Iterator[Any]:
@@ -64,6 +68,8 @@ def test_pipelined_step_equals_plain_step(program: Program, stages: int, schedul
         step = compiled()
         assert len(step.plan.stages) == stages
         compare.assert_steps_equal(plain, step, case, program.tolerance)
+        if program.name in LISTED:
+            assert_pieces_contain_what_is_listed(step, microbatches=4)
 
 
 # A small step for everything else.

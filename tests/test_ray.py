@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from on_actors.clusters import cluster
 from on_actors.equality import check_program
 from on_actors.profiles import check_profile
 from on_actors.small_step import layers_step
@@ -38,13 +37,10 @@ FOUR = autopar.Cluster.preset("cpu", devices_per_node=4)
 CHOSEN = ("key_typed", "loss_scale_cond")
 """In the default run; the others are marked `full`."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    with cluster(num_cpus=4):
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Ray itself
+    pytest.mark.usefixtures("ray_cluster"),
+]
 
 
 def programs() -> Iterator[Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from on_actors.clusters import cluster, is_running, said, wait_until_gone
+from on_actors.clusters import is_running, said, wait_until_gone
 from on_actors.small_step import BATCH, check_one_step, init, on_actors, train_step
 
 import autopar
@@ -27,12 +27,6 @@ from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.driver import actor_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    with cluster(num_cpus=4):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -210,14 +204,23 @@ def test_a_stage_that_computes_without_end(ray_cluster: None, tmp_path: Path, lo
     wait_until_gone(step.actor_pids)
 
 
+def on_nodes(number: int, deadline: float) -> RayExecutable:
+    """A step of one stage with an actor on each of so many nodes."""
+    cluster = autopar.Cluster.preset("cpu", nodes=number, devices_per_node=1)
+    ray = autopar.Ray(deadline=deadline)
+    step = autopar.compile(train_step, init(), BATCH, method="data", cluster=cluster, runtime=ray)
+    assert isinstance(step, RayExecutable)
+    return step
+
+
 def test_too_few_cpus(ray_cluster: None) -> None:
-    with pytest.raises(ClusterError, match=r"needs 6 actors .* has 4 CPUs"):
-        on_actors(autopar.Ray(deadline=60), stages=6)
+    with pytest.raises(ClusterError, match=r"needs 16 actors .* has 8 CPUs"):
+        on_nodes(16, deadline=60)
 
 
 def test_cpus_that_do_not_become_free(step: RayExecutable) -> None:
     with pytest.raises(ClusterError, match="did not become free within 1 seconds"):
-        on_actors(autopar.Ray(deadline=1), stages=4)
+        on_nodes(8, deadline=1)
     check_one_step(step)
 
 
@@ -273,8 +276,7 @@ def test_a_state_of_another_step(step: RayExecutable) -> None:
 
 
 SCRIPT = """
-import jax, ray, signal
-jax.config.update("jax_disable_most_optimizations", True)
+import ray, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests may ignore it
 from on_actors.small_step import *
 step = on_actors(autopar.Ray(deadline=60))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from on_actors.clusters import cluster, wait_until_gone
+from on_actors.clusters import wait_until_gone
 from on_actors.equality import check_program
 from on_actors.profiles import check_profile
 from on_actors.small_step import BATCH, init, layers_step, train_step
@@ -22,17 +22,15 @@ from programs import PROGRAMS, Program
 import autopar
 from autopar.base.errors import LostActorError, StageError
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.driver import step_queue
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Ray itself
+    pytest.mark.usefixtures("ray_cluster"),
+]
 
 CHOSEN = ("key_typed",)
 """In the default run; the others are marked `full`."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    with cluster(num_cpus=8):
-        yield
 
 
 def programs() -> Iterator[Any]:
@@ -142,7 +140,10 @@ def test_a_nan_that_one_process_alone_sees(step: RayExecutable) -> None:
 @pytest.mark.parametrize(
     "victim", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2, 3))]
 )
-def test_a_killed_process_of_a_mesh(step: RayExecutable, victim: int) -> None:
+def test_a_killed_process_of_a_mesh(
+    step: RayExecutable, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_queue, "GRACE_SECONDS", 2.0)  # its neighbour waits for it in a sum
     undisturbed, pids, before = train(step, 16), step.actor_pids, len(step.recoveries)
 
     def after(done: int, state: Any) -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
-from on_actors.clusters import cluster, said, wait_until_gone
+from on_actors.clusters import said, wait_until_gone
 from on_actors.small_step import BATCH, check_one_step, init, on_actors
 from on_actors.told import noted_messages
 from on_actors.training import assert_same, batch, train
@@ -31,7 +31,10 @@ from autopar.ray_executable import RayExecutable
 from autopar.runtime.ray.driver import step_queue
 from autopar.runtime.ray.recovery.lineage import Lineage
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Ray itself
+    pytest.mark.usefixtures("ray_cluster"),
+]
 
 STEPS = 24
 EVERY = 5
@@ -43,15 +46,9 @@ seeds = pytest.mark.parametrize(
 """By default one that kills the second actor, and one that kills the first."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    with cluster(num_cpus=4):
-        yield
-
-
 @pytest.fixture(scope="module")
 def step(ray_cluster: None) -> Iterator[RayExecutable]:
-    options = autopar.Ray(deadline=10, max_restarts=1000, snapshot_every=EVERY)
+    options = autopar.Ray(deadline=6, max_restarts=1000, snapshot_every=EVERY)
     with jax.debug_nans(True), on_actors(options) as made:
         yield made
 
@@ -400,8 +397,6 @@ def test_leaves_of_all_kinds_are_recovered_and_saved(tmp_path: Path) -> None:
 
 SCRIPT = """
 import json, sys
-import jax
-jax.config.update("jax_disable_most_optimizations", True)
 from on_actors.small_step import *
 from on_actors.training import train_with_checkpoints
 with jax.debug_nans(True), on_actors(autopar.Ray(deadline=60)) as step:

@@ -19,9 +19,13 @@ from ray.cluster_utils import Cluster
 import autopar
 from autopar.base.errors import ClusterError, OptionError
 from autopar.ray_executable import RayExecutable
+from autopar.runtime.ray.driver import step_queue
 from autopar.runtime.ray.driver.ray_cluster import free_actors, loopback, taken_as_it_is
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray itself
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of Ray itself
+    pytest.mark.usefixtures("no_ray"),
+]
 
 
 NOTICED_SOON = {
@@ -32,20 +36,29 @@ NOTICED_SOON = {
 """Ray's own settings would wait some 15 seconds for a node that is gone."""
 
 
-@pytest.fixture
-def lose_a_node() -> Iterator[Callable[[], None]]:
-    """A cluster of two nodes with a CPU each; what takes away the one where no driver is."""
-    address = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "include_log_monitor": False}
-    head = {**address, "include_dashboard": False, "_system_config": NOTICED_SOON}
+NODE = {"node_ip_address": "127.0.0.1", "num_cpus": 1, "include_log_monitor": False}
+
+
+@pytest.fixture(scope="module")
+def nodes(no_ray: None) -> Iterator[Cluster]:
+    """A cluster whose only node has a CPU and this driver."""
+    head = {**NODE, "include_dashboard": False, "_system_config": NOTICED_SOON}
     with loopback():
-        nodes = Cluster(True, head_node_args=head)
-        other = nodes.add_node(**address)
-        ray.init(taken_as_it_is(nodes.address), logging_level="error", log_to_driver=False)
+        cluster = Cluster(True, head_node_args=head)
+        ray.init(taken_as_it_is(cluster.address), logging_level="error", log_to_driver=False)
     try:
-        yield lambda: nodes.remove_node(other, allow_graceful=False)
+        yield cluster
     finally:
         ray.shutdown()
-        nodes.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def lose_a_node(nodes: Cluster) -> Callable[[], None]:
+    """A second node with a CPU joins; what takes it away."""
+    with loopback():
+        other = nodes.add_node(**NODE)
+    return lambda: nodes.remove_node(other, allow_graceful=False)
 
 
 def compiled(on_loss: str, stages: Any) -> RayExecutable:
@@ -58,14 +71,17 @@ def compiled(on_loss: str, stages: Any) -> RayExecutable:
         method="data",
         schedule="auto" if stages == 1 else "1f1b",
         cluster=autopar.Cluster.preset("cpu", nodes=2, devices_per_node=2),
-        runtime=autopar.Ray(deadline=6, max_restarts=2, snapshot_every=5, on_loss=on_loss),
+        runtime=autopar.Ray(deadline=4, max_restarts=2, snapshot_every=5, on_loss=on_loss),
     )
     assert isinstance(step, RayExecutable)
     return step
 
 
 @pytest.mark.parametrize("stages", [2, 1])  # on one actor each, and one on both
-def test_a_lost_node(lose_a_node: Callable[[], None], stages: int) -> None:
+def test_a_lost_node(
+    lose_a_node: Callable[[], None], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_queue, "GRACE_SECONDS", 2.0)  # who is left may wait for who is gone
     state, wanted = init(), []
     plain = jax.jit(train_step)
     for number in range(16):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from on_actors.clusters import cluster
 from on_actors.small_step import BATCH, check_one_step, init, on_actors
 from on_actors.training import assert_same, train
 
@@ -60,13 +59,9 @@ def test_a_transport_that_does_not_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def step() -> Iterator[RayExecutable]:
+def step(ray_cluster: None) -> Iterator[RayExecutable]:
     options: dict[str, Any] = {"deadline": 60, "max_restarts": 2, "snapshot_every": 3}
-    with (
-        cluster(num_cpus=4),
-        jax.debug_nans(True),
-        on_actors(autopar.Ray(transport="transfer", **options)) as x,
-    ):
+    with jax.debug_nans(True), on_actors(autopar.Ray(transport="transfer", **options)) as x:
         yield x
 
 

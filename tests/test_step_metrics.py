@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -55,8 +56,15 @@ def test_seconds_are_those_between_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(found).startswith("step 4, 500 ms a step, 256 tokens/s, 32 examples/s")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.errors.AutoparWarning)
-        step(table, TOKENS[:8])  # of another size: the seconds of compiling are not a step's
-    assert step.metrics.steps == 5 and step.metrics.window == 0
+        table, _ = step(table, TOKENS[:8])  # the last of an epoch, which is compiled meanwhile
+        assert step.metrics == dataclasses.replace(found, steps=5)
+        now[0] += 100  # an evaluation
+        for _ in range(2):
+            table, _ = step(table, TOKENS)
+        assert step.metrics == dataclasses.replace(found, steps=7, window=4)
+        for _ in range(2):
+            table, _ = step(table, TOKENS[:8])
+    assert (step.metrics.window, step.metrics.examples_per_second) == (1, 16)
 
 
 def test_callbacks_come_when_results_are_there() -> None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import IO
 
-import jax
-import pytest
 import ray
 
 from autopar.runtime.ray.driver.ray_cluster import start_local
 
 
-@contextlib.contextmanager
-def cluster(num_cpus: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Actors compile as this process does (`conftest.py`): they inherit it from Ray.
-        optimizes = jax.config.values["jax_disable_most_optimizations"]
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(optimizes))
-        start_local(num_cpus, num_gpus=0, logging_level="error", log_to_driver=False)
-    try:
-        yield
-    finally:
+class SharedCluster:
+    """One for all files that want no other: to start and end it takes as long as ten small tests.
+
+    It has CPUs for two steps of four actors: one of a whole file, and one of a test.
+    """
+
+    NUM_CPUS = 8
+
+    def start(self) -> None:
+        """Start it, unless it is there."""
+        if not ray.is_initialized():
+            start_local(self.NUM_CPUS, num_gpus=0, logging_level="error", log_to_driver=False)
+
+    def end(self) -> None:
+        """End it, for tests of other clusters."""
         ray.shutdown()
 
 

@@ -13,6 +13,8 @@ import autopar
 from autopar.base.errors import ClusterError
 from autopar.runtime.ray.transport.group import reserve_port
 
+pytestmark = pytest.mark.usefixtures("no_ray")
+
 CLUSTER = """
 import ray, sys
 from autopar.runtime.ray.driver.ray_cluster import start_local
@@ -63,7 +65,7 @@ def test_something_else_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ClusterError, match="No Ray cluster can be reached"):
-            on_actors(autopar.Ray(address=address, deadline=8))
+            on_actors(autopar.Ray(address=address, deadline=3))
     assert not ray.is_initialized()
 
 

@@ -8,12 +8,13 @@ import pytest
 
 import autopar
 
+pytestmark = pytest.mark.usefixtures("no_ray")
+
 TRAINS = """
 import sys
 from pathlib import Path
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_disable_most_optimizations", True)
 import autopar, ray
 from autopar.errors import LostActorError
 sys.path.insert(0, str(Path(sys.argv[1])))
