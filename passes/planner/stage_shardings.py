@@ -290,14 +290,19 @@ class MeshSearch:
             if first > high and best:
                 break
             first = min(first, high)
-            for _ in range(FILLINGS):
-                filled = priced.filled(at(first)[0], at(first - 1)[0], self.limit + excess)
+            own = at(first)[0]
+            for number in range(FILLINGS + 1):
+                filled = own
+                if number < FILLINGS:
+                    filled = priced.filled(own, at(first - 1)[0], self.limit + excess)
                 tried = self.lowered(proven(filled), free.remat)
                 excess = self._excess(tried, rows)
-                if tried.fits or filled.assignment == at(first)[0].assignment:
+                if tried.fits or filled.assignment == own.assignment:
                     break
             if tried.fits:
                 best, high = [*best, tried], first - 1
+                if self.is_large and tried.solution.gap <= ENOUGH_MEMORY_GAP:
+                    break
             else:
                 dearest, low = tried, first + 1
         return min(best, key=lambda x: x.step_seconds, default=dearest)

@@ -99,7 +99,7 @@ def repair(arrays: Arrays, choice: Integers, stop: Stop) -> tuple[Integers, bool
         order = order[: max(1, len(order) // 10)]
         if not _apply(arrays, choice, slack, best, order, only_excess=True):
             break
-    return choice, False
+    return choice, not (slack < 0).any()
 
 
 def _apply(

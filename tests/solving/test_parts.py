@@ -155,6 +155,18 @@ def test_repair_and_improvement_fit_and_never_cost_more() -> None:
     assert arrays.costs_of(improved) == model.value(arrays.chosen(improved))
 
 
+@pytest.mark.parametrize(("tightness", "expected"), [(0.0, True), (0.6, False)])
+def test_repair_without_time_says_whether_a_choice_fits(tightness: float, expected: bool) -> None:
+    problem = grid(5, 10, 4, seed=2, tightness=tightness)
+    model = Model(problem)
+    reduce(model)
+    arrays = flatten(model)
+    chooser = Chooser(arrays)
+    Dual(arrays).sweep(True, chooser)
+    choice, fits = repair(arrays, chooser.choice, lambda: True)
+    assert fits == expected and (choice == chooser.choice).all()
+
+
 def test_neighbourhoods_improve_a_poor_choice() -> None:
     problem = grid(5, 10, 4, seed=3, tightness=0.5)
     model = Model(problem)
