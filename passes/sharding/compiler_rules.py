@@ -69,6 +69,11 @@ assignment too):
 - But a batched product that reads several dimensions of an operand as one reads it from memory
   (experts: groups and places of tokens): their activations are written, and so is the gradient of
   what these are made of. Found on a mixture of experts, and so on DeepSeek.
+- Of a concatenation a product computes no part: parts are written, by one kernel where they are
+  made of the same values, and products put them together as they read them. So rotated queries and
+  keys are there as two halves each, and what was rotated need not be. Found by compiling blocks of
+  attention that rotate and that do not, for one device and for eight, with and without remat, and
+  products of concatenations of other things, in rows and in columns (`tanh`, a ReLU, sums).
 - Gradients are added over devices when the backward pass is over, and some of their products run
   there as well, with what they read (`late_sums.py`). Mixtures of experts were planned 20% too
   small without.
@@ -122,6 +127,8 @@ assignment too):
 - What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
 - Tiles of (8, 128) are whole: the compiler chooses the order of dimensions so that they pad little,
   but not for convolutions (`tiles.py`).
+- Parts of vectors that are put side by side stay along the lanes, of which the others are empty:
+  halves of queries and keys of 128 features take twice their size.
 - On a device that has no more than was planned XLA makes other choices, and computes some results
   a second time (`benchmarks/compilers.py --tight`). What does not fit with sums at the end is
   counted without, for the scheduler prefers what takes no more memory when that is short
@@ -264,6 +271,8 @@ class CompilerRules:
             return not merges_in_batches(eqn, place)
         if self.scatters_choose and is_choice(eqn):
             return True
+        if eqn.primitive.name == "concatenate" and self.products_take_in:
+            return False
         is_row_kernel = eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS
         if is_row_kernel and place != 1 and self.gathers_read_buffers:
             return False

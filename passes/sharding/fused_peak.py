@@ -41,7 +41,7 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
-from autopar.passes.sharding.tiles import convolved_shapes, tiled_elements
+from autopar.passes.sharding.tiles import convolved_shapes, parts_of_vectors, tiled_elements
 
 LARGE_BYTES = 1 << 20
 """What is smaller lies in tiles that are not counted."""
@@ -128,6 +128,8 @@ class _Moments:
             rules,
             {v for tie in waiting.values() for v in tie.results},
         )
+        parts = parts_of_vectors(block.instructions) if rules.has_tiles else ()
+        self.parts = {self.held.root(v) for v in parts}
         times = self.held.run_times(program)
         moments = late_times(block, self.held, times) if rules.sums_last else times
         order = sorted(range(len(program)), key=moments.__getitem__)
@@ -177,7 +179,8 @@ class _Moments:
         if not self.rules.has_tiles or plain < LARGE_BYTES:
             return plain
         shape = local_shape(aval_shape(value.atom), value.layout, self.mesh)
-        return tiled_elements(shape, self.convolved.get(shape)) * itemsize(value.atom.aval)
+        convolved, is_part = self.convolved.get(shape), value in self.parts
+        return tiled_elements(shape, convolved, is_part) * itemsize(value.atom.aval)
 
     def elements(self, value: ShardedValue) -> int:
         return self.plain_size(value) // itemsize(value.atom.aval)
