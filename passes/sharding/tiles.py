@@ -37,7 +37,7 @@ def tiled_elements(
     Args:
       shape: of the array.
       innermost: the two dimensions that lie in vectors; None: the compiler chooses.
-      keeps_lanes: the last dimension lies along the lanes.
+      keeps_lanes: the last dimension lies along the lanes, where the compiler would choose.
 
     >>> tiled_elements((32, 64, 64, 192)) == 32 * 64 * 64 * 256
     True
@@ -51,9 +51,12 @@ def tiled_elements(
     total = math.prod(shape)
     if len(shape) < 2 or not total:
         return total
-    pairs = permutations(range(len(shape)) if innermost is None else innermost, 2)
-    last = len(shape) - 1
-    pairs = (pair for pair in pairs if pair[0] == last or not keeps_lanes)
+    places = range(len(shape)) if innermost is None else innermost
+    pairs = [
+        (lanes, rows)
+        for lanes, rows in permutations(places, 2)
+        if lanes == len(shape) - 1 or innermost is not None or not keeps_lanes
+    ]
     sizes = ((shape[lanes], shape[rows]) for lanes, rows in pairs)
     return min(total // (x * y) * _filled(x, VECTOR_LANES) * _rows(y) for x, y in sizes)
 
