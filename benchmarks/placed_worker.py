@@ -113,26 +113,34 @@ class PlacingProber(worker.Prober):
         return Placed.read(text, assignment.read_text(encoding="utf-8"), self.temporaries)
 
 
-def hand_on(caller: Connection) -> None:
-    """Do what the connection says, each program in a process that ends with it."""
+def hand_on(caller: Connection) -> int:
+    """Do what the connection says, each program in a process that ends with it.
+
+    Returns 0 when the connection ends, or how a process ended that ended before it had an answer.
+    """
     step = caller.recv_bytes()
     its, process = _started(step)
     caller.send(("ready", None))
-    try:
-        while True:
-            its.send(caller.recv())
+    while True:
+        try:
+            key = caller.recv()
+        except EOFError:
+            process.kill()
+            return 0
+        try:
+            its.send(key)
             what, value = its.recv()
             if what == "lowered":
                 caller.send((what, value))
                 its.send(caller.recv())
                 what, value = its.recv()
-            caller.send((what, value))
-            if what == "found":
-                process.kill()
-                process.wait()
-                its, process = _started(step)
-    except EOFError:
-        process.kill()
+        except (EOFError, BrokenPipeError):
+            return process.wait()
+        caller.send((what, value))
+        if what == "found":
+            process.kill()
+            process.wait()
+            its, process = _started(step)
 
 
 def _started(step: bytes) -> tuple[Connection, subprocess.Popen[bytes]]:
@@ -152,4 +160,4 @@ if __name__ == "__main__":
         worker.Prober = PlacingProber  # type: ignore[misc]
         worker.main(connection)
     else:
-        hand_on(connection)
+        sys.exit(hand_on(connection))
