@@ -69,11 +69,10 @@ assignment too):
 - But a batched product that reads several dimensions of an operand as one reads it from memory
   (experts: groups and places of tokens): their activations are written, and so is the gradient of
   what these are made of. Found on a mixture of experts, and so on DeepSeek.
-- Of a concatenation a product computes no part: parts are written, by one kernel where they are
-  made of the same values, and products put them together as they read them. So rotated queries and
-  keys are there as two halves each, and what was rotated need not be. Found by compiling blocks of
-  attention that rotate and that do not, for one device and for eight, with and without remat, and
-  products of concatenations of other things, in rows and in columns (`tanh`, a ReLU, sums).
+- Of a concatenation a product computes no part: one kernel writes parts of the same values, and
+  the product puts them together. Found with blocks of attention (rotated queries are two halves,
+  for one device or eight, with remat or not) and products of other concatenations, along rows and
+  columns.
 - Gradients are added over devices when the backward pass is over, and some of their products run
   there as well, with what they read (`late_sums.py`). Mixtures of experts were planned 20% too
   small without.
@@ -126,9 +125,7 @@ assignment too):
   the allocations instead.
 - What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
 - Tiles of (8, 128) are whole: the compiler chooses the order of dimensions so that they pad little,
-  but not for convolutions (`tiles.py`).
-- Parts of vectors that are put side by side stay along the lanes, of which the others are empty:
-  halves of queries and keys of 128 features take twice their size.
+  but not for convolutions and halves of vectors that are put side by side (`tiles.py`).
 - On a device that has no more than was planned XLA makes other choices, and computes some results
   a second time (`benchmarks/compilers.py --tight`). What does not fit with sums at the end is
   counted without, for the scheduler prefers what takes no more memory when that is short
@@ -175,14 +172,7 @@ FUSED_MOVES = frozenset(
 """What is no arithmetic, and computed by those who read it."""
 
 SAME_BUFFER = frozenset(
-    (
-        "bitcast_convert_type",
-        "name",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    )
+    ("bitcast_convert_type", "name", "reshape", "squeeze", "stop_gradient", "transpose")
 )
 """What is no operation at all for the compiler."""
 

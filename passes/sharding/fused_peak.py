@@ -128,8 +128,7 @@ class _Moments:
             rules,
             {v for tie in waiting.values() for v in tie.results},
         )
-        parts = parts_of_vectors(block.instructions) if rules.has_tiles else ()
-        self.parts = {self.held.root(v) for v in parts}
+        self.parts = set(map(self.held.root, parts_of_vectors(block.instructions)))
         times = self.held.run_times(program)
         moments = late_times(block, self.held, times) if rules.sums_last else times
         order = sorted(range(len(program)), key=moments.__getitem__)
@@ -166,8 +165,7 @@ class _Moments:
                 self.early[after + 1].append(instruction.target)
         for instruction in left:
             self.last.update(dict.fromkeys(self.read(instruction), end))
-        for value in self.held.read_by(outputs):
-            self.last[value] = end
+        self.last.update(dict.fromkeys(self.held.read_by(outputs), end))
 
     def size(self, value: ShardedValue) -> int:
         if value not in self.sizes:
@@ -179,8 +177,8 @@ class _Moments:
         if not self.rules.has_tiles or plain < LARGE_BYTES:
             return plain
         shape = local_shape(aval_shape(value.atom), value.layout, self.mesh)
-        convolved, is_part = self.convolved.get(shape), value in self.parts
-        return tiled_elements(shape, convolved, is_part) * itemsize(value.atom.aval)
+        elements = tiled_elements(shape, self.convolved.get(shape), value in self.parts)
+        return elements * itemsize(value.atom.aval)
 
     def elements(self, value: ShardedValue) -> int:
         return self.plain_size(value) // itemsize(value.atom.aval)
