@@ -11,7 +11,7 @@ from functools import cache, partial
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.sharding.boundary_copies import boundary_copies
+from autopar.passes.sharding.boundary_copies import boundary_copies, held_in_two_orders
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
     CompilerRules,
@@ -202,8 +202,7 @@ class _Moments:
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers = self.buffers
-        buffers += copies
+        buffers = self.buffers = [*copies]
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             for value in (*filled[time], *self.early[time]):
@@ -215,8 +214,9 @@ class _Moments:
             buffers += (x.between(time, time + 1) for x in held_inside)
             copied = sum(x.bytes for x in copies if x.first <= time <= x.last)
             if isinstance(instruction, Loop):
-                read = (v for v in self.read(instruction) if self.last[v] > time)
-                again = sum(self.size(v) for v in read if v in self.turned)
+                read = {v for v in self.read(instruction) if self.last[v] > time} & self.turned
+                read |= held_in_two_orders(instruction, self.held, self.rules)
+                again = sum(map(self.size, read))
                 inside += again
                 buffers.append(HeapBuffer(again, time, time))
             for value in results:
