@@ -112,7 +112,7 @@ assignment too):
   too small; not where little is gathered, as the biases of `shard`; told to
   save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it does not.
 - Where pieces of pipelines begin and end, exponentials of softmaxes and what fills vectors only in
-  another order of dimensions are copied (`boundary_copies.py`).
+  another order of dimensions are copied, and tied tables before loops (`boundary_copies.py`).
 - Elementwise operations are in the order of dimensions of what they read. So a gradient that is
   transposed after the product is added over devices as it is then (`turned_sums.py`).
 - An elementwise kernel writes over no temporary that it reads, but over donated arguments.

@@ -178,6 +178,24 @@ def test_exponentials_are_copied_where_programs_take_them(is_softmax: bool) -> N
     assert copied == (4 * 256 * 256 * 4 if is_softmax else 0)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_loop_holds_a_tied_table_in_both_orders(is_tied: bool) -> None:
+    def step(tables: Any, tokens: Any) -> Any:
+        def loss(tables: Any) -> Any:
+            logits = jnp.sin(tables[0][tokens]) @ tables[0 if is_tied else 1].T
+            return jnp.mean(logits**2)
+
+        return jax.tree.map(lambda w, g: w - g, tables, jax.grad(loss)(tables))
+
+    shapes = [shaped(4096, 256)] * 2, jax.ShapeDtypeStruct((DEVICES * 64,), jnp.int32)
+    made = compiled(graph_of(step, *shapes, batch_argnums=(1,)), method="data", microbatches=2)
+    donated = [label.donated for label in made.graph.inputs]
+    program = dataclasses.replace(sharded(made), rules=RULES[TPU])
+    plain = dataclasses.replace(program, rules=dataclasses.replace(RULES[TPU], copies_in=False))
+    more = peak(program, {}, donated).bytes - peak(plain, {}, donated).bytes
+    assert more == (4096 * 256 * 4 if is_tied else 0)
+
+
 def test_what_fills_vectors_in_another_order_is_copied_out() -> None:
     for last, copied in ((1000, 1), (1024, 0)):
         program = program_of(lambda x, w: x @ w, shaped(8, 256, 16), shaped(16, last))
