@@ -1,17 +1,20 @@
 """A process of `compilers.py --placed`: what XLA:TPU has decided before it generates code.
 
 Where its buffers are, and the program with its collectives, are written after some seconds; code
-takes minutes, and changes neither. Of a step on one mesh: the process must end to stop a compiler.
+takes minutes, and changes neither. A compiler stops with its process: every program has one of its
+own, to which this one hands on what it is told.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -76,9 +79,10 @@ class PlacingProber(worker.Prober):
         self.began = time.monotonic()
         # The compiler may still be at work, for nothing, when the folder goes.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            return self._placed(lowered, Path(folder), compiler_options)
+            module = f".jit_{function.__name__}."
+            return self._placed(lowered, module, Path(folder), compiler_options)
 
-    def _placed(self, lowered: Any, folder: Path, compiler_options: Any) -> Placed:
+    def _placed(self, lowered: Any, name: str, folder: Path, compiler_options: Any) -> Placed:
         options = {**(compiler_options or {}), **self.options, **TEXT_AFTER_PASSES}
         options["xla_dump_to"] = str(folder)
         failures: list[Exception] = []
@@ -91,7 +95,8 @@ class PlacingProber(worker.Prober):
 
         thread = threading.Thread(target=compile_it, daemon=True)
         thread.start()
-        while thread.is_alive() and not any(map(_is_of_step, folder.glob(f"*{_LAST}"))):
+        # Constants and small helpers are modules of their own.
+        while thread.is_alive() and not any(folder.glob(f"*{name}*{_LAST}")):
             time.sleep(0.2)
         time.sleep(0.5)  # what comes last is written to its end
         self.ended = time.monotonic()
@@ -108,11 +113,51 @@ class PlacingProber(worker.Prober):
         return Placed.read(text, assignment.read_text(encoding="utf-8"), self.temporaries)
 
 
-def _is_of_step(path: Path) -> bool:
-    """Constants and small helpers are modules of their own."""
-    return "step" in path.name
+def hand_on(caller: Connection) -> int:
+    """Do what the connection says, each program in a process that ends with it.
+
+    Returns 0 when the connection ends, or how a process ended that ended before it had an answer.
+    """
+    step = caller.recv_bytes()
+    its, process = _started(step)
+    caller.send(("ready", None))
+    while True:
+        try:
+            key = caller.recv()
+        except EOFError:
+            process.kill()
+            return 0
+        try:
+            its.send(key)
+            what, value = its.recv()
+            if what == "lowered":
+                caller.send((what, value))
+                its.send(caller.recv())
+                what, value = its.recv()
+        except (EOFError, BrokenPipeError):
+            return process.wait()
+        caller.send((what, value))
+        if what == "found":
+            process.kill()
+            process.wait()
+            its, process = _started(step)
+
+
+def _started(step: bytes) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """A process that places one program, once it is ready, and the connection to it."""
+    own, its = Pipe()
+    number = its.fileno()
+    process = subprocess.Popen([sys.executable, __file__, str(number), "one"], pass_fds=(number,))
+    its.close()
+    own.send_bytes(step)
+    own.recv()
+    return own, process
 
 
 if __name__ == "__main__":
-    worker.Prober = PlacingProber  # type: ignore[misc]
-    worker.main(Connection(int(sys.argv[1])))
+    connection = Connection(int(sys.argv[1]))
+    if sys.argv[2:] == ["one"]:
+        worker.Prober = PlacingProber  # type: ignore[misc]
+        worker.main(connection)
+    else:
+        sys.exit(hand_on(connection))

@@ -2,6 +2,7 @@
 
 import io
 import json
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,50 @@ def test_cases_are_programs_that_can_be_built() -> None:
     for item in compilers.ALL:
         assert item.program in other_kinds.OTHERS or item.program in registry.NAMES
         assert set(item.options) <= {"method", "microbatches", "stages"}
+
+
+def test_every_program_is_placed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    answers = [
+        [("lowered", "text of F0"), ("skipped", None), ("lowered", "text of B0"), ("found", 1)],
+        [],  # ends before it says anything
+    ]
+    told: list[Any] = []
+
+    class Process:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def kill(self) -> None:
+            killed.append(self.number)
+
+        def wait(self) -> int:
+            return 3
+
+    def started(step: bytes) -> tuple[Any, Process]:
+        own, its = Pipe()
+        for answer in answers[len(told)]:
+            its.send(answer)
+        its.close()
+        told.append(step)
+        return _Deaf(own), Process(len(told))
+
+    monkeypatch.setattr(placed_worker, "_started", started)
+    caller, its = Pipe()
+    caller.send_bytes(b"a step")
+    for message in ("F0", "skip", "B0", "go", "W0"):
+        caller.send(message)
+    assert placed_worker.hand_on(its) == 3
+    assert told == [b"a step"] * 2 and killed == [1]
+    heard = [caller.recv() for _ in range(5)]
+    assert heard == [("ready", None), *answers[0]]
+
+
+class _Deaf:
+    """A connection into which is written what nobody reads."""
+
+    def __init__(self, connection: Any) -> None:
+        self.recv = connection.recv
+
+    def send(self, value: Any) -> None:
+        pass

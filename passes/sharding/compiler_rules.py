@@ -69,6 +69,10 @@ assignment too):
 - But a batched product that reads several dimensions of an operand as one reads it from memory
   (experts: groups and places of tokens): their activations are written, and so is the gradient of
   what these are made of. Found on a mixture of experts, and so on DeepSeek.
+- Of a concatenation a product computes no part: one kernel writes parts of the same values, and
+  the product puts them together. Found with blocks of attention (rotated queries are two halves,
+  for one device or eight, with remat or not) and products of other concatenations, along rows and
+  columns.
 - Gradients are added over devices when the backward pass is over, and some of their products run
   there as well, with what they read (`late_sums.py`). Mixtures of experts were planned 20% too
   small without.
@@ -108,7 +112,7 @@ assignment too):
   too small; not where little is gathered, as the biases of `shard`; told to
   save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it does not.
 - Where pieces of pipelines begin and end, exponentials of softmaxes and what fills vectors only in
-  another order of dimensions are copied (`boundary_copies.py`).
+  another order of dimensions are copied, and tied tables before loops (`boundary_copies.py`).
 - Elementwise operations are in the order of dimensions of what they read. So a gradient that is
   transposed after the product is added over devices as it is then (`turned_sums.py`).
 - An elementwise kernel writes over no temporary that it reads, but over donated arguments.
@@ -121,7 +125,7 @@ assignment too):
   the allocations instead.
 - What is small and short-lived is in VMEM (128 MiB) and not in this account, which is larger by it.
 - Tiles of (8, 128) are whole: the compiler chooses the order of dimensions so that they pad little,
-  but not for convolutions (`tiles.py`).
+  but not for convolutions and halves of vectors that are put side by side (`tiles.py`).
 - On a device that has no more than was planned XLA makes other choices, and computes some results
   a second time (`benchmarks/compilers.py --tight`). What does not fit with sums at the end is
   counted without, for the scheduler prefers what takes no more memory when that is short
@@ -168,14 +172,7 @@ FUSED_MOVES = frozenset(
 """What is no arithmetic, and computed by those who read it."""
 
 SAME_BUFFER = frozenset(
-    (
-        "bitcast_convert_type",
-        "name",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    )
+    ("bitcast_convert_type", "name", "reshape", "squeeze", "stop_gradient", "transpose")
 )
 """What is no operation at all for the compiler."""
 
@@ -264,6 +261,8 @@ class CompilerRules:
             return not merges_in_batches(eqn, place)
         if self.scatters_choose and is_choice(eqn):
             return True
+        if eqn.primitive.name == "concatenate" and self.products_take_in:
+            return False
         is_row_kernel = eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS
         if is_row_kernel and place != 1 and self.gathers_read_buffers:
             return False

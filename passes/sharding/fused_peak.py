@@ -11,7 +11,7 @@ from functools import cache, partial
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.sharding.boundary_copies import boundary_copies
+from autopar.passes.sharding.boundary_copies import boundary_copies, held_in_two_orders
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
     CompilerRules,
@@ -41,7 +41,7 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
-from autopar.passes.sharding.tiles import convolved_shapes, tiled_elements
+from autopar.passes.sharding.tiles import convolved_shapes, parts_of_vectors, tiled_elements
 
 LARGE_BYTES = 1 << 20
 """What is smaller lies in tiles that are not counted."""
@@ -128,6 +128,7 @@ class _Moments:
             rules,
             {v for tie in waiting.values() for v in tie.results},
         )
+        self.parts = set(map(self.held.root, parts_of_vectors(block.instructions)))
         times = self.held.run_times(program)
         moments = late_times(block, self.held, times) if rules.sums_last else times
         order = sorted(range(len(program)), key=moments.__getitem__)
@@ -164,8 +165,7 @@ class _Moments:
                 self.early[after + 1].append(instruction.target)
         for instruction in left:
             self.last.update(dict.fromkeys(self.read(instruction), end))
-        for value in self.held.read_by(outputs):
-            self.last[value] = end
+        self.last.update(dict.fromkeys(self.held.read_by(outputs), end))
 
     def size(self, value: ShardedValue) -> int:
         if value not in self.sizes:
@@ -177,7 +177,8 @@ class _Moments:
         if not self.rules.has_tiles or plain < LARGE_BYTES:
             return plain
         shape = local_shape(aval_shape(value.atom), value.layout, self.mesh)
-        return tiled_elements(shape, self.convolved.get(shape)) * itemsize(value.atom.aval)
+        elements = tiled_elements(shape, self.convolved.get(shape), value in self.parts)
+        return elements * itemsize(value.atom.aval)
 
     def elements(self, value: ShardedValue) -> int:
         return self.plain_size(value) // itemsize(value.atom.aval)
@@ -201,8 +202,7 @@ class _Moments:
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers = self.buffers
-        buffers += copies
+        buffers = self.buffers = [*copies]
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             for value in (*filled[time], *self.early[time]):
@@ -214,8 +214,9 @@ class _Moments:
             buffers += (x.between(time, time + 1) for x in held_inside)
             copied = sum(x.bytes for x in copies if x.first <= time <= x.last)
             if isinstance(instruction, Loop):
-                read = (v for v in self.read(instruction) if self.last[v] > time)
-                again = sum(self.size(v) for v in read if v in self.turned)
+                read = {v for v in self.read(instruction) if self.last[v] > time} & self.turned
+                read |= held_in_two_orders(instruction, self.held, self.rules)
+                again = sum(map(self.size, read))
                 inside += again
                 buffers.append(HeapBuffer(again, time, time))
             for value in results:

@@ -82,6 +82,33 @@ def test_scores_of_long_rows_are_there_beside_the_exponentials(row: int) -> None
     assert len(large) == (1 if row <= KERNEL_ROW_ELEMENTS else 2)
 
 
+@pytest.mark.parametrize("features", [128, 256])
+def test_halves_are_written_before_they_are_put_together(features: int) -> None:
+    def rotated(x: Any) -> Any:
+        one, other = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([2 * one - other, 2 * other + one], axis=-1)
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            batch, sequence, width = x.shape
+            heads = (batch, sequence, width // features, features)
+            q, k, v = ((x @ weight).reshape(heads) for weight in weights)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)).astype(jnp.float32)
+            y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(x.dtype), v)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    width, sequence = 1024, 2048
+    weights = [shaped(width, width, dtype=jnp.bfloat16)] * 3
+    found = peak_of(step, weights, shaped(DEVICES, sequence, width, dtype=jnp.bfloat16))
+    size = sequence * width * 2
+    halves = f"bfloat16[{DEVICES},{sequence},{width // features},{features // 2}]"
+    # Of queries and of keys two halves each, which fill half of the lanes where these are 128.
+    assert sizes(found, halves) == [size if features == 128 else size // 2] * 4
+    assert len(sizes(found, f"bfloat16[{DEVICES},{sequence},{width}]")) == 1  # the values
+
+
 def test_a_product_waits_for_the_sum_that_takes_it() -> None:
     def step(table: Any, tokens: Any) -> Any:
         def loss(table: Any) -> Any:
@@ -149,6 +176,24 @@ def test_exponentials_are_copied_where_programs_take_them(is_softmax: bool) -> N
     found = peak(program_of(backward, rows, shaped(4, 256, 8), shaped(4, 256, 8)), {}, [False] * 3)
     copied = dict(found.alive).get("copies in another order", 0)
     assert copied == (4 * 256 * 256 * 4 if is_softmax else 0)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_loop_holds_a_tied_table_in_both_orders(is_tied: bool) -> None:
+    def step(tables: Any, tokens: Any) -> Any:
+        def loss(tables: Any) -> Any:
+            logits = jnp.sin(tables[0][tokens]) @ tables[0 if is_tied else 1].T
+            return jnp.mean(logits**2)
+
+        return jax.tree.map(lambda w, g: w - g, tables, jax.grad(loss)(tables))
+
+    shapes = [shaped(4096, 256)] * 2, jax.ShapeDtypeStruct((DEVICES * 64,), jnp.int32)
+    made = compiled(graph_of(step, *shapes, batch_argnums=(1,)), method="data", microbatches=2)
+    donated = [label.donated for label in made.graph.inputs]
+    program = dataclasses.replace(sharded(made), rules=RULES[TPU])
+    plain = dataclasses.replace(program, rules=dataclasses.replace(RULES[TPU], copies_in=False))
+    more = peak(program, {}, donated).bytes - peak(plain, {}, donated).bytes
+    assert more == (4096 * 256 * 4 if is_tied else 0)
 
 
 def test_what_fills_vectors_in_another_order_is_copied_out() -> None:
