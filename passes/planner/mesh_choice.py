@@ -308,17 +308,12 @@ def plan_meshes(
             break
         missing = format_bytes(first.peak.bytes - limit)
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
-        tried, far = [first], searches[i].is_large and first.peak.bytes > HOPELESS * limit
-        if far and not hurries:
-            tried.append(searches[i].at_least_price(first))
-        is_hopeless = not hurries and not tried[-1].fits and hopeless(i)
-        if not is_hopeless and not _is_nearly(tried[-1], first):
-            tried.append(searches[i].tightened(first))
+        tried = [first, searches[i].tightened(first)]
         if not any(x.fits for x in tried):
             tried += [] if hurries else small(i)
             if searches[i].is_large and any(x.fits for x in tried):
                 tried.append(searches[i].at_least_price(first))
-            elif not hurries and not is_hopeless:
+            elif not hurries and not hopeless(i):
                 tried += searches[i].least(False)
             failed += not any(x.fits for x in tried)
         within = min(
@@ -331,11 +326,6 @@ def plan_meshes(
             if within.fits:
                 fits(found[i])
     return [found[i] for i in sorted(found)]
-
-
-def _is_nearly(planned: PlannedStage, free: PlannedStage) -> bool:
-    """Whether a plan fits that takes hardly more than any."""
-    return planned.fits and planned.step_seconds <= ENOUGH_OF_LARGE * free.least_seconds
 
 
 def _whole_seconds(planned: PlannedStage, cluster: Cluster) -> float:

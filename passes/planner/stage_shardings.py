@@ -268,6 +268,7 @@ class MeshSearch:
         rows, bound = memory_rows(self.built, self.memory(free.remat)), free.solution.lower_bound
         once, priced = free.step_seconds / max(free.peak.bytes, 1), MemoryPrices(self.built, rows)
         prices = [once * PRICE_STEP**power for power in range(-PRICE_POWERS, PRICE_POWERS)]
+        solve_at = self.solved if self.place is None else self.hurried  # a whole step takes more
 
         def proven(found: Solution) -> Solution:
             gap = 1 - bound / found.cost if found.cost else 0.0
@@ -276,7 +277,7 @@ class MeshSearch:
         @cache
         def at(place: int) -> tuple[Solution, int]:
             """What is best at a price, and the bytes that the rows count for it."""
-            found = priced.solved(prices[place], self.hurried) if place >= 0 else free.solution
+            found = priced.solved(prices[place], solve_at) if place >= 0 else free.solution
             return proven(found), rows_peak(self.built, rows, found.assignment)
 
         low, high, excess = 0, len(prices) - 1, self._excess(free, rows)
