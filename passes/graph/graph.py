@@ -215,7 +215,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
     """Every jaxpr that params hold, in their order."""
     found: list[Jaxpr] = []
-    map_inner_jaxprs(params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
+    for value in params.values():
+        if isinstance(value, (ClosedJaxpr, Jaxpr, tuple)):  # of many equations, no param is
+            map_inner_jaxprs({"": value}, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
     return found
 
 

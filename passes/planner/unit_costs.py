@@ -160,8 +160,8 @@ class UnitCosts:
     def may_fit(self, size: int, crossing: int, spared: int = 0) -> bool:
         """Whether equal stages of so many devices may fit, as far as one kind of unit tells.
 
-        That is the kind that computes most, at up to the dearest price, with the microbatches in
-        flight of a middle stage.
+        That is the kind that computes most, with any memory or at the dearest price, with the
+        microbatches in flight of a middle stage.
 
         Args:
           size: the devices of a stage.
@@ -178,8 +178,7 @@ class UnitCosts:
         heaviest = self._heaviest
         meshes = sorted(begun.heaviest, key=begun.heaviest.__getitem__)[:MESHES_PRICED]
         free = (begun.planned[mesh][heaviest] for mesh in meshes)
-        tries = itertools.product(PRICES[:2], meshes)
-        priced = (self._at_price(size, mesh, heaviest, price) for price, mesh in tries)
+        priced = (self._at_price(size, mesh, heaviest, DEAREST) for mesh in meshes)
         for planned in itertools.chain(free, priced):
             cost = self._cost(heaviest, planned, begun.part)
             each = units * cost.bytes_per_microbatch
