@@ -292,3 +292,30 @@ def test_rows_count_what_the_program_of_a_stage_needs(
             method=method,
         )
     assert seen and 0.9 <= min(seen) <= max(seen) <= 1.15
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_large_stages_with_divided_backward_passes_are_planned_as_they_are_quickest(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meshes that the stages had; where one does not fit so, those schedules are none."""
+    state, x = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}, jnp.ones((ROWS, WIDTH))
+    seen: list[tuple[int, ...]] = []
+    real = candidates.plan_free
+
+    def kept(place: Any, options: Any, part: Any, mesh: tuple[int, ...]) -> PlannedStage:
+        seen.append(mesh)
+        planned = real(place, options, part, mesh)
+        assert planned.fits
+        return dataclasses.replace(planned, fits=fits)
+
+    monkeypatch.setattr(candidates, "plan_free", kept)
+    options: dict[str, Any] = {"cluster": CLUSTER, "stages": 2, "microbatches": 4}
+    small = autopar.plan(perceptron, state, x, **options)
+    assert not seen and any("zb" in c.note for c in small.candidates)
+    monkeypatch.setattr(candidates, "LARGE_PROBLEM", 0)
+    plan = autopar.plan(perceptron, state, x, **options)
+    assert len(seen) == (2 if fits else 1)
+    assert any("zb" in c.note for c in plan.candidates) == fits
+    if fits:
+        assert plan.estimates.step_seconds == small.estimates.step_seconds

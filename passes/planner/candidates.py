@@ -5,6 +5,7 @@ A plan for one mesh is a pipeline of one stage, whose one piece is the whole ste
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections import Counter
@@ -34,7 +35,13 @@ from autopar.passes.planner.layouts import (
     logical_meshes,
     submesh,
 )
-from autopar.passes.planner.mesh_choice import NOTHING_SO_FAR, SearchSoFar, plan_meshes, plan_stage
+from autopar.passes.planner.mesh_choice import (
+    NOTHING_SO_FAR,
+    SearchSoFar,
+    plan_free,
+    plan_meshes,
+    plan_stage,
+)
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage, in_pipeline
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
@@ -52,6 +59,10 @@ Keep = Callable[["Sequence[PlannedStep]"], None]
 AUTO_SCHEDULES = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
 SMALL_BUBBLE = 0.05
 NEARLY_FULL = 0.95  # of the memory
+
+
+class _MisfitError(Exception):
+    """A stage does not fit as it is quickest, and other ways are not worth looking for."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +170,10 @@ def plan_layout(
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and training and _may_pay(made[0]):
-        first = _plan_stages(split, splitting[0], layout, options, cluster, report)
-        made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]
+        known = made[0] if _is_large(made[0]) else None
+        with contextlib.suppress(_MisfitError):
+            first = _plan_stages(split, splitting[0], layout, options, cluster, report, as_in=known)
+            made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]
     stages = range(len(made[0].planned))
     may = tuple(options.of_stage(number).remat in ("auto", "override") for number in stages)
     if any(may) and not any(candidate.fits for candidate in made):
@@ -205,7 +218,24 @@ def _plan_stages(
     cluster: Cluster,
     report: Report,
     limits: Mapping[int, int] = MappingProxyType({}),
+    as_in: PlannedStep | None = None,
 ) -> PlannedStep:
+    """The stages of a layout by a schedule.
+
+    Args:
+      split: the program with its batch split.
+      name: the schedule, or what makes it.
+      layout: where the stages begin, and the devices of their meshes.
+      options: method, memory limit and so on.
+      cluster: all devices.
+      report: takes a line of progress.
+      limits: bytes of stages that may hold less than a device has.
+      as_in: the same stages by another schedule, as they are quickest: so they are planned on its
+        logical meshes.
+
+    Raises:
+      _MisfitError: a stage that is planned `as_in` another schedule does not fit.
+    """
     meshes, chunks, count = len(layout.devices), chunks_of(options), split.num_microbatches
     splits = isinstance(name, str) and name.startswith("zb")
     if callable(name):
@@ -233,6 +263,11 @@ def _plan_stages(
                 planned.append(fitting)
                 continue
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
+        if as_in is not None:
+            planned.append(plan_free(place, own, part, as_in.planned[number].mesh))
+            if not planned[-1].fits:
+                raise _MisfitError
+            continue
         expected = layout.expected[number] if layout.expected else {}
         casts = bool(layout.casts) and layout.casts[number]
         planned.append(plan_stage(place, own, part, expected, casts))
@@ -250,15 +285,21 @@ def _scheduled(step: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
     return replace(step, schedule=schedule, forecast=expected)
 
 
+def _is_large(step: PlannedStep) -> bool:
+    return max(len(x.built.nodes) for x in step.planned) > LARGE_PROBLEM
+
+
 def _may_pay(step: PlannedStep) -> bool:
     """Whether a schedule with less of a bubble can pay, of a step planned with 1F1B.
 
     Large stages are not planned once more for what is at most `SMALL_BUBBLE` of the step, nor where
     memory is short: what waits for the weights' gradients would take more.
     """
-    if not step.fits or max(len(x.built.nodes) for x in step.planned) <= LARGE_PROBLEM:
+    if not step.fits or not _is_large(step):
         return True
     if max(step.peak_bytes) > NEARLY_FULL * step.limit:
+        return False
+    if any(x.unlimited is not None or x.split.casts == "microbatch" for x in step.planned):
         return False
     waiting = step.schedule.num_stages - 1
     return waiting > SMALL_BUBBLE * (step.split.num_microbatches + waiting)

@@ -124,7 +124,7 @@ def plan_stage(
     other: PlannedStage | None = None
     if again is not None:
         other = _plan_casting(_casting(place, again), options, part, expected, "microbatch")
-        if other.fits and not (free := _free(place, options, part, other.mesh)).fits:
+        if other.fits and not (free := plan_free(place, options, part, other.mesh)).fits:
             return replace(other, unlimited=free)
     kept = _plan_casting(place, options, part, expected, "once")
     if kept.fits and (kept.unlimited is None or _is_enough(kept, expected)):
@@ -152,12 +152,12 @@ def _casting(place: PlaceInPipeline, again: CastsAgain) -> PlaceInPipeline:
     return place._replace(graph=replace(place.graph, step=again.step))
 
 
-def _free(
+def plan_free(
     place: PlaceInPipeline, options: Options, part: Cluster, mesh: tuple[int, ...]
 ) -> PlannedStage:
-    """The best plan on a mesh with any memory, of a stage that casts once."""
+    """The best plan of a stage on a logical mesh with any memory; it casts parameters once."""
     stage = place.graph
-    split = SplitStep(stage.step, populate(stage.graph.jaxpr))
+    split = SplitStep(stage.step, populate(stage.graph.jaxpr), casts="once")
     return MeshSearch.of(split, mesh, stage_options(stage, options), part, None, place).free()
 
 
