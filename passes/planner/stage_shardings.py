@@ -46,7 +46,7 @@ PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory 
 ENOUGH_OF_LARGE = 1.02  # times what a large stage takes with any memory: nothing else is looked at
 ENOUGH_AT_PRICES = 0.25  # a plan at a price is taken that lacks at most this part of its cost
 FAR_TOO_MUCH = 1.1  # times the limit, as rows count bytes
-FILLINGS = 2  # how often memory is filled up at one price, the second time by what the first needs
+FILLINGS = 4  # how often memory is filled up at one price, each time by what the last one needs
 MEMORY_TRIES = 4  # how often the limit is tightened when a lowered program exceeds it
 
 
