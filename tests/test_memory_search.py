@@ -20,9 +20,7 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.planned_stage import PlannedStage
-from autopar.passes.primitives.populate import populate
 from autopar.passes.sharding.memory_rows import memory_rows, rows_peak
-from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
 
@@ -121,43 +119,6 @@ def test_the_bound_is_below_every_plan(
     for count, bound in bounds.items():
         least = planned(name, 2**30, method=method, microbatches=count)
         assert bound <= least.estimates.peak_bytes_per_device
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_what_is_there_when_a_loop_ends_is_below_every_plan(stages: int) -> None:
-    """The weights, read again after it, and the sums of their gradients; the rest is one number."""
-    state = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}
-    args = state, jnp.ones((8 * ROWS, WIDTH))
-    graph = trace(perceptron, args).graph
-    least = LeastMemory.of(graph, populate(graph.jaxpr), CLUSTER.device.name).with_loops
-    assert 2 * 4 * 4 * WIDTH**2 <= least <= 2 * 4 * 4 * WIDTH**2 + 64
-    plan = autopar.plan(perceptron, *args, cluster=CLUSTER, microbatches=4, stages=stages)
-    assert least // CLUSTER.num_devices <= plan.estimates.peak_bytes_per_device
-
-
-def test_state_that_is_replaced_is_not_there_when_a_loop_ends() -> None:
-    """The last gradient is kept as state: the sum of the new one is there, not the old one."""
-
-    def step(state: Any, x: Any) -> Any:
-        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])
-        return {"w": state["w"] - grads, "last": grads}, jnp.mean(state["last"])
-
-    state = {"w": jnp.ones((WIDTH, WIDTH)), "last": jnp.ones((WIDTH, WIDTH))}
-    graph = trace(step, (state, jnp.ones((ROWS, WIDTH)))).graph
-    least = LeastMemory.of(graph, populate(graph.jaxpr), CLUSTER.device.name)
-    assert least.lasting == 4 * WIDTH**2 and least.all_sums <= 4 * WIDTH**2 + 64
-
-
-def test_a_long_program_whose_loops_cannot_fit_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(layout_search, "LONG_PROGRAM", 0)
-    lines: list[str] = []
-    monkeypatch.setattr(Progress, "report", lambda self, line: lines.append(line))
-    with pytest.raises(autopar.errors.MemoryLimitError) as caught:
-        planned("perceptron", 300)
-    assert not [line for line in lines if "splitting" in line or "slicing" in line]
-    assert (caught.value.least_bytes or 0) > 300
 
 
 def test_where_two_meshes_need_far_too_much_no_other_is_planned(
@@ -301,7 +262,7 @@ def test_large_stages_with_divided_backward_passes_are_planned_as_they_are_quick
     """On the meshes that the stages had; where one does not fit so, those schedules are none."""
     state, x = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}, jnp.ones((ROWS, WIDTH))
     seen: list[tuple[int, ...]] = []
-    real = candidates.plan_free
+    real = mesh_choice.plan_free
 
     def kept(place: Any, options: Any, part: Any, mesh: tuple[int, ...]) -> PlannedStage:
         seen.append(mesh)

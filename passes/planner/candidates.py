@@ -266,6 +266,7 @@ def _plan_stages(
         if as_in is not None:
             planned.append(plan_free(place, own, part, as_in.planned[number].mesh))
             if not planned[-1].fits:
+                report(f"stage {number + 1} does not fit with its backward pass divided")
                 raise _MisfitError
             continue
         expected = layout.expected[number] if layout.expected else {}
@@ -336,10 +337,12 @@ def _elsewhere(
     planned: PlannedStage, place: PlaceInPipeline, options: Options, cluster: Cluster
 ) -> PlannedStage | None:
     """A stage's plan where others are in flight: the one without a limit if that fits, else it."""
-    limit, costs = memory_limit_of(options, cluster), planned.costs(cluster)
-    tried = [x for x in (planned.unlimited, planned) if x is not None]
-    places = (place._replace(graph=x.split.stage(place.graph)) for x in tried)
-    checked = (in_pipeline(x, own, limit, costs) for x, own in zip(tried, places, strict=True))
+    limit, tried = memory_limit_of(options, cluster), [planned.unlimited, planned]
+    found = [x for x in tried if x is not None]
+    places = (place._replace(graph=x.split.stage(place.graph)) for x in found)
+    checked = (
+        in_pipeline(x, own, limit, x.costs(cluster)) for x, own in zip(found, places, strict=True)
+    )
     return next((x for x in checked if x.fits), None)
 
 

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ from autopar.passes.planner.layouts import (
     logical_meshes,
     microbatch_counts,
 )
-from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
+from autopar.passes.planner.least_memory import state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.more_microbatches import doubled, worth_trying
 from autopar.passes.planner.one_mesh import (
@@ -216,8 +215,6 @@ class LayoutSearch:
         so_far, last = SearchSoFar(self.best_seconds), None
         possible = list(microbatch_counts(self.graph, options, layout))
         counts = [count for count in possible if count >= at_least]
-        if len(counts) > 1 and not layout.is_pipeline and not self.loops_may_fit:
-            counts = counts[:1]  # what more of them would need is known
         passed = self._too_few(counts) if bounded and not layout.is_pipeline else []
         for count in counts[len(passed) :]:
             try:
@@ -274,8 +271,6 @@ class LayoutSearch:
 
     def recomputing(self, layout: StageLayout) -> list[int]:
         """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""
-        if not self.loops_may_fit:
-            return []
         counts = list(microbatch_counts(self.graph, self.options, layout))
         away = self.options.offload != "none"  # less is left of what layers were priced with
         return counts if away else working_within(counts, self.known.one_mesh, self._limit)
@@ -296,18 +291,6 @@ class LayoutSearch:
     @property
     def _limit(self) -> int:
         return memory_limit_of(self.options, self.cluster)
-
-    @cached_property
-    def least_of_loops(self) -> int:
-        """Bytes of a device that a loop over microbatches needs at the least, however it is run."""
-        away = may_leave(self.graph, self.options.offload, self.cluster)
-        least = LeastMemory.of(self.graph, self.rules, self.cluster.device.name, away)
-        return least.with_loops // self.cluster.num_devices
-
-    @property
-    def loops_may_fit(self) -> bool:
-        """Whether stages, or more microbatches than one, may fit at all; asked of long programs."""
-        return not self.is_long or self.least_of_loops <= self._limit
 
     def are_slower(self, candidates: Sequence[PlannedStep]) -> bool:
         """Whether these, on one mesh, take longer than what fits elsewhere with any memory.
@@ -341,7 +324,7 @@ class LayoutSearch:
         """
         options, sizes = self.options, batch_sizes(self.graph)
         asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
-        if options.logical_mesh is not None or not sizes or not self.loops_may_fit:
+        if options.logical_mesh is not None or not sizes:
             return []
         counts: Sequence[int] = [*doubled(sizes, enough)] if asked == "auto" else [int(asked)]
         return [counts[len(counts) // 2], *counts] if self.is_long else counts

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 from numpy.typing import NDArray
 
 from autopar.base.cluster import Cluster
@@ -43,8 +43,6 @@ class LeastMemory:
       in_loop: whether the equation sees rows: it is in the loop if there are microbatches.
       sums: of `whole`, what a loop makes for the equations after it.
       all_sums: bytes of all these, which are there as long as the loop runs.
-      lasting: bytes of inputs that are there when such a loop ends: equations after it read them,
-        or something as large that is made of them alone.
     """
 
     whole: _Bytes
@@ -52,7 +50,6 @@ class LeastMemory:
     in_loop: NDArray[np.bool_]
     sums: _Bytes
     all_sums: int
-    lasting: int
 
     @classmethod
     def of(cls, graph: Graph, rules: Rules, device: str, away: Collection[int] = ()) -> LeastMemory:
@@ -71,14 +68,6 @@ class LeastMemory:
             inside = (fixed + self.rows // num_microbatches)[self.in_loop]
             total = int(inside.max(initial=0))
         return total // num_devices
-
-    @property
-    def with_loops(self) -> int:
-        """What all devices hold when a loop over microbatches ends, on one mesh or in stages.
-
-        Each has its part of what the equations after the loop read: inputs, and the loop's sums.
-        """
-        return self.lasting + self.all_sums
 
 
 def too_few(
@@ -184,34 +173,4 @@ def _count(
             if stop < end:
                 sums[stop + 1] -= size
     whole, rows, sums = (table.cumsum()[:end] for table in (whole, rows, sums))
-    lasting = _lasting(eqns, in_loop, [v for v in jaxpr.invars if v not in gone])
-    return LeastMemory(whole, rows, in_loop, sums, all_sums, lasting)
-
-
-def _lasting(eqns: Sequence[JaxprEqn], in_loop: NDArray[np.bool_], inputs: Sequence[Var]) -> int:
-    """Bytes of inputs that must be there, as they are or made into something, when a loop ends."""
-    sources: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in inputs}
-    from_loop, read_later = set[Var](), dict[Var, None]()
-    for eqn, inside in zip(eqns, in_loop, strict=True):
-        reads = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        if inside:
-            from_loop.update(eqn.outvars)
-        elif is_barrier(eqn):
-            for new, old in zip(eqn.outvars, eqn.invars, strict=True):
-                if old in from_loop:
-                    from_loop.add(new)
-                elif old in sources:
-                    sources[new] = sources[old]
-        elif not from_loop.isdisjoint(reads):
-            from_loop.update(eqn.outvars)
-            read_later.update(dict.fromkeys(atom for atom in reads if atom not in from_loop))
-        else:
-            own = frozenset[Var]().union(*(sources.get(atom, frozenset()) for atom in reads))
-            sources.update(dict.fromkeys(eqn.outvars, own))
-    total, counted = 0, set[Var]()
-    for var in sorted(read_later, key=lambda v: len(sources.get(v, ()))):  # inputs themselves first
-        own = sources.get(var, frozenset())
-        if own and counted.isdisjoint(own):
-            total += min(value_bytes(var), sum(map(value_bytes, own)))
-            counted |= own
-    return total
+    return LeastMemory(whole, rows, in_loop, sums, all_sums)

@@ -235,7 +235,7 @@ def plan_meshes(
     with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
     same devices need about the same at the least: where more microbatches can be tried and two
     meshes of a large program do not fit with these, the others are not planned within the limit
-    either. Where two need far too much, also chosen for their bytes, no other is planned.
+    either. Nor are they planned at all where two need far too much, also chosen for their bytes.
 
     Args:
       split: the whole step.
