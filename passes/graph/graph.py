@@ -215,9 +215,10 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
     """Every jaxpr that params hold, in their order."""
     found: list[Jaxpr] = []
-    for value in params.values():
-        if isinstance(value, (ClosedJaxpr, Jaxpr, tuple)):  # of many equations, no param is
-            map_inner_jaxprs({"": value}, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
+    held = (ClosedJaxpr, Jaxpr, tuple)
+    may_hold = {key: value for key, value in params.items() if isinstance(value, held)}
+    if may_hold:  # few equations have any
+        map_inner_jaxprs(may_hold, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
     return found
 
 
