@@ -215,10 +215,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
     """Every jaxpr that params hold, in their order."""
     found: list[Jaxpr] = []
-    held = (ClosedJaxpr, Jaxpr, tuple)
-    may_hold = {key: value for key, value in params.items() if isinstance(value, held)}
-    if may_hold:  # few equations have any
-        map_inner_jaxprs(may_hold, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
+    map_inner_jaxprs(params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
     return found
 
 

@@ -1,6 +1,8 @@
 """A candidate: a step in stages, each planned on its mesh, scheduled and simulated.
 
-A plan for one mesh is a pipeline of one stage, whose one piece is the whole step.
+A plan for one mesh is a pipeline of one stage, whose one piece is the whole step. The file is long
+because what may follow once stages are planned (other schedules, shared memory, computing again)
+makes new candidates of the same parts.
 """
 
 from __future__ import annotations
