@@ -191,6 +191,18 @@ def test_they_compute_the_same(remat: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, again, ours)
 
 
+@pytest.mark.usefixtures("no_remedies")
+def test_alike_stages_that_cast_and_compute_again() -> None:
+    """Each is looked at with any memory too: as it casts once, by the rules of that program."""
+    stages = [Stage(method="data", remat="full")] * 4
+    free = planned(None, stages=stages)
+    peaks = [stage.peak_bytes_per_device for stage in free.stages]
+    tight = planned(max(peaks) - COPIES // 4, stages=stages)
+    assert casts_of(tight)[1:3] == ["microbatch"] * 2
+    assert [stage.remat for stage in tight.stages] == ["full"] * 4
+    assert max(x.peak_bytes_per_device for x in tight.stages) <= max(peaks) - COPIES // 4
+
+
 def test_what_is_gathered_is_narrow() -> None:
     stages = [Stage(method="zero3", remat="none")] * 2
     free = planned(None, stages=stages)
