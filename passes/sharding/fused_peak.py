@@ -166,6 +166,8 @@ class _Moments:
         for instruction in left:
             self.last.update(dict.fromkeys(self.read(instruction), end))
         self.last.update(dict.fromkeys(self.held.read_by(outputs), end))
+        place = dict.fromkeys(block.inputs, -1) | made  # of buffers that die the first is reused
+        self.last = {v: self.last[v] for v in sorted(self.last, key=place.__getitem__)}
 
     def size(self, value: ShardedValue) -> int:
         if value not in self.sizes:
@@ -314,20 +316,17 @@ class _Moments:
         size = self.size(result)
         if isinstance(instruction, Loop):
             consts, carry = _counts(instruction)
-            place = instruction.results.index(result)
-            operand = instruction.operands[consts + place] if place < carry else None
-            if operand is None or is_literal(operand):
-                return None
-            own = self.held.read_by([operand])
-            return next((v for v in dying if v in own and self.size(v) == size), None)
-        if not isinstance(instruction, Compute):
+            place = consts + instruction.results.index(result)
+            written = instruction.operands[place : consts + carry][:1]
+        elif isinstance(instruction, Compute) and instruction.eqn.primitive.name in IN_PLACE:
+            written = instruction.operands[:1]
+        elif isinstance(instruction, Compute) and instruction.eqn.primitive.name in ELEMENTWISE:
+            written = None
+        else:
             return None
-        name = instruction.eqn.primitive.name
-        if name in IN_PLACE:
-            own = self.held.read_by([v for v in instruction.operands[:1] if not is_literal(v)])
+        if written is not None:
+            own = self.held.read_by([v for v in written if not is_literal(v)])
             return next((v for v in dying if v in own and self.size(v) == size), None)
-        if name not in ELEMENTWISE:
-            return None
         if not self.rules.writes_over_temporaries:
             dying = [v for v in dying if v in self.entering]
         twice = {v for r in self.read(instruction) for v in self.reduced.get(r, ())}
