@@ -103,7 +103,7 @@ class StageSearch:
 
         @cache
         def casting() -> UnitCosts:
-            return UnitCosts(again().units, options, cluster, split.num_microbatches)
+            return UnitCosts(again().units, options, cluster, split.num_microbatches, costs)
 
         sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
         crossed = min(filter(None, crossing), default=0)

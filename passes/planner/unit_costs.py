@@ -46,6 +46,7 @@ NEARLY = 1.05  # times the limit: what needs so much without narrow copies is pr
 UNIT_WORK = 0.1  # deterministic work for the problem of a unit with any memory
 MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
+HOPELESSLY_SLOW = 4.0  # the same of half as many devices, on several nodes: not planned with twice
 
 
 Mesh = tuple[int, ...]
@@ -72,6 +73,11 @@ class _FreeWays(NamedTuple):
     ways: dict[Mesh, Way]
     heaviest: dict[Mesh, float]  # seconds of the kind that computes most
 
+    def quickest(self) -> list[Mesh]:
+        """The meshes on which more is planned than the kind that computes most."""
+        meshes = sorted(self.heaviest, key=self.heaviest.__getitem__)[:MESHES_PRICED]
+        return [m for m in meshes if self.heaviest[m] <= TOO_SLOW * self.heaviest[meshes[0]]]
+
 
 def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
     """A step cut into units, a stage each; None where it cannot be cut."""
@@ -90,7 +96,12 @@ class UnitCosts:
     """What units cost: those that are alike are planned once."""
 
     def __init__(
-        self, units: Stages, options: Options, cluster: Cluster, num_microbatches: int
+        self,
+        units: Stages,
+        options: Options,
+        cluster: Cluster,
+        num_microbatches: int,
+        alike: UnitCosts | None = None,
     ) -> None:
         labelled = label_batch(units)
         ends = (0, *units.boundaries, len(units.layers))
@@ -100,7 +111,7 @@ class UnitCosts:
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
-        self._limit = memory_limit_of(options, cluster)
+        self._limit, self._alike = memory_limit_of(options, cluster), alike
         self._heaviest = max(self.typical, key=self._flops)
         self._begun: dict[int, _FreeWays] = {}
         self._free: dict[int, _FreeWays] = {}
@@ -176,7 +187,7 @@ class UnitCosts:
         flight = min(max(stages // 2, 1), count)
         room = self._limit + spared / self._cluster.num_devices
         heaviest = self._heaviest
-        meshes = sorted(begun.heaviest, key=begun.heaviest.__getitem__)[:MESHES_PRICED]
+        meshes = begun.quickest()
         free = (begun.planned[mesh][heaviest] for mesh in meshes)
         priced = (self._at_price(size, mesh, heaviest, DEAREST) for mesh in meshes)
         for planned in itertools.chain(free, priced):
@@ -264,10 +275,35 @@ class UnitCosts:
             logical_meshes(options, part, self._place(kind).graph.graph, of_stage=True)
             for kind in self.typical
         ]
-        for mesh in (mesh for mesh in meshes[0] if all(mesh in others for others in meshes)):
+        common = [mesh for mesh in meshes[0] if all(mesh in others for others in meshes)]
+        if self._alike is not None:
+            common = [mesh for mesh in self._alike.quickest(size) if mesh in common] or common
+        for mesh in sorted(common, key=lambda mesh: self._slower(size, mesh)):
+            slower = self._slower(size, mesh)
+            if slower > HOPELESSLY_SLOW and made.heaviest:
+                made.heaviest[mesh] = slower * min(made.heaviest.values())
+                continue
             cost = self._cost(self._heaviest, self._planned(made, mesh, self._heaviest), part)
             made.heaviest[mesh] = self._step_seconds(cost)
         return made
+
+    def quickest(self, size: int) -> list[Mesh]:
+        """The logical meshes of so many devices on which all kinds are planned."""
+        return self._begin(size).quickest()
+
+    def _slower(self, size: int, mesh: Mesh) -> float:
+        """How many times slower a mesh is than the quickest of as many devices, by one of half.
+
+        That has half as many nodes, of which the first axis crosses as much less.
+        """
+        known = self._begun.get(size // 2)
+        first, *others = mesh
+        half = (first // 2, *others)
+        if known is None or first % 2 or half not in known.heaviest:
+            return 1.0
+        if submesh(self._cluster, size // 2).num_nodes < 2:
+            return 1.0
+        return known.heaviest[half] / min(known.heaviest.values())
 
     def _planned(self, ways: _FreeWays, mesh: Mesh, kind: Kind) -> PlannedStage:
         """The plan of a kind on a mesh with any memory, of which the ways take note."""
@@ -280,7 +316,7 @@ class UnitCosts:
 
     def _found_free_ways(self, size: int, longest: float) -> _FreeWays:
         made, often = self._begin(size), self._kinds.count(self._heaviest)
-        quickest = sorted(made.heaviest, key=made.heaviest.__getitem__)[:MESHES_PRICED]
+        quickest = made.quickest()
         for mesh in quickest:
             cost = self._cost(self._heaviest, made.planned[mesh][self._heaviest], made.part)
             all_alike = cost._replace(
@@ -288,11 +324,10 @@ class UnitCosts:
             )
             if mesh != quickest[0] and self._evenly(size, all_alike) > longest:
                 continue
-            if made.heaviest[mesh] <= TOO_SLOW * made.heaviest[quickest[0]]:
-                for kind in self.typical:
-                    if kind != self._heaviest:
-                        self._planned(made, mesh, kind)
-                made.ways[mesh] = self._way(made.planned[mesh], made.part)
+            for kind in self.typical:
+                if kind != self._heaviest:
+                    self._planned(made, mesh, kind)
+            made.ways[mesh] = self._way(made.planned[mesh], made.part)
         return made
 
     def totals(self, size: int) -> list[tuple[Mesh, UnitCost]]:
