@@ -321,7 +321,8 @@ class LayoutSearch:
         meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
         devices, device = max(map(math.prod, meshes)), self.cluster.device.name
         away, limit = may_leave(self.graph, self.options.offload, self.cluster), self._limit
-        memory = LeastMemory.of(self.graph, self.rules, device, self.analysis, away)
+        known = self.known.analyses
+        memory = LeastMemory.of(self.graph, self.rules, device, self.analysis, away, known)
         return too_few(memory, counts, devices, limit, self.report)
 
     def promise_of_stages(self) -> float:

@@ -44,6 +44,7 @@ class LeastMemory:
       analysis: of it, by numbers of microbatches: how it is split.
       device: on which kind of device.
       away: numbers of leaves that may lie in the hosts' memory.
+      known: numbers of microbatches that are analysed already.
       whole: bytes over all devices, by equation: alive and without rows of the batch.
       rows: the same, with rows of the batch.
     """
@@ -52,6 +53,7 @@ class LeastMemory:
     analysis: Callable[[int], Analysis]
     device: str
     away: Collection[int]
+    known: Collection[int]
     whole: _Bytes
     rows: _Bytes
     _loops: dict[int, LoopMemory | None] = field(default_factory=dict, compare=False)
@@ -64,33 +66,39 @@ class LeastMemory:
         device: str,
         analysis: Callable[[int], Analysis],
         away: Collection[int] = (),
+        known: Collection[int] = (),
     ) -> LeastMemory:
         """Counts what a traced step must hold on that kind of device."""
         whole, rows = _count(graph, rules, rules_of(device), away)
-        return cls(graph, analysis, device, away, whole, rows)
+        return cls(graph, analysis, device, away, known, whole, rows)
 
     def bytes(self, num_microbatches: int, num_devices: int) -> int:
         """What at least one device holds at the worst moment of a step."""
         if num_microbatches == 1:
             return self.guess(1) // num_devices
-        loop = self._loop(num_microbatches)
+        loop = self.loop(num_microbatches)
         return 0 if loop is None else loop.bytes(num_microbatches) // num_devices
 
     def guess(self, num_microbatches: int) -> int:
         """About what all devices hold: no bound, but for one microbatch, and quicker."""
         return int((self.whole + self.rows // num_microbatches).max(initial=0))
 
-    def look_at(self, num_microbatches: int) -> None:
-        """Analyses the loop with that many microbatches; it may be the same with fewer."""
-        if num_microbatches not in self._loops:
-            found, compiler = self.analysis(num_microbatches), rules_of(self.device)
-            self._loops[num_microbatches] = LoopMemory.of(self.graph, found, compiler, self.away)
+    def loop(self, num_microbatches: int) -> LoopMemory | None:
+        """The loop over so many microbatches, or one over more that is the same; None of several.
 
-    def _loop(self, count: int) -> LoopMemory | None:
-        for more, loop in self._loops.items():
-            if loop is not None and loop.for_fewer and more % count == 0:
-                return loop
-        self.look_at(count)
+        So few steps are analysed for it alone.
+        """
+        for more in (*self._loops, *self.known):
+            if more % num_microbatches == 0:
+                loop = self._looked_at(more)
+                if loop is not None and loop.for_fewer:
+                    return loop
+        return self._looked_at(num_microbatches)
+
+    def _looked_at(self, count: int) -> LoopMemory | None:
+        if count not in self._loops:
+            found, compiler = self.analysis(count), rules_of(self.device)
+            self._loops[count] = LoopMemory.of(self.graph, found, compiler, self.away)
         return self._loops[count]
 
 
@@ -109,7 +117,7 @@ def too_few(
     likely = (count for count in counts if memory.guess(count) <= limit * num_devices)
     first = next(likely, counts[-1])
     if first > 1 and len(counts) > 1:  # it is split next, so it is analysed anyway
-        memory.look_at(first)
+        memory.loop(first)
     for count in counts[:-1]:
         least = memory.bytes(count, num_devices)
         if least <= limit:
