@@ -108,7 +108,8 @@ def test_the_bound_is_below_every_plan(
     real = layout_search.LayoutSearch._too_few
 
     def kept(self: Any, counts: Sequence[int]) -> list[int]:
-        seen.append(LeastMemory.of(self.graph, self.rules, CLUSTER.device.name))
+        name = CLUSTER.device.name
+        seen.append(LeastMemory.of(self.graph, self.rules, name, self.analysis))
         return real(self, counts)
 
     monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", kept)
@@ -119,6 +120,100 @@ def test_the_bound_is_below_every_plan(
     for count, bound in bounds.items():
         least = planned(name, 2**30, method=method, microbatches=count)
         assert bound <= least.estimates.peak_bytes_per_device
+
+
+def correlated(state: Any, x: jax.Array) -> Any:
+    """A sum of products of all rows is carried as a scalar."""
+    w, target, wide = state
+    y, total = x @ wide, jnp.zeros(())
+    for row in w:
+        y = jnp.tanh(y * row)
+        total += jnp.sum(target * (y.T @ y)) / len(x)
+    return (w * (1 - 0.1 * total), target, wide), total
+
+
+def shared(state: Any, x: jax.Array) -> Any:
+    """The gradient of a weight of many layers is carried once."""
+    return scanned_loss(state, x, lambda w, y: jnp.tanh(y @ w))
+
+
+def in_halves(state: Any, x: jax.Array) -> Any:
+    """Gradients in bfloat16 are added up in float32."""
+    return scanned_loss(state, x, lambda w, y: jnp.tanh(y @ w.astype(jnp.bfloat16)))
+
+
+def scanned_loss(state: Any, x: jax.Array, layer: Callable[[Any, Any], Any]) -> Any:
+    def loss(state: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(6):
+            y = layer(state, y)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state)
+    return state - 0.1 * gradient, value
+
+
+def updated_at_once(state: Any, x: jax.Array) -> Any:
+    """New weights are not there in the loop, though they are written before its last layer."""
+    new = []
+    for w in state:
+        y = jnp.tanh(x @ w)
+        new.append(w @ w - 0.1 * (x.T @ y) / len(x))
+    return new, jnp.mean(x)
+
+
+SQUARE = jnp.ones((4 * WIDTH, 4 * WIDTH))
+LOOPED: dict[str, tuple[Callable[..., Any], Any, jax.Array]] = {
+    "correlated": (
+        correlated,
+        (jnp.ones((12, 4 * WIDTH)), SQUARE, jnp.ones((WIDTH, 4 * WIDTH))),
+        jnp.ones((16 * ROWS, WIDTH)),
+    ),
+    "shared": (shared, SQUARE, jnp.ones((ROWS, 4 * WIDTH))),
+    "in_halves": (in_halves, SQUARE, jnp.ones((ROWS, 4 * WIDTH), jnp.bfloat16)),
+    "updated_at_once": (updated_at_once, [SQUARE] * 4, jnp.ones((ROWS, 4 * WIDTH))),
+    "perceptron": (*STEPS["perceptron"], jnp.ones((ROWS, WIDTH))),
+    "scanned": (*STEPS["scanned"], jnp.ones((ROWS, WIDTH))),
+}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_the_bound_of_a_loop_is_below_the_least_plan(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the search unbounded; what the loop carries is what the splitter makes it carry."""
+    step, state, x = LOOPED[name]
+    seen: list[LeastMemory] = []
+
+    def none(self: Any, counts: Sequence[int]) -> list[int]:
+        name = CLUSTER.device.name
+        seen.append(LeastMemory.of(self.graph, self.rules, name, self.analysis))
+        return []
+
+    monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", none)
+    options: dict[str, Any] = {"cluster": CLUSTER, "stages": 1, "remat": "none"}
+    for count in (1, 4, 16):
+        # Too little: the error says what the smallest plan needs.
+        with pytest.raises(autopar.errors.MemoryLimitError) as caught:
+            autopar.plan(
+                step, state, x, batch_argnums=1, memory_limit=64, microbatches=count, **options
+            )
+        bound, least = seen[-1].bytes(count, CLUSTER.num_devices), caught.value.least_bytes
+        assert least is not None and 0 < bound <= least, (name, count)
+
+
+def test_microbatches_that_fit_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products that a loop adds up to a scalar are not there all at once."""
+    step, state, x = LOOPED["correlated"]
+    options: dict[str, Any] = {"cluster": CLUSTER, "stages": 1, "remat": "none"}
+
+    def plan() -> autopar.Plan:
+        return autopar.plan(step, state, x, batch_argnums=1, memory_limit=20_000, **options)
+
+    quick = plan()
+    assert quick.num_microbatches == 16
+    in_turn(monkeypatch)
+    assert {**quick.to_dict(), "candidates": None} == {**plan().to_dict(), "candidates": None}
 
 
 def test_where_two_meshes_need_far_too_much_no_other_is_planned(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
@@ -33,7 +33,7 @@ from autopar.passes.planner.layouts import (
     logical_meshes,
     microbatch_counts,
 )
-from autopar.passes.planner.least_memory import state_on_devices, too_few
+from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.more_microbatches import doubled, worth_trying
 from autopar.passes.planner.one_mesh import (
@@ -79,16 +79,20 @@ class PricedStages(NamedTuple):
 
 
 class KnownCosts(NamedTuple):
-    """What layers cost, by microbatches; a batch is not divided into more than `inexact` say."""
+    """What layers cost, by microbatches; a batch is not divided into more than `inexact` say.
+
+    `analyses` are of steps that one loop over their microbatches does for.
+    """
 
     stages: dict[int, PricedStages]
     one_mesh: dict[int, OneMeshCosts | None]
     inexact: list[int]
+    analyses: dict[int, microbatch.Analysis]
 
     @classmethod
     def nothing(cls) -> KnownCosts:
         """Before anything is priced."""
-        return cls({}, {}, [])
+        return cls({}, {}, [], {})
 
 
 @dataclass(frozen=True)
@@ -176,20 +180,30 @@ class LayoutSearch:
             return SplitStep(step, rules, whole, rewriting=self.rewriting)
         check_splits(self.rewriting, count)
         self.report(f"splitting the batch into {count} microbatches")
-        analyze = microbatch.analyze_one_loop if is_pipeline else microbatch.analyze
-        analysis = analyze(
-            graph,
-            self.rules,
-            count,
-            max_flops_share=options.max_flops_share,
-            max_bytes_share=options.max_bytes_share,
-            keeps=keeps,
-        )
+        analysis = self.analysis(count, is_pipeline, keeps)
         step = microbatch.split(graph, analysis)
         rules, later = populate(step.graph.jaxpr), ""
         if len(step.loops) > 1:
             later = "keep" if keeps else "recompute"
         return SplitStep(step, rules, analysis.certificate, count, self.rewriting, later)
+
+    def analysis(
+        self, count: int, one_loop: bool = False, keeps: bool = False
+    ) -> microbatch.Analysis:
+        """How the step is split into so many microbatches; what is known is not found again.
+
+        Raises:
+          InexactMicrobatchError: it is asked for one loop, and several do not do either.
+        """
+        if count not in self.known.analyses:
+            analyze = microbatch.analyze_one_loop if one_loop else microbatch.analyze
+            names = ("max_flops_share", "max_bytes_share")
+            shares: dict[str, Any] = {name: getattr(self.options, name) for name in names}
+            found = analyze(self.graph, self.rules, count, keeps=keeps, **shares)
+            if found.culprits or found.parts:
+                return found
+            self.known.analyses[count] = found
+        return self.known.analyses[count]
 
     def candidates(
         self,
@@ -302,10 +316,14 @@ class LayoutSearch:
 
     def _too_few(self, counts: Sequence[int]) -> list[int]:
         """The first of these numbers of microbatches with which no plan for one mesh can fit."""
+        if len(counts) < 2:
+            return []
         meshes = logical_meshes(self.options, self.cluster, self.graph, of_stage=False)
         devices, device = max(map(math.prod, meshes)), self.cluster.device.name
         away, limit = may_leave(self.graph, self.options.offload, self.cluster), self._limit
-        return too_few(self.graph, self.rules, device, counts, devices, limit, self.report, away)
+        known = self.known.analyses
+        memory = LeastMemory.of(self.graph, self.rules, device, self.analysis, away, known)
+        return too_few(memory, counts, devices, limit, self.report)
 
     def promise_of_stages(self) -> float:
         """What the search for stages expects of a step, with the microbatches that it begins with.

@@ -2,15 +2,15 @@
 
 At every equation, what must be there is counted with the bytes that a device has if all devices
 share it evenly: the state, the results of products and loops until their last use, and what is made
-of them and lives long. What holds rows of the batch has as many microbatches as there are fewer
-bytes. All this is read from the traced step, so numbers of microbatches that cannot fit are passed
-over without splitting the batch, building a program or solving it.
+of them and lives long. What a loop over microbatches holds is read from the splitter's analysis
+(`loop_memory`). So numbers of microbatches that cannot fit are passed over without building a
+program or solving it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -22,6 +22,8 @@ from autopar.base.units import format_bytes, format_microbatches
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
+from autopar.passes.microbatch import Analysis
+from autopar.passes.planner.loop_memory import LoopMemory, away_variables
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import batch_dims
 from autopar.passes.sharding.compiler_rules import CompilerRules, rules_of
@@ -35,60 +37,88 @@ _Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """Bytes over all devices, by equation.
+    """What a traced step must hold, with any number of microbatches.
 
     Args:
-      whole: alive and without rows of the batch.
-      rows: alive and with rows of the batch.
-      in_loop: whether the equation sees rows: it is in the loop if there are microbatches.
-      sums: of `whole`, what a loop makes for the equations after it.
-      all_sums: bytes of all these, which are there as long as the loop runs.
+      graph: the step.
+      analysis: of it, by numbers of microbatches: how it is split.
+      device: on which kind of device.
+      away: numbers of leaves that may lie in the hosts' memory.
+      known: numbers of microbatches that are analysed already.
+      whole: bytes over all devices, by equation: alive and without rows of the batch.
+      rows: the same, with rows of the batch.
     """
 
+    graph: Graph
+    analysis: Callable[[int], Analysis]
+    device: str
+    away: Collection[int]
+    known: Collection[int]
     whole: _Bytes
     rows: _Bytes
-    in_loop: NDArray[np.bool_]
-    sums: _Bytes
-    all_sums: int
+    _loops: dict[int, LoopMemory | None] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, graph: Graph, rules: Rules, device: str, away: Collection[int] = ()) -> LeastMemory:
-        """Counts what a traced step must hold on that kind of device.
-
-        Not the leaves with the numbers `away`, which may lie in the hosts' memory.
-        """
-        return _count(graph, rules, rules_of(device), away)
+    def of(
+        cls,
+        graph: Graph,
+        rules: Rules,
+        device: str,
+        analysis: Callable[[int], Analysis],
+        away: Collection[int] = (),
+        known: Collection[int] = (),
+    ) -> LeastMemory:
+        """Counts what a traced step must hold on that kind of device."""
+        whole, rows = _count(graph, rules, rules_of(device), away)
+        return cls(graph, analysis, device, away, known, whole, rows)
 
     def bytes(self, num_microbatches: int, num_devices: int) -> int:
         """What at least one device holds at the worst moment of a step."""
         if num_microbatches == 1:
-            total = int((self.whole + self.rows).max(initial=0))
-        else:
-            fixed = self.whole - self.sums + self.all_sums
-            inside = (fixed + self.rows // num_microbatches)[self.in_loop]
-            total = int(inside.max(initial=0))
-        return total // num_devices
+            return self.guess(1) // num_devices
+        loop = self.loop(num_microbatches)
+        return 0 if loop is None else loop.bytes(num_microbatches) // num_devices
+
+    def guess(self, num_microbatches: int) -> int:
+        """About what all devices hold: no bound, but for one microbatch, and quicker."""
+        return int((self.whole + self.rows // num_microbatches).max(initial=0))
+
+    def loop(self, num_microbatches: int) -> LoopMemory | None:
+        """The loop over so many microbatches, or one over more that is the same; None of several.
+
+        So few steps are analysed for it alone.
+        """
+        for more in (*self._loops, *self.known):
+            if more % num_microbatches == 0:
+                loop = self._looked_at(more)
+                if loop is not None and loop.for_fewer:
+                    return loop
+        return self._looked_at(num_microbatches)
+
+    def _looked_at(self, count: int) -> LoopMemory | None:
+        if count not in self._loops:
+            found, compiler = self.analysis(count), rules_of(self.device)
+            self._loops[count] = LoopMemory.of(self.graph, found, compiler, self.away)
+        return self._loops[count]
 
 
 def too_few(
-    graph: Graph,
-    rules: Rules,
-    device: str,
+    memory: LeastMemory,
     counts: Sequence[int],
     num_devices: int,
     limit: int,
     report: Callable[[str], None],
-    away: Collection[int] = (),
 ) -> list[int]:
     """The first of these numbers of microbatches with which no plan for one mesh can fit.
 
-    The last is never one of them: of that, a plan says what is missing. Leaves that are `away` need
-    not be on the devices.
+    The last is never one of them: of that, a plan says what is missing.
     """
     found: list[int] = []
-    memory = LeastMemory.of(graph, rules, device, away) if len(counts) > 1 else None
+    likely = (count for count in counts if memory.guess(count) <= limit * num_devices)
+    first = next(likely, counts[-1])
+    if first > 1 and len(counts) > 1:  # it is split next, so it is analysed anyway
+        memory.loop(first)
     for count in counts[:-1]:
-        assert memory is not None
         least = memory.bytes(count, num_devices)
         if least <= limit:
             break
@@ -107,7 +137,8 @@ def state_on_devices(graph: Graph, options: Options, cluster: Cluster) -> int:
 
 def _count(
     graph: Graph, rules: Rules, compiler: CompilerRules, away: Collection[int]
-) -> LeastMemory:
+) -> tuple[_Bytes, _Bytes]:
+    """Bytes of a step on the whole batch, by equation: without rows, and with."""
     jaxpr, dims = graph.jaxpr, batch_dims(graph, rules)
     eqns, end = jaxpr.eqns, len(jaxpr.eqns)
     same: dict[Var, Var] = {}  # what passes a barrier is the same buffer
@@ -147,11 +178,8 @@ def _count(
     kept = (v for v, x in zip(jaxpr.invars, graph.inputs, strict=True) if not x.donated)
     outputs = (root(atom) for atom in jaxpr.outvars if not isinstance(atom, Literal))
     last.update(dict.fromkeys((*kept, *outputs), end))
-    whole, rows, sums = (np.zeros(end + 1, np.int64) for _ in range(3))
-    all_sums, inputs = 0, set(jaxpr.invars)
-    gone = {jaxpr.invars[i] for i in away}
-    later = (graph.inputs[i].alias for i in away)
-    gone |= {x for i in later if i is not None and isinstance(x := jaxpr.outvars[i], Var)}
+    whole, rows = np.zeros(end + 1, np.int64), np.zeros(end + 1, np.int64)
+    inputs, gone = set(jaxpr.invars), away_variables(graph, away)
     for var, stop in last.items():
         if var in gone:
             continue
@@ -166,11 +194,4 @@ def _count(
         table[first[var]] += size
         if stop < end:
             table[stop + 1] -= size
-        is_sum = var not in inputs and not dims.get(var) and bool(in_loop[first[var]])
-        if is_sum and (stop == end or not in_loop[stop]):
-            all_sums += size
-            sums[first[var]] += size
-            if stop < end:
-                sums[stop + 1] -= size
-    whole, rows, sums = (table.cumsum()[:end] for table in (whole, rows, sums))
-    return LeastMemory(whole, rows, in_loop, sums, all_sums)
+    return whole.cumsum()[:end], rows.cumsum()[:end]

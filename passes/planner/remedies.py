@@ -17,6 +17,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, BatchArgumentError, InexactMicrobatchError
 from autopar.base.options import Options
 from autopar.passes.graph.graph import Graph
+from autopar.passes.microbatch import Analysis
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import (
     StageLayout,
@@ -59,6 +60,9 @@ class Searched(Protocol):
     def cluster(self) -> Cluster:
         """The devices."""
 
+    def analysis(self, count: int) -> Analysis:
+        """How the step is split into so many microbatches."""
+
     def split(self, count: int, is_pipeline: bool = False) -> SplitStep:
         """The step in so many microbatches."""
 
@@ -95,7 +99,7 @@ def remedies(
     def least(found: S) -> LeastMemory:
         away = may_leave(found.graph, found.options.offload, found.cluster)
         if away not in bounds:
-            bounds[away] = LeastMemory.of(search.graph, search.rules, name, away)
+            bounds[away] = LeastMemory.of(search.graph, search.rules, name, found.analysis, away)
         return bounds[away]
 
     def fitting(changes: Iterable[Remedy], most: int) -> list[str]:
