@@ -4,7 +4,8 @@
 # pyproject.toml or setup.cfg change; otherwise nothing is installed and no network is needed.
 
 PYTHON ?= python3
-JOBS ?= 2
+# Half as many again as two cores: tests of Ray wait for processes to start and to be missed.
+JOBS ?= 3
 ARGS ?=
 
 VERSION := $(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)

@@ -22,8 +22,14 @@ from autopar.base.errors import InexactMicrobatchError, MemoryLimitError, Option
 
 STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")
-ALIKE = ("hf_bert", "hf_vit", "nnx_graphdef", "scan_layers_linen", "lstm_linen", "key_raw")
-"""The same in another library, or others of their library, are cut into stages by default."""
+ALIKE = (
+    "hf_bert", "hf_vit", "nnx_graphdef", "nnx_transformer", "scan_layers_linen", "lstm_linen",
+    "key_raw", "bfloat16_scan",
+)  # fmt: skip
+"""The same in another library, or others of their library, are cut into stages by default.
+
+So are real steps of `test_real_steps` in NNX, and in bfloat16 and a scan.
+"""
 
 LISTED = ("linen_gpt", "scan_layers")
 """Of these, the plan's collectives are compared with those of the compiled pieces, too."""

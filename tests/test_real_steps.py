@@ -19,8 +19,11 @@ import autopar
 METHODS = ("data", "zero2", "zero3", "shard", "auto")
 SCHEDULES = ("1f1b", "gpipe", "zb_h1")
 
-SPLIT = ("decoder_remat_names", "decoder_bfloat16", "decoder_scan_remat_dots")
-"""In stages are others that compute again, in bfloat16, and in a scan."""
+SPLIT = (
+    "decoder_remat_full", "decoder_remat_names", "decoder_remat_offload", "decoder_bfloat16",
+    "decoder_scan_remat_dots",
+)  # fmt: skip
+"""In stages are others that compute again, in bfloat16, and in a scan (and in `test_remat`)."""
 
 
 def is_special(step: RealStep) -> bool:
