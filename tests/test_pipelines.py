@@ -23,8 +23,8 @@ from autopar.base.errors import InexactMicrobatchError, MemoryLimitError, Option
 STAGES = (2, 4)
 SCHEDULES = ("1f1b", "zb_h1")
 ALIKE = (
-    "hf_bert", "hf_vit", "nnx_graphdef", "nnx_transformer", "scan_layers_linen", "lstm_linen",
-    "key_raw", "bfloat16_scan",
+    "hf_bert", "hf_gpt2", "hf_vit", "nnx_graphdef", "nnx_transformer", "scan_layers_linen",
+    "lstm_linen", "key_raw", "bfloat16_scan",
 )  # fmt: skip
 """The same in another library, or others of their library, are cut into stages by default.
 
@@ -38,10 +38,10 @@ LISTED = ("linen_gpt", "scan_layers")
 def combinations() -> Iterator[Any]:
     """All of them; by default one of each program that is no variant, nor like another one.
 
-    Schedules take turns; every fourth program is cut into four stages, all others into two.
+    Schedules take turns; every eighth program is cut into four stages, all others into two.
     """
     for number, program in enumerate(PROGRAMS.values()):
-        turn = STAGES[number % 4 == 3], SCHEDULES[(number + number // 4) % 2]
+        turn = STAGES[number % 8 == 3], SCHEDULES[(number + number // 8) % 2]
         for stages, schedule in itertools.product(STAGES, SCHEDULES):
             chosen = (stages, schedule) == turn and not is_variant(program)
             chosen &= program.name not in ALIKE
