@@ -13,8 +13,9 @@ import pytest
 
 import autopar
 from autopar.base.errors import MemoryLimitError
-from autopar.passes.planner import layout_search, one_mesh
+from autopar.passes.planner import layout_search, one_mesh, unit_costs
 from autopar.passes.planner.more_microbatches import worth_trying
+from autopar.passes.planner.unit_costs import UnitCosts
 
 DEPTH, WIDTH, ROWS = 4, 512, 64
 BATCH = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
@@ -147,6 +148,30 @@ def test_a_long_program_has_the_same_stages(monkeypatch: pytest.MonkeyPatch) -> 
     assert long.num_microbatches == short.num_microbatches
     assert [s.layers for s in long.stages] == [s.layers for s in short.stages]
     assert long.estimates == short.estimates
+
+
+def test_units_are_not_planned_on_meshes_without_a_prospect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On several nodes, those that were too slow with half as many; one is left at the least."""
+    real, found = UnitCosts._planned, list[set[tuple[int, ...]]]()
+
+    def planned(self: UnitCosts, ways: Any, mesh: Any, kind: Any) -> Any:
+        found[-1].add(mesh)
+        return real(self, ways, mesh, kind)
+
+    monkeypatch.setattr(UnitCosts, "_planned", planned)
+    for times in (unit_costs.HOPELESSLY_SLOW, 0.5):
+        monkeypatch.setattr(unit_costs, "HOPELESSLY_SLOW", times)
+        found.append(set())
+        plan = autopar.plan(
+            train_step, init_apart(), *BATCH, cluster=cluster(8), stages="auto", microbatches=4
+        )
+        assert plan.estimates.step_seconds > 0
+    assert [sorted(m for m in meshes if math.prod(m) == 4) for meshes in found] == [
+        [(2, 2), (4,)],
+        [(4,)],
+    ]
 
 
 @pytest.mark.usefixtures("no_remedies")

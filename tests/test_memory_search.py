@@ -162,6 +162,14 @@ def updated_at_once(state: Any, x: jax.Array) -> Any:
     return new, jnp.mean(x)
 
 
+def scanned_in_place(state: Any, x: jax.Array) -> Any:
+    """A loop writes over what it carries, and hands on what it does not change."""
+    y = x @ jnp.ones((WIDTH, 16 * WIDTH))
+    (y, z), _ = jax.lax.scan(lambda c, _: ((jnp.sin(c[0]), c[1]), None), (y, y), None, length=4)
+    z, _ = jax.lax.scan(lambda z, _: (z * 2, None), z, None, length=4)
+    return state * 2, jnp.sum(y) + jnp.sum(z)
+
+
 SQUARE = jnp.ones((4 * WIDTH, 4 * WIDTH))
 LOOPED: dict[str, tuple[Callable[..., Any], Any, jax.Array]] = {
     "correlated": (
@@ -172,6 +180,7 @@ LOOPED: dict[str, tuple[Callable[..., Any], Any, jax.Array]] = {
     "shared": (shared, SQUARE, jnp.ones((ROWS, 4 * WIDTH))),
     "in_halves": (in_halves, SQUARE, jnp.ones((ROWS, 4 * WIDTH), jnp.bfloat16)),
     "updated_at_once": (updated_at_once, [SQUARE] * 4, jnp.ones((ROWS, 4 * WIDTH))),
+    "scanned_in_place": (scanned_in_place, SQUARE, jnp.ones((8 * ROWS, WIDTH))),
     "perceptron": (*STEPS["perceptron"], jnp.ones((ROWS, WIDTH))),
     "scanned": (*STEPS["scanned"], jnp.ones((ROWS, WIDTH))),
 }
@@ -192,7 +201,7 @@ def test_the_bound_of_a_loop_is_below_the_least_plan(
 
     monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", none)
     options: dict[str, Any] = {"cluster": CLUSTER, "stages": 1, "remat": "none"}
-    for count in (1, 4, 16) if name == "correlated" else (4,):
+    for count in (1, 4, 16) if name in ("correlated", "scanned_in_place") else (4,):
         # Too little: the error says what the smallest plan needs.
         with pytest.raises(autopar.errors.MemoryLimitError) as caught:
             autopar.plan(

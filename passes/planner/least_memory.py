@@ -23,7 +23,7 @@ from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
 from autopar.passes.microbatch import Analysis
-from autopar.passes.planner.loop_memory import LoopMemory, away_variables
+from autopar.passes.planner.loop_memory import LoopMemory, away_variables, handed_on
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import batch_dims
 from autopar.passes.sharding.compiler_rules import CompilerRules, rules_of
@@ -37,7 +37,7 @@ _Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """What a traced step must hold, with any number of microbatches.
+    """What a traced step must hold; nothing where it splits into several loops, or not at all.
 
     Args:
       graph: the step.
@@ -154,6 +154,7 @@ def _count(
     last_in_loop: dict[Var, int] = {}
     solid: set[Var] = set()  # products, loops' results, and what is made of them
     written: set[Var] = set(jaxpr.invars)
+    gone = away_variables(graph, away)  # what is not counted
     steps = np.zeros(end + 1, np.int64)  # equations so far that are not made from little
     in_loop = np.zeros(end, np.bool_)
     for time, eqn in enumerate(eqns):
@@ -171,15 +172,17 @@ def _count(
         if heavy or any(root(atom) in solid for atom in reads):
             steps[time + 1] += 1
             solid.update(eqn.outvars)
+        old = handed_on(eqn)
         for var in eqn.outvars:
             first[var], made_at[var] = time, int(steps[time])
-            if heavy:
+            if heavy and var not in old:
                 written.add(var)
+        gone |= old
     kept = (v for v, x in zip(jaxpr.invars, graph.inputs, strict=True) if not x.donated)
     outputs = (root(atom) for atom in jaxpr.outvars if not isinstance(atom, Literal))
     last.update(dict.fromkeys((*kept, *outputs), end))
     whole, rows = np.zeros(end + 1, np.int64), np.zeros(end + 1, np.int64)
-    inputs, gone = set(jaxpr.invars), away_variables(graph, away)
+    inputs = set(jaxpr.invars)
     for var, stop in last.items():
         if var in gone:
             continue

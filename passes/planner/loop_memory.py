@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from numpy.typing import NDArray
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Graph
 from autopar.passes.graph.primitives import CONTROL_FLOW, HEAVY
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.microbatch import Analysis
 from autopar.passes.microbatch.batch_states import WHOLE, Form
 from autopar.passes.sharding.compiler_rules import CompilerRules
@@ -71,6 +72,14 @@ def away_variables(graph: Graph, away: Collection[int]) -> set[Var]:
     results = (graph.inputs[i].alias for i in away)
     later = (jaxpr.outvars[i] for i in results if i is not None)
     return {jaxpr.invars[i] for i in away} | {atom for atom in later if isinstance(atom, Var)}
+
+
+def handed_on(eqn: JaxprEqn) -> set[Var]:
+    """The results of control flow that may be in the buffers of what it reads, or be the same."""
+    if eqn.primitive.name not in CONTROL_FLOW:
+        return set()
+    stacks = ScanParts.of(eqn).results(eqn.outvars)[1] if eqn.primitive.name == "scan" else ()
+    return set(eqn.outvars).difference(stacks)
 
 
 def _sum_bytes(var: Var) -> int:
@@ -142,8 +151,9 @@ def _alive_inside(analysis: Analysis, compiler: CompilerRules) -> _Bytes:
         if heavy or not solid.isdisjoint(reads):
             passed[time + 1] += 1
             solid.update(step.makes)
-        written.update(step.makes if heavy else ())
-        for pair in step.makes:
+        makes = [pair for pair in step.makes if pair[0] not in handed_on(step.eqn)]
+        written.update(makes if heavy else ())
+        for pair in makes:
             first[pair] = last[pair] = time
             made_at[pair] = int(passed[time])
     alive = np.zeros(len(steps) + 1, np.int64)

@@ -71,11 +71,11 @@ class _FreeWays(NamedTuple):
     searches: dict[Mesh, dict[Kind, MeshSearch]]
     planned: dict[Mesh, dict[Kind, PlannedStage]]
     ways: dict[Mesh, Way]
-    heaviest: dict[Mesh, float]  # seconds of the kind that computes most
+    heaviest: dict[Mesh, float]  # seconds of the kind that computes most, also where only guessed
 
     def quickest(self) -> list[Mesh]:
-        """The meshes on which more is planned than the kind that computes most."""
-        meshes = sorted(self.heaviest, key=self.heaviest.__getitem__)[:MESHES_PRICED]
+        """The meshes on which more may be planned than the kind that computes most."""
+        meshes = sorted(self.planned, key=self.heaviest.__getitem__)[:MESHES_PRICED]
         return [m for m in meshes if self.heaviest[m] <= TOO_SLOW * self.heaviest[meshes[0]]]
 
 
@@ -93,7 +93,7 @@ def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
 
 
 class UnitCosts:
-    """What units cost: those that are alike are planned once."""
+    """What units cost: those alike are planned once; on meshes that are quick for `alike` ones."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class UnitCosts:
         return self._free[size]
 
     def _begin(self, size: int) -> _FreeWays:
-        """The plans with any memory of the kind that computes most, on all logical meshes."""
+        """The plans with any memory of the kind that computes most, on meshes with a prospect."""
         if size not in self._begun:
             self._begun[size] = self._found_heaviest(size)
         return self._begun[size]
@@ -288,7 +288,7 @@ class UnitCosts:
         return made
 
     def quickest(self, size: int) -> list[Mesh]:
-        """The logical meshes of so many devices on which all kinds are planned."""
+        """The logical meshes of so many devices on which all kinds may be planned."""
         return self._begin(size).quickest()
 
     def _slower(self, size: int, mesh: Mesh) -> float:
@@ -296,14 +296,12 @@ class UnitCosts:
 
         That has half as many nodes, of which the first axis crosses as much less.
         """
-        known = self._begun.get(size // 2)
-        first, *others = mesh
+        known, (first, *others) = self._begun.get(size // 2), mesh
         half = (first // 2, *others)
         if known is None or first % 2 or half not in known.heaviest:
             return 1.0
-        if submesh(self._cluster, size // 2).num_nodes < 2:
-            return 1.0
-        return known.heaviest[half] / min(known.heaviest.values())
+        least, crosses = min(known.heaviest.values()), known.part.num_nodes > 1
+        return known.heaviest[half] / least if least and crosses else 1.0
 
     def _planned(self, ways: _FreeWays, mesh: Mesh, kind: Kind) -> PlannedStage:
         """The plan of a kind on a mesh with any memory, of which the ways take note."""
