@@ -27,10 +27,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(rows: Rows, file: Path) -> None:
-    """A panel for each family of models: predicted PFLOP/s over GPUs, automatic and published."""
-    figure, panels = plt.subplots(1, len(FAMILIES), figsize=(11, 3.6), layout="constrained")
-    for axes, (family, title) in zip(panels, FAMILIES.items(), strict=True):
-        _panel(axes, [row for row in rows if _is_of(row, family)], title)
+    """A panel for each family of models with rows: PFLOP/s over GPUs, automatic and published."""
+    of = {title: [row for row in rows if _is_of(row, family)] for family, title in FAMILIES.items()}
+    of = {title: found for title, found in of.items() if found}
+    size = (1 + 3.4 * len(of), 3.6)
+    figure, (panels,) = plt.subplots(1, len(of), figsize=size, layout="constrained", squeeze=False)
+    for axes, (title, found) in zip(panels, of.items(), strict=True):
+        _panel(axes, found, title)
     panels[0].set_ylabel("PFLOP/s, predicted", color=QUIET, fontsize=10)
     panels[0].legend(frameon=False, fontsize=9.5, labelcolor=INK, loc="upper left")
     figure.savefig(file, dpi=160)
@@ -64,20 +67,20 @@ def _panel(axes: Axes, rows: Rows, title: str) -> None:
     axes.set_xticks(devices, [str(count) for count in devices])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.margins(0.12)
+    axes.margins(0.16, 0.12)
     axes.tick_params(colors=QUIET, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _points(rows: Rows, asked: str) -> list[tuple[int, float, str]]:
-    """GPUs, PFLOP/s of all of them, and the model's size."""
-    made = []
+    """GPUs, PFLOP/s of all of them, the model's size; of as many GPUs the last one, the largest."""
+    made = {}
     for row in rows:
         if row["asked"] == asked:
             count = int(row["cluster"].split()[0])
             size = row["model"].rpartition("-")[2]
-            made.append((count, count * row["tflops_per_device"] / 1000, size))
-    return sorted(made)
+            made[count] = (count, count * row["tflops_per_device"] / 1000, size)
+    return sorted(made.values())
 
 
 def main() -> None:
