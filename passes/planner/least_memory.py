@@ -84,9 +84,9 @@ class LeastMemory:
         return int((self.whole + self.rows // num_microbatches).max(initial=0))
 
     def loop(self, num_microbatches: int) -> LoopMemory | None:
-        """The loop over so many microbatches, or one over more that is the same; None of several.
+        """The loop over so many microbatches; None where there are several, or the step is refused.
 
-        So few steps are analysed for it alone.
+        Also of more microbatches, where that is known to be the same loop: to analyse takes longer.
         """
         for more in (*self._loops, *self.known):
             if more % num_microbatches == 0:

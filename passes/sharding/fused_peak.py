@@ -166,8 +166,9 @@ class _Moments:
         for instruction in left:
             self.last.update(dict.fromkeys(self.read(instruction), end))
         self.last.update(dict.fromkeys(self.held.read_by(outputs), end))
-        place = dict.fromkeys(block.inputs, -1) | made  # of buffers that die the first is reused
-        self.last = {v: self.last[v] for v in sorted(self.last, key=place.__getitem__)}
+        # In the order of the program, not of a set: of the buffers that die, the first is reused.
+        place = {v: n for n, v in enumerate((*block.inputs, *made))}
+        self.last = dict(sorted(self.last.items(), key=lambda item: place[item[0]]))
 
     def size(self, value: ShardedValue) -> int:
         if value not in self.sizes:
