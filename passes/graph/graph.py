@@ -214,9 +214,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
     """Every jaxpr that params hold, in their order."""
-    found: list[Jaxpr] = []
-    map_inner_jaxprs(params, lambda jaxpr: found.append(jaxpr) or jaxpr)  # type: ignore[func-returns-value]
-    return found
+    several = [x if isinstance(x, tuple) else (x,) for x in params.values()]
+    held = [x for own in several if own and isinstance(own[0], (ClosedJaxpr, Jaxpr)) for x in own]
+    return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in held]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -363,8 +363,7 @@ def _digest_jaxpr(jaxpr: Jaxpr, update: Callable[[bytes], None]) -> None:
         update(f"\n{eqn.primitive.name}({','.join(map(use, eqn.invars))})".encode())
         for key in sorted(eqn.params):
             value = eqn.params[key]
-            inner: list[Jaxpr] = []
-            map_inner_jaxprs({key: value}, lambda j, inner=inner: inner.append(j) or j)  # type: ignore[misc]
+            inner = jaxprs_in({key: value})
             update(f" {key}={'' if inner else _param_text(value)}".encode())
             for body in inner:
                 update(b"{")

@@ -23,6 +23,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.graph.casts_again import casts_again
+from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout, chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
@@ -34,7 +35,7 @@ from autopar.passes.planner.stage_choice import (
 )
 from autopar.passes.planner.stage_costs import Way, equal_runs
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
-from autopar.passes.planner.unit_costs import Mesh, UnitCosts, units_of
+from autopar.passes.planner.unit_costs import Mesh, UnitCosts
 from autopar.passes.slicing.stage_graphs import Stages
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned

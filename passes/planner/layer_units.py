@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from autopar.base.errors import OptionError
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.slicing.slice_stages import slice_stages
+from autopar.passes.slicing.stage_graphs import Stages
 
 MAX_UNITS = 48
 
@@ -53,3 +58,16 @@ def _longest_repetition(kinds: Sequence[object]) -> tuple[int, int, int]:
                 best = (start, place, period)
             start = place - period + 1
     return best
+
+
+def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
+    """A step cut into units, a stage each; None where it cannot be cut."""
+    try:
+        layers = split.layers.found.layers
+    except OptionError:
+        return None
+    starts = unit_starts([layer.digest for layer in layers])
+    if len(starts) < 2:
+        return None
+    report(f"slicing into {len(starts)} layers")
+    return slice_stages(split.step, split.rules, starts[1:], known=split.layers)

@@ -27,6 +27,7 @@ from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
+from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import (
     ExpectedSeconds,
     StageLayout,
@@ -58,7 +59,7 @@ from autopar.passes.planner.stages_within import (
     StagesPlanner,
     pipelines_within,
 )
-from autopar.passes.planner.unit_costs import UnitCosts, units_of
+from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints

@@ -18,6 +18,9 @@ MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh mus
 ONE_BATCH_MARGIN = 1.25  # the same without microbatches
 MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, there is less of it
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
+NEEDED_AT_LEAST = 0.8  # of an even part of all that units need on smaller meshes
+NEAR = 2  # times the microbatches that were priced: what these tell needs no pricing of its own
+SURELY = 0.95  # times the limit, what is told so may need
 
 
 class OneMeshBound(NamedTuple):
@@ -38,10 +41,9 @@ class OneMeshCosts:
     costs: UnitCosts
     num_devices: int
 
-    @cached_property
-    def by_mesh(self) -> dict[tuple[int, ...], float]:
-        """The seconds of a step with any memory, by logical shape."""
-        return self.costs.seconds_by_mesh(self.num_devices)
+    def by_mesh(self, longest: float) -> dict[tuple[int, ...], float]:
+        """The seconds of a step with any memory, by logical shape; of longer ones a guess."""
+        return self.costs.seconds_by_mesh(self.num_devices, longest)
 
     @cached_property
     def by_way(self) -> list[tuple[tuple[int, ...], UnitCost]]:
@@ -53,14 +55,24 @@ class OneMeshCosts:
         """The same without the shapes."""
         return [total for _, total in self.by_way]
 
-    def fitting(self, count: int, limit: int) -> dict[tuple[int, ...], float]:
-        """The least seconds of `count` microbatches in ways that fit, by logical shape."""
+    def fitting(
+        self, count: int, limit: int, priced: int | None = None
+    ) -> dict[tuple[int, ...], float]:
+        """The least seconds of `count` microbatches in ways that fit, by logical shape.
+
+        At the least, where another number of microbatches was `priced`.
+        """
         found: dict[tuple[int, ...], float] = {}
-        for mesh, total in self.by_way:
+        for mesh, known in self.by_way:
+            total = known.with_rows((priced or count) / count)
             if total.bytes_for_one <= limit:
                 seconds = count * total.seconds + total.once_seconds
                 found[mesh] = min(found.get(mesh, math.inf), seconds)
         return found
+
+    def may_do(self, priced: int, count: int, limit: int, longest: float) -> bool:
+        """Whether `count` microbatches may fit and be quick enough, where fewer were `priced`."""
+        return min(self.fitting(count, limit, priced).values(), default=math.inf) <= longest
 
 
 def find_bound(
@@ -71,7 +83,8 @@ def find_bound(
 ) -> OneMeshBound | None:
     """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
 
-    From one number that does not fit to the first that may. Where layers meet better than each has
+    From one number that does not fit to the first that may; what is told of twice as many by fewer
+    rows is not priced again where it surely fits. Where layers meet better than each has
     it alone, a whole plan takes less, hence the margin; the whole batch at once has no gradients to
     add up, hence a larger one. More microbatches only take longer.
 
@@ -90,14 +103,19 @@ def find_bound(
         if costs is None:
             return OneMeshBound(count)
         longest = _longest(count, best_seconds)
-        if min(costs.by_mesh.values(), default=math.inf) > longest:
+        free = costs.by_mesh(longest)
+        if min(free.values(), default=math.inf) > longest:
             return None
         fitting = costs.fitting(count, limit)
         if fitting:
-            expected = {**costs.by_mesh, **fitting}
-            return None if min(fitting.values()) > longest else OneMeshBound(count, expected)
+            known = {**free, **fitting}
+            return None if min(fitting.values()) > longest else OneMeshBound(count, known)
         longest = MARGIN * best_seconds
-        counts = [more for more in counts[1:] if _may_do(costs.totals, count, more, limit, longest)]
+        counts = [more for more in counts[1:] if costs.may_do(count, more, limit, longest)]
+        if counts and counts[0] <= NEAR * count:
+            near = costs.fitting(counts[0], int(SURELY * limit), count)
+            if near and min(near.values()) <= longest:
+                return OneMeshBound(counts[0], {**free, **near})
     return None
 
 
@@ -108,7 +126,8 @@ def worth_pricing(
 
     The devices of a larger mesh together take no less time than those of a part of it, which send
     each other less. So what layers take with any memory on the largest submesh is a bound, scaled
-    to the rows of a microbatch. And all devices together keep the activations of a microbatch.
+    to the rows of a microbatch. And all devices together keep the activations of a microbatch, and
+    hold about as much as those of smaller meshes; the whole batch at once needs no sums beside.
 
     Args:
       counts: numbers of microbatches.
@@ -127,12 +146,10 @@ def worth_pricing(
         rows = stages.num_microbatches / count
         costs = [total.with_rows(rows) for total in totals[largest]]
         least = min(count * total.seconds + total.once_seconds for total in costs)
-        kept = min(
-            size * total.with_rows(rows).bytes_per_microbatch
-            for size, ways in totals.items()
-            for total in ways
-        )
-        fits = state + KEPT_AT_LEAST * kept <= limit * devices
+        parts = [(size, total.with_rows(rows)) for size, ways in totals.items() for total in ways]
+        kept = min(size * total.bytes_per_microbatch for size, total in parts)
+        needed = min(size * total.bytes_for_one for size, total in parts) if count > 1 else 0
+        fits = max(state + KEPT_AT_LEAST * kept, NEEDED_AT_LEAST * needed) <= limit * devices
         if fits and least * largest / devices <= _longest(count, best_seconds):
             left.append(count)
     return left
@@ -164,13 +181,3 @@ def working_within(
 def _longest(count: int, best_seconds: float) -> float:
     """What the layers of one mesh may take with so many microbatches."""
     return (MARGIN if count > 1 else ONE_BATCH_MARGIN) * best_seconds
-
-
-def _may_do(totals: Sequence[UnitCost], count: int, more: int, limit: int, longest: float) -> bool:
-    """Whether a way to run `count` microbatches may fit with more of them, and be quick enough."""
-    for total in totals:
-        fewer_rows = total.with_rows(count / more)
-        seconds = more * fewer_rows.seconds + fewer_rows.once_seconds
-        if fewer_rows.bytes_for_one <= limit and seconds <= longest:
-            return True
-    return False

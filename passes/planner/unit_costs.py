@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import OptionError
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.layer_units import unit_starts
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.mesh_choice import stage_options
@@ -33,13 +31,13 @@ from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
 from autopar.passes.sharding.spmd_program import Block, Loop
-from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
 # where memory is short, plans are looked for that are smaller, though slower.
 # What is kept for every microbatch in flight is there once, or as often as on a middle stage. The
-# last one is tried if the dearest one fits: where that does not, nothing cheaper does.
+# last one is tried if of the others only the dearest fits: where that does not, nothing cheaper
+# does. The dearest one is tried anyway: it says with how few microbatches stages may fit.
 DEAREST = (4.0, True)
 PRICES = ((0.25, False), DEAREST, (0.25, True))
 NEARLY = 1.05  # times the limit: what needs so much without narrow copies is priced without them
@@ -79,19 +77,6 @@ class _FreeWays(NamedTuple):
         return [m for m in meshes if self.heaviest[m] <= TOO_SLOW * self.heaviest[meshes[0]]]
 
 
-def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
-    """A step cut into units, a stage each; None where it cannot be cut."""
-    try:
-        layers = split.layers.found.layers
-    except OptionError:
-        return None
-    starts = unit_starts([layer.digest for layer in layers])
-    if len(starts) < 2:
-        return None
-    report(f"slicing into {len(starts)} layers")
-    return slice_stages(split.step, split.rules, starts[1:], known=split.layers)
-
-
 class UnitCosts:
     """What units cost: those alike are planned once; on meshes that are quick for `alike` ones."""
 
@@ -123,27 +108,25 @@ class UnitCosts:
         """For each logical mesh of so many devices that is quick, and each price of memory.
 
         A price is not tried on a mesh that takes longer than `longest` seconds a step in equal
-        stages with any memory, nor a higher one where such stages fit.
+        stages with any memory.
         """
         free, limit = self._free_ways(size, longest), self._limit
         found = [*free.ways.items()]
         totals = {mesh: joined(way) for mesh, way in free.ways.items()}
         if all(self._needs(total) <= limit for total in totals.values()):
             return found
-        enough = set[Mesh]()  # meshes whose plans need no other price
+        enough, fits = set[Mesh](), dict[Mesh, bool]()  # meshes whose plans need no other price
         for price, (mesh, total) in itertools.product(PRICES, totals.items()):
             slow = self._step_seconds(total) > TOO_SLOW * self.least_seconds(size)
             if mesh in enough or slow or self._evenly(size, total) > longest:
                 continue
-            known = free.planned[mesh]
+            known, before = free.planned[mesh], fits.get(mesh, False)
             priced = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
-            fits = False
             if any(priced[kind] is not known[kind] for kind in priced):
                 found.append((mesh, self._way(priced, free.part)))
                 equal = self._in_equal_stages(size, found[-1][1])
-                fits = equal is not None and equal.bytes <= limit
-            is_last = not fits if price == DEAREST else fits
-            if is_last:
+                fits[mesh] = equal is not None and equal.bytes <= limit
+            if price == DEAREST and (before or not fits.get(mesh)):
                 enough.add(mesh)
         return found
 
@@ -233,12 +216,13 @@ class UnitCosts:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
         return min(self.seconds_by_mesh(size).values(), default=math.inf)
 
-    def seconds_by_mesh(self, size: int) -> dict[Mesh, float]:
+    def seconds_by_mesh(self, size: int, longest: float = math.inf) -> dict[Mesh, float]:
         """The same for each logical mesh of so many devices; of the slower ones a guess.
 
-        They are as much slower as with the layers that compute most.
+        They are as much slower as with the layers that compute most. But for the quickest, it is a
+        guess of all that is expected to take more than the `longest` seconds.
         """
-        free = self._free_ways(size)
+        free = self._free_ways(size, longest)
         found = {mesh: self._step_seconds(joined(way)) for mesh, way in free.ways.items()}
         if not found:
             return {}
@@ -249,8 +233,8 @@ class UnitCosts:
     def _free_ways(self, size: int, longest: float = math.inf) -> _FreeWays:
         """The plans with any memory on the logical meshes of so many devices that are quick.
 
-        The kind that computes most says which these are. But for the quickest, they take at most so
-        long in equal stages.
+        The kind that computes most says which these are. But for the quickest, units of that kind
+        take at most so long in equal stages; or all units, on one mesh, if they are as much slower.
         """
         if size not in self._free:
             self._free[size] = self._found_free_ways(size, longest)
@@ -313,14 +297,16 @@ class UnitCosts:
         return planned
 
     def _found_free_ways(self, size: int, longest: float) -> _FreeWays:
-        made, often = self._begin(size), self._kinds.count(self._heaviest)
+        made = self._begin(size)
         quickest = made.quickest()
+        is_whole = size == self._cluster.num_devices
         for mesh in quickest:
             cost = self._cost(self._heaviest, made.planned[mesh][self._heaviest], made.part)
-            all_alike = cost._replace(
-                seconds=often * cost.seconds, once_seconds=often * cost.once_seconds
-            )
-            if mesh != quickest[0] and self._evenly(size, all_alike) > longest:
+            least = self._evenly(size, cost.often(self._kinds.count(self._heaviest)))
+            if is_whole and made.ways and made.heaviest[quickest[0]]:
+                slower = made.heaviest[mesh] / made.heaviest[quickest[0]]
+                least = slower * self._evenly(size, joined(made.ways[quickest[0]]))
+            if mesh != quickest[0] and least > longest:
                 continue
             for kind in self.typical:
                 if kind != self._heaviest:
@@ -329,8 +315,23 @@ class UnitCosts:
         return made
 
     def totals(self, size: int) -> list[tuple[Mesh, UnitCost]]:
-        """What all units need on one mesh of so many devices, in each of the ways to run them."""
-        return [(mesh, joined(way)) for mesh, way in self.ways(size)]
+        """What all units need on one mesh of so many devices, in ways to run them.
+
+        With any memory; where that does not fit, at the dearest price; where that does, at a lower
+        one as well, which is the quicker of the two.
+        """
+        free, cheaper = self._free_ways(size), PRICES[0]
+        found = [(mesh, joined(way)) for mesh, way in free.ways.items()]
+        if any(total.bytes_for_one > self._limit for _, total in found):
+            for mesh, total in found[:]:
+                if self._step_seconds(total) > TOO_SLOW * self.least_seconds(size):
+                    continue
+                for price in (DEAREST, cheaper):
+                    kinds = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
+                    found.append((mesh, joined(self._way(kinds, free.part))))
+                    if found[-1][1].bytes_for_one > self._limit:
+                        break
+        return found
 
     def _flops(self, kind: Kind) -> float:
         """Of all units of a kind together."""

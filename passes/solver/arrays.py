@@ -155,7 +155,9 @@ def flatten(model: Model) -> Arrays:
         within = np.arange(len(slot_edge)) - slots[k][edges][slot_edge]
         slot_bounds = np.searchsorted(level[near][slot_edge], np.arange(levels + 1))
         cell_bounds = slot_start[slot_bounds]
-        cell_slot = np.repeat(np.arange(len(slot_edge)), slot_size)
+        # In place: there may be ten million cells, and new pages take longer than sums.
+        far_slot = np.repeat(slots[1 - k][edges][slot_edge] - slot_start[:-1], slot_size)
+        far_slot += np.arange(len(cells))
         return Side(
             cells=cells.astype(np.float64),
             exact=cells,
@@ -164,9 +166,7 @@ def flatten(model: Model) -> Arrays:
             slot_node=first[near][slot_edge] + within,
             slot_far=far[slot_edge],
             slot_edge=slot_edge,
-            cell_far_slot=slots[1 - k][edges][slot_edge[cell_slot]]
-            + np.arange(len(cells))
-            - slot_start[cell_slot],
+            cell_far_slot=far_slot,
             node_degree=np.bincount(near, minlength=len(names)),
             level_slots=slot_bounds,
             level_cells=cell_bounds,

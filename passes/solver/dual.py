@@ -133,7 +133,7 @@ class Dual:
                 here *= left[f0:f1]
         # Each edge was pulled empty after its last push, so the nodes hold all that is left.
         bound = float(np.minimum.reduceat(nodes, arrays.first[:-1]).sum())
-        return bound - float(self.prices @ arrays.room)
+        return bound - float((self.prices * arrays.room).sum())
 
 
 class Chooser:

@@ -224,7 +224,7 @@ def _program(
     else:
         node_costs, room_costs = node_costs - dual.price_costs(dual.prices), np.zeros(0)
     costs = np.concatenate([node_costs[strategies], np.maximum(kept, 0.0), room_costs])
-    constant = float(least.sum() - dual.prices @ arrays.room)
+    constant = float(least.sum() - (dual.prices * arrays.room).sum())
     # Slots of strategies in the program; one without pairs rules its strategy out.
     slots_high = np.flatnonzero(column_of[high.slot_node] >= 0)
     slots_low = np.flatnonzero(column_of[low.slot_node] >= 0)

@@ -100,7 +100,7 @@ class Neighbourhoods:
             int(arrays.row_start[r] + slack[arrays.row_start[r] : arrays.row_end[r]].argmin())
             for r in rows
         ]
-        points.append(int(random.choice(np.argsort(slack)[:20])))
+        points.append(int(random.choice(np.argsort(slack, kind="stable")[:20])))
         point = points[int(random.integers(len(points)))]
         alive = arrays.row_node[(arrays.row_start <= point) & (point < arrays.row_end)]
         return random.permutation(alive)[:count].tolist()
