@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.base.run_flags import LATENCY_HIDING, MEMORY_FRACTION, missing_flags
+from autopar.base.run_flags import (
+    LATENCY_HIDING,
+    MEMORY_FRACTION,
+    missing_flags,
+    ordered_options,
+)
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.requests import warn_of_flags
+from autopar.runtime.ahead import compile_with
 from autopar.runtime.stage_programs import StagePrograms
 from autopar.runtime.verification.targets import target_named
 
@@ -66,8 +72,19 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
     assert {name: str(value).lower() for name, value in told.items()} == {
         x.name: x.value for x in plan.flags
     }
-    assert options("gpu", False, True) == options("tpu", True, True) == {}
+    assert options("gpu", False, True) == {}
+    assert options("tpu", True, True) == options("tpu", False, False) == ordered_options()
     assert options("cpu", True, True) == {} != options("cpu", True, False)
+
+
+def test_a_compiler_need_not_know_of_orders() -> None:
+    lowered = jax.jit(step).lower(WEIGHTS, ROWS)  # as a CPU's does not
+    more: dict[str, str | bool] = {"xla_cpu_enable_fast_math": False}
+    compiled, taken = compile_with(lowered, {**ordered_options(), **more})
+    assert compiled.as_text() and taken == more
+    assert compile_with(lowered, ordered_options())[1] is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown"):
+        compile_with(lowered, {"xla_unknown": True, **more})
 
 
 def test_tpus_are_told_in_their_environment() -> None:
