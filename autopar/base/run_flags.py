@@ -118,7 +118,7 @@ def overlapped_options() -> dict[str, str | bool]:
 def ordered_options() -> dict[str, str | bool]:
     """What XLA for TPUs is told with every program: to begin with a list scheduler's order.
 
-    Memory is planned for it; what XLA chooses by itself may need more (`compiler_rules.py`).
+    Memory is planned for it; what XLA chooses by itself may need more (`late_sums.py`).
     """
     return {MEMORY_SCHEDULER: "list"}
 

@@ -74,15 +74,8 @@ assignment too):
   for one device or eight, with remat or not) and products of other concatenations, along rows and
   columns.
 - Gradients are added over devices when the backward pass is over, and some of their products run
-  there as well, with what they read (`late_sums.py`). Mixtures of experts were planned 20% too
-  small without.
-- Order: XLA first orders a program by the one of three algorithms that needs least memory (a list
-  scheduler, depth first, result by result), before collectives are moved; the latency-hiding
-  scheduler keeps to it where it does not care. Result by result, all gradients of weights are made
-  at the end, and what they read stays: the logits of a tied table. Where these are small beside
-  attention that seems to need less, until the sums over devices are moved after all of them: GPTs
-  by `zero3` took 6 and 8% more than in the list's order. So programs are compiled in the list's
-  order, which is that of the plan (`ordered_options`).
+  there as well, with what they read (`late_sums.py`, which says in what order XLA begins). Mixtures
+  of experts were planned 20% too small without.
 - A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
   are written in float32 and read by the backward pass, the scores not if the row is short enough
   for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not: a loss reads the logits

@@ -49,7 +49,7 @@ def turned_sums(block: Block) -> dict[int, tuple[int, ...]]:
         if not isinstance(made, Compute) or made.eqn.primitive.name not in PRODUCTS:
             continue
         own = order = tuple(range(len(aval_shape(instruction.target.atom))))
-        while len(after) == 1 and (permutation := _transposition(after[0])):
+        while len(after) == 1 and after[0] and (permutation := _transposition(after[0])):
             order = tuple(order[dim] for dim in permutation)
             (result,) = writes(after[0])
             after = readers[result]
@@ -58,7 +58,7 @@ def turned_sums(block: Block) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _transposition(instruction: Instruction | None) -> tuple[int, ...]:
+def _transposition(instruction: Instruction) -> tuple[int, ...]:
     """The order that an instruction gives its operand's dimensions; () if it does anything else."""
     if not isinstance(instruction, Compute) or instruction.eqn.primitive.name != "transpose":
         return ()
