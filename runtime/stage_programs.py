@@ -33,7 +33,7 @@ from autopar.passes.pipeline.instructions import (
 )
 from autopar.passes.sharding.compiler_rules import CPU, RULES, TPU, backend_of
 from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
+from autopar.passes.sharding.spmd_program import Loop, ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
 from autopar.runtime.compiled_pieces import CompileOnce, are_absent
 from autopar.runtime.spmd import block_function, partition_spec
@@ -222,9 +222,11 @@ class StagePrograms:
         backend = backend_of(platform)
         if backend == CPU:
             return {} if is_whole else FRUGAL
+        program = self.pieces.programs[stage]
         if backend == TPU:
-            return ordered_options()
-        return overlapped_options() if self.pieces.programs[stage].overlapped else {}
+            has_loops = any(isinstance(x, Loop) for x in program.block.instructions)
+            return {} if has_loops else ordered_options()
+        return overlapped_options() if program.overlapped else {}
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:
         aval, place = self.pieces.versions[number].atom.aval, self.places[number]

@@ -18,6 +18,7 @@ from autopar.base.run_flags import (
     ordered_options,
 )
 from autopar.errors import AutoparError, AutoparWarning
+from autopar.passes.sharding.spmd_program import Block, Loop, SpmdProgram
 from autopar.requests import warn_of_flags
 from autopar.runtime.ahead import compile_with
 from autopar.runtime.stage_programs import StagePrograms
@@ -58,9 +59,13 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
     assert all("".join(x.source.split())[:40] in text for x in others)
     assert autopar.Plan.from_json(plan.to_json()).flags == plan.flags
 
-    def options(platform: str, is_overlapped: bool, is_whole: bool) -> Any:
+    nothing = Block((), (), ())
+    loop = Loop(jax.make_jaxpr(jnp.sin)(1.0).eqns[0], (), (), nothing)
+
+    def options(platform: str, is_overlapped: bool, is_whole: bool, has_loops: bool = False) -> Any:
         device = SimpleNamespace(flat=[SimpleNamespace(platform=platform)])
-        programs = [SimpleNamespace(overlapped=is_overlapped)]
+        block = dataclasses.replace(nothing, instructions=(loop,) if has_loops else ())
+        programs = [SpmdProgram((8,), ("x",), block, overlapped=is_overlapped)]
         own: Any = SimpleNamespace(
             stage_meshes=[SimpleNamespace(devices=device)],
             pieces=SimpleNamespace(programs=programs),
@@ -74,6 +79,7 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
     }
     assert options("gpu", False, True) == {}
     assert options("tpu", True, True) == options("tpu", False, False) == ordered_options()
+    assert options("tpu", True, True, has_loops=True) == {}
     assert options("cpu", True, True) == {} != options("cpu", True, False)
 
 

@@ -116,7 +116,7 @@ def overlapped_options() -> dict[str, str | bool]:
 
 
 def ordered_options() -> dict[str, str | bool]:
-    """What XLA for TPUs is told with every program: to begin with a list scheduler's order.
+    """What XLA for TPUs is told with programs without loops: to begin with a list scheduler's order.
 
     Memory is planned for it; what XLA chooses by itself may need more (`late_sums.py`).
     """
