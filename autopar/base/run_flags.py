@@ -116,9 +116,9 @@ def overlapped_options() -> dict[str, str | bool]:
 
 
 def ordered_options() -> dict[str, str | bool]:
-    """What XLA for TPUs is told with programs without loops: to begin with a list scheduler's order.
+    """What XLA for TPUs is told with programs without loops: a list scheduler's order.
 
-    Memory is planned for it; what XLA chooses by itself may need more (`late_sums.py`).
+    Memory is planned for that; what XLA chooses by itself may need more (`late_sums.py`).
     """
     return {MEMORY_SCHEDULER: "list"}
 
