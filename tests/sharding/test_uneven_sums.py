@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import RULES, TPU
 from autopar.passes.sharding.fused_peak import made_by
 from autopar.passes.sharding.held_values import HeldValues, held_values
@@ -140,3 +141,21 @@ def test_what_is_gathered_of_new_state_is_there_until_all_but_the_largest_is() -
         if isinstance(x, Relayout) and x.target in reads(instructions[number])
     ]
     assert len(gathers) == 4 and max(others) < min(added) < last
+
+
+@pytest.mark.parametrize("rows", [1376 * 8, 1280 * 8])
+def test_parameters_are_copied_into_the_order_in_which_updates_are_gathered(rows: int) -> None:
+    def step(state: Any, x: Any) -> Any:
+        def loss(weight: Any) -> Any:
+            return jnp.mean(jnp.square((x @ weight.astype(x.dtype)).astype(jnp.float32)))
+
+        weight, moment = state
+        moment = 0.9 * moment + jax.grad(loss)(weight)
+        return (weight - 0.1 * jnp.tanh(moment), moment)
+
+    shapes = shaped(512, rows), shaped(8, ROWS, 512, dtype=jnp.bfloat16)
+    graph = graph_of(step, (shapes[0], shapes[0]), shapes[1], batch_argnums=(1,))
+    made = sharded(compiled(graph, method="zero2", microbatches=1))
+    program = dataclasses.replace(made, rules=RULES[TPU])
+    copies = boundary_copies(program.block, program.mesh, held_of(program))
+    assert [x.bytes for x in copies] == ([4 * 512 * rows] if rows % 2048 else [])
