@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.base.run_flags import MEMORY_SCHEDULER
 from autopar.passes.graph.graph import Input
 
 
@@ -98,11 +99,27 @@ def compile_lowered(
     settings: Mapping[str, Any],
 ) -> Any:
     """What `compile_ahead` gives, of what was lowered with these settings."""
-    compiled = lowered.compile(compiler_options=compiler_options)
+    compiled, taken = compile_with(lowered, compiler_options)
     leaves = (*jax.tree.leaves(shapes), *jax.tree.leaves(lowered.out_info))
     if not any(map(_is_small, leaves)):
         return compiled
-    return CalledByJit(compiled, jax.jit(function, compiler_options=compiler_options, **settings))
+    return CalledByJit(compiled, jax.jit(function, compiler_options=taken, **settings))
+
+
+def compile_with(
+    lowered: jax.stages.Lowered, options: Mapping[str, str | bool] | None
+) -> tuple[jax.stages.Compiled, dict[str, str | bool] | None]:
+    """What was lowered, compiled with these options, and those that the compiler took.
+
+    That of another release may not know of orders (`ordered_options`).
+    """
+    taken = dict(options or {})
+    try:
+        return lowered.compile(compiler_options=taken or None), taken or None
+    except jax.errors.JaxRuntimeError as error:
+        if taken.pop(MEMORY_SCHEDULER, None) is None or MEMORY_SCHEDULER not in str(error):
+            raise
+    return lowered.compile(compiler_options=taken or None), taken or None
 
 
 def _is_small(leaf: Any) -> bool:

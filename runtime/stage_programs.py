@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.arrays.buffers import HOST_MEMORY
 from autopar.base.errors import DeviceError
-from autopar.base.run_flags import overlapped_options
+from autopar.base.run_flags import ordered_options, overlapped_options
 from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
 from autopar.passes.pipeline.instructions import (
@@ -31,9 +31,9 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
 )
-from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, backend_of
+from autopar.passes.sharding.compiler_rules import CPU, RULES, TPU, backend_of
 from autopar.passes.sharding.layout import Layout, num_parts
-from autopar.passes.sharding.spmd_program import ShardedValue, SpmdProgram
+from autopar.passes.sharding.spmd_program import Loop, ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
 from autopar.runtime.compiled_pieces import CompileOnce, are_absent
 from autopar.runtime.spmd import block_function, partition_spec
@@ -219,11 +219,14 @@ class StagePrograms:
     def compiler_options(self, stage: int, is_whole: bool = False) -> dict[str, str | bool]:
         """What XLA is told for a piece of a stage, or for a step that is one piece."""
         platform = self.stage_meshes[stage].devices.flat[0].platform
-        if backend_of(platform) == CPU:
+        backend = backend_of(platform)
+        if backend == CPU:
             return {} if is_whole else FRUGAL
-        if backend_of(platform) == GPU and self.pieces.programs[stage].overlapped:
-            return overlapped_options()
-        return {}
+        program = self.pieces.programs[stage]
+        if backend == TPU:
+            has_loops = any(isinstance(x, Loop) for x in program.block.instructions)
+            return {} if has_loops else ordered_options()
+        return overlapped_options() if program.overlapped else {}
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:
         aval, place = self.pieces.versions[number].atom.aval, self.places[number]

@@ -11,9 +11,16 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.base.run_flags import LATENCY_HIDING, MEMORY_FRACTION, missing_flags
+from autopar.base.run_flags import (
+    LATENCY_HIDING,
+    MEMORY_FRACTION,
+    missing_flags,
+    ordered_options,
+)
 from autopar.errors import AutoparError, AutoparWarning
+from autopar.passes.sharding.spmd_program import Block, Loop, SpmdProgram
 from autopar.requests import warn_of_flags
+from autopar.runtime.ahead import compile_with
 from autopar.runtime.stage_programs import StagePrograms
 from autopar.runtime.verification.targets import target_named
 
@@ -52,9 +59,13 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
     assert all("".join(x.source.split())[:40] in text for x in others)
     assert autopar.Plan.from_json(plan.to_json()).flags == plan.flags
 
-    def options(platform: str, is_overlapped: bool, is_whole: bool) -> Any:
+    nothing = Block((), (), ())
+    loop = Loop(jax.make_jaxpr(jnp.sin)(1.0).eqns[0], (), (), nothing)
+
+    def options(platform: str, is_overlapped: bool, is_whole: bool, has_loops: bool = False) -> Any:
         device = SimpleNamespace(flat=[SimpleNamespace(platform=platform)])
-        programs = [SimpleNamespace(overlapped=is_overlapped)]
+        block = dataclasses.replace(nothing, instructions=(loop,) if has_loops else ())
+        programs = [SpmdProgram((8,), ("x",), block, overlapped=is_overlapped)]
         own: Any = SimpleNamespace(
             stage_meshes=[SimpleNamespace(devices=device)],
             pieces=SimpleNamespace(programs=programs),
@@ -66,8 +77,20 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
     assert {name: str(value).lower() for name, value in told.items()} == {
         x.name: x.value for x in plan.flags
     }
-    assert options("gpu", False, True) == options("tpu", True, True) == {}
+    assert options("gpu", False, True) == {}
+    assert options("tpu", True, True) == options("tpu", False, False) == ordered_options()
+    assert options("tpu", True, True, has_loops=True) == {}
     assert options("cpu", True, True) == {} != options("cpu", True, False)
+
+
+def test_a_compiler_need_not_know_of_orders() -> None:
+    lowered = jax.jit(step).lower(WEIGHTS, ROWS)  # as a CPU's does not
+    more: dict[str, str | bool] = {"xla_cpu_enable_fast_math": False}
+    compiled, taken = compile_with(lowered, {**ordered_options(), **more})
+    assert compiled.as_text() and taken == more
+    assert compile_with(lowered, ordered_options())[1] is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown"):
+        compile_with(lowered, {"xla_unknown": True, **more})
 
 
 def test_tpus_are_told_in_their_environment() -> None:

@@ -14,6 +14,7 @@ from autopar.base.records import Record
 from autopar.base.units import format_bytes
 
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+MEMORY_SCHEDULER = "xla_memory_scheduler"
 TPU_FLAGS = "LIBTPU_INIT_ARGS"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_FRACTION = 0.75
@@ -112,6 +113,14 @@ def overlapped_options() -> dict[str, str | bool]:
         f"xla_gpu_{kind}_combine_threshold_bytes": str(COMBINED_BYTES) for kind in COMBINED_KINDS
     }
     return {LATENCY_HIDING: True, **combining, COLLECTIVE_MATMUL: str(NO_COLLECTIVE_MATMUL)}
+
+
+def ordered_options() -> dict[str, str | bool]:
+    """What XLA for TPUs is told with programs without loops: a list scheduler's order.
+
+    Memory is planned for that; what XLA chooses by itself may need more (`late_sums.py`).
+    """
+    return {MEMORY_SCHEDULER: "list"}
 
 
 def missing_flags(plan: PlanRecord, environment: Mapping[str, str]) -> tuple[RunFlag, ...]:

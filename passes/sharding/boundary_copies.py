@@ -10,26 +10,35 @@ and a forward pass copies them out.
 A loop over microbatches holds a table in both orders, if it takes rows out of it and products read
 it too (tied embeddings): the other one is copied once, before the loop. Found on GPTs of 125M, 350M
 and 1.3B by `zero2`; a step without such a loop holds it in one order.
+
+What was summed and is gathered across vectors, not along them (`lies_across`), is added to the
+parameter in that order, of which there is a copy then. Found on a Llama by `zero2`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import PRODUCTS
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.sharding.compiler_rules import VECTOR_LANES, CompilerRules, reduces_rows
+from autopar.passes.sharding.compiler_rules import (
+    VECTOR_LANES,
+    CompilerRules,
+    lies_across,
+    reduces_rows,
+)
 from autopar.passes.sharding.heap import HeapBuffer
 from autopar.passes.sharding.held_values import HeldValues
-from autopar.passes.sharding.layout import local_shape
+from autopar.passes.sharding.layout import local_shape, num_parts
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
     Loop,
+    Relayout,
     ShardedValue,
     is_literal,
     local_bytes,
@@ -68,11 +77,31 @@ def boundary_copies(
             batched.update(made)
         elif reduces_rows(instruction.eqn) and batched & found:
             turned.update(found & (inputs | outputs))
-    copied = (v for v in (*block.inputs, *outputs) if v in turned - whole and times[v])
+    copied = [v for v in (*block.inputs, *outputs) if v in turned - whole and times[v]]
     return [
-        HeapBuffer(local_bytes(v, mesh), min(times[v]), max(times[v]))
-        for v in dict.fromkeys(copied)
+        *(
+            HeapBuffer(local_bytes(v, mesh), min(times[v]), max(times[v]))
+            for v in dict.fromkeys(copied)
+        ),
+        *_copied_for_gathers(block, mesh),
     ]
+
+
+def _copied_for_gathers(block: Block, mesh: Sequence[int]) -> Iterator[HeapBuffer]:
+    """Of arguments to which is added what was gathered in the other order of dimensions."""
+    gathered: dict[ShardedValue, int] = {}
+    entering = set(block.inputs)
+    for time, instruction in enumerate(block.instructions):
+        if isinstance(instruction, Relayout) and instruction.purpose == "state":
+            target = instruction.target
+            shape = aval_shape(target.atom)
+            for step in instruction.steps:
+                is_last = len(shape) == 2 and step.dim == 1 and step.kind == "all-gather"
+                if is_last and lies_across(shape[1] // num_parts(step.axes, mesh)):
+                    gathered[target] = time
+        elif first := [gathered[v] for v in reads(instruction) if v in gathered]:
+            for value in entering.intersection(reads(instruction)):
+                yield HeapBuffer(local_bytes(value, mesh), min(first), time)
 
 
 def _is_large(value: ShardedValue, mesh: Sequence[int]) -> bool:

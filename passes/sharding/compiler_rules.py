@@ -74,8 +74,8 @@ assignment too):
   for one device or eight, with remat or not) and products of other concatenations, along rows and
   columns.
 - Gradients are added over devices when the backward pass is over, and some of their products run
-  there as well, with what they read (`late_sums.py`). Mixtures of experts were planned 20% too
-  small without.
+  there as well, with what they read (`late_sums.py`, which says in what order XLA begins). Mixtures
+  of experts were planned 20% too small without.
 - A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
   are written in float32 and read by the backward pass, the scores not if the row is short enough
   for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not: a loss reads the logits
@@ -109,8 +109,9 @@ assignment too):
 - The scheduler hides the gathers of new state at the end of a step (`zero1`, `zero2`) beside
   products that nothing else waits for, those of weights' gradients: these are left to the end, and
   all that they read stays, in spite of `jax.checkpoint`. Found on a GPT with `zero2`, planned 42%
-  too small; not where little is gathered, as the biases of `shard`; told to
-  save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it does not.
+  too small; not those whose sums run at once (`uneven_sums.py`), and not where little is gathered,
+  as the biases of `shard`; told to save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it
+  does not.
 - Where pieces of pipelines begin and end, exponentials of softmaxes and what fills vectors only in
   another order of dimensions are copied, and tied tables before loops (`boundary_copies.py`).
 - Elementwise operations are in the order of dimensions of what they read. So a gradient that is
@@ -334,6 +335,15 @@ def backend_of(device_name: str) -> str:
 def rules_of(device_name: str) -> CompilerRules:
     """The rules for a kind of device."""
     return RULES[backend_of(device_name)]
+
+
+def lies_across(part: int) -> bool:
+    """Whether devices add and gather parts of a matrix's last dimension across TPUs' vectors.
+
+    They do where these are no whole pairs of vectors: XLA orders the dimensions so, or is made to
+    (`CompilerRules.is_scattered_across`).
+    """
+    return part % (2 * VECTOR_LANES) != 0
 
 
 def is_same_buffer(eqn: JaxprEqn, bytes_read: int, bytes_made: int) -> bool:

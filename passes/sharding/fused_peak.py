@@ -130,12 +130,12 @@ class _Moments:
         )
         self.parts = set(map(self.held.root, parts_of_vectors(block.instructions)))
         times = self.held.run_times(program)
-        moments = late_times(block, self.held, times) if rules.sums_last else times
+        left = products_left(block, mesh) if rules.leaves_products else []
+        moments = late_times(block, self.held, times, mesh, left) if rules.sums_last else times
         order = sorted(range(len(program)), key=moments.__getitem__)
         instructions = tuple(block.instructions[number] for number in order)
         if instructions != block.instructions:
             waiting = ties(replace(block, instructions=instructions), mesh, rules.keeps_order)
-        left = products_left(block, mesh) if rules.leaves_products else []
         self.block = block = replace(block, instructions=instructions)
         self.last: dict[ShardedValue, int] = {}
         end = len(block.instructions)
@@ -163,7 +163,7 @@ class _Moments:
             if isinstance(instruction, Relayout):
                 after = max(made.get(v, -1) for v in tie.results)
                 self.early[after + 1].append(instruction.target)
-        for instruction in left:
+        for instruction in () if rules.sums_last else left:  # else they run at the end
             self.last.update(dict.fromkeys(self.read(instruction), end))
         self.last.update(dict.fromkeys(self.held.read_by(outputs), end))
         # In the order of the program, not of a set: of the buffers that die, the first is reused.

@@ -5,7 +5,8 @@ operations as it finds their operands: with the sum over devices between the pro
 transposition, which it cannot fold then, the optimizer's update runs in the transposed order, and
 the weight and its moments, as they are given and as they are returned, are copied into it and out
 of it. So the devices add what is transposed already. Found on a GPT (libtpu 0.0.42): six copies in
-float32 of every weight, three of them there from the beginning of the step.
+float32 of every weight, three of them there from the beginning of the step. What is transposed
+twice lies as it was, and is added so: the gradient of tied embeddings.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from autopar.passes.graph.primitives import PRODUCTS
+from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
@@ -44,11 +46,20 @@ def turned_sums(block: Block) -> dict[int, tuple[int, ...]]:
         made = maker.get(instruction.source)
         if len(after) != 1 or len(readers[instruction.source]) != 1:
             continue
-        is_product = isinstance(made, Compute) and made.eqn.primitive.name in PRODUCTS
-        if is_product and isinstance(after[0], Compute) and _is_transposition(after[0]):
-            found[number] = tuple(after[0].eqn.params["permutation"])
+        if not isinstance(made, Compute) or made.eqn.primitive.name not in PRODUCTS:
+            continue
+        own = order = tuple(range(len(aval_shape(instruction.target.atom))))
+        while len(after) == 1 and after[0] and (permutation := _transposition(after[0])):
+            order = tuple(order[dim] for dim in permutation)
+            (result,) = writes(after[0])
+            after = readers[result]
+        if order != own:
+            found[number] = order
     return found
 
 
-def _is_transposition(instruction: Compute) -> bool:
-    return instruction.eqn.primitive.name == "transpose"
+def _transposition(instruction: Instruction) -> tuple[int, ...]:
+    """The order that an instruction gives its operand's dimensions; () if it does anything else."""
+    if not isinstance(instruction, Compute) or instruction.eqn.primitive.name != "transpose":
+        return ()
+    return tuple(instruction.eqn.params["permutation"])

@@ -35,7 +35,7 @@ from autopar.base.compiled_records import (
 from autopar.passes.graph.graph import Input
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.pieces.pieces import Runnable
-from autopar.runtime.ahead import leaves_to_donate
+from autopar.runtime.ahead import compile_with, leaves_to_donate
 from autopar.runtime.compiled_pieces import program_text
 from autopar.runtime.local import LocalProgram
 from autopar.runtime.ray.transport import pickling
@@ -122,7 +122,7 @@ class Prober:
             if is_tpu:  # it writes text anyway, and knows no such option
                 text_of = TEXT_AFTER_PASSES
             try:
-                made = lowered.compile(compiler_options={**options, "xla_dump_to": name, **text_of})
+                made, _ = compile_with(lowered, {**options, "xla_dump_to": name, **text_of})
             except Exception as error:  # what did not fit was placed before
                 self.ended = time.monotonic()
                 try:

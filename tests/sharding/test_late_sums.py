@@ -53,7 +53,7 @@ def held_of(program: SpmdProgram) -> HeldValues[Any]:
 def late_products(program: SpmdProgram) -> dict[tuple[int, ...], bool]:
     """By the shapes of products' results: whether they are left to the end."""
     found = {}
-    late = are_late(program.block, held_of(program))
+    late = are_late(program.block, held_of(program), program.mesh)
     for instruction, is_late in zip(program.block.instructions, late, strict=True):
         if isinstance(instruction, Compute) and instruction.eqn.primitive.name == "dot_general":
             value = instruction.results[0]
@@ -106,7 +106,7 @@ def test_a_gradient_runs_with_those_that_read_what_its_kernel_reads() -> None:
 
         program = program_of(step, "data", shapes)
         times = list(range(len(program.block.instructions)))
-        moments = late_times(program.block, held_of(program), times)
+        moments = late_times(program.block, held_of(program), times, program.mesh)
         products = [
             n
             for n in times
@@ -136,7 +136,7 @@ def test_the_end_is_before_what_waits_for_more_gathers() -> None:
     block = dataclasses.replace(made, rules=RULES[TPU]).block
     held = held_of(dataclasses.replace(made, rules=RULES[TPU]))
     times = list(range(len(block.instructions)))
-    moments = late_times(block, held, times)
+    moments = late_times(block, held, times, made.mesh)
     sums = [n for n in times if is_gradient_sum(block.instructions[n])]
     order = sorted(times, key=moments.__getitem__)
     after = [order[order.index(n) :] for n in sums]

@@ -237,13 +237,16 @@ def test_reduce_scatters_run_across_what_tpus_would_reduce_whole(
         assert int(told.partition(" ")[0]) == last - (is_across and backend == TPU)
 
 
-def test_tpus_add_gradients_in_the_order_in_which_they_are_read() -> None:
+@pytest.mark.parametrize("is_turned_back", [False, True])
+def test_tpus_add_gradients_in_the_order_in_which_they_are_read(is_turned_back: bool) -> None:
     def gradient(x: Any, y: Any) -> Any:
-        return (y.T @ x).T
+        turned = (y.T @ x).T
+        return turned.T if is_turned_back else turned
 
     shapes = jnp.zeros((4, 8)), jnp.zeros((4, 16))
     jaxpr = jax.make_jaxpr(gradient)(*shapes).jaxpr
-    *before, product, turned = jaxpr.eqns
+    (at,) = (n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general")
+    before, product, turns = jaxpr.eqns[:at], jaxpr.eqns[at], jaxpr.eqns[at + 1 :]
     whole = replicated(2)
     partial, cut = whole._replace(partial=((0, "sum"),)), Layout(((0,), ()))
     inputs = tuple(ShardedValue(v, whole) for v in jaxpr.invars)
@@ -253,15 +256,18 @@ def test_tpus_add_gradients_in_the_order_in_which_they_are_read() -> None:
         versions[eqn.outvars[0]] = ShardedValue(eqn.outvars[0], whole)
         made = tuple(versions[v] for v in (*eqn.invars, *eqn.outvars))
         instructions.append(Compute(eqn, made[:-1], made[-1:]))
-    variable, result = product.outvars[0], ShardedValue(turned.outvars[0], Layout(((), (0,))))
-    source, target = ShardedValue(variable, partial), ShardedValue(variable, cut)
+    variable = product.outvars[0]
+    source, result = ShardedValue(variable, partial), ShardedValue(variable, cut)
     instructions += [
         Compute(product, tuple(versions[v] for v in product.invars), (source,)),
-        Relayout(source, target, reshard_steps(partial, cut, (8,)), "gradient", ""),
-        Compute(turned, (target,), (result,)),
+        Relayout(source, result, reshard_steps(partial, cut, (8,)), "gradient", ""),
     ]
+    for eqn in turns:
+        operand, layout = result, Layout(result.layout.dims[::-1])
+        result = ShardedValue(eqn.outvars[0], layout)
+        instructions.append(Compute(eqn, (operand,), (result,)))
     block = Block(inputs, tuple(instructions), (result,))
-    assert list(turned_sums(block).values()) == [(1, 0)]
+    assert list(turned_sums(block).values()) == ([] if is_turned_back else [(1, 0)])
     rows = np.arange(32 * 8).reshape(32, 8) % 7, np.arange(32 * 16).reshape(32, 16) % 5
     places = []
     for backend in (CPU, TPU):
@@ -271,11 +277,12 @@ def test_tpus_add_gradients_in_the_order_in_which_they_are_read() -> None:
                 lambda x, y, run=run: run([x, y])[0],
                 mesh=jax.make_mesh((8,), ("x",), (AxisType.Auto,)),
                 in_specs=PartitionSpec("x"),
-                out_specs=PartitionSpec(None, "x"),
+                out_specs=PartitionSpec("x") if is_turned_back else PartitionSpec(None, "x"),
             )
         )
         arguments = [jnp.asarray(x, jnp.float32) for x in rows]
-        np.testing.assert_array_equal(step(*arguments), rows[0].T @ rows[1])
+        expected = rows[0].T @ rows[1]
+        np.testing.assert_array_equal(step(*arguments), expected.T if is_turned_back else expected)
         text = step.lower(*arguments).as_text()
         places.append(int(text.partition("scatter_dimension = ")[2].partition(" ")[0]))
-    assert places == [0, 1]
+    assert places == [0, 0 if is_turned_back else 1]
