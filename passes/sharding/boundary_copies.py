@@ -27,7 +27,6 @@ from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.compiler_rules import (
     VECTOR_LANES,
     CompilerRules,
-    lies_across,
     reduces_rows,
 )
 from autopar.passes.sharding.heap import HeapBuffer
@@ -45,6 +44,7 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
+from autopar.passes.sharding.tiles import lies_across
 
 LARGE_BYTES = 1 << 20
 """What is smaller is copied beside everything else."""
@@ -100,8 +100,9 @@ def _copied_for_gathers(block: Block, mesh: Sequence[int]) -> Iterator[HeapBuffe
                 if is_last and lies_across(shape[1] // num_parts(step.axes, mesh)):
                     gathered[target] = time
         elif first := [gathered[v] for v in reads(instruction) if v in gathered]:
-            for value in entering.intersection(reads(instruction)):
-                yield HeapBuffer(local_bytes(value, mesh), min(first), time)
+            for value in dict.fromkeys(reads(instruction)):
+                if value in entering:
+                    yield HeapBuffer(local_bytes(value, mesh), min(first), time)
 
 
 def _is_large(value: ShardedValue, mesh: Sequence[int]) -> bool:

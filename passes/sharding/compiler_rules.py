@@ -337,15 +337,6 @@ def rules_of(device_name: str) -> CompilerRules:
     return RULES[backend_of(device_name)]
 
 
-def lies_across(part: int) -> bool:
-    """Whether devices add and gather parts of a matrix's last dimension across TPUs' vectors.
-
-    They do where these are no whole pairs of vectors: XLA orders the dimensions so, or is made to
-    (`CompilerRules.is_scattered_across`).
-    """
-    return part % (2 * VECTOR_LANES) != 0
-
-
 def is_same_buffer(eqn: JaxprEqn, bytes_read: int, bytes_made: int) -> bool:
     """Whether an equation with one operand and one result only names its operand anew."""
     name = eqn.primitive.name

@@ -29,6 +29,15 @@ VECTOR_ROWS = 8
 """Of a TPU's vectors, across the lanes; of fewer rows, vectors hold the next power of two."""
 
 
+def lies_across(part: int) -> bool:
+    """Whether devices add and gather parts of a matrix's last dimension across TPUs' vectors.
+
+    They do where these are no whole pairs of vectors: XLA orders the dimensions so, or is made to
+    (`CompilerRules.is_scattered_across`).
+    """
+    return part % (2 * VECTOR_LANES) != 0
+
+
 def tiled_elements(
     shape: Sequence[int], innermost: Sequence[int] | None = None, keeps_lanes: bool = False
 ) -> int:

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.passes.sharding.compiler_rules import VECTOR_LANES, lies_across
+from autopar.passes.sharding.compiler_rules import VECTOR_LANES
 from autopar.passes.sharding.layout import local_shape, num_parts
 from autopar.passes.sharding.run_order import is_gradient_sum
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import Block, Relayout, local_bytes
-from autopar.passes.sharding.tiles import VECTOR_ROWS
+from autopar.passes.sharding.tiles import VECTOR_ROWS, lies_across
 from autopar.passes.sharding.turned_sums import turned_sums
 
 PIECE_TILES = 307
