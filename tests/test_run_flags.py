@@ -14,6 +14,7 @@ import autopar
 from autopar.base.run_flags import (
     LATENCY_HIDING,
     MEMORY_FRACTION,
+    MEMORY_SCHEDULER,
     missing_flags,
     ordered_options,
 )
@@ -40,7 +41,7 @@ def planned(cluster: str = "8xh100", **changes: Any) -> autopar.Plan:
 def test_a_small_plan_wants_none() -> None:
     assert planned().flags == ()
     assert "Flags of a run" not in str(planned())
-    assert planned("8xtpu-v5e").flags == ()
+    assert [(x.name, x.is_set) for x in planned("8xtpu-v5e").flags] == [(MEMORY_SCHEDULER, True)]
 
 
 def test_planned_overlap_is_what_xla_is_told() -> None:
@@ -94,7 +95,7 @@ def test_a_compiler_need_not_know_of_orders() -> None:
 
 
 def test_tpus_are_told_in_their_environment() -> None:
-    (flag,) = planned("8xtpu-v5e", overlap=0.5).flags
+    _, flag = planned("8xtpu-v5e", overlap=0.5).flags
     assert (flag.name, flag.is_set) == ("LIBTPU_INIT_ARGS", False)
     assert "--xla_tpu_enable_async_collective_fusion=true" in flag.value.split()
     assert "50% of the collectives" in flag.why and "maxtext" in flag.source

@@ -30,6 +30,10 @@ _EINSUM = (
     "XLA, xla/debug_options_flags.cc, https://github.com/openxla/xla/blob/main/xla/"
     "debug_options_flags.cc"
 )
+_ORDER = (
+    "XLA, xla/hlo/transforms/simplifiers/hlo_memory_scheduler.h, https://github.com/openxla/xla/"
+    "blob/main/xla/hlo/transforms/simplifiers/hlo_memory_scheduler.h"
+)
 _MAXTEXT = "MaxText, flags of its TPU runs, https://github.com/AI-Hypercomputer/maxtext"
 
 COMBINED_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -68,7 +72,7 @@ class RunFlag(Record):
 
 
 def run_flags(plan: PlanRecord) -> tuple[RunFlag, ...]:
-    """Those of a plan; none for CPUs, and none for TPUs where no overlap is planned."""
+    """Those of a plan; none for CPUs."""
     device = plan.cluster.get("device")
     name = str(device.get("name", "")).lower() if isinstance(device, Mapping) else ""
     if not isinstance(device, Mapping) or "cpu" in name:
@@ -78,10 +82,14 @@ def run_flags(plan: PlanRecord) -> tuple[RunFlag, ...]:
     overlap = overlap if isinstance(overlap, (int, float)) else 0.0
     why = f"{overlap:.0%} of the collectives of weights and gradients are planned to be hidden"
     if "tpu" in name:
-        if overlap <= 0:
-            return ()
-        flags_of_tpus = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
-        return (RunFlag(TPU_FLAGS, flags_of_tpus, False, why, _MAXTEXT),)
+        ordered = (
+            "memory is planned for this order of programs without loops; XLA's own may need more"
+        )
+        told = [RunFlag(key, str(x), True, ordered, _ORDER) for key, x in ordered_options().items()]
+        if overlap > 0:
+            flags_of_tpus = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
+            told.append(RunFlag(TPU_FLAGS, flags_of_tpus, False, why, _MAXTEXT))
+        return tuple(told)
     memory, peak = device.get("memory_bytes"), plan.estimates.peak_bytes_per_device
     share = float(device.get("memory_fraction", 1.0))
     if memory and peak > JAX_FRACTION * memory and share < 1:
