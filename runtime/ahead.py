@@ -8,12 +8,14 @@ program is called through `jax.jit`, which does not ask.
 from __future__ import annotations
 
 import abc
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from autopar.base.errors import AutoparWarning
 from autopar.base.run_flags import MEMORY_SCHEDULER
 from autopar.passes.graph.graph import Input
 
@@ -111,14 +113,17 @@ def compile_with(
 ) -> tuple[jax.stages.Compiled, dict[str, str | bool] | None]:
     """What was lowered, compiled with these options, and those that the compiler took.
 
-    That of another release may not know of orders (`ordered_options`).
+    That of another release may not know of orders (`ordered_options`): a warning says so.
     """
     taken = dict(options or {})
     try:
         return lowered.compile(compiler_options=taken or None), taken or None
     except jax.errors.JaxRuntimeError as error:
-        if taken.pop(MEMORY_SCHEDULER, None) is None or MEMORY_SCHEDULER not in str(error):
+        unknown = f"'{MEMORY_SCHEDULER}'" in str(error) and "option" in str(error)
+        if taken.pop(MEMORY_SCHEDULER, None) is None or not unknown:
             raise
+        what = f"this compiler has no {MEMORY_SCHEDULER}: the step may need more than was planned"
+        warnings.warn(what, AutoparWarning, stacklevel=2)
     return lowered.compile(compiler_options=taken or None), taken or None
 
 

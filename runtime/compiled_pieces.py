@@ -89,7 +89,8 @@ class CompileOnce:
         """As `compile_ahead`."""
         lowered = jax.jit(function, **settings).lower(*shapes)
         text = program_text(lowered, function.__name__)
-        key = hashlib.sha256(text.encode()).hexdigest(), _devices(settings)
+        told = f"{text}\n{sorted((compiler_options or {}).items())}"
+        key = hashlib.sha256(told.encode()).hexdigest(), _devices(settings)
         made = self.known.get(key)
         if made is None or "callback" in text:
             with self._in_turn(text):

@@ -42,6 +42,8 @@ def test_a_small_plan_wants_none() -> None:
     assert planned().flags == ()
     assert "Flags of a run" not in str(planned())
     assert [(x.name, x.is_set) for x in planned("8xtpu-v5e").flags] == [(MEMORY_SCHEDULER, True)]
+    halves = autopar.plan(step, WEIGHTS, ROWS, cluster="8xtpu-v5e", method="data", microbatches=2)
+    assert halves.flags == (), "a loop is not told an order"
 
 
 def test_planned_overlap_is_what_xla_is_told() -> None:
@@ -87,9 +89,10 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
 def test_a_compiler_need_not_know_of_orders() -> None:
     lowered = jax.jit(step).lower(WEIGHTS, ROWS)  # as a CPU's does not
     more: dict[str, str | bool] = {"xla_cpu_enable_fast_math": False}
-    compiled, taken = compile_with(lowered, {**ordered_options(), **more})
-    assert compiled.as_text() and taken == more
-    assert compile_with(lowered, ordered_options())[1] is None
+    with pytest.warns(AutoparWarning, match="has no xla_memory_scheduler"):
+        compiled, taken = compile_with(lowered, {**ordered_options(), **more})
+        assert compiled.as_text() and taken == more
+        assert compile_with(lowered, ordered_options())[1] is None
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unknown"):
         compile_with(lowered, {"xla_unknown": True, **more})
 

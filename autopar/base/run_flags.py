@@ -86,6 +86,7 @@ def run_flags(plan: PlanRecord) -> tuple[RunFlag, ...]:
             "memory is planned for this order of programs without loops; XLA's own may need more"
         )
         told = [RunFlag(key, str(x), True, ordered, _ORDER) for key, x in ordered_options().items()]
+        told = told if plan.num_microbatches == 1 else []  # its loop runs as XLA orders it
         if overlap > 0:
             flags_of_tpus = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
             told.append(RunFlag(TPU_FLAGS, flags_of_tpus, False, why, _MAXTEXT))

@@ -112,7 +112,7 @@ def find_bound(
             return None if min(fitting.values()) > longest else OneMeshBound(count, known)
         longest = MARGIN * best_seconds
         counts = [more for more in counts[1:] if costs.may_do(count, more, limit, longest)]
-        if counts and counts[0] <= NEAR * count:
+        if count > 1 and counts and counts[0] <= NEAR * count:  # one has no sums
             near = costs.fitting(counts[0], int(SURELY * limit), count)
             if near and min(near.values()) <= longest:
                 return OneMeshBound(counts[0], {**free, **near})

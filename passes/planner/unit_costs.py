@@ -322,15 +322,15 @@ class UnitCosts:
         """
         free, cheaper = self._free_ways(size), PRICES[0]
         found = [(mesh, joined(way)) for mesh, way in free.ways.items()]
-        if any(total.bytes_for_one > self._limit for _, total in found):
-            for mesh, total in found[:]:
-                if self._step_seconds(total) > TOO_SLOW * self.least_seconds(size):
-                    continue
-                for price in (DEAREST, cheaper):
-                    kinds = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
-                    found.append((mesh, joined(self._way(kinds, free.part))))
-                    if found[-1][1].bytes_for_one > self._limit:
-                        break
+        for mesh, total in found[:]:
+            fits = total.bytes_for_one <= self._limit
+            if fits or self._step_seconds(total) > TOO_SLOW * self.least_seconds(size):
+                continue
+            for price in (DEAREST, cheaper):
+                kinds = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
+                found.append((mesh, joined(self._way(kinds, free.part))))
+                if found[-1][1].bytes_for_one > self._limit:
+                    break
         return found
 
     def _flops(self, kind: Kind) -> float:

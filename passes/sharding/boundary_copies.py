@@ -31,7 +31,7 @@ from autopar.passes.sharding.compiler_rules import (
 )
 from autopar.passes.sharding.heap import HeapBuffer
 from autopar.passes.sharding.held_values import HeldValues
-from autopar.passes.sharding.layout import local_shape, num_parts
+from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
@@ -93,12 +93,12 @@ def _copied_for_gathers(block: Block, mesh: Sequence[int]) -> Iterator[HeapBuffe
     entering = set(block.inputs)
     for time, instruction in enumerate(block.instructions):
         if isinstance(instruction, Relayout) and instruction.purpose == "state":
-            target = instruction.target
-            shape = aval_shape(target.atom)
-            for step in instruction.steps:
-                is_last = len(shape) == 2 and step.dim == 1 and step.kind == "all-gather"
-                if is_last and lies_across(shape[1] // num_parts(step.axes, mesh)):
-                    gathered[target] = time
+            source = instruction.source
+            shape = local_shape(aval_shape(source.atom), source.layout, mesh)
+            steps = [step for step in instruction.steps if step.kind == "all-gather"]
+            is_last = len(shape) == 2 and any(step.dim == 1 for step in steps)
+            if is_last and lies_across(shape[1]):
+                gathered[instruction.target] = time
         elif first := [gathered[v] for v in reads(instruction) if v in gathered]:
             for value in dict.fromkeys(reads(instruction)):
                 if value in entering:

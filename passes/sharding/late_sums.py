@@ -101,6 +101,11 @@ def late_times(
         place = bisect_right(deeper[depth], time)
         following = deeper[depth][place] if place < len(deeper[depth]) else end
         found.append((following - 0.5, True))
+    made: dict[ShardedValue, tuple[float, bool]] = {}
+    for number, instruction in enumerate(block.instructions):  # after all that it reads
+        read = (made[v] for v in reads(instruction) if v in made)
+        found[number] = max([found[number], *read])
+        made.update(dict.fromkeys(writes(instruction), found[number]))
     return found
 
 

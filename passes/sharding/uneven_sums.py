@@ -42,7 +42,7 @@ def has_uneven_pieces(shape: Sequence[int], dim: int, parts: int) -> bool:
     >>> has_uneven_pieces((1024, 4096), 1, 8), has_uneven_pieces((1280, 5120), 1, 8)
     (False, True)
     """
-    if len(shape) != 2:
+    if len(shape) != 2 or not all(shape) or shape[dim] < parts:
         return False
     part, other = shape[dim] // parts, shape[1 - dim]
     if dim == 1 and not lies_across(part):

@@ -6,6 +6,7 @@ multiples of a power of two first, and everything after that is exact.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def certified_bound(dual: Dual) -> int:
     )
     # A node adds up to as many messages as it has neighbours; leave room for their sum.
     degree = int(np.diff(arrays.around_first).max(initial=0)) + 2
-    bits = 61 - int(np.ceil(np.log2(max(largest, 1.0) * degree)))
+    bits = 61 - math.frexp(max(largest, 1.0) * degree)[1]
     if bits < 0:
         return 0
     low, high = (np.rint(np.ldexp(part, bits)).astype(np.int64) for part in (dual.low, dual.high))

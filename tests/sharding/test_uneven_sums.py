@@ -11,7 +11,7 @@ import pytest
 
 from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import RULES, TPU
-from autopar.passes.sharding.fused_peak import made_by
+from autopar.passes.sharding.fused_peak import _Moments, made_by
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.run_order import is_gradient_sum, products_left
@@ -159,3 +159,32 @@ def test_parameters_are_copied_into_the_order_in_which_updates_are_gathered(rows
     program = dataclasses.replace(made, rules=RULES[TPU])
     copies = boundary_copies(program.block, program.mesh, held_of(program))
     assert [x.bytes for x in copies] == ([4 * 512 * rows] if rows % 2048 else [])
+
+
+@pytest.mark.parametrize("method", ["zero1", "zero2", "zero3"])
+def test_nothing_runs_before_what_it_reads(method: str) -> None:
+    """Also where an update has products, or gathers what it computes of what was gathered."""
+
+    def step(state: Any, x: Any) -> Any:
+        weights, slow = state
+
+        def loss(w: Any) -> Any:
+            return jnp.mean(jnp.square(jnp.tanh(x @ w[0].astype(x.dtype)) @ w[1].astype(x.dtype)))
+
+        def updated(w: Any, g: Any, slow: Any) -> Any:
+            slow = slow + 0.5 * (w - 0.1 * (1.5 * g - 0.5 * (g @ g.T) @ g) - slow)
+            return jnp.tanh(slow), slow
+
+        made = map(updated, weights, jax.grad(loss)(weights), slow)
+        return tuple(zip(*made, strict=True))
+
+    weights = (shaped(256, 1024), shaped(1024, 256))
+    args = ((weights, weights), shaped(64, 256, dtype=jnp.bfloat16))
+    graph = graph_of(step, *args, batch_argnums=(1,))
+    made = sharded(compiled(graph, method=method, microbatches=1))
+    block = _Moments(made.block, made.mesh, RULES[TPU], ()).block
+    known = {*block.inputs, *(v for x in block.instructions for v in writes(x))}
+    there = set(block.inputs)
+    for instruction in block.instructions:
+        assert there.issuperset(known.intersection(reads(instruction)))
+        there.update(writes(instruction))
