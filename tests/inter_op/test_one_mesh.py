@@ -61,8 +61,7 @@ class Layers:
     ("limit", "best", "fewest", "priced"),
     [
         (92, 8.0, 1, [1]),  # the whole batch fits, and is not too slow
-        (58, 30.0, 2, [1, 2]),
-        (60, 30.0, 2, [1]),  # with half the rows it surely fits: not priced again
+        (60, 30.0, 2, [1, 2]),
         (40, 30.0, 4, [1, 4]),  # what cannot fit is not priced
         (60, 8.0, None, [1]),  # with two microbatches it takes 9.5 s: not priced either
         (92, 6.0, None, [1]),
@@ -77,8 +76,20 @@ def test_the_fewest_microbatches_on_one_mesh(
     assert (None if found is None else found.fewest) == fewest
     assert layers.priced == priced
     if found is not None:
-        seconds, guess = Priced(found.fewest).seconds, 2 * Priced(priced[-1]).seconds
-        assert found.expected == {MESH: seconds, (8,): guess}, "within the memory, or a guess"
+        seconds = Priced(found.fewest).seconds
+        assert found.expected == {MESH: seconds, (8,): 2 * seconds}, "within the memory, or a guess"
+
+
+@pytest.mark.parametrize(("limit", "priced"), [(46, [2]), (39, [2, 4])])
+def test_what_surely_fits_with_half_the_rows_is_not_priced_again(
+    limit: int, priced: list[int]
+) -> None:
+    """Four microbatches need 38 bytes."""
+    layers = Layers()
+    found = find_bound([2, 4, 8, 16], 30.0, layers, limit)
+    assert found is not None
+    assert (found.fewest, layers.priced) == (4, priced)
+    assert found.expected[MESH] == Priced(4).seconds
 
 
 def test_layers_that_are_not_known_bound_nothing() -> None:
