@@ -65,7 +65,7 @@ def _panel(axes: Axes, rows: Rows, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(devices, [str(count) for count in devices])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     axes.minorticks_off()
     axes.margins(0.16, 0.12)
     axes.tick_params(colors=QUIET, labelsize=9)

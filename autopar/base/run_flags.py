@@ -85,8 +85,9 @@ def run_flags(plan: PlanRecord) -> tuple[RunFlag, ...]:
         ordered = (
             "memory is planned for this order of programs without loops; XLA's own may need more"
         )
-        told = [RunFlag(key, str(x), True, ordered, _ORDER) for key, x in ordered_options().items()]
-        told = told if plan.num_microbatches == 1 else []  # its loop runs as XLA orders it
+        # A loop over microbatches runs in the order that XLA chooses.
+        orders = ordered_options() if plan.num_microbatches == 1 else {}
+        told = [RunFlag(key, str(x), True, ordered, _ORDER) for key, x in orders.items()]
         if overlap > 0:
             flags_of_tpus = " ".join(f"--{flag}=true" for flag in OVERLAPPING_TPU_FLAGS)
             told.append(RunFlag(TPU_FLAGS, flags_of_tpus, False, why, _MAXTEXT))

@@ -84,9 +84,9 @@ def find_bound(
     """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
 
     From one number that does not fit to the first that may; what is told of twice as many by fewer
-    rows is not priced again where it surely fits. Where layers meet better than each has
-    it alone, a whole plan takes less, hence the margin; the whole batch at once has no gradients to
-    add up, hence a larger one. More microbatches only take longer.
+    rows is not priced again where it surely fits (not by the whole batch at once, which has no
+    gradients to add up). Where layers meet better than each has it alone, a whole plan takes less,
+    hence the margin; that of the whole batch is larger. More microbatches only take longer.
 
     Args:
       counts: numbers of microbatches, ascending.

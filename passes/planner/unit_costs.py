@@ -235,6 +235,7 @@ class UnitCosts:
 
         The kind that computes most says which these are. But for the quickest, units of that kind
         take at most so long in equal stages; or all units, on one mesh, if they are as much slower.
+        Found once, for the first `longest`; what is known of other plans only makes it shorter.
         """
         if size not in self._free:
             self._free[size] = self._found_free_ways(size, longest)

@@ -163,7 +163,7 @@ class _Moments:
             if isinstance(instruction, Relayout):
                 after = max(made.get(v, -1) for v in tie.results)
                 self.early[after + 1].append(instruction.target)
-        for instruction in () if rules.sums_last else left:  # else they run at the end
+        for instruction in () if rules.sums_last else left:  # `late_times` has those of TPUs
             self.last.update(dict.fromkeys(self.read(instruction), end))
         self.last.update(dict.fromkeys(self.held.read_by(outputs), end))
         # In the order of the program, not of a set: of the buffers that die, the first is reused.

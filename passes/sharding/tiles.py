@@ -32,8 +32,8 @@ VECTOR_ROWS = 8
 def lies_across(part: int) -> bool:
     """Whether devices add and gather parts of a matrix's last dimension across TPUs' vectors.
 
-    They do where these are no whole pairs of vectors: XLA orders the dimensions so, or is made to
-    (`CompilerRules.is_scattered_across`).
+    They do where these are no whole pairs of vectors: XLA orders the dimensions so. Of 16-bit
+    numbers some are made to (`CompilerRules.is_scattered_across`).
     """
     return part % (2 * VECTOR_LANES) != 0
 
