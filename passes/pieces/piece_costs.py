@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jax.extend.core import Var
 
@@ -14,7 +13,7 @@ from autopar.passes.pieces.pieces import Pieces, StagePiece
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.layout import num_parts
-from autopar.passes.sharding.peak_memory import peak
+from autopar.passes.sharding.peak_memory import temporary_bytes as block_temporaries
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
@@ -27,7 +26,6 @@ from autopar.passes.sharding.spmd_program import (
     ShardedValue,
     SpmdProgram,
     is_literal,
-    local_bytes,
 )
 
 
@@ -193,8 +191,6 @@ def temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
     held = frozenset((*block.inputs, *outputs))
     key = frozenset(outputs), held, tuple(map(id, block.instructions))
     if key not in program.temporaries:
-        block = replace(block, outputs=outputs)
-        worst = peak(replace(program, block=block), {}, [False] * len(block.inputs))
-        inside = max(worst.bytes - sum(local_bytes(v, program.mesh) for v in held), 0)
+        inside = block_temporaries(program, block)
         program.temporaries[key] = inside, block.instructions  # which live, with their ids
     return program.temporaries[key][0]

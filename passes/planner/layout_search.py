@@ -58,6 +58,7 @@ from autopar.passes.planner.stages_within import (
     WORTH_PLANNING,
     StagesPlanner,
     pipelines_within,
+    seconds_of_best,
 )
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.primitives.factor_rule import Rules
@@ -70,6 +71,8 @@ from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 
+REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
+
 
 class PricedStages(NamedTuple):
     """A split step, the search for its stages, and what that finds within the memory first."""
@@ -77,6 +80,11 @@ class PricedStages(NamedTuple):
     split: SplitStep
     search: StageSearch
     first: tuple[StageLayout, float] | None
+
+    @property
+    def promise(self) -> float:
+        """The seconds of a step with these stages; infinite where none fit."""
+        return math.inf if self.first is None else self.first[1]
 
 
 class KnownCosts(NamedTuple):
@@ -332,8 +340,7 @@ class LayoutSearch:
         Infinite where no stages are found.
         """
         found = self._first_stages(self._stage_counts())
-        first = None if found is None else found.first
-        return math.inf if first is None else first[1]
+        return math.inf if found is None else found.promise
 
     def _stage_counts(self) -> Sequence[int]:
         """The microbatches of automatic stages in the order in which they are tried.
@@ -382,19 +389,33 @@ class LayoutSearch:
     def automatic_pipelines(self) -> list[PlannedStep]:
         """Pipelines whose stages the dynamic program chooses; none where one mesh is best.
 
-        With more microbatches where nothing fits, or where less of a bubble pays.
+        With more microbatches where nothing fits, or where less of a bubble pays. Numbers of them
+        are priced before stages are planned, and what promises most is planned first: then the
+        others need not be, mostly.
         """
-        counts, tried = self._stage_counts(), set[int]()
-        made, promised = list[PlannedStep](), self.best_seconds
-        while (found := self._first_stages(counts)) is not None:
-            split, stages, first = found
-            tried.add(split.num_microbatches)
-            if first is not None and first[1] * WORTH_PLANNING < promised:
-                planned = pipelines_within(stages, first, self._limit, self._planner(split))
-                made += planned
-                if any(candidate.fits for candidate in planned):
-                    promised = first[1]
-            left = [count for count in counts if count not in tried]
-            expected = math.inf if first is None else first[1]
-            counts = worth_trying(stages, left, self._limit, expected, promised)
-        return made
+        counts, last = self._stage_counts(), None
+        made, waiting, tried = list[PlannedStep](), list[PricedStages](), set[int]()
+        promised = self.best_seconds
+        while True:
+            if last is not None:
+                left = [count for count in self._stage_counts() if count not in tried]
+                hoped = min([promised, *(each.promise for each in waiting)])
+                counts = worth_trying(last.search, left, self._limit, last.promise, hoped)
+            found = self._first_stages(counts)
+            if found is not None:
+                last = found
+                tried.add(found.split.num_microbatches)
+                waiting.append(found)
+                continue
+            best = min(self.best_seconds, seconds_of_best(made) / REALIZED)
+            waiting = [x for x in waiting if x.promise * WORTH_PLANNING < best]
+            if not waiting:
+                return made
+            first = min(waiting, key=lambda each: each.promise)
+            waiting.remove(first)
+            assert first.first is not None
+            planner = self._planner(first.split)
+            planned = pipelines_within(first.search, first.first, self._limit, planner)
+            made += planned
+            if any(candidate.fits for candidate in planned):
+                promised = min(promised, first.promise)

@@ -22,14 +22,15 @@ V = TypeVar("V", bound=Hashable)
 class InstructionValues(NamedTuple, Generic[V]):
     """One instruction: its equation (None: it reads and writes buffers), operands and results.
 
-    An operand that nothing makes (a literal) is None. `is_slice`: it takes a part of its operand,
-    without an equation.
+    An operand that nothing makes (a literal) is None. Without an equation, `is_slice`: it takes a
+    part of its operand; `is_masked`: it is zero on all devices of a group but one.
     """
 
     eqn: JaxprEqn | None
     operands: tuple[V | None, ...]
     results: tuple[V, ...]
     is_slice: bool = False
+    is_masked: bool = False
 
 
 def name_of(made: InstructionValues[V]) -> str:

@@ -62,6 +62,7 @@ def fused_peak(
     rules: CompilerRules,
     kept: Collection[ShardedValue],
     memory: int | None = None,
+    apart: Collection[ShardedValue] = (),
 ) -> tuple[int, Alive]:
     """Bytes of a device at the worst moment of a program's block, and what is there.
 
@@ -71,23 +72,28 @@ def fused_peak(
       rules: of the compiler.
       kept: inputs that somebody else reads afterwards.
       memory: bytes of a device, of which the compiler takes less if few would be left; None: many.
+      apart: values in memory of their own, which is not counted.
     """
-    found = _peak(block, mesh, rules, kept)
+    found = _peak(block, mesh, rules, kept, apart)
     if memory is None or TIME not in rules.heap_orders:
         return found
     if found[0] + SPARE_BYTES > memory:
         rules = replace(rules, heap_orders=(SIZE,))
-        found = min(found, _peak(block, mesh, rules, kept), key=lambda x: x[0])
+        found = min(found, _peak(block, mesh, rules, kept, apart), key=lambda x: x[0])
     if found[0] > memory:
         rules = replace(rules, sums_last=False)
-        found = min(found, _peak(block, mesh, rules, kept), key=lambda x: x[0])
+        found = min(found, _peak(block, mesh, rules, kept, apart), key=lambda x: x[0])
     return found
 
 
 def _peak(
-    block: Block, mesh: Mesh, rules: CompilerRules, kept: Collection[ShardedValue]
+    block: Block,
+    mesh: Mesh,
+    rules: CompilerRules,
+    kept: Collection[ShardedValue],
+    apart: Collection[ShardedValue],
 ) -> tuple[int, Alive]:
-    moments = _Moments(block, mesh, rules, kept)
+    moments = _Moments(block, mesh, rules, kept, apart=apart)
     copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
     size, there = moments.worst(copies)
     if rules.heap_orders:
@@ -107,6 +113,7 @@ class _Moments:
         rules: CompilerRules,
         kept: Collection[ShardedValue],
         slices: Collection[ShardedValue] = (),
+        apart: Collection[ShardedValue] = (),
     ) -> None:
         self.mesh, self.rules, self.slices = mesh, rules, slices
         self.sizes: dict[ShardedValue, int] = {}
@@ -128,6 +135,7 @@ class _Moments:
             rules,
             {v for tie in waiting.values() for v in tie.results},
         )
+        self.sizes.update((self.held.root(v), 0) for v in apart)
         self.parts = set(map(self.held.root, parts_of_vectors(block.instructions)))
         times = self.held.run_times(program)
         left = products_left(block, mesh) if rules.leaves_products else []
@@ -375,10 +383,9 @@ def made_by(instruction: Instruction) -> InstructionValues[ShardedValue]:
     if isinstance(instruction, Compute):
         operands = tuple(None if is_literal(v) else v for v in instruction.operands)
         return InstructionValues(instruction.eqn, operands, instruction.results)
-    is_slice = isinstance(instruction, Relayout) and all(
-        step.kind == "slice" for step in instruction.steps
-    )
-    return InstructionValues(None, reads(instruction), writes(instruction), is_slice)
+    kinds = {s.kind for s in instruction.steps} if isinstance(instruction, Relayout) else {""}
+    is_slice, is_masked = kinds <= {"slice"}, kinds == {"to-partial"}
+    return InstructionValues(None, reads(instruction), writes(instruction), is_slice, is_masked)
 
 
 def sum_bytes(relayout: Relayout, mesh: Mesh) -> int:

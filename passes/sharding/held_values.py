@@ -236,7 +236,7 @@ def _kernels_reading(
 
 def _takes_in(made: InstructionValues[V], place: int, rules: CompilerRules) -> bool:
     if made.eqn is None:
-        return made.is_slice and rules.slices_are_read
+        return made.is_masked or (made.is_slice and rules.slices_are_read)
     return rules.takes_in(made.eqn, place)
 
 

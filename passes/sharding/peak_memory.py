@@ -68,6 +68,27 @@ def peak(
     return _block_peak(program.block, program.mesh, names, set(kept))
 
 
+def temporary_bytes(program: SpmdProgram, block: Block) -> int:
+    """Bytes per device of what a block of a program needs beside its inputs and its outputs.
+
+    These have memory of their own from its beginning to its end. Where compilers fuse near readers
+    alone, as much as the worst moment is above both: outputs' memory is used before they are there.
+    """
+    outputs = [v for v in block.outputs if not is_literal(v)]
+    apart = {*block.inputs, *outputs}
+    combined = (
+        local_bytes(x.target, program.mesh)
+        for x in block.instructions
+        if isinstance(x, Relayout) and {x.source, x.target} <= apart
+        if any(step.kind == "all-reduce" for step in x.steps)
+    )
+    beside = sum(size for size in combined if size < program.rules.combined_bytes)
+    if program.rules.fuses_anywhere:
+        return fused_peak(block, program.mesh, program.rules, block.inputs, apart=apart)[0] + beside
+    worst = _block_peak(block, program.mesh, {}, set(block.inputs)).bytes
+    return max(worst - sum(local_bytes(v, program.mesh) for v in apart), 0)
+
+
 def _block_peak(
     block: Block, mesh: tuple[int, ...], names: dict[Var, str], kept: set[ShardedValue]
 ) -> MemoryPeak:

@@ -178,7 +178,11 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     results: list[ShardedValue] = []
     sources: list[ShardedValue] = []
     bucket: list[Relayout] = []
+    added = _added_to_inputs(block, readers)
+    sums: dict[int, ShardedValue] = {}  # that products are added in, by when
     for time, instruction in enumerate(instructions):
+        if time in sums:
+            results.append(sums[time])
         rank = _rank(instruction, ranks)
         if rank is not None:
             ranks.update(dict.fromkeys(writes(instruction), rank))
@@ -205,7 +209,37 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
         (result,) = writes(instruction) or (None,)
         ahead = products[bisect_right(products, time) :][:PRODUCTS_AHEAD]
         if result is not None and ahead and not _is_read(result, ahead[-1], instructions, readers):
-            results.append(result)
+            if result in added:
+                sums.update((added[result],))
+            else:
+                results.append(result)
+    return found
+
+
+def _added_to_inputs(
+    block: Block, readers: Mapping[ShardedValue, Sequence[int]]
+) -> dict[ShardedValue, tuple[int, ShardedValue]]:
+    """The values that are added to an input, the sum so far, and nothing else: when, and the sum.
+
+    Waited for, the sum lets the value go. Of pieces of pipelines on H100s, the products of all
+    weights' gradients stayed to the end while only the products were waited for.
+    """
+    inputs, outputs = {*block.inputs}, {v for v in block.outputs if not is_literal(v)}
+    found: dict[ShardedValue, tuple[int, ShardedValue]] = {}
+    for time in range(len(block.instructions) - 1, -1, -1):
+        x = block.instructions[time]
+        if not isinstance(x, Compute) or not _is_fused(x) or len(x.results) != 1:
+            continue
+        (made,) = x.results
+        if x.eqn.primitive.name in ("add", "add_any") and made in outputs:
+            own = [v for v in reads(x) if v not in inputs]
+            is_sum = len(own) == 1 and len(reads(x)) == 2
+            end = (time, made) if is_sum and not readers[made] else None
+        else:
+            own, end = [*reads(x)], found.get(made)
+        alone = (v for v in own if len(readers[v]) == 1 and v not in inputs and v not in outputs)
+        if end is not None:
+            found.update(dict.fromkeys(alone, end))
     return found
 
 
