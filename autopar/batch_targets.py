@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from autopar.arrays.split_array import placed
 from autopar.passes.trace.trace import Traced
 from autopar.plans.plan import Plan
 
@@ -82,7 +83,7 @@ def _put(leaf: Any, shape: jax.ShapeDtypeStruct | None, sharding: Any) -> Any:
         if not sharding.is_fully_addressable:
             # Of several processes, each copies what its devices hold; device_put would compare.
             return jax.make_array_from_callback(leaf.shape, sharding, lambda rows: leaf[rows])
-    return jax.device_put(leaf, sharding)
+    return placed(leaf, sharding)
 
 
 def _same_kind(leaf: np.ndarray, shape: jax.ShapeDtypeStruct) -> bool:

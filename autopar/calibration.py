@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.arrays.buffers import HOST_MEMORY
+from autopar.arrays.split_array import HOST_MEMORY
 from autopar.base.cluster import Cluster, Link
 from autopar.base.errors import DeviceError, OptionError
 from autopar.passes.graph.logical import no_mesh

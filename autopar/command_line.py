@@ -128,6 +128,12 @@ def _show_error(error: AutoparError | OSError) -> None:
     out.print(str(text), highlight=False, markup=False, soft_wrap=True)
 
 
+def check_folder(output: Path | None) -> None:
+    """Refuse a file that cannot be written there, before anything takes time."""
+    if output is not None and not output.absolute().parent.is_dir():
+        raise OptionError(f"There is no folder {str(output.parent)!r}.", where="--output")
+
+
 def _begins_in_users_code(error: Exception) -> bool:
     frame = error.__traceback__
     return frame is not None and is_users(frame.tb_frame.f_code.co_filename)

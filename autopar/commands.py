@@ -27,6 +27,7 @@ from autopar.command_line import (
     NO,
     Commands,
     answers,
+    check_folder,
     find_object,
     note,
     read_example,
@@ -134,13 +135,16 @@ def plan(
 
     options = read_options(option or [])
     named = {"microbatches": microbatches, "stages": stages}
-    options |= {name: read_value(text) for name, text in named.items() if text is not None}
+    given = {name: read_value(text) for name, text in named.items() if text is not None}
     texts = {"method": method, "schedule": schedule, "memory_limit": memory_limit}
-    options |= {name: text for name, text in texts.items() if text is not None}
+    given |= {name: text for name, text in texts.items() if text is not None}
+    for name in given.keys() & options.keys():
+        flag = f"--{name.replace('_', '-')}"
+        raise OptionError(f"{name} is given twice.", where=f"{flag} and --option {name}=...")
+    options |= given
     if quiet:
         options["progress"] = False
-    if output is not None and not output.absolute().parent.is_dir():
-        raise OptionError(f"There is no folder {str(output.parent)!r}.", where="--output")
+    check_folder(output)
     args, kwargs = read_example(example)
     made = autopar.plan(find_object(step, "the step"), *args, cluster=cluster, **options, **kwargs)
     if output is not None:
@@ -319,6 +323,7 @@ def trace(
     as_json: AsJson = False,
 ) -> None:
     """The simulated step as a Chrome trace, for Perfetto or chrome://tracing; "-o -" prints it."""
+    check_folder(output)
     found = Plan.load(file).simulate(schedule=schedule, microbatches=microbatches, cluster=cluster)
     text = json.dumps(found.to_chrome_trace())
     if output is not None and str(output) == "-":

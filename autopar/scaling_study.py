@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,19 +59,27 @@ def scaling(
         )
     asked = [make_request({}, cluster, None).cluster or Cluster.local() for cluster in found]
     fn, request, kwargs = read_arguments(fn, None, None, options_and_kwargs, "scaling")
-    rows = []
+    rows = list[ScaledStep]()
     with Progress(
         f"planning {name_of(fn)} for {len(found)} clusters", request.progress
     ) as progress:
         traced = trace_step(fn, args, kwargs, request, progress)
         for cluster in asked:
-            progress.report(f"planning for {cluster.num_devices} devices")
+            started = time.monotonic()
             try:
+                progress.report(f"planning for {cluster.num_devices} devices")
                 made = plan_traced(traced, request, cluster, None, progress).plan
             except TraceError:
                 raise
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                return Scaling(tuple(rows), interrupted=True)
             except AutoparError as error:
                 rows.append(ScaledStep(cluster, None, error))
             else:
                 rows.append(ScaledStep(cluster, made))
+                seconds = time.monotonic() - started
+                if made.interrupted and seconds < (request.options.planning_time_limit or math.inf):
+                    return Scaling(tuple(rows), interrupted=True)  # by Ctrl-C
     return Scaling(tuple(rows))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.arrays.split_array import SplitArray, SplitSharding, put_parts
+from autopar.arrays.split_array import SplitArray, SplitSharding, placed, put_parts
 from autopar.base.errors import DeviceError
 from autopar.passes.graph.logical import no_mesh
 from autopar.passes.pieces.pieces import Runnable
@@ -266,7 +266,7 @@ class PipelineStep(CompiledPieces):
                 for name, sharding in places:
                     # What the last step returned is there already: most leaves of most calls.
                     is_there = isinstance(part, jax.Array) and part.sharding == sharding
-                    buffers[name] = part if is_there else jax.device_put(part, sharding)
+                    buffers[name] = part if is_there else placed(part, sharding)
         return buffers
 
 

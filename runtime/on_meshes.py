@@ -12,8 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.arrays.buffers import HOST_MEMORY
-from autopar.arrays.split_array import SplitArray, put
+from autopar.arrays.split_array import HOST_MEMORY, SplitArray, put
 from autopar.passes.graph import jax_compat
 
 

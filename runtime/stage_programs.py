@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.arrays.buffers import HOST_MEMORY
+from autopar.arrays.split_array import HOST_MEMORY
 from autopar.base.errors import DeviceError
 from autopar.base.run_flags import ordered_options, overlapped_options
 from autopar.passes.graph.jax_compat import with_type_of

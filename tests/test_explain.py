@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,8 @@ def test_layers_lines_and_folded_names() -> None:
     assert "block_0/up'" in str(caught.value)
     with pytest.raises(autopar.AutoparError, match=line):
         plan.explain(f"{line}0000")
+    with pytest.raises(autopar.AutoparError, match=re.escape(f"{line.partition(':')[0]}:")):
+        plan.explain(line.partition(":")[0])
     with pytest.raises(autopar.AutoparError, match="explain takes a name"):
         plan.explain(3)  # type: ignore[arg-type]
 

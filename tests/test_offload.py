@@ -146,6 +146,22 @@ def test_parameters_and_a_pipeline(expected: Any) -> None:
     same(follow(state[0], x), x @ expected[0][0][0] @ expected[0][0][-1])
 
 
+@pytest.mark.parametrize("away", [True, False])
+@pytest.mark.parametrize("mesh", [(4,), (8,)])
+def test_a_state_goes_to_other_devices_and_another_memory(
+    mesh: tuple[int, ...], away: bool, expected: Any
+) -> None:
+    """From 8 devices or 4 to two stages of 4, with the optimizer's state away, or back."""
+    state, x = arguments()
+    offloads = ("optimizer", "none") if away else ("none", "optimizer")
+    one: dict[str, Any] = {"method": "data", "microbatches": 2, "logical_mesh": mesh}
+    first = autopar.compile(train_step, state, x, offload=offloads[0], **one)
+    two: dict[str, Any] = {"method": "data", "microbatches": 4, "stages": 2}
+    second = autopar.compile(train_step, state, x, offload=offloads[1], **two)
+    state, _ = first(state, x)
+    same(second(state, x), expected)
+
+
 def tied_step(state: Any, tokens: jax.Array) -> Any:
     def loss_fn(state: Any) -> jax.Array:
         y = state["table"][tokens]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import autopar
 from autopar.base.plan_records import PlanRecord
@@ -81,3 +83,12 @@ def test_what_only_estimates_tell_is_named() -> None:
     plan = _plan(method="data")
     text = _lines(plan, dataclasses.replace(plan, candidates=()))
     assert text.startswith("only in candidates")
+
+
+def test_the_other_plan_may_be_in_a_file(tmp_path: Path) -> None:
+    plan, other = _plan(method="data"), _plan(method="zero3")
+    other.save(tmp_path / "other.json")
+    assert plan.diff(tmp_path / "other.json") == plan.diff(other)
+    for wrong in (None, {"method": "data"}):
+        with pytest.raises(autopar.AutoparError, match="diff takes a plan"):
+            plan.diff(wrong)  # type: ignore[arg-type]

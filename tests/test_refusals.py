@@ -61,7 +61,7 @@ def test_all_that_is_named_fits(options: dict[str, Any], named: str) -> None:
 
 def test_what_cannot_fit_is_not_named_and_no_time_is_spent_that_planning_has_not() -> None:
     error = refused(stages=1, memory_limit=8)
-    assert error.would_fit == ("memory_limit='4KiB'",)
+    assert error.would_fit == ("memory_limit='3KiB'",)
     assert refused(memory_limit=8).would_fit == error.would_fit  # no stage's state fits either
     error = refused(stages=1, memory_limit=2200, planning_time_limit=1e-9)
     assert error.would_fit == ("memory_limit='3KiB'",)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.base.progress import Progress
 from autopar.report.rich_parts import as_text
 
 
@@ -82,3 +83,31 @@ def test_what_is_wrong_everywhere_is_raised() -> None:
         _scaling((1, 2), methd="data")
     with pytest.raises(autopar.errors.OptionError, match="cluster="):
         autopar.scaling(_step, *SHAPES, clusters=[3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("word", "rows"), [("2 of", 2), ("for 8 devices", 1)])
+def test_an_interrupt_keeps_what_was_planned(
+    word: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During the second of three clusters, with a plan for it or before there is one."""
+    begun: list[str] = []
+
+    def report(self: Progress, line: str) -> None:
+        begun.extend(["cluster"] if line.startswith("planning for") else [])
+        if len(begun) == 2 and word in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "report", report)
+    found = _scaling((1, 4), (1, 8), (2, 8), stages=1)
+    assert found.interrupted and "interrupted" in str(found)
+    assert [row.cluster.num_devices for row in found.rows] == [4, 8][:rows]
+    assert [row.plan.interrupted for row in found.rows] == [False, True][:rows]
+
+
+def test_an_interrupt_before_any_plan_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(self: Progress, line: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "report", report)
+    with pytest.raises(KeyboardInterrupt):
+        _scaling((1, 4), (1, 8))

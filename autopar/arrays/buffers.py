@@ -53,10 +53,6 @@ class Returned:
             self._rest = self._reference = None
 
 
-HOST_MEMORY = "pinned_host"
-"""The kind of memory of what lies in the memory of a host."""
-
-
 def any_deleted(leaves: Sequence[Any]) -> bool:
     """Whether one of the leaves is an array whose memory was donated or deleted."""
     kinds = set(map(type, leaves))

@@ -22,6 +22,9 @@ from autopar.arrays.operators import WholeArray
 DEVICES = "devices"
 """The axis of a mesh of all devices."""
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the memory of a device's host."""
+
 
 @dataclass(frozen=True)
 class SplitSharding:
@@ -129,20 +132,28 @@ def joined(array: SplitArray, sharding: Sharding) -> jax.Array:
     """The whole array in a sharding that JAX knows."""
     if not isinstance(sharding, NamedSharding):
         whole = NamedSharding(mesh_of([sharding]), PartitionSpec())
-        return jax.device_put(joined(array, whole), sharding)
+        return placed(joined(array, whole), sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
-    parts = [jax.device_put(part, whole) for part in array.parts]
+    parts = [placed(part, whole) for part in array.parts]
     concatenate = jax.jit(jnp.concatenate, static_argnames="axis", out_shardings=sharding)
     return concatenate(parts, axis=array.axis)
+
+
+def placed(leaf: Any, sharding: Sharding) -> jax.Array:
+    """`jax.device_put`, also to other devices and another kind of memory, which JAX refuses."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
+        was_away, is_away = (x.memory_kind == HOST_MEMORY for x in (leaf.sharding, sharding))
+        if was_away != is_away:  # from host to host, which have more memory
+            between = sharding if was_away else leaf.sharding
+            leaf = jax.device_put(leaf, between.with_memory_kind(HOST_MEMORY))
+    return jax.device_put(leaf, sharding)
 
 
 def put(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
     """`jax.device_put`, of an array of any kind or a number, that knows split arrays."""
     if isinstance(sharding, SplitSharding):
         return SplitArray(put_parts(leaf, sharding), sharding.axis)
-    return (
-        joined(leaf, sharding) if isinstance(leaf, SplitArray) else jax.device_put(leaf, sharding)
-    )
+    return joined(leaf, sharding) if isinstance(leaf, SplitArray) else placed(leaf, sharding)
 
 
 def assembled(
@@ -185,7 +196,7 @@ def put_parts(leaf: Any, sharding: SplitSharding) -> list[jax.Array]:
     """The parts of a leaf, each in its place."""
     if isinstance(leaf, SplitArray):
         if (leaf.axis, leaf.ends) == (sharding.axis, sharding.ends):
-            return [jax.device_put(a, b) for a, b in zip(leaf.parts, sharding.parts, strict=True)]
+            return [placed(a, b) for a, b in zip(leaf.parts, sharding.parts, strict=True)]
         leaf = leaf.__jax_array__()
     places = zip(sharding.indices(), sharding.parts, strict=True)
-    return [jax.device_put(leaf[rows], part) for rows, part in places]
+    return [placed(leaf[rows], part) for rows, part in places]

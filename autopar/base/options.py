@@ -68,7 +68,8 @@ class Options:
         activation). "as computed": in their own. "float32": narrower ones are widened, added, and
         rounded once; twice the bytes of bfloat16, and nearer to one device. "bfloat16": wider ones
         are rounded, then added; half the bytes of float32, and not exact.
-      logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one.
+      logical_mesh: the shape of the logical mesh, one to three sizes, or None to choose one. The
+        devices that it does not hold are left alone.
       memory_limit: bytes per device, as a number or text such as "12GiB", or None for the
         device's memory.
       max_flops_share: the largest share of FLOPs that exact microbatching may move out of the loop.

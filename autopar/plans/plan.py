@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import AutoparError
+from autopar.base.errors import AutoparError, OptionError
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import Differences, dump_json
 from autopar.base.run_flags import RunFlag, run_flags
@@ -188,8 +188,8 @@ class Plan(PlanRecord):
         del plain["pipeline"]["model"], plain["pipeline"]["bubble_fraction"]
         return hashlib.sha256(dump_json(plain).encode()).hexdigest()
 
-    def diff(self, other: Plan) -> Differences:
-        """What differs, by cause: at most some twenty lines, also for deep models.
+    def diff(self, other: Plan | str | os.PathLike[str]) -> Differences:
+        """What differs from another plan, or one in a file, by cause: at most some twenty lines.
 
         What was asked, the cluster, step and memory, meshes and stages come first, then the leaves
         that lie otherwise, those alike in one line. The lines are a tuple, which is shown line by
@@ -197,6 +197,13 @@ class Plan(PlanRecord):
         """
         from autopar.report.plan_diff import plan_differences
 
+        if isinstance(other, str | os.PathLike):
+            other = Plan.load(other)
+        if not isinstance(other, Plan):
+            raise OptionError(
+                f"diff takes a plan, and got {other!r}.",
+                hint="give an autopar.Plan, or the path of one that was saved.",
+            )
         return plan_differences(self, other)
 
     def __str__(self) -> str:

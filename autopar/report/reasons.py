@@ -67,8 +67,13 @@ def _unknown(name: str, everything: list[LayoutReason]) -> OptionError:
     return OptionError(
         f"The plan has no leaf, layer or line called {name!r}.",
         why=f"names look like {', '.join(some or names[:4])}.",
-        hint=f"did you mean {' or '.join(repr(short_path(x)) for x in near)}?" if near else None,
+        hint=f"did you mean {' or '.join(repr(_as_written(x)) for x in near)}?" if near else None,
     )
+
+
+def _as_written(name: str) -> str:
+    """A line of a file as it is, a leaf's path as people write it."""
+    return name if re.search(r"\.\w+:\d+$", name) else short_path(name)
 
 
 def _decisions(plan: PlanRecord) -> Iterator[LayoutReason]:

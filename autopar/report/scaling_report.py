@@ -76,10 +76,12 @@ class Scaling:
     """A step with its batch, planned anew for each of several clusters.
 
     The batch is the same for all of them (strong scaling). `rows` are in the order in which the
-    clusters were given; it prints as a table, and `plot` makes a picture.
+    clusters were given; it prints as a table, and `plot` makes a picture. If it was `interrupted`,
+    the last row is the best that had been found, and the clusters after it are not there.
     """
 
     rows: tuple[ScaledStep, ...]
+    interrupted: bool = False
 
     @property
     def efficiencies(self) -> tuple[float | None, ...]:
@@ -138,6 +140,8 @@ class Scaling:
         notes = [
             f"no plan for {r.cluster.num_devices} devices: {r.reason}" for r in self.rows if r.error
         ]
+        if self.interrupted:
+            notes.append("interrupted: the last row is what was found, others were not planned for")
         ideal = "of ideal: a device's steps a second, over those with the fewest devices that do"
         yield captioned(table, "\n".join([*notes, ideal]))
 

@@ -298,8 +298,8 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
     else:
         why += (
             f" Evaluating what depends on it on the whole batch takes {costs.flops_share:.1%} of"
-            f" the step's FLOPs and {costs.bytes_share:.1%} of its batch-sized bytes; allowed are"
-            f" {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
+            f" the step's FLOPs and {min(costs.bytes_share, 1.0):.1%} of its batch-sized bytes;"
+            f" allowed are {analysis.max_flops_share:.1%} and {analysis.max_bytes_share:.1%}."
         )
         kernel = ""
         if is_kernel:

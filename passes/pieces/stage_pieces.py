@@ -15,7 +15,6 @@ from autopar.passes.pieces.residuals import before_readers, computed_again
 from autopar.passes.pieces.rounds import AFTER_LOOP, Level, Rounds
 from autopar.passes.pieces.wiring import has_effect, made_by, needed, read_by
 from autopar.passes.pipeline.instructions import PieceKind
-from autopar.passes.sharding.layout import without_partial
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Compute,
@@ -216,14 +215,14 @@ def _distances(
 
 
 def _is_alike(version: ShardedValue, other: ShardedValue) -> bool:
-    layouts = without_partial(version.layout), without_partial(other.layout)
-    return layouts[0] == layouts[1] and aval_shape(version.atom) == aval_shape(other.atom)
+    layouts = {v.layout._replace(partial=()) for v in (version, other)}
+    return len(layouts) == 1 and aval_shape(version.atom) == aval_shape(other.atom)
 
 
 def _form(port: Port, is_sum: bool) -> object:
     """What two values have in common of which one can be written in place of the other."""
     aval, layout = port.version.atom.aval, port.version.layout
-    return aval.shape, str(aval.dtype), without_partial(layout) if is_sum else layout
+    return aval.shape, str(aval.dtype), layout._replace(partial=()) if is_sum else layout
 
 
 def _in_pairs(inputs: Sequence[Port], taken: Sequence[Port]) -> tuple[Port, ...]:

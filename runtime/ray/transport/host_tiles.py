@@ -13,10 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.arrays.buffers import HOST_MEMORY
 from autopar.arrays.ray_array import key_implementation
 from autopar.arrays.sourced_leaf import SourcedLeaf
-from autopar.arrays.split_array import SplitArray
+from autopar.arrays.split_array import HOST_MEMORY, SplitArray
 from autopar.arrays.typed_keys import is_key
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 

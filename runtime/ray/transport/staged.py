@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from autopar.arrays.buffers import HOST_MEMORY
+from autopar.arrays.split_array import HOST_MEMORY
 from autopar.passes.graph.logical import no_mesh
 from autopar.runtime.ray.transport.chunks import CHUNK_BYTES
 from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, numbers, placed, plain
