@@ -24,7 +24,10 @@ from autopar.passes.slicing.stage_graphs import StageGraph, Stages
 
 
 def cut(
-    stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool] | None = None
+    stages: Stages,
+    programs: Sequence[SpmdProgram],
+    remat: Sequence[bool] | None = None,
+    at_once: Sequence[bool] | None = None,
 ) -> Pieces:
     """Take the lowered stages apart.
 
@@ -33,6 +36,7 @@ def cut(
       programs: one for each stage.
       remat: for each stage, whether its backward pass computes the forward pass again from what
         the stage receives, instead of keeping what that leaves. None: no stage does.
+      at_once: for each stage, whether it runs a microbatch forward and backward without a break.
     """
     opened = [
         open_stage(number, graph, program)
@@ -52,7 +56,11 @@ def cut(
     values = numbers.values
     for stage, levels in zip(opened, find_levels(opened, stages.links), strict=True):
         rounds = outer_rounds(stage, levels)
-        tasks = body_by_task(stage, remat=remat is not None and remat[stage.number])
+        tasks = body_by_task(
+            stage,
+            remat=remat is not None and remat[stage.number],
+            at_once=at_once is not None and at_once[stage.number],
+        )
         numbered.append(number_values(stage, rounds, tasks, numbers))
         pieces += stage_pieces(stage, rounds, tasks, numbered[-1])
     transfers = []

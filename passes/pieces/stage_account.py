@@ -92,7 +92,8 @@ class StageAccount:
                 stage = with_received(stage, position, layout, per_microbatch=True)
         stage = pruned(stage)
         (levels,) = find_levels([stage], ())
-        rounds, tasks = outer_rounds(stage, levels), body_by_task(stage, remat=memory.remat)
+        rounds = outer_rounds(stage, levels)
+        tasks = body_by_task(stage, remat=memory.remat, at_once=memory.at_once)
         known = number_values(stage, rounds, tasks, numbers)
         pieces = stage_pieces(stage, rounds, tasks, known)
         outputs = [number for number in known.outputs if number is not None]

@@ -63,11 +63,15 @@ def body_tasks(
     return tuple(reversed(chosen))
 
 
-def body_by_task(stage: OpenStage, *, remat: bool) -> dict[Task, Sequence[Instruction]]:
+def body_by_task(
+    stage: OpenStage, *, remat: bool, at_once: bool = False
+) -> dict[Task, Sequence[Instruction]]:
     """The instructions of each task that a pruned stage has, in order.
 
     With `remat`, the backward pass computes all of the forward pass that it reads again, from what
-    the stage receives; else it does so where that costs less than keeping it.
+    the stage receives; else it does so where that costs less than keeping it. A stage that runs
+    both `at_once` has one task for them: what the forward pass leaves is the compiler's, which
+    keeps none of it longer than it is needed. (What a program is given stays to its end.)
     """
     tasks = body_tasks(stage.body, stage.body_outputs)
     groups: dict[Task, Sequence[Instruction]] = {
@@ -78,6 +82,11 @@ def body_by_task(stage: OpenStage, *, remat: bool) -> dict[Task, Sequence[Instru
     forward, later = groups.get("F"), [task for task in groups if task != "F"]
     if not forward or not later:
         return groups
+    if at_once and not remat and "B" in groups:
+        sent = {what.version for what in stage.sent.values() if what.inside}
+        if sent.isdisjoint(made_by(forward)):
+            del groups["F"]
+            return {"B": [*forward, *groups.pop("B")], **groups}
     made, backward = made_by(forward), later[0]
     read = [set(read_by(groups[task])) for task in later]
     if remat:

@@ -48,7 +48,6 @@ from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage, 
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import LARGE_PROBLEM, memory_limit_of
-from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.spmd_program import SpmdProgram, host_bytes
@@ -254,7 +253,7 @@ def _plan_stages(
     planned: list[PlannedStage] = []
     for number, stage in enumerate(label_batch(stages)):
         like, part = alike[number], parts[number % len(parts)]
-        place = PlaceInPipeline(stage, in_flight(schedule, number))
+        place = PlaceInPipeline.under(schedule, number, stage)
         own = options.of_stage(number)
         if number in limits:
             own = replace(own, memory_limit=limits[number])
@@ -284,6 +283,9 @@ def _plan_stages(
 def _scheduled(step: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
     """The same stages by another schedule that divides the backward pass alike."""
     schedule = make_schedule(name, step.schedule.num_meshes, step.schedule.num_microbatches)
+    if schedule.at_once != step.schedule.at_once:
+        known = step.split, step.stages, step.planned
+        return assemble(*known, schedule, cluster, step.limit, step.remat)
     expected = _expected(step.pieces, step.parts, schedule, step.planned, cluster)
     return replace(step, schedule=schedule, forecast=expected)
 
@@ -358,7 +360,7 @@ def assemble(
     remat: tuple[bool, ...],
 ) -> PlannedStep:
     """Cut the planned stages into pieces, order these, and simulate a step."""
-    pieces = take_apart(stages, [p.program for p in planned], remat)
+    pieces = take_apart(stages, [p.program for p in planned], remat, schedule)
     parts = parts_of(pieces, split)
     expected = _expected(pieces, parts, schedule, planned, cluster)
     host = cluster.host_share
@@ -367,11 +369,13 @@ def assemble(
     )
 
 
-def take_apart(stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool]) -> Pieces:
+def take_apart(
+    stages: Stages, programs: Sequence[SpmdProgram], remat: Sequence[bool], schedule: Schedule
+) -> Pieces:
     """The pieces of the stages' programs; of one stage alone, one piece."""
     if len(programs) == 1:
         return uncut(stages.graphs[0], programs[0])
-    return cut(stages, programs, remat)
+    return cut(stages, programs, remat, schedule.at_once)
 
 
 def parts_of(pieces: Pieces, split: SplitStep) -> PipelineParts:
@@ -402,7 +406,10 @@ def _rematerialized(candidate: PlannedStep, cluster: Cluster, may: Sequence[bool
     while True:
         too_much = {m for m, size in enumerate(candidate.peak_bytes) if size > candidate.limit}
         c, homes = candidate, candidate.schedule.mesh_of_stage
-        full = [ok and mesh in too_much for ok, mesh in zip(may, homes, strict=True)]
+        full = [
+            ok and mesh in too_much and not at_once
+            for ok, mesh, at_once in zip(may, homes, c.schedule.at_once, strict=True)
+        ]
         remat = tuple(map(operator.or_, c.remat, full))
         if remat == c.remat:
             return c

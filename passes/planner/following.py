@@ -29,7 +29,6 @@ from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import memory_limit_of, prepare
 from autopar.passes.primitives.populate import populate
-from autopar.passes.schedules.flight import in_flight
 from autopar.passes.schedules.make import make_schedule
 from autopar.passes.schedules.schedule import ONE_STAGE, Schedule
 from autopar.passes.sharding.constraint_axes import warn_of_lost
@@ -58,7 +57,7 @@ def follow_plan(plan: Plan, split: SplitStep, options: Options) -> Runnable:
         built, pricing, dims = prepare(one, mesh, own, submesh(cluster, math.prod(mesh)))
         assignment = assignment_of(written, built)
         programs.append(lower(one.step, built, assignment, pricing, axis_names(mesh), dims))
-    pieces = take_apart(stages, programs, _remat(plan))
+    pieces = take_apart(stages, programs, _remat(plan), schedule)
     parts = parts_of(pieces, split)
     return Runnable(pieces, parts, schedule, stages.leaves, stages.results)
 
@@ -184,7 +183,7 @@ def _in_place(
     """What a stage has in flight, and its options with the plan's choice of what is kept."""
     if not plan.is_pipeline:
         return options, None
-    place = PlaceInPipeline(stages.graphs[number], in_flight(schedule, number))
+    place = PlaceInPipeline.under(schedule, number, stages.graphs[number])
     return dataclasses.replace(options, remat="full" if _remat(plan)[number] else "none"), place
 
 

@@ -17,6 +17,8 @@ from autopar.passes.pieces.pieces import StagePiece
 from autopar.passes.pieces.stage_account import StageAccount
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.schedules.flight import in_flight
+from autopar.passes.schedules.schedule import Schedule
 from autopar.passes.sharding.host_leaves import hosts_fit
 from autopar.passes.sharding.memory_rows import StageMemory
 from autopar.passes.sharding.peak_memory import MemoryPeak
@@ -85,17 +87,30 @@ class PlannedStage:
 
 
 class PlaceInPipeline(NamedTuple):
-    """A stage's graph, and how many microbatches it has in flight under the schedule."""
+    """A stage's graph, and how many microbatches it has in flight under the schedule.
+
+    `at_once`: a microbatch runs forward and backward without a break.
+    """
 
     graph: StageGraph
     in_flight: InFlight
+    at_once: bool = False
+
+    @classmethod
+    def under(cls, schedule: Schedule, number: int, graph: StageGraph) -> PlaceInPipeline:
+        """The place of the stage of this number."""
+        return cls(graph, in_flight(schedule, number), schedule.at_once[number])
+
+    def memory(self, remat: bool) -> StageMemory:
+        """What the schedule says of what the stage holds."""
+        return StageMemory(self.in_flight, remat, self.at_once)
 
 
 def in_pipeline(
     planned: PlannedStage, place: PlaceInPipeline, limit: int, costs: PieceCosts
 ) -> PlannedStage:
     """A stage's plan with its peak, and with what computing the forward pass again takes."""
-    memory, program = StageMemory(place.in_flight, planned.remat), planned.program
+    memory, program = place.memory(planned.remat), planned.program
     account, seconds = StageAccount.of(place.graph, program, memory), 0.0
     if planned.remat and place.graph.loop is not None:
         kept = StageAccount.of(place.graph, program, replace(memory, remat=False))

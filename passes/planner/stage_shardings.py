@@ -102,7 +102,7 @@ class MeshSearch:
 
     def memory(self, remat: bool) -> StageMemory | None:
         """What the schedule says of the stage."""
-        return None if self.place is None else StageMemory(self.place.in_flight, remat)
+        return None if self.place is None else self.place.memory(remat)
 
     def free(self) -> PlannedStage:
         """The cheapest program with any memory.
@@ -188,7 +188,7 @@ class MeshSearch:
             return (False,)
         if self.options.remat in ("none", "full"):
             return (self.options.remat == "full",)
-        return (False, True)
+        return (False,) if self.place.at_once else (False, True)
 
     def within(self, first: PlannedStage, expected: float = 0.0) -> PlannedStage:
         """The cheapest plan that fits, where the cheapest of all does not; or the smallest.

@@ -9,6 +9,7 @@ the previous stage waits for, and W the rest. Tasks wait for each other along th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,6 +77,23 @@ class Schedule:
         if self.forward_only:
             return ("F",)
         return ("F", "B", "W") if self.splits_backward else ("F", "B")
+
+    @cached_property
+    def at_once(self) -> tuple[bool, ...]:
+        """For every stage, whether it runs a microbatch forward and backward without a break.
+
+        That is the last stage, which waits for nobody in between, where its mesh does not do
+        something else first.
+
+        >>> from autopar.passes.schedules.make import make_schedule
+        >>> make_schedule("1f1b", 2, 4).at_once, make_schedule("gpipe", 2, 4).at_once
+        ((False, True), (False, False))
+        """
+        last, count = self.num_stages - 1, self.num_microbatches
+        tasks = self.tasks[self.mesh_of_stage[last]]
+        pairs = set(itertools.pairwise(tasks))
+        turns = ((Task("F", last, i), Task("B", last, i)) for i in range(count))
+        return (*(False,) * last, pairs.issuperset(turns))
 
     def stages_of(self, mesh: int) -> tuple[int, ...]:
         """The stages (chunks) that `mesh` runs."""

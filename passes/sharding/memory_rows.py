@@ -26,11 +26,13 @@ from autopar.passes.sharding.strategy_graph import StrategyGraph
 class StageMemory:
     """What decides how often a stage's values are there: microbatches in flight, and remat.
 
-    With `remat`, the backward pass computes all of the forward pass again.
+    With `remat`, the backward pass computes all of the forward pass again; else, `at_once`, both
+    are one task.
     """
 
     in_flight: InFlight
     remat: bool = False
+    at_once: bool = False
 
 
 class MemoryRow(NamedTuple):
@@ -89,6 +91,8 @@ def _row(value: Assigned, built: StrategyGraph, memory: StageMemory | None) -> M
         made, read = body.task_at(live.first), body.task_at(live.last)
         if memory.remat and made == "F" and not live.entering:
             made = min(read, "B", key="FBW".index)  # the later task makes it again
+        elif memory.at_once and not memory.remat:
+            made, read = (max(task, "B", key="FBW".index) for task in (made, read))
         if made != read:
             return MemoryRow(value, body.start, body.end + 1, memory.in_flight[made, read])
     if live.fused and live.last - live.first <= FUSION_REACH:
