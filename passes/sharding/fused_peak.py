@@ -21,7 +21,15 @@ from autopar.passes.sharding.compiler_rules import (
 )
 from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.filling_numbers import filling_numbers
-from autopar.passes.sharding.heap import SIZE, TIME, HeapBuffer, in_order, lost_bytes
+from autopar.passes.sharding.heap import (
+    SIZE,
+    TIME,
+    HeapBuffer,
+    beside_results,
+    in_order,
+    live_bytes,
+    lost_bytes,
+)
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.layout import local_shape
@@ -63,6 +71,7 @@ def fused_peak(
     kept: Collection[ShardedValue],
     memory: int | None = None,
     apart: Collection[ShardedValue] = (),
+    results: Collection[ShardedValue] = (),
 ) -> tuple[int, Alive]:
     """Bytes of a device at the worst moment of a program's block, and what is there.
 
@@ -73,8 +82,9 @@ def fused_peak(
       kept: inputs that somebody else reads afterwards.
       memory: bytes of a device, of which the compiler takes less if few would be left; None: many.
       apart: values in memory of their own, which is not counted.
+      results: of these, what others may lie in before it is made.
     """
-    found = _peak(block, mesh, rules, kept, apart)
+    found = _peak(block, mesh, rules, kept, apart, results)
     if memory is None or TIME not in rules.heap_orders:
         return found
     if found[0] + SPARE_BYTES > memory:
@@ -92,10 +102,14 @@ def _peak(
     rules: CompilerRules,
     kept: Collection[ShardedValue],
     apart: Collection[ShardedValue],
+    results: Collection[ShardedValue] = (),
 ) -> tuple[int, Alive]:
     moments = _Moments(block, mesh, rules, kept, apart=apart)
     copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
     size, there = moments.worst(copies)
+    if results:
+        left = beside_results(moments.buffers, moments.later(results))
+        size, moments.buffers = live_bytes(in_order(left)), left
     if rules.heap_orders:
         lost = lost_bytes(in_order(moments.buffers), rules.heap_orders)
         if lost > 0:
@@ -122,6 +136,7 @@ class _Moments:
         self.entering = set(block.inputs)
         self.constants = filling_numbers(block.instructions, rules)
         self.buffers: list[HeapBuffer] = []  # once the worst moment was found
+        self.since: dict[str | ShardedValue, int] = {}
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
         program = [made_by(x) for x in block.instructions]
@@ -213,7 +228,8 @@ class _Moments:
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers = self.buffers = [*copies]
+        buffers, self.since = [*copies], since
+        self.buffers = buffers
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             for value in (*filled[time], *self.early[time]):
@@ -250,6 +266,12 @@ class _Moments:
         left = ((since.get(v, 0), size) for v, size in alive.items())
         buffers += [HeapBuffer(size, first, end) for first, size in left if first >= 0]
         return best, there
+
+    def later(self, results: Iterable[ShardedValue]) -> list[HeapBuffer]:
+        """What these take, from when they are made; once the worst moment was found."""
+        end = len(self.block.instructions)
+        made = dict.fromkeys(map(self.held.root, results))
+        return [HeapBuffer(self._bytes(v), self.since[v], end) for v in made if v in self.since]
 
     def _reductions(self) -> dict[ShardedValue, set[ShardedValue]]:
         """The results of reductions in kernels with their readers, and the buffers that they read.

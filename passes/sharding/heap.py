@@ -8,6 +8,7 @@ loops hand on), placed by size or by how long they live up to 18% less.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,34 @@ def lost_bytes(buffers: Sequence[HeapBuffer], orders: Sequence[str] = (TIME,)) -
     least = live_bytes(buffers) // SMALL_SHARE
     large = [x for x in buffers if x.bytes > least]
     return min(_placed_bytes(large, order) for order in orders) - live_bytes(large)
+
+
+def beside_results(
+    buffers: Sequence[HeapBuffer], results: Sequence[HeapBuffer]
+) -> list[HeapBuffer]:
+    """The buffers that find no place in the memory of a result that is not there yet.
+
+    XLA gives a program's results their memory first. Then, the largest first, a temporary takes the
+    smallest of them that holds it and is free as long (`buffer_assignment.cc`).
+
+    >>> beside_results([HeapBuffer(3, 0, 1), HeapBuffer(5, 0, 1)], [HeapBuffer(4, 2, 3)])
+    [HeapBuffer(bytes=5, first=0, last=1)]
+    """
+    places = sorted(results, key=lambda x: x.bytes)
+    sizes = [x.bytes for x in places]
+    taken: list[list[HeapBuffer]] = [[x] for x in places]
+    least = live_bytes(buffers) // SMALL_SHARE
+    left = []
+    for buffer in sorted(buffers, key=lambda x: -x.bytes):
+        fitting = range(bisect_left(sizes, buffer.bytes), len(sizes) if buffer.bytes > least else 0)
+        for place in fitting:
+            others = taken[place]
+            if all(x.first > buffer.last or x.last < buffer.first for x in others):
+                others.append(buffer)
+                break
+        else:
+            left.append(buffer)
+    return left
 
 
 def live_bytes(buffers: Sequence[HeapBuffer]) -> int:

@@ -9,7 +9,7 @@ layers share is never there as a whole. Everything else is, from its definition 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Var
@@ -68,11 +68,12 @@ def peak(
     return _block_peak(program.block, program.mesh, names, set(kept))
 
 
-def temporary_bytes(program: SpmdProgram, block: Block) -> int:
+def temporary_bytes(program: SpmdProgram, block: Block, fresh: Collection[ShardedValue]) -> int:
     """Bytes per device of what a block of a program needs beside its inputs and its outputs.
 
-    These have memory of their own from its beginning to its end. Where compilers fuse near readers
-    alone, as much as the worst moment is above both: outputs' memory is used before they are there.
+    These have memory of their own from its beginning to its end; that of outputs which are `fresh`,
+    not written in place of an input, is used before they are there. Where compilers fuse near
+    readers alone, it is as much as the worst moment is above both.
     """
     outputs = [v for v in block.outputs if not is_literal(v)]
     apart = {*block.inputs, *outputs}
@@ -84,7 +85,9 @@ def temporary_bytes(program: SpmdProgram, block: Block) -> int:
     )
     beside = sum(size for size in combined if size < program.rules.combined_bytes)
     if program.rules.fuses_anywhere:
-        return fused_peak(block, program.mesh, program.rules, block.inputs, apart=apart)[0] + beside
+        rules, kept = program.rules, block.inputs
+        found, _ = fused_peak(block, program.mesh, rules, kept, apart=apart, results=fresh)
+        return found + beside
     worst = _block_peak(block, program.mesh, {}, set(block.inputs)).bytes
     return max(worst - sum(local_bytes(v, program.mesh) for v in apart), 0)
 
