@@ -140,6 +140,8 @@ def plan_layout(
     report: Report,
     keep: Keep = lambda candidates: None,
     others: SearchSoFar = NOTHING_SO_FAR,
+    *,
+    must_fit: bool = False,
 ) -> list[PlannedStep]:
     """Plans with these stages: one for every logical mesh of one stage, else for every schedule.
 
@@ -151,6 +153,7 @@ def plan_layout(
       report: takes a line of progress.
       keep: takes candidates as they are found.
       others: what is known from elsewhere, for one stage.
+      must_fit: there are none, of several stages, as soon as one of these does not fit.
 
     Raises:
       OptionError: the program has fewer layers than stages, or the devices do not divide.
@@ -159,7 +162,11 @@ def plan_layout(
     if not layout.is_pipeline:
         return _plan_one(split, options, cluster, report, keep, others)
     names = _schedules(options)
-    made = [_plan_stages(split, layout.schedule or names[0], layout, options, cluster, report)]
+    asked = split, layout.schedule or names[0], layout, options, cluster, report
+    try:
+        made = [_plan_stages(*asked, must_fit=must_fit and chunks_of(options) == 1)]
+    except _MisfitError:
+        return []
     if chunks_of(options) > 1 and not made[0].fits:
         report("sharing out the memory of each mesh among its stages")
         limits = _shared_out(made[0])
@@ -220,6 +227,7 @@ def _plan_stages(
     report: Report,
     limits: Mapping[int, int] = MappingProxyType({}),
     as_in: PlannedStep | None = None,
+    must_fit: bool = False,
 ) -> PlannedStep:
     """The stages of a layout by a schedule.
 
@@ -233,9 +241,10 @@ def _plan_stages(
       limits: bytes of stages that may hold less than a device has.
       as_in: the same stages by another schedule, as they are quickest: so they are planned on its
         logical meshes.
+      must_fit: each of the stages.
 
     Raises:
-      _MisfitError: a stage that is planned `as_in` another schedule does not fit.
+      _MisfitError: a stage that must fit does not, or one planned `as_in` another schedule.
     """
     meshes, chunks, count = len(layout.devices), chunks_of(options), split.num_microbatches
     splits = isinstance(name, str) and name.startswith("zb")
@@ -273,6 +282,8 @@ def _plan_stages(
         expected = layout.expected[number] if layout.expected else {}
         casts = bool(layout.casts) and layout.casts[number]
         planned.append(plan_stage(place, own, part, expected, casts))
+        if must_fit and not planned[-1].fits:
+            raise _MisfitError
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     graphs = (p.split.stage(stage) for p, stage in zip(planned, stages.graphs, strict=True))

@@ -381,8 +381,8 @@ class LayoutSearch:
         """What plans stages of a split step."""
         options, cluster, report, keep = self.options, self.cluster, self.report, self.keep
 
-        def plan(layout: StageLayout) -> list[PlannedStep]:
-            return plan_layout(split, layout, options, cluster, report, keep)
+        def plan(layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]:
+            return plan_layout(split, layout, options, cluster, report, keep, must_fit=must_fit)
 
         return StagesPlanner(plan, self.is_long)
 
@@ -415,7 +415,9 @@ class LayoutSearch:
             waiting.remove(first)
             assert first.first is not None
             planner = self._planner(first.split)
-            planned = pipelines_within(first.search, first.first, self._limit, planner)
+            fits = any(candidate.fits for candidate in made)
+            asked = first.search, first.first, self._limit, planner
+            planned = pipelines_within(*asked, must_fit=fits)
             made += planned
             if any(candidate.fits for candidate in planned):
                 promised = min(promised, first.promise)

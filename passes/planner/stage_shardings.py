@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from autopar.base.cluster import Cluster, axis_names
@@ -83,6 +83,9 @@ class MeshSearch:
     allowed: Allowed | None
     limit: int
     place: PlaceInPipeline | None
+    known: dict[tuple[tuple[int, ...], bool], PlannedStage] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -152,8 +155,11 @@ class MeshSearch:
         return folded.unfolded(found)
 
     def lowered(self, solution: Solution, remat: bool) -> PlannedStage:
-        """The program of a solution, with its peak."""
-        return self.checked(self.program(solution, remat))
+        """The program of a solution, with its peak; found once."""
+        key = solution.assignment, remat
+        if key not in self.known:
+            self.known[key] = self.checked(self.program(solution, remat))
+        return replace(self.known[key], solution=solution)
 
     def program(self, solution: Solution, remat: bool) -> PlannedStage:
         """The program of a solution; without its peak."""

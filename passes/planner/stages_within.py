@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import PlannedStep, quickest
@@ -16,19 +16,31 @@ WORTH_PLANNING = 1.02  # times what a pipeline may take: with less, it is not pl
 WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not planned
 
 
+class PlanStages(Protocol):
+    """Plans stages; none if one `must_fit` that does not."""
+
+    def __call__(self, layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]: ...
+
+
 class StagesPlanner(NamedTuple):
     """Plans the stages of a split step; of a long program, as the search expects them to be."""
 
-    plan: Callable[[StageLayout], list[PlannedStep]]
+    plan: PlanStages
     is_long: bool
 
-    def planned(self, layout: StageLayout) -> list[PlannedStep]:
-        """Pipelines with these stages."""
-        return self.plan(layout if self.is_long else replace(layout, expected=()))
+    def planned(self, layout: StageLayout, *, must_fit: bool = False) -> list[PlannedStep]:
+        """Pipelines with these stages; none as soon as one does not fit that `must`."""
+        layout = layout if self.is_long else replace(layout, expected=())
+        return self.plan(layout, must_fit=must_fit)
 
 
 def pipelines_within(
-    stages: StageSearch, first: tuple[StageLayout, float], limit: int, planner: StagesPlanner
+    stages: StageSearch,
+    first: tuple[StageLayout, float],
+    limit: int,
+    planner: StagesPlanner,
+    *,
+    must_fit: bool = False,
 ) -> list[PlannedStep]:
     """Pipelines of the stages that are found, the `first` ones and with less and less memory.
 
@@ -40,6 +52,7 @@ def pipelines_within(
       first: the stages that it finds within the limit, and the seconds of a step that it promises.
       limit: bytes that a device may hold.
       planner: of the split step.
+      must_fit: something else fits, so what does not is nothing.
     """
     made: list[PlannedStep] = []
     target = limit
@@ -47,11 +60,12 @@ def pipelines_within(
         found = stages.within(target) if tried else first
         if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
             break
-        planned = planner.planned(found[0])
+        must_fit = must_fit or any(candidate.fits for candidate in made)
+        planned = planner.planned(found[0], must_fit=must_fit)
         made += planned
-        if all(candidate.fits for candidate in planned):
+        if planned and all(candidate.fits for candidate in planned):
             break
-        most = max(max(candidate.peak_bytes) for candidate in planned)
+        most = max((max(candidate.peak_bytes) for candidate in planned), default=0)
         target -= max(most - limit, limit // 50)
     return made + _on_equal_devices(stages, first, limit, planner, seconds_of_best(made))
 
@@ -74,7 +88,7 @@ def _on_equal_devices(
     for layout, seconds in stages.of_equal_devices(limit, best):
         known = min(best, seconds_of_best(more))
         if seconds * WORTH_PLANNING < known and layout.devices != first[0].devices:
-            more += planner.planned(layout)
+            more += planner.planned(layout, must_fit=True)
     return more
 
 

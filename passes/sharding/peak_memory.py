@@ -86,7 +86,8 @@ def temporary_bytes(program: SpmdProgram, block: Block, fresh: Collection[Sharde
     beside = sum(size for size in combined if size < program.rules.combined_bytes)
     if program.rules.fuses_anywhere:
         rules, kept = program.rules, block.inputs
-        found, _ = fused_peak(block, program.mesh, rules, kept, apart=apart, results=fresh)
+        holding = fresh if rules.results_hold else ()
+        found, _ = fused_peak(block, program.mesh, rules, kept, apart=apart, results=holding)
         return found + beside
     worst = _block_peak(block, program.mesh, {}, set(block.inputs)).bytes
     return max(worst - sum(local_bytes(v, program.mesh) for v in apart), 0)
