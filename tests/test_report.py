@@ -270,7 +270,8 @@ def test_a_terminal_shows_the_simulated_step() -> None:
     for mesh in range(4):
         (row,) = (line for line in lines if line.strip().startswith(f"mesh {mesh}  "))
         numbers = [int(n) for n in re.findall(r"(\d)━", row)]
-        assert numbers == list(range(8)), "the forward pass of every microbatch, in order"
+        # The forward pass of every microbatch, in order; the last stage has both at once.
+        assert numbers == (list(range(8)) if mesh < 3 else [])
         idle = 1 - timeline.busy[mesh] / timeline.step_seconds
         assert row.endswith(f"{idle:4.0%} idle")
         dots = row.count("·") / (row.rindex("·") - row.index("·") + 1)

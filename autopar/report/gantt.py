@@ -11,7 +11,7 @@ from autopar.base.units import format_bytes, format_seconds
 from autopar.passes.pipeline.timeline import Timeline
 from autopar.report.palette import INK, MESHES, QUIET, WAITING
 from autopar.report.summaries import format_stages
-from autopar.report.task_spans import TASKS, Span, task_spans
+from autopar.report.task_spans import TASKS, Span, shown_tasks, task_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,7 +122,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str) -> None:
     axes.set_ylim(num_meshes - 0.5, -0.5)
     axes.spines[:].set_visible(False)
     _draw_ticks(axes, seconds)
-    _draw_tasks(axes, {span.kind for span in spans}, title)
+    _draw_tasks(axes, spans, title)
 
 
 def draw_memory(axes: Axes, timeline: Timeline) -> None:
@@ -203,10 +203,10 @@ def _draw_heading(axes: Axes, title: str, **legend: Any) -> None:
     )
 
 
-def _draw_tasks(axes: Axes, kinds: set[str], title: str) -> None:
+def _draw_tasks(axes: Axes, spans: Sequence[Span], title: str) -> None:
     from matplotlib.patches import Patch
 
-    tasks = [task for kind, task in TASKS.items() if kind in kinds]
-    handles = [Patch(facecolor=task.color, label=task.name) for task in tasks]
+    shown = shown_tasks(spans)
+    handles = [Patch(facecolor=task.color, label=f"{task.name}{note}") for task, note in shown]
     handles.append(Patch(facecolor=WAITING, label="waiting"))
     _draw_heading(axes, title, handles=handles, ncols=len(handles))

@@ -167,7 +167,7 @@ class _Tables:
         table.collapse_padding = True
         for column in table.columns:
             column.no_wrap = column.header != "state"
-        contents = stage_contents(self.plan)
+        contents, at_once = stage_contents(self.plan), False
         for number, stage in enumerate(self.plan.stages):
             names = list(contents[number][:_MAX_NAMES])
             if more := len(contents[number]) - len(names):
@@ -175,17 +175,21 @@ class _Tables:
             mesh = self.mesh(stage.axis_names, stage.logical_mesh)
             if method := summaries.stage_method(self.plan, number):
                 mesh.append(f"  {method}", "dim")
+            times = {kind: format_seconds(seconds[kind].get(number, 0.0)) for kind in kinds}
+            if "F" in times and number not in seconds["F"] and number in seconds.get("B", {}):
+                times["F"], at_once = "-", True
             add_row(
                 table,
                 str(number),
                 summaries.format_layers(stage.layers),
                 ", ".join(names),
                 Text.assemble((f"{stage.mesh}  ", "dim"), mesh),
-                *(format_seconds(seconds[kind].get(number, 0.0)) for kind in kinds),
+                *map(times.__getitem__, kinds),
                 format_bytes(stage.peak_bytes_per_device),
             )
         tasks = f"{', '.join(headings)}: of one microbatch; " if kinds else ""
-        return captioned(table, f"{tasks}peak: of a device's memory")
+        both = "; -: at once, in what is under backward" if at_once else ""
+        return captioned(table, f"{tasks}peak: of a device's memory{both}")
 
     def transfers(self) -> RenderableType:
         """A row for each kind of value that crosses between stages."""

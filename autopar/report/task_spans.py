@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,19 @@ class Span:
     microbatch: int | None
     start: float
     end: float
+
+
+def shown_tasks(spans: Iterable[Span]) -> list[tuple[TaskLook, str]]:
+    """What a legend has of a timeline: how tasks look, and what is to be said of them beside.
+
+    The last stage may run a microbatch forward and backward in one program.
+    """
+    stages: dict[str, set[int]] = {}
+    for span in spans:
+        stages.setdefault(span.kind, set()).add(span.stage)
+    both = stages.get("B", set()) - stages.get("F", set())
+    notes = {"B": " (last stage: both)"} if both and "F" in stages else {}
+    return [(look, notes.get(kind, "")) for kind, look in TASKS.items() if kind in stages]
 
 
 def task_spans(timeline: Timeline) -> list[Span]:

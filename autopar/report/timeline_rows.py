@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autopar.base.units import format_seconds
 from autopar.passes.pipeline.timeline import Timeline
-from autopar.report.task_spans import TASKS, task_spans
+from autopar.report.task_spans import TASKS, shown_tasks, task_spans
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,9 @@ class TimelineRows:
         return row
 
     def _legend(self, margin: int, width: int) -> Iterator[Text]:
-        kinds = {span.kind for span in task_spans(self.timeline)}
-        shown = [(task.fill * 2, task.fill_style, task) for k, task in TASKS.items() if k in kinds]
         parts = [
-            Text.assemble((fill, style), (f" {task.short_name}   ", "dim"))
-            for fill, style, task in shown
+            Text.assemble((task.fill * 2, task.fill_style), (f" {task.short_name}{note}   ", "dim"))
+            for task, note in shown_tasks(task_spans(self.timeline))
         ]
         line = Text(" " * margin)
         for part in [*parts, Text("·· waiting", "dim")]:

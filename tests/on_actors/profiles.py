@@ -17,4 +17,4 @@ def check_profile(profile: Profile) -> None:
     assert profile.step_seconds > 0
     own = profile.on_own_devices
     assert max(own.busy) <= own.step_seconds
-    assert "F1" in str(profile)
+    assert "F0" in str(profile) and "B1" in str(profile)
