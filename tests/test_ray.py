@@ -444,7 +444,7 @@ def test_every_piece_is_compiled_and_readable(step: RayExecutable) -> None:
     assert "// piece F0" in step.as_text()
     found = set(step.memory_analysis())
     assert found >= {"F0", "B0", "B1"} and "F1" not in found  # the last stage does both at once
-    assert set(step.cost_analysis()) >= {"F0", "B0", "F1", "B1"}
+    assert set(step.cost_analysis()) >= {"F0", "B0", "B1"}
 
 
 def test_a_profile(step: RayExecutable) -> None:

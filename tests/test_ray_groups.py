@@ -124,7 +124,7 @@ def test_a_nan_is_named_and_the_actors_go_on(step: RayExecutable) -> None:
         for _ in range(9):  # it shows in the same call or in a later one
             state, _ = step(state, BATCH)
     assert found.value.spot.actor in (2, 3)
-    assert (found.value.spot.stage, found.value.spot.instruction) == ("stage 1", "F1[0]")
+    assert (found.value.spot.stage, found.value.spot.instruction) == ("stage 1", "B1[0]")
     test_two_stages_of_two_actors(step)
 
 

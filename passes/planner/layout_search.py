@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import (
@@ -27,6 +27,7 @@ from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
+from autopar.passes.planner.known_costs import KnownCosts, PricedStages
 from autopar.passes.planner.layer_units import units_of
 from autopar.passes.planner.layouts import (
     ExpectedSeconds,
@@ -72,36 +73,6 @@ from autopar.plans.plan import Plan
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
 
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
-
-
-class PricedStages(NamedTuple):
-    """A split step, the search for its stages, and what that finds within the memory first."""
-
-    split: SplitStep
-    search: StageSearch
-    first: tuple[StageLayout, float] | None
-
-    @property
-    def promise(self) -> float:
-        """The seconds of a step with these stages; infinite where none fit."""
-        return math.inf if self.first is None else self.first[1]
-
-
-class KnownCosts(NamedTuple):
-    """What layers cost, by microbatches; a batch is not divided into more than `inexact` say.
-
-    `analyses` are of steps that one loop over their microbatches does for.
-    """
-
-    stages: dict[int, PricedStages]
-    one_mesh: dict[int, OneMeshCosts | None]
-    inexact: list[int]
-    analyses: dict[int, microbatch.Analysis]
-
-    @classmethod
-    def nothing(cls) -> KnownCosts:
-        """Before anything is priced."""
-        return cls({}, {}, [], {})
 
 
 @dataclass(frozen=True)

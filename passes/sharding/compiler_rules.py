@@ -3,7 +3,8 @@
 A backend is where a program will run: what XLA makes for a GPU is not what it makes for a CPU.
 Every rule for GPUs was read from compiled programs: XLA:GPU of jax 0.10.2 for an H100
 (`benchmarks/compilers.py`), its buffer assignment (`xla_dump_to`) at the worst moment beside the
-values that were planned to be there. None is a fitted factor.
+values that were planned to be there. None is a fitted factor. It is long because each rule has how
+it was found.
 
 **For GPUs**
 

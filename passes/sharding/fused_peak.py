@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +9,6 @@ from functools import cache, partial
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.boundary_copies import boundary_copies, held_in_two_orders
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
@@ -19,7 +17,6 @@ from autopar.passes.sharding.compiler_rules import (
     reads_buffer,
     reduces_rows,
 )
-from autopar.passes.sharding.epilogues import InstructionValues
 from autopar.passes.sharding.filling_numbers import filling_numbers
 from autopar.passes.sharding.heap import (
     SIZE,
@@ -31,11 +28,11 @@ from autopar.passes.sharding.heap import (
     lost_bytes,
 )
 from autopar.passes.sharding.held_values import HeldValues, held_values
+from autopar.passes.sharding.instruction_values import Mesh, loop_counts, made_by, sum_bytes
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.layout import local_shape
-from autopar.passes.sharding.reshard import adding
 from autopar.passes.sharding.run_order import after_ties, products_left, ties
-from autopar.passes.sharding.scopes import aval_shape, dtype_bytes, itemsize
+from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -60,7 +57,6 @@ SPARE_BYTES = 5 << 29
 DURING = 0.999
 """Until when after its beginning a loop or a branch runs."""
 
-Mesh = tuple[int, ...]
 Alive = dict[str | ShardedValue, int]
 
 
@@ -330,7 +326,7 @@ class _Moments:
     ) -> Iterator[tuple[ShardedValue, ShardedValue | None]]:
         """The results whose buffers are filled with a constant, and that (None: it has no name)."""
         if isinstance(instruction, Loop):
-            consts, carry = _counts(instruction)
+            consts, carry = loop_counts(instruction)
             starts = instruction.operands[consts : consts + carry]
             yield from ((v, None) for v in instruction.results[carry:])
             pairs = zip(instruction.results, starts, strict=False)
@@ -346,7 +342,7 @@ class _Moments:
         """The buffer into which a result is written, of those that are read for the last time."""
         size = self.size(result)
         if isinstance(instruction, Loop):
-            consts, carry = _counts(instruction)
+            consts, carry = loop_counts(instruction)
             place = consts + instruction.results.index(result)
             written = instruction.operands[place : consts + carry][:1]
         elif isinstance(instruction, Compute) and instruction.eqn.primitive.name in IN_PLACE:
@@ -380,7 +376,7 @@ class _Moments:
             return size, sums, [HeapBuffer(size, 0, 0)] if size else []
         worst, there, buffers = 0, Alive(), list[HeapBuffer]()
         if isinstance(instruction, Loop):
-            consts, carry = _counts(instruction)
+            consts, carry = loop_counts(instruction)
             inputs = instruction.body.inputs
             entering, slices = inputs[: consts + carry], inputs[consts + carry :]
             parts = [(instruction.body, entering[:consts], slices, {*entering})]
@@ -398,32 +394,3 @@ class _Moments:
                     for x in moments.buffers
                 ]
         return worst, there, buffers
-
-
-def made_by(instruction: Instruction) -> InstructionValues[ShardedValue]:
-    """An instruction as `held_values` takes it."""
-    if isinstance(instruction, Compute):
-        operands = tuple(None if is_literal(v) else v for v in instruction.operands)
-        return InstructionValues(instruction.eqn, operands, instruction.results)
-    kinds = {s.kind for s in instruction.steps} if isinstance(instruction, Relayout) else {""}
-    is_slice, is_masked = kinds <= {"slice"}, kinds == {"to-partial"}
-    return InstructionValues(None, reads(instruction), writes(instruction), is_slice, is_masked)
-
-
-def sum_bytes(relayout: Relayout, mesh: Mesh) -> int:
-    """What is added in another dtype is there before and after the sum in that dtype as well."""
-    moves = list(relayout.moves()) if relayout.sum_dtype else []
-    inside = [moves[place] for place in adding(relayout.steps)] if moves else []
-    if not inside:
-        return 0
-    whole = math.prod(aval_shape(relayout.source.atom))
-    (first, dtype, _), (last, *_) = inside[0], inside[-1]
-    before, after = (
-        dtype_bytes(dtype) * (whole // parts) for parts in (first.parts_in, last.parts_out)
-    )
-    return max(before + after - local_bytes(relayout.target, mesh), after)
-
-
-def _counts(loop: Loop) -> tuple[int, int]:
-    parts = ScanParts.of(loop.eqn)
-    return parts.num_consts, parts.num_carry

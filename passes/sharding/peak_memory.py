@@ -16,7 +16,8 @@ from jax.extend.core import Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ENDS_FUSION, UNFUSED
-from autopar.passes.sharding.fused_peak import fused_peak, sum_bytes
+from autopar.passes.sharding.fused_peak import fused_peak
+from autopar.passes.sharding.instruction_values import sum_bytes
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,

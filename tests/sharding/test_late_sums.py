@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.passes.sharding.compiler_rules import GPU, RULES, TPU
-from autopar.passes.sharding.fused_peak import SPARE_BYTES, made_by
+from autopar.passes.sharding.fused_peak import SPARE_BYTES
 from autopar.passes.sharding.held_values import HeldValues, held_values
+from autopar.passes.sharding.instruction_values import made_by
 from autopar.passes.sharding.late_sums import are_late, late_times
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import peak

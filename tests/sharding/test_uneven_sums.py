@@ -11,8 +11,9 @@ import pytest
 
 from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import RULES, TPU
-from autopar.passes.sharding.fused_peak import _Moments, made_by
+from autopar.passes.sharding.fused_peak import _Moments
 from autopar.passes.sharding.held_values import HeldValues, held_values
+from autopar.passes.sharding.instruction_values import made_by
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.run_order import is_gradient_sum, products_left
 from autopar.passes.sharding.spmd_program import (

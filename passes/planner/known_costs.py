@@ -1,0 +1,42 @@
+"""What the search for layouts has found out, by numbers of microbatches."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from autopar.passes import microbatch
+from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.layouts import StageLayout
+from autopar.passes.planner.one_mesh import OneMeshCosts
+from autopar.passes.planner.split_step import SplitStep
+
+
+class PricedStages(NamedTuple):
+    """A split step, the search for its stages, and what that finds within the memory first."""
+
+    split: SplitStep
+    search: StageSearch
+    first: tuple[StageLayout, float] | None
+
+    @property
+    def promise(self) -> float:
+        """The seconds of a step with these stages; infinite where none fit."""
+        return math.inf if self.first is None else self.first[1]
+
+
+class KnownCosts(NamedTuple):
+    """What layers cost, by microbatches; a batch is not divided into more than `inexact` say.
+
+    `analyses` are of steps that one loop over their microbatches does for.
+    """
+
+    stages: dict[int, PricedStages]
+    one_mesh: dict[int, OneMeshCosts | None]
+    inexact: list[int]
+    analyses: dict[int, microbatch.Analysis]
+
+    @classmethod
+    def nothing(cls) -> KnownCosts:
+        """Before anything is priced."""
+        return cls({}, {}, [], {})
