@@ -226,7 +226,10 @@ def _communication(
 def _release(
     instructions: Sequence[Instruction], *, kept: set[Buffer], given: set[Buffer]
 ) -> tuple[Instruction, ...]:
-    """Puts a `Free` after every last use, and lets runs donate what nothing else needs."""
+    """Puts a `Free` after every last use, and lets runs donate what nothing else needs.
+
+    What is resharded on its mesh may be the same memory under another name.
+    """
     last_use: dict[Buffer, int] = dict.fromkeys(given, -1)
     for index, instruction in enumerate(instructions):
         last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), index))
@@ -234,13 +237,25 @@ def _release(
     for buffer, index in last_use.items():
         if buffer not in kept:
             ending[index].append(buffer)
+    same: dict[Buffer, set[Buffer]] = {}
+    for instruction in instructions:
+        if isinstance(instruction, Reshard):
+            pair = (instruction.source, instruction.target)
+            together = set(pair).union(*(same.get(buffer, ()) for buffer in pair))
+            same.update(dict.fromkeys(together, together))
+
+    def is_alone(buffer: Buffer, index: int) -> bool:
+        others = same.get(buffer, set()) - {buffer}
+        return others.isdisjoint(kept) and all(last_use[other] < index for other in others)
+
     released: list[Instruction] = []
     if ending[-1]:
         released.append(Free(tuple(sorted(ending[-1], key=_sort_key))))
     for index, instruction in enumerate(instructions):
         gone = set(ending[index])
         if isinstance(instruction, Run):
-            donates = tuple(b for b in instruction.donates if b in instruction.writes or b in gone)
+            free = (b for b in instruction.donates if b in instruction.writes or b in gone)
+            donates = tuple(b for b in free if is_alone(b, index))
             gone -= set(donates) - set(instruction.writes)
             instruction = replace(instruction, donates=donates)
         released.append(instruction)
