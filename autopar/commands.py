@@ -138,7 +138,7 @@ def plan(
     given = {name: read_value(text) for name, text in named.items() if text is not None}
     texts = {"method": method, "schedule": schedule, "memory_limit": memory_limit}
     given |= {name: text for name, text in texts.items() if text is not None}
-    for name in given.keys() & options.keys():
+    for name in sorted(given.keys() & options.keys()):
         flag = f"--{name.replace('_', '-')}"
         raise OptionError(f"{name} is given twice.", where=f"{flag} and --option {name}=...")
     options |= given

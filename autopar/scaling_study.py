@@ -36,6 +36,8 @@ def scaling(
       **options_and_kwargs: what is asked of the plans, as on the page Options, the same for
         all clusters; other names are the step's own arguments by keyword.
 
+    Ctrl-C ends it with the rows that are there, of which the last may be the best so far.
+
     Returns:
       A `Scaling`: it prints as a table, has `rows` with the plan for each cluster or the reason why
       there is none, and `plot()` and `save_plot(path)` for a picture.

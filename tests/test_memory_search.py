@@ -80,6 +80,8 @@ def in_turn(patch: pytest.MonkeyPatch) -> None:
 def test_the_plan_is_that_of_trying_everything(
     name: str, rows: int, limit: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bounds: list[int] = []
+
     def found() -> Any:
         try:
             plan = planned(name, limit, rows, method=method)
@@ -87,11 +89,13 @@ def test_the_plan_is_that_of_trying_everything(
             return error.least_bytes
         # What else was tried is not the plan, nor what that proves of it.
         assert plan.solver is not None
+        bounds.append(plan.solver.lower_bound)
         return {**plan.to_dict(), "candidates": None, "solver": plan.solver.cost}
 
     quick = found()
     in_turn(monkeypatch)
     assert quick == found()
+    assert bounds == sorted(bounds, reverse=True), "no less is proved of it"
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ class Plan(PlanRecord):
     ) -> Simulation:
         """The step that the cost model expects, as it is planned or if something were different.
 
-        No program and no device is needed, and nothing is planned again: stages and strategies stay
-        as they are, so another plan may be better than what is simulated here.
+        No program and no device is needed, and nothing is planned again: stages, strategies and
+        programs stay as they are (a last stage that runs forward and backward at once does so by
+        every schedule), so another plan may be better than what is simulated here.
 
         Args:
           schedule: another schedule, by name or a function as `autopar.compile` takes. One that

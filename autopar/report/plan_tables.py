@@ -167,7 +167,8 @@ class _Tables:
         table.collapse_padding = True
         for column in table.columns:
             column.no_wrap = column.header != "state"
-        contents, at_once = stage_contents(self.plan), False
+        contents = stage_contents(self.plan)
+        at_once = False
         for number, stage in enumerate(self.plan.stages):
             names = list(contents[number][:_MAX_NAMES])
             if more := len(contents[number]) - len(names):
@@ -184,11 +185,11 @@ class _Tables:
                 summaries.format_layers(stage.layers),
                 ", ".join(names),
                 Text.assemble((f"{stage.mesh}  ", "dim"), mesh),
-                *map(times.__getitem__, kinds),
+                *times.values(),
                 format_bytes(stage.peak_bytes_per_device),
             )
         tasks = f"{', '.join(headings)}: of one microbatch; " if kinds else ""
-        both = "; -: at once, in what is under backward" if at_once else ""
+        both = "; -: one program with the backward pass, and in its time" if at_once else ""
         return captioned(table, f"{tasks}peak: of a device's memory{both}")
 
     def transfers(self) -> RenderableType:

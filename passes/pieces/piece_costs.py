@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,8 @@ from jax.extend.core import Var
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import CONTROL_FLOW, PRODUCTS
-from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
+from autopar.passes.pieces.pieces import Pieces, StagePiece
+from autopar.passes.pieces.taking_over import fresh_outputs
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.sharding.batch_dims import BatchDims
 from autopar.passes.sharding.layout import num_parts
@@ -188,7 +188,7 @@ def _wiring(block: Block) -> tuple[object, ...]:
 
 def temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
     """Bytes per device that a piece needs beside what it reads and writes; found once."""
-    block, fresh = piece.block, _fresh(piece)
+    block, fresh = piece.block, fresh_outputs(piece)
     outputs = tuple(v for v in block.outputs if not is_literal(v))
     held = frozenset((*block.inputs, *outputs))
     key = frozenset(outputs), held, frozenset(fresh), tuple(map(id, block.instructions))
@@ -196,22 +196,3 @@ def temporary_bytes(piece: StagePiece, program: SpmdProgram) -> int:
         inside = block_temporaries(program, replace(block, outputs=outputs), fresh)
         program.temporaries[key] = inside, block.instructions  # which live, with their ids
     return program.temporaries[key][0]
-
-
-def _fresh(piece: StagePiece) -> list[ShardedValue]:
-    """What a piece writes, but not in the place of something that it is given."""
-
-    def form(port: Port) -> object:
-        aval, layout = port.version.atom.aval, port.version.layout
-        return aval.shape, aval.dtype, layout._replace(partial=())
-
-    taken = Counter(form(port) for port in piece.inputs if port.value in piece.donates)
-    found = []
-    for port in piece.outputs:
-        if is_literal(port.version) or port.stacked:
-            continue
-        if taken[form(port)]:
-            taken[form(port)] -= 1
-        else:
-            found.append(port.version)
-    return found

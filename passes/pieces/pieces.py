@@ -6,7 +6,7 @@ prices is what runs (`cutting.py` makes them).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -39,6 +39,12 @@ class Port(NamedTuple):
     value: int
     version: ShardedValue
     stacked: bool = False
+
+    @property
+    def form(self) -> Hashable:
+        """Of what a device holds of it: two values alike in this can lie in the same memory."""
+        aval, layout = self.version.atom.aval, self.version.layout
+        return aval.shape, str(aval.dtype), layout._replace(partial=())
 
 
 @dataclass(frozen=True)

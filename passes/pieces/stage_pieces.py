@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.passes.graph.microbatched import Task
-from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.pieces.numbering import Numbered, Tasks
 from autopar.passes.pieces.opened import OpenStage
 from autopar.passes.pieces.pieces import Port, StagePiece
 from autopar.passes.pieces.residuals import before_readers, computed_again
 from autopar.passes.pieces.rounds import AFTER_LOOP, Level, Rounds
+from autopar.passes.pieces.taking_over import in_pairs, taken_over
 from autopar.passes.pieces.wiring import has_effect, made_by, needed, read_by
 from autopar.passes.pipeline.instructions import PieceKind
-from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
@@ -155,93 +152,7 @@ def _piece(
     outputs = sorted(
         outputs, key=lambda o: -1 if is_literal(o.version) else made.get(o.version, -1)
     )
-    taken = _taken_over(inputs, outputs, instructions, kept)
-    inputs = _in_pairs(inputs, taken)
+    taken = taken_over(inputs, outputs, instructions, kept)
+    inputs = in_pairs(inputs, taken)
     donated = tuple(sorted(port.value for port in taken))
     return StagePiece(name, stage, kind, inputs, tuple(outputs), tuple(instructions), donated)
-
-
-def _taken_over(
-    inputs: Sequence[Port],
-    outputs: Sequence[Port],
-    instructions: Sequence[Instruction],
-    kept: Collection[int],
-) -> list[Port]:
-    """The inputs in whose place an output of the same shape, dtype and layout is written.
-
-    They are in the order of their outputs: each takes the nearest of what it is computed from
-    element by element, as the compiler updates in place; what has none takes any that is left.
-    """
-    is_sum = all(isinstance(x, Relayout) for x in instructions)
-    updated = {port.value for port in inputs} & {port.value for port in outputs}
-    pairs = {p.value: place for place, p in enumerate(outputs) if p.value in updated}
-    free: dict[object, list[Port]] = defaultdict(list)
-    for port in inputs:
-        if not port.stacked and port.value not in updated and port.value not in kept:
-            free[_form(port, is_sum)].append(port)
-    wanting = {
-        place: free[_form(port, is_sum)]
-        for place, port in enumerate(outputs)
-        if not port.stacked and port.value not in updated and free[_form(port, is_sum)]
-    }
-    maker = {v: x for x in instructions for v in writes(x)}
-    near = [
-        (distance, place, port)
-        for place, candidates in wanting.items()
-        if not is_literal(outputs[place].version)
-        for port, distance in _distances(outputs[place].version, candidates, maker)
-    ]
-    for _, place, port in sorted(near, key=lambda item: item[:2]):
-        if place in wanting and port.value not in pairs:
-            pairs[port.value] = place
-            del wanting[place]
-    for place, candidates in wanting.items():
-        left = (port.value for port in candidates if port.value not in pairs)
-        pairs.update((value, place) for value in itertools.islice(left, 1))
-    return sorted((p for p in inputs if p.value in pairs), key=lambda p: pairs[p.value])
-
-
-def _distances(
-    output: ShardedValue,
-    candidates: Sequence[Port],
-    maker: Mapping[ShardedValue, Instruction],
-) -> Iterator[tuple[Port, int]]:
-    """The inputs from which an output is computed element by element, and by how many equations."""
-    port_of = {port.version: port for port in candidates}
-    seen, distance, front = {output}, 0, [output]
-    while front:
-        yield from ((port_of[v], distance) for v in front if v in port_of)
-        distance, following = distance + 1, dict[ShardedValue, None]()
-        for v in front:
-            x = maker.get(v)
-            is_near = isinstance(x, Relayout) or (
-                isinstance(x, Compute) and x.eqn.primitive.name in ELEMENTWISE
-            )
-            if x is not None and is_near:
-                following.update((r, None) for r in reads(x) if _is_alike(r, output))
-        front = [v for v in following if v not in seen]
-        seen.update(front)
-
-
-def _is_alike(version: ShardedValue, other: ShardedValue) -> bool:
-    layouts = {v.layout._replace(partial=()) for v in (version, other)}
-    return len(layouts) == 1 and aval_shape(version.atom) == aval_shape(other.atom)
-
-
-def _form(port: Port, is_sum: bool) -> object:
-    """What two values have in common of which one can be written in place of the other."""
-    aval, layout = port.version.atom.aval, port.version.layout
-    return aval.shape, str(aval.dtype), layout._replace(partial=()) if is_sum else layout
-
-
-def _in_pairs(inputs: Sequence[Port], taken: Sequence[Port]) -> tuple[Port, ...]:
-    """The inputs, those that are taken over in the order of their outputs: so JAX pairs them."""
-
-    def kind(port: Port) -> object:
-        return port.version.atom.aval.shape, str(port.version.atom.aval.dtype)
-
-    in_turn: dict[object, list[Port]] = defaultdict(list)
-    for port in reversed(taken):
-        in_turn[kind(port)].append(port)
-    numbers = {port.value for port in taken}
-    return tuple(in_turn[kind(port)].pop() if port.value in numbers else port for port in inputs)

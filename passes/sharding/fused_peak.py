@@ -80,15 +80,16 @@ def fused_peak(
       apart: values in memory of their own, which is not counted.
       results: of these, what others may lie in before it is made.
     """
-    found = _peak(block, mesh, rules, kept, apart, results)
+    asked = kept, apart, results
+    found = _peak(block, mesh, rules, *asked)
     if memory is None or TIME not in rules.heap_orders:
         return found
     if found[0] + SPARE_BYTES > memory:
         rules = replace(rules, heap_orders=(SIZE,))
-        found = min(found, _peak(block, mesh, rules, kept, apart), key=lambda x: x[0])
+        found = min(found, _peak(block, mesh, rules, *asked), key=lambda x: x[0])
     if found[0] > memory:
         rules = replace(rules, sums_last=False)
-        found = min(found, _peak(block, mesh, rules, kept, apart), key=lambda x: x[0])
+        found = min(found, _peak(block, mesh, rules, *asked), key=lambda x: x[0])
     return found
 
 
@@ -98,7 +99,7 @@ def _peak(
     rules: CompilerRules,
     kept: Collection[ShardedValue],
     apart: Collection[ShardedValue],
-    results: Collection[ShardedValue] = (),
+    results: Collection[ShardedValue],
 ) -> tuple[int, Alive]:
     moments = _Moments(block, mesh, rules, kept, apart=apart)
     copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
@@ -132,7 +133,7 @@ class _Moments:
         self.entering = set(block.inputs)
         self.constants = filling_numbers(block.instructions, rules)
         self.buffers: list[HeapBuffer] = []  # once the worst moment was found
-        self.since: dict[str | ShardedValue, int] = {}
+        self.since: dict[str | ShardedValue, int] = {}  # the same
         self.filling: set[ShardedValue] = set()  # constants that are buffers under other names
         outputs = [v for v in (*block.outputs, *kept) if not is_literal(v)]
         program = [made_by(x) for x in block.instructions]
@@ -224,8 +225,8 @@ class _Moments:
         filled = self._filled_early()
         total = sum(alive.values())
         best, there = total, dict(alive)
-        buffers, self.since = [*copies], since
-        self.buffers = buffers
+        buffers = self.buffers = [*copies]
+        self.since = since
         for time, instruction in enumerate(self.block.instructions):
             dying = [v for v in freed[time] if v in alive]
             for value in (*filled[time], *self.early[time]):

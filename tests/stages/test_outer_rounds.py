@@ -94,11 +94,9 @@ def test_gradients_are_added_over_devices_first_and_in_place(stage: int) -> None
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_nothing_but_sums_waits_for_a_later_round(stage: int) -> None:
-    sums, *others = epilogues(stage)
-    first = {port.value for port in sums.outputs}
+    _, *others = epilogues(stage)
     later = {port.value for piece in others for port in piece.outputs}
     waiting = [p for piece in others for p in piece.inputs if p.value in later]
-    assert {p.value for p in waiting}.isdisjoint(first)
     assert all(not p.version.atom.aval.shape for p in waiting)
 
 
