@@ -262,7 +262,7 @@ def _plan_stages(
     planned: list[PlannedStage] = []
     for number, stage in enumerate(label_batch(stages)):
         like, part = alike[number], parts[number % len(parts)]
-        place = PlaceInPipeline.under(schedule, number, stage)
+        place = PlaceInPipeline.under(schedule, number, stage, must_fit)
         own = options.of_stage(number)
         if number in limits:
             own = replace(own, memory_limit=limits[number])

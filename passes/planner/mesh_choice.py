@@ -124,6 +124,8 @@ def plan_stage(
     other: PlannedStage | None = None
     if again is not None:
         other = _plan_casting(_casting(place, again), options, part, expected, "microbatch")
+        if not other.fits and place.must_fit:
+            return other
         if other.fits and not (free := plan_free(place, options, part, other.mesh)).fits:
             return replace(other, unlimited=free)
     kept = _plan_casting(place, options, part, expected, "once")

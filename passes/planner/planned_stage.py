@@ -89,17 +89,21 @@ class PlannedStage:
 class PlaceInPipeline(NamedTuple):
     """A stage's graph, and how many microbatches it has in flight under the schedule.
 
-    `at_once`: a microbatch runs forward and backward without a break.
+    `at_once`: a microbatch runs forward and backward without a break. `must_fit`: another plan
+    fits, so what does not fit here is nothing.
     """
 
     graph: StageGraph
     in_flight: InFlight
     at_once: bool = False
+    must_fit: bool = False
 
     @classmethod
-    def under(cls, schedule: Schedule, number: int, graph: StageGraph) -> PlaceInPipeline:
+    def under(
+        cls, schedule: Schedule, number: int, graph: StageGraph, must_fit: bool = False
+    ) -> PlaceInPipeline:
         """The place of the stage of this number."""
-        return cls(graph, in_flight(schedule, number), schedule.at_once[number])
+        return cls(graph, in_flight(schedule, number), schedule.at_once[number], must_fit)
 
     def memory(self, remat: bool) -> StageMemory:
         """What the schedule says of what the stage holds."""

@@ -200,7 +200,7 @@ class MeshSearch:
         """The cheapest plan that fits, where the cheapest of all does not; or the smallest.
 
         Of a large stage, one is enough that takes hardly more than what is `expected`, or than with
-        any memory.
+        any memory; and one that must fit is nothing if it does not at any price of memory.
         """
         ways = list[PlannedStage]()
         if self.place is not None and self.is_large:
@@ -217,6 +217,8 @@ class MeshSearch:
         if ways:
             ways += [*made, *(self.at_least_price(x) for x in made[1:] if not x.fits)]
             fitting = [x for x in ways if x.fits]
+            if not fitting and self.place is not None and self.place.must_fit:
+                return replace(min(ways, key=lambda x: x.peak.bytes), unlimited=first)
             best = min(fitting, key=lambda x: x.step_seconds, default=first)
             if fitting and best.step_seconds * (1 - ENOUGH_AT_PRICES) <= first.least_seconds:
                 return replace(best, unlimited=first)
