@@ -371,7 +371,7 @@ def _summary(made: Plan) -> dict[str, Any]:
                 "logical_mesh": dict(zip(stage.axis_names, stage.logical_mesh, strict=True)),
                 "layers": list(stage.layers),
                 "peak_bytes_per_device": stage.peak_bytes_per_device,
-                "remat": stage.remat,
+                "remat": "some" if stage.recomputation else stage.remat,
             }
             for stage in made.stages
         ],

@@ -124,9 +124,10 @@ class StagePlan(Record):
     the order of the nodes; `collectives` are those of a step; `layers` are the stage's first and
     the one after its last; the peak is at the worst moment of the step; `remat` is "full" if the
     backward pass computes the stage's forward pass again, else "none"; `casts` of parameters are
-    made "once" a step and kept, or in every "microbatch". What nodes could have chosen instead are
-    its `runners_up`; where memory binds, a GiB more on each device would save `seconds_per_gib` of
-    its work in a step, at the margin.
+    made "once" a step and kept, or in every "microbatch"; `recomputation` says what else its
+    backward pass computes again, where it does not keep all or nothing. What nodes could have
+    chosen instead are its `runners_up`; where memory binds, a GiB more on each device would save
+    `seconds_per_gib` of its work in a step, at the margin.
     """
 
     logical_mesh: tuple[int, ...]
@@ -141,12 +142,15 @@ class StagePlan(Record):
     runners_up: tuple[RunnerUp, ...] = ()
     seconds_per_gib: float = 0.0
     casts: str = "once"
+    recomputation: Recomputation | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As of any record; `casts` where they are not made once, as in nearly all plans."""
+        """As of any record, without `casts` and `recomputation` where they are as in most plans."""
         plain = super().to_dict()
         if self.casts == "once":
             del plain["casts"]
+        if self.recomputation is None:
+            del plain["recomputation"]
         return plain
 
 
@@ -243,13 +247,13 @@ class SolverSummary(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Recomputation(Record):
-    """What a step on one mesh computes again in its backward pass instead of keeping it.
+    """What a step on one mesh, or a stage, computes again in its backward pass and does not keep.
 
     What is kept inside a layer is worth more than `price` (seconds for each byte of a microbatch).
-    `operations` say how many of which primitive run again, the most frequent first; `saved_bytes`
-    are those of a microbatch on all devices together; `seconds` is what it adds to a step. Of what
-    is kept, so many values (`hosted`) of so many bytes wait in the hosts' memory: those of the
-    `host_share` of the layers that come first.
+    `operations` say how many of which primitive run again, first those that take longest;
+    `saved_bytes` are those of a microbatch on all devices together; `seconds` is what it adds to a
+    step, or to the stage's work in it. Of what is kept, so many values (`hosted`) of so many bytes
+    wait in the hosts' memory: those of the `host_share` of the layers that come first.
     """
 
     price: float
@@ -262,6 +266,10 @@ class Recomputation(Record):
     host_share: float = 0.0
 
     def __str__(self) -> str:
+        return self.described("a step")
+
+    def described(self, whose: str) -> str:
+        """In a line; say `whose` time it adds to."""
         shown = [f"{count} {name}" for name, count in self.operations[:4]] or ["nothing"]
         more = sum(count for _, count in self.operations[4:])
         what = ", ".join([*shown, *([f"{more} more"] if more else [])])
@@ -270,7 +278,7 @@ class Recomputation(Record):
         hosted = f"; {self.hosted} values wait in the hosts' memory" if self.hosted else ""
         return (
             f"{what} in {where}: a microbatch keeps {size} less on all devices, "
-            f"a step takes {seconds} more{hosted}"
+            f"{whose} takes {seconds} more{hosted}"
         )
 
 

@@ -26,10 +26,10 @@ from autopar.notebook.page import (
 )
 from autopar.notebook.timeline_svg import timeline_rows
 from autopar.report import drawn_steps, summaries
-from autopar.report.cast_notes import describe_casts
 from autopar.report.palette import APART, APART_PARTS, IDLE
 from autopar.report.path_folding import fold_paths, short_path
 from autopar.report.reasons import partition_spec, reasons_of_leaves
+from autopar.report.stage_notes import describe_casts, describe_recomputed
 from autopar.report.state_parts import input_categories, stage_contents
 from autopar.report.throughput import throughput
 
@@ -146,8 +146,8 @@ def _notes(plan: PlanRecord) -> list[str]:
     notes = []
     if plan.interrupted:
         notes.append("Planning was stopped: this is the best plan that had been found.")
-    if plan.recomputation is not None:
-        notes.append(f"Computed again: {plan.recomputation}.")
+    if again := describe_recomputed(plan):
+        notes.append(f"Computed again: {again}.")
     if casting := describe_casts(plan.stages):
         notes.append(f"Casts: {casting}.")
     if plan.host is not None:

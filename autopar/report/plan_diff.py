@@ -9,10 +9,10 @@ from typing import Any
 from autopar.base.plan_records import PlanRecord, StagePlan, TensorPlan
 from autopar.base.records import Differences, differences
 from autopar.base.units import format_bytes, format_mesh, format_seconds
-from autopar.report.cast_notes import describe_casts
 from autopar.report.path_folding import fold_paths
 from autopar.report.reasons import partition_spec
-from autopar.report.summaries import describe_cluster, format_stages, group_collectives
+from autopar.report.stage_notes import describe_casts, describe_recomputed
+from autopar.report.summaries import describe_cluster, group_collectives
 
 MOST_LINES = 20
 _MOST_OF_A_KIND = 4
@@ -58,7 +58,7 @@ def _causes(plan: PlanRecord, other: PlanRecord) -> Iterator[str]:
         yield f"microbatches: {plan.num_microbatches} -> {other.num_microbatches}"
     yield from _pair("mesh", _meshes(plan.stages), _meshes(other.stages))
     yield from _pair("stages", _stages(plan), _stages(other))
-    yield from _pair("recomputed", _remat(plan.stages), _remat(other.stages))
+    yield from _pair("recomputed", *(describe_recomputed(p) or "-" for p in (plan, other)))
     yield from _pair("casts", *(describe_casts(p.stages) or "once a step" for p in (plan, other)))
     yield from _pair("in the hosts' memory", str(plan.host or "-"), str(other.host or "-"))
     yield from _pair("padded", _padding(plan), _padding(other))
@@ -97,11 +97,6 @@ def _stages(plan: PlanRecord) -> str:
     begin = begin if len(begin) < _LONG else f"{begin[:_LONG]}.."
     meshes = f" on {pipeline.num_meshes} meshes" if pipeline.num_chunks > 1 else ""
     return f"{len(plan.stages)}{meshes}, {pipeline.schedule}, beginning at layers {begin}"
-
-
-def _remat(stages: Iterable[StagePlan]) -> str:
-    found = [number for number, stage in enumerate(stages) if stage.remat != "none"]
-    return f"stages {format_stages(found)}" if found else "no stage"
 
 
 def _padding(plan: PlanRecord) -> str:

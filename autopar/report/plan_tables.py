@@ -14,9 +14,9 @@ from autopar.base.plan_records import PlanRecord, TensorPlan
 from autopar.base.run_flags import RunFlag, run_flags
 from autopar.base.units import format_bytes, format_flops, format_seconds
 from autopar.report import drawn_steps, summaries
-from autopar.report.cast_notes import describe_casts
 from autopar.report.path_folding import relative_path
 from autopar.report.rich_parts import PathText, add_row, as_text, captioned, new_table
+from autopar.report.stage_notes import describe_casts, describe_recomputed
 from autopar.report.state_parts import input_categories, stage_contents
 from autopar.report.task_spans import TASKS
 from autopar.report.throughput import throughput
@@ -100,8 +100,8 @@ class _Tables:
         if plan.later_loops:
             does = {"keep": "keep", "recompute": "compute again"}[plan.later_loops]
             add_row(grid, "loops", f"several; later ones {does} what they need of earlier ones")
-        if plan.recomputation is not None:
-            add_row(grid, "recomputed", str(plan.recomputation))
+        if again := describe_recomputed(plan):
+            add_row(grid, "recomputed", again)
         if casting := describe_casts(plan.stages):
             add_row(grid, "casts", casting)
         if plan.host is not None:

@@ -167,13 +167,13 @@ class Microbatched:
         loops = [phase for phase in self.phases if isinstance(phase, LoopPhase)]
         return in_phases(with_jaxpr(self.graph, self.graph.jaxpr.replace(eqns=list(eqns))), loops)
 
-    def with_scan(self, scan: JaxprEqn) -> Microbatched:
-        """The same program with another equation for its loop."""
+    def with_scan(self, scan: JaxprEqn, tasks: tuple[Task, ...] = ()) -> Microbatched:
+        """The same program with another equation for its loop, and its equations' tasks."""
         loop = self.loop
         assert loop is not None
         eqns = [scan if eqn is loop.scan else eqn for eqn in self.graph.jaxpr.eqns]
         graph = with_jaxpr(self.graph, self.graph.jaxpr.replace(eqns=eqns))
-        return in_phases(graph, [replace(loop, scan=scan)])
+        return in_phases(graph, [replace(loop, scan=scan, tasks=tasks)])
 
 
 def in_phases(graph: Graph, loops: Iterable[LoopPhase] = ()) -> Microbatched:

@@ -315,7 +315,7 @@ def _may_pay(step: PlannedStep) -> bool:
         return True
     if max(step.peak_bytes) > NEARLY_FULL * step.limit:
         return False
-    if any(x.unlimited is not None or x.split.casts == "microbatch" for x in step.planned):
+    if any(x.unlimited is not None or x.split.is_rewritten for x in step.planned):
         return False
     waiting = step.schedule.num_stages - 1
     return waiting > SMALL_BUBBLE * (step.split.num_microbatches + waiting)

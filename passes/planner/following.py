@@ -25,6 +25,7 @@ from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.mesh_choice import plan_mesh, stage_options
 from autopar.passes.planner.plan_writer import choice_text, node_names
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
+from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_labels import label_batch
 from autopar.passes.planner.stage_shardings import memory_limit_of, prepare
@@ -141,28 +142,34 @@ def _in_stages(
             hint="plan again.",
         )
     graphs = zip(stages.graphs, plan.stages, strict=True)
-    written = tuple(_cast_as_written(stage, x.casts) for stage, x in graphs)
+    cluster = Cluster.from_dict(plan.cluster)
+    written = tuple(_as_rewritten(stage, x, cluster) for stage, x in graphs)
     stages = dataclasses.replace(stages, graphs=written)
     name = options.schedule if callable(options.schedule) else pipeline.schedule
     meshes, chunks = pipeline.num_meshes, pipeline.num_chunks
     return split, stages, make_schedule(name, meshes, count, num_chunks=chunks)
 
 
-def _cast_as_written(stage: StageGraph, casts: str) -> StageGraph:
-    """A stage that casts its parameters once or in every microbatch.
+def _as_rewritten(stage: StageGraph, written: StagePlan, cluster: Cluster) -> StageGraph:
+    """A stage that casts its parameters as a plan says, and computes again what it says.
 
     Raises:
       PlanMismatchError: it casts none in every microbatch.
     """
-    if casts == "once":
-        return stage
-    again = casts_again(stage.step)
-    if again is None:
-        raise PlanMismatchError(
-            "The plan casts parameters in every microbatch, where this program casts none.",
-            hint="plan again.",
-        )
-    return dataclasses.replace(stage, step=again.step)
+    if written.casts != "once":
+        again = casts_again(stage.step)
+        if again is None:
+            raise PlanMismatchError(
+                "The plan casts parameters in every microbatch, where this program casts none.",
+                hint="plan again.",
+            )
+        stage = dataclasses.replace(stage, step=again.step)
+    if written.recomputation is not None:
+        kept = SplitStep(stage.step, populate(stage.graph.jaxpr))
+        part = submesh(cluster, written.num_devices)
+        done = recomputed_step(kept, part, written.recomputation)
+        stage = dataclasses.replace(stage, step=done.step)
+    return stage
 
 
 def _each_stage(
@@ -173,7 +180,12 @@ def _each_stage(
     for number, (stage, written) in enumerate(graphs):
         one = split
         if plan.is_pipeline:
-            one = SplitStep(stage.step, populate(stage.graph.jaxpr), casts=written.casts)
+            one = SplitStep(
+                stage.step,
+                populate(stage.graph.jaxpr),
+                casts=written.casts,
+                recomputation=written.recomputation,
+            )
         yield one, written, stage_options(stage, options.of_stage(number))
 
 

@@ -46,7 +46,7 @@ from autopar.passes.planner.one_mesh import (
     working_within,
     worth_pricing,
 )
-from autopar.passes.planner.recomputing import recomputed_step
+from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
     Rewriting,

@@ -14,6 +14,7 @@ from autopar.base.units import format_bytes
 from autopar.passes.graph.casts_again import CastsAgain, casts_again
 from autopar.passes.planner.layouts import ExpectedSeconds, logical_meshes, submesh
 from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
+from autopar.passes.planner.recomputing_stages import may_pay, recomputing_stage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
     ENOUGH_OF_LARGE,
@@ -110,7 +111,8 @@ def plan_stage(
 ) -> PlannedStage:
     """The best plan of one stage on the logical shapes of its mesh; one that fits, if any does.
 
-    Where memory binds, also one that casts parameters in every microbatch is looked for.
+    Where memory binds, also one that casts parameters in every microbatch is looked for, and one
+    whose backward pass computes some of the forward pass again.
 
     Args:
       place: its graph, with the batch labelled, and what it has in flight.
@@ -120,6 +122,20 @@ def plan_stage(
       casts: whether it is expected to fit only if it casts in every microbatch: that is tried
         first then, and is enough unless all fits on that mesh anyway.
     """
+    planned = _plan_keeping(place, options, part, expected, casts)
+    if not may_pay(planned, place, options):
+        return planned
+    return recomputing_stage(planned, place, stage_options(place.graph, options), part)
+
+
+def _plan_keeping(
+    place: PlaceInPipeline,
+    options: Options,
+    part: Cluster,
+    expected: ExpectedSeconds,
+    casts: bool,
+) -> PlannedStage:
+    """`plan_stage` with everything kept for the backward pass, or the forward pass run again."""
     again = casts_again(place.graph.step) if casts else None
     other: PlannedStage | None = None
     if again is not None:

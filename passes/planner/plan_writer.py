@@ -160,6 +160,7 @@ def _stages(chosen: PlannedStep, cluster: Cluster) -> tuple[StagePlan, ...]:
             peak_bytes_per_device=chosen.peak_bytes[homes[number]],
             remat="full" if chosen.remat[number] else "none",
             casts=p.split.casts,
+            recomputation=p.split.recomputation if chosen.is_pipeline else None,
             runners_up=others,
             seconds_per_gib=seconds_per_gib(p, others),
         )
@@ -209,6 +210,9 @@ def _candidate(candidate: PlannedStep, chosen: bool, options: Options) -> Candid
         notes.append(f"remat on {sum(candidate.remat)}")
     if cast := sum(p.split.casts != "once" for p in candidate.planned):
         notes.append(f"casts in every microbatch on {cast}")
+    if candidate.is_pipeline:
+        some = sum(p.split.recomputation is not None for p in candidate.planned)
+        notes += [f"some values computed again on {some}"] if some else []
     if not candidate.fits:
         notes.append("exceeds the memory limit")
     return Candidate(

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-
-from jax.extend.core import JaxprEqn
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
 from autopar.base.options import Options
-from autopar.base.plan_records import Recomputation
 from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
-from autopar.passes.primitives.populate import populate
-from autopar.passes.recompute.choice import KeptChoice, KeptValues
-from autopar.passes.recompute.run_again import recomputed
-from autopar.passes.sharding.pricing import Pricing
 
 
 def recomputed_plans(
@@ -65,88 +57,3 @@ def recomputed_plans(
         if steps.least_that_fits(fits, report):
             break
     return made
-
-
-def recomputed_step(
-    split: SplitStep, cluster: Cluster, again: Recomputation | None = None
-) -> SplitStep:
-    """A step with a loop that computes again what a plan says; None: all of every layer."""
-    if again is not None:
-        steps = RecomputedSteps.of(split, cluster, hosting=again.host_share > 0)
-        return steps.at(again.price, again.host_share)
-    steps = RecomputedSteps.of(split, cluster)
-    return steps[len(steps) - 1] if len(steps) else split
-
-
-@dataclass(frozen=True)
-class RecomputedSteps:
-    """A split step, and the ways to keep less of it.
-
-    Args:
-      split: the step, with one loop over its microbatches.
-      values: what its backward pass reads.
-      num_devices: among which its work is divided.
-    """
-
-    split: SplitStep
-    values: KeptValues
-    num_devices: int
-
-    @classmethod
-    def of(cls, split: SplitStep, cluster: Cluster, hosting: bool = False) -> RecomputedSteps:
-        """Those of a step with one loop; if `hosting`, the hosts' memory may have what is kept."""
-        prices = Pricing(cluster, (cluster.num_devices,), traffic=split.traffic)
-
-        def seconds(eqn: JaxprEqn) -> float:
-            return prices.compute(eqn, split.rules[eqn])
-
-        price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0
-        values = KeptValues.of(split.step, split.rules, seconds, price)
-        return cls(split, values, cluster.num_devices)
-
-    def least_that_fits(
-        self, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
-    ) -> bool:
-        """Whether any of the steps fits; then asks for those around the first that does."""
-        high = len(self) - 1
-
-        def asked(place: int) -> bool:
-            report(f"computing values again: choice {place + 1} of {len(self)}")
-            return fits(self[place])
-
-        if high < 0 or not asked(high):
-            return False
-        low = -1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if asked(middle) else (middle, high)
-        return True
-
-    def __len__(self) -> int:
-        return len(self.values.family)
-
-    def __getitem__(self, place: int) -> SplitStep:
-        """The steps, from the one that keeps most."""
-        return self._made(self.values.family[place])
-
-    def at(self, price: float, host_share: float = 0.0) -> SplitStep:
-        """The step that keeps what is worth it at a price, or in the hosts' memory at theirs."""
-        if host_share:
-            return self._made(self.values.hosting(price, host_share))
-        return self._made(self.values.at(price))
-
-    def _made(self, kept: KeptChoice) -> SplitStep:
-        step = recomputed(self.values, kept)
-        eqns = self.values.parts.body.eqns
-        counts = Counter(eqns[number].primitive.name for _, number in kept.again)
-        again = Recomputation(
-            price=kept.price,
-            operations=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
-            layers=len({layer for layer, _ in kept.again}),
-            saved_bytes=kept.saved_bytes,
-            seconds=kept.seconds * self.split.num_microbatches / self.num_devices,
-            hosted=len(kept.hosted),
-            hosted_bytes=kept.hosted_bytes,
-            host_share=kept.host_share,
-        )
-        return replace(self.split, step=step, rules=populate(step.graph.jaxpr), recomputation=again)

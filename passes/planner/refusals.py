@@ -94,6 +94,7 @@ def _in_words(candidate: PlannedStep) -> str:
         parts.append(f"{candidate.schedule.num_stages} stages, {candidate.schedule.name}")
     else:
         parts.append("a mesh of " + " x ".join(map(str, candidate.planned[0].mesh)))
-    if candidate.split.recomputation is not None or any(candidate.remat):
+    splits = (candidate.split, *(planned.split for planned in candidate.planned))
+    if any(split.recomputation is not None for split in splits) or any(candidate.remat):
         parts.append("values computed again")
     return ", ".join(parts)

@@ -27,7 +27,7 @@ from autopar.passes.planner.layouts import (
     submesh,
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices
-from autopar.passes.planner.recomputing import recomputed_step
+from autopar.passes.planner.recomputed_steps import recomputed_step
 from autopar.passes.planner.refusals import smallest
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of

@@ -38,16 +38,21 @@ class SplitStep:
     casts: str = "once"
 
     @property
+    def is_rewritten(self) -> bool:
+        """Whether it casts in every microbatch or computes values again, a stage for itself."""
+        return self.casts != "once" or self.recomputation is not None
+
+    @property
     def graph(self) -> Graph:
         """All of the program."""
         return self.step.graph
 
     def stage(self, stage: StageGraph) -> StageGraph:
-        """A stage with this program, where it is the stage's with casts in its loop; else itself.
+        """A stage with this program, where that is the stage's written otherwise; else itself.
 
         The labels are those of the stage.
         """
-        if self.casts == "once":
+        if not self.is_rewritten:
             return stage
         own = stage.graph
         graph = Graph(self.graph.jaxpr, own.inputs, own.outputs, own.constants)

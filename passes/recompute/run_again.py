@@ -16,17 +16,19 @@ from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.host_values import put_away
-from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 
 
 def recomputed(values: KeptValues, kept: KeptChoice) -> Microbatched:
     """The step that keeps what is chosen, and computes again what else its backward pass reads."""
     step, loop = values.parts.step, values.parts.loop
-    body = jax_compat.replace_jaxpr(loop.body, eqns=_Rewriting(values, kept).run())
+    walk = _Rewriting(values, kept)
+    walk.run()
+    body = jax_compat.replace_jaxpr(loop.body, eqns=walk.out)
     scan = loop.scan
     closed = ClosedJaxpr(body, scan.params["jaxpr"].consts)
-    return step.with_scan(scan.replace(params={**scan.params, "jaxpr": closed}))
+    return step.with_scan(scan.replace(params={**scan.params, "jaxpr": closed}), walk.tasks)
 
 
 class _Rewriting:
@@ -38,15 +40,24 @@ class _Rewriting:
         self.late = values.parts.backward | values.parts.loop.combining
         self.home = {var: layer for layer, wanted in values.wanted.items() for var in wanted}
         self.out: list[JaxprEqn] = []
+        self.since: list[int] = []  # of each of the old equations, where what it needs begins
         self.fresh: dict[tuple[int, Var], Var] = {}  # by layer: what is computed again
         self.through: dict[tuple[int, Var], Var] = {}  # by layer: what has passed its barrier
         self.begun: set[int] = set()
         self.away: dict[Var, Var] = {}  # what is in the hosts' memory
         self.back: dict[Var, Var] = {}  # what was brought back from there last
 
-    def run(self) -> list[JaxprEqn]:
-        """The equations of the new body."""
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Of a stage, the tasks of the new body's equations: what runs again is its reader's."""
+        ends = (*self.since[1:], len(self.out))
+        old = zip(self.values.parts.loop.tasks, self.since, ends, strict=False)
+        return tuple(task for task, start, stop in old for _ in range(stop - start))
+
+    def run(self) -> None:
+        """Write the equations of the new body."""
         for index, eqn in enumerate(self.eqns):
+            self.since.append(len(self.out))
             if index in self.late:
                 eqn = self._reader(eqn)
             self.out.append(eqn)
@@ -55,7 +66,6 @@ class _Rewriting:
                     put = put_away(var, eqn.source_info)
                     self.out.append(put)
                     self.away[var] = put.outvars[0]
-        return self.out
 
     def _reader(self, eqn: JaxprEqn) -> JaxprEqn:
         """A backward equation that reads what is computed again."""

@@ -129,14 +129,15 @@ def _cheap(eqn: JaxprEqn) -> bool:
 
 
 def _backward(loop: LoopPhase, free: frozenset[Var]) -> frozenset[int]:
-    """Equations that transposition made, and what depends on them."""
+    """Equations that transposition made, and what depends on them; a stage's tasks say it."""
     carries = {item.carry for item in loop.accumulators}
     found, late = set[int](), set[Var]()
     for index, eqn in enumerate(loop.body.eqns):
         operands, is_free = variables(eqn.invars), free.issuperset(eqn.outvars) and not eqn.effects
         if is_free or not carries.isdisjoint(operands):
             continue
-        if _TRANSPOSED.search(str(eqn.source_info.name_stack)) or any(v in late for v in operands):
+        transposed = _TRANSPOSED.search(str(eqn.source_info.name_stack)) or late & {*operands}
+        if loop.tasks[index] != "F" if loop.tasks else transposed:
             found.add(index)
             late.update(eqn.outvars)
     return frozenset(found)

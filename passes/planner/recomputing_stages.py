@@ -1,0 +1,106 @@
+"""Stages whose backward pass computes some values of the forward pass again, where memory binds.
+
+Between keeping all that the backward pass reads and computing all of it again lie the choices of
+`passes/recompute/choice.py`: values that are large and quick to make go first, as the scores of
+attention do (Korthikanti et al., "Reducing activation recomputation in large transformer models",
+2022). A stage makes its own choice, by what it has in flight.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from autopar.base.cluster import Cluster
+from autopar.base.options import Options
+from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
+from autopar.passes.planner.recomputed_steps import RecomputedSteps
+from autopar.passes.planner.stage_shardings import MeshSearch, memory_limit_of
+
+PAYS = 1.01  # times what a stage takes with any memory: with less, nothing else is looked for
+CHOICES = 15  # that are asked for at most, of those that there are: four are planned
+
+
+def may_pay(planned: PlannedStage, place: PlaceInPipeline, options: Options) -> bool:
+    """Whether a stage may be quicker, or fit, that computes some of its values again."""
+    if options.remat not in ("auto", "override") or "B" not in place.graph.tasks:
+        return False
+    if not planned.fits:
+        return not place.must_fit
+    return planned.step_seconds > PAYS * planned.least_seconds
+
+
+def recomputing_stage(
+    planned: PlannedStage, place: PlaceInPipeline, options: Options, part: Cluster
+) -> PlannedStage:
+    """The plan of a stage that computes least again and fits, if that is quicker; else itself.
+
+    Args:
+      planned: the best plan that keeps all values, or computes all of the forward pass again.
+      place: the stage, and what it has in flight.
+      options: method, memory limit and so on, of this stage.
+      part: the devices of its mesh.
+    """
+    free, steps = planned.unlimited or planned, RecomputedSteps.of(planned.split, part)
+    flight = max(place.in_flight.values(), default=1)
+    missing = free.peak.bytes - memory_limit_of(options, part)
+    if flight * steps.most_saved_bytes < missing * part.num_devices:
+        return planned
+    found = list[PlannedStage]()
+    for mesh in dict.fromkeys((free.mesh, planned.mesh)):
+        found = _on_mesh(steps, mesh, place, options, part)
+        if any(x.fits for x in found):
+            break
+    if not found:
+        return planned
+    fitting = [x for x in (planned, *found) if x.fits]
+    smallest = min((planned, *found), key=lambda x: x.peak.bytes)
+    best = min(fitting, key=lambda x: x.step_seconds, default=smallest)
+    return best if best is planned else _noted(best, free)
+
+
+def _noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
+    """A plan that computes values again, with what that adds to the one with any memory."""
+    again = planned.split.recomputation
+    assert again is not None
+    again = replace(again, seconds=max(planned.step_seconds - free.step_seconds, 0.0))
+    split = replace(planned.split, recomputation=again)
+    return replace(planned, split=split, unlimited=free)
+
+
+def _on_mesh(
+    steps: RecomputedSteps,
+    mesh: tuple[int, ...],
+    place: PlaceInPipeline,
+    options: Options,
+    part: Cluster,
+) -> list[PlannedStage]:
+    """Plans on a logical mesh with the choice that keeps most with which the quickest fits.
+
+    Where it does not with any, those within the memory of the one that keeps least.
+    """
+    own, choices = replace(options, remat="none"), _evenly(len(steps))
+
+    @cache
+    def search(number: int) -> MeshSearch:
+        split = steps[choices[number]]
+        graph = replace(place.graph, step=split.step)
+        return MeshSearch.of(split, mesh, own, part, None, place._replace(graph=graph))
+
+    @cache
+    def free(number: int) -> PlannedStage:
+        return search(number).free()
+
+    numbers = range(len(choices))
+    first = bisect_left(numbers, True, key=lambda number: free(number).fits)
+    if first < len(numbers):
+        return [free(first)]
+    return [search(number).within(free(number)) for number in numbers[-1:]]
+
+
+def _evenly(count: int) -> Sequence[int]:
+    """Some numbers below, the last one among them."""
+    some = min(count, CHOICES)
+    return [(place + 1) * count // some - 1 for place in range(some)]
