@@ -14,9 +14,10 @@ compiled, and XLA's scheduler has nothing to spare. With `--placed` TPUs' compil
 it has placed all buffers, before it generates code: seconds instead of minutes for the same memory
 and collectives.
 
-What is refused for want of memory (with `--memory` devices have less) is planned once more for
-devices that have what the refusal calls the least, and compiled for the target: where that needs no
-more than the target has, the refusal was a false alarm.
+What is refused for want of memory (with `--memory` devices have less: so many bytes, or a share of
+what the program was planned with) is planned once more for devices that have what the refusal calls
+the least, and compiled for the target: where that needs no more than the target has, the refusal
+was a false alarm. What is planned and needs more than there is overflows.
 
 What was compiled once is kept in the user's cache, with the seconds that it took then. The last
 line is a JSON object with `--json`.
@@ -189,7 +190,8 @@ class Setting:
       processes: that compile at a time.
       plain: whether the plain function is compiled too.
       is_tight: whether TPUs have what was planned.
-      memory: bytes that devices have for programs, where they shall have less.
+      memory: bytes that devices have for programs, where they shall have less; below one, a share
+        of those of the plan that has all of the device's.
       cache: of what was compiled, as for `autopar.verify`.
     """
 
@@ -197,7 +199,7 @@ class Setting:
     processes: int | None = None
     plain: bool = False
     is_tight: bool = False
-    memory: int | None = None
+    memory: float | None = None
     cache: bool | str = True
 
 
@@ -206,10 +208,13 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
     row: dict[str, Any] = {"program": item.name, "target": target, "layers": setting.layers}
     row["held_out"] = item.held_out
     cluster, shapes = cluster_of(target), (made.state, made.batch)
-    if setting.memory is not None:
-        cluster = with_memory(cluster, setting.memory)
-    limit = setting.memory or cluster.device.program_bytes
     asked: dict[str, Any] = {"progress": False, **item.options}
+    if setting.memory is not None:
+        size = setting.memory
+        if size < 1:
+            size *= most_bytes(autopar.plan(made.step, *shapes, cluster=cluster, **asked))
+        cluster = with_memory(cluster, int(size))
+    limit = cluster.device.program_bytes
     how: dict[str, Any] = {"processes": setting.processes, "cache": setting.cache}
     start = time.monotonic()
     try:
@@ -220,8 +225,7 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
     except AutoparError as error:
         return {**row, "error": str(error).splitlines()[0]}
     planned = time.monotonic()
-    most = max(stage.peak_bytes_per_device for stage in plan.stages)
-    on = tight(target, most) if setting.is_tight else target
+    on = tight(target, most_bytes(plan)) if setting.is_tight else target
     seen = plan.verify(on, plain=setting.plain, **how)
     worst = max(
         (x for x in seen.stages if x.compiled_bytes),
@@ -234,6 +238,8 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
         "planned_bytes": worst.planned_bytes if worst else None,
         "compiled_bytes": worst.compiled_bytes if worst else None,
         "ratio": worst.ratio if worst else None,
+        "limit_bytes": limit,
+        "overflows": bool(worst and worst.compiled_bytes and worst.compiled_bytes > limit),
         "planned_collective_bytes": sum(x.planned_bytes * x.times for x in seen.collectives),
         "compiled_collective_bytes": sum(x.compiled_bytes * x.times for x in seen.collectives),
         "collectives_agree": not seen.differences,
@@ -246,6 +252,16 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
         ),
         **beside_plain(seen),
     }
+
+
+def most_bytes(plan: autopar.Plan) -> int:
+    """Of the device that has most."""
+    return max(stage.peak_bytes_per_device for stage in plan.stages)
+
+
+def memory_or_share(text: str) -> float:
+    """Bytes, or a share of them: "4GiB", "80%"."""
+    return float(text[:-1]) / 100 if text.endswith("%") else parse_bytes(text)
 
 
 def compiled_least(
@@ -365,6 +381,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             row["collectives_agree"] and bool(row["collectives_changed_by"]) for row in known
         ),
         "not_compiled": sum(bool(row.get("failures")) for row in rows if "verdict" in row),
+        "overflows": sum(bool(row.get("overflows")) for row in rows),
         "refused": sum("refused" in row for row in rows),
         "false_alarms": sum(bool(row.get("false_alarm")) for row in rows),
         "compared_with_plain": len(beside),
@@ -389,6 +406,8 @@ def in_words(name: str, found: dict[str, Any]) -> str:
         told.append(f"{found['collectives_agree']} of {count} collectives agree{by_xla}")
     if found["not_compiled"]:
         told.append(f"{found['not_compiled']} not compiled")
+    if found["overflows"]:
+        told.append(f"{found['overflows']} need more than there is")
     if found["refused"]:
         told.append(f"{found['refused']} refused, of which {found['false_alarms']} false alarms")
     if found["memory_of_plain"] is not None:
@@ -410,7 +429,11 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="compile plain jax.jit as well")
     parser.add_argument("--tight", action="store_true", help="TPUs have what was planned")
     parser.add_argument("--placed", action="store_true", help="TPUs: until buffers are placed")
-    parser.add_argument("--memory", type=parse_bytes, help='that programs may fill: "4GiB"')
+    parser.add_argument(
+        "--memory",
+        type=memory_or_share,
+        help='that programs may fill: "4GiB", or "80%%" of what they were planned with',
+    )
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     parser.add_argument("--rows", type=Path, help="a file to write every row to when it is there")
     options = parser.parse_args()
