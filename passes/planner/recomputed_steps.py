@@ -18,11 +18,14 @@ from autopar.passes.sharding.pricing import Pricing
 
 
 def recomputed_step(
-    split: SplitStep, cluster: Cluster, again: Recomputation | None = None
+    split: SplitStep,
+    cluster: Cluster,
+    again: Recomputation | None = None,
+    at_once: bool = True,
 ) -> SplitStep:
     """A step with a loop that computes again what a plan says; None: all of every layer."""
     if again is not None:
-        steps = RecomputedSteps.of(split, cluster, hosting=again.host_share > 0)
+        steps = RecomputedSteps.of(split, cluster, again.host_share > 0, at_once)
         return steps.at(again.price, again.host_share)
     steps = RecomputedSteps.of(split, cluster)
     return steps[len(steps) - 1] if len(steps) else split
@@ -43,15 +46,20 @@ class RecomputedSteps:
     num_devices: int
 
     @classmethod
-    def of(cls, split: SplitStep, cluster: Cluster, hosting: bool = False) -> RecomputedSteps:
-        """Those of a step with one loop; if `hosting`, the hosts' memory may have what is kept."""
+    def of(
+        cls, split: SplitStep, cluster: Cluster, hosting: bool = False, at_once: bool = True
+    ) -> RecomputedSteps:
+        """Those of a step with one loop; if `hosting`, the hosts' memory may have what is kept.
+
+        Of a stage, `at_once`: a microbatch runs forward and backward without a break.
+        """
         prices = Pricing(cluster, (cluster.num_devices,), traffic=split.traffic)
 
         def seconds(eqn: JaxprEqn) -> float:
             return prices.compute(eqn, split.rules[eqn])
 
         price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0
-        values = KeptValues.of(split.step, split.rules, seconds, price)
+        values = KeptValues.of(split.step, split.rules, seconds, price, at_once)
         return cls(split, values, cluster.num_devices)
 
     def least_that_fits(

@@ -43,7 +43,8 @@ def recomputing_stage(
       options: method, memory limit and so on, of this stage.
       part: the devices of its mesh.
     """
-    free, steps = planned.unlimited or planned, RecomputedSteps.of(planned.split, part)
+    free = planned.unlimited or planned
+    steps = RecomputedSteps.of(planned.split, part, at_once=place.at_once)
     flight = max(place.in_flight.values(), default=1)
     missing = free.peak.bytes - memory_limit_of(options, part)
     if flight * steps.most_saved_bytes < missing * part.num_devices:

@@ -80,16 +80,23 @@ class KeptValues:
       seconds_of: what an equation takes on one device.
       host_price: seconds for each byte that is put into the hosts' memory and brought back, on one
         device; 0: nothing is.
+      at_once: the last layer's backward pass follows at once, so all that it reads is kept.
     """
 
     parts: Anatomy
     layer_of: Mapping[int, int]
     seconds_of: Seconds
     host_price: float = 0.0
+    at_once: bool = True
 
     @classmethod
     def of(
-        cls, step: Microbatched, rules: Rules, seconds_of: Seconds, host_price: float = 0.0
+        cls,
+        step: Microbatched,
+        rules: Rules,
+        seconds_of: Seconds,
+        host_price: float = 0.0,
+        at_once: bool = True,
     ) -> KeptValues:
         """Those of a step with a loop over its microbatches.
 
@@ -99,7 +106,7 @@ class KeptValues:
         parts = dissect(step)
         found = layers_of(parts, rules).layers
         layer_of = {i: n for n, layer in enumerate(found) for i in layer.equations}
-        return cls(parts, layer_of, seconds_of, host_price)
+        return cls(parts, layer_of, seconds_of, host_price, at_once)
 
     @cached_property
     def maker(self) -> Mapping[Var, int]:
@@ -111,6 +118,7 @@ class KeptValues:
         """For every layer, what the backward pass reads of it and what no other layer reads.
 
         What is computed everywhere (masks, random bits) belongs to the layer that reads it first.
+        Nothing of the last layer, if its backward pass follows at once.
         """
         eqns, layers = self.parts.body.eqns, self.layer_of
         late = self.parts.backward | self.parts.loop.combining
@@ -130,6 +138,8 @@ class KeptValues:
                 crosses = {home[i] for i in reading if i in home} - {home[index]}
                 if not crosses and var not in results and any(i in late for i in reading):
                     found.setdefault(home[index], []).append(var)
+        if self.at_once:
+            found.pop(max(layers.values(), default=-1), None)
         return {layer: tuple(values) for layer, values in found.items()}
 
     @cached_property
@@ -152,21 +162,11 @@ class KeptValues:
     def hosting(self, price: float, share: float) -> KeptChoice:
         """The best choice at a price, whose kept values are in the hosts' memory.
 
-        Those of so large a share of the layers, the first ones. The last layer's backward pass
-        comes at once: what that reads is kept as it is.
+        Those of so large a share of the layers, the first ones. What the last layer's backward
+        pass reads, which comes at once, is kept as it is.
         """
         kept = self.at(price)
-        *layers, last = sorted({*self.layer_of.values()})
-        again = frozenset((layer, number) for layer, number in kept.again if layer != last)
-        more = sum(map(bytes_of, {*self.wanted.get(last, ())} - kept.values))
-        eqns = self.parts.body.eqns
-        kept = replace(
-            kept,
-            again=again,
-            values=kept.values.union(self.wanted.get(last, ())),
-            saved_bytes=kept.saved_bytes - more,
-            seconds=sum(self.seconds_of(eqns[number]) for _, number in again),
-        )
+        *layers, _ = sorted({*self.layer_of.values()})
         hosted = {
             var
             for layer in layers[: math.ceil(share * len(layers))]
