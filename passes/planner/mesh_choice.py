@@ -17,6 +17,7 @@ from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.recomputing_stages import may_pay, recomputing_stage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import (
+    DEAR,
     ENOUGH_OF_LARGE,
     HOPELESS,
     LARGE_PROBLEM,
@@ -282,11 +283,11 @@ def plan_meshes(
         enough = ENOUGH_OF_LARGE if wrong else 1.0
         return known.get(meshes[i], 0.0) * min(wrong, default=1.0) * enough
 
-    def small(i: int) -> list[PlannedStage]:
-        """The plans on a mesh that are chosen for their bytes."""
-        if i not in smaller:
-            smaller[i] = searches[i].small(found[i])
-        return smaller[i]
+    def small(i: int, count: int = len(DEAR)) -> list[PlannedStage]:
+        """Plans on a mesh that are chosen for their bytes."""
+        known = smaller.setdefault(i, [])
+        known += (searches[i].dear(found[i], number) for number in range(len(known), count))
+        return known[:count]
 
     def hopeless(i: int) -> bool:
         """Whether a large program needs far too much on a mesh, also if chosen for its bytes."""
@@ -320,15 +321,20 @@ def plan_meshes(
             continue
         left.remove(i)
         first = found[i]
-        may_wait = others.more_microbatches and not others.expected.get(meshes[i])
-        hurries = may_wait and searches[i].is_large
+        may_wait = others.more_microbatches and searches[i].is_large
+        hurries = may_wait and not others.expected.get(meshes[i])
         if hurries and failed == MESHES_TRIED:
             break
         missing = format_bytes(first.peak.bytes - limit)
         report(f"{missing} a device are missing on {_shape(meshes[i])}: solving within the limit")
-        tried = [first, searches[i].tightened(first)]
-        if not any(x.fits for x in tried):
-            tried += [] if hurries else small(i)
+        tries = 1 if may_wait and not hurries else None
+        near = searches[i].tightened(first, tries)
+        if tries and not near.fits:
+            hurries = not small(i, 1)[0].fits  # then nothing fits, or hardly
+            near = near if hurries else searches[i].tightened(near)
+        tried = [first, near]
+        if not near.fits:
+            tried += smaller.get(i, []) if hurries else small(i)
             if searches[i].is_large and any(x.fits for x in tried):
                 tried.append(searches[i].at_least_price(first))
             elif not hurries and not hopeless(i):

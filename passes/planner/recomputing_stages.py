@@ -49,17 +49,19 @@ def recomputing_stage(
     missing = free.peak.bytes - memory_limit_of(options, part)
     if flight * steps.most_saved_bytes < missing * part.num_devices:
         return planned
-    found = list[PlannedStage]()
+    keeping, best = planned.fits and not planned.remat, planned
     for mesh in dict.fromkeys((free.mesh, planned.mesh)):
-        found = _on_mesh(steps, mesh, place, options, part)
-        if any(x.fits for x in found):
+        found = _on_mesh(steps, mesh, place, options, part, keeping)
+        if found is not None and _order(found) < _order(best):
+            best = found
+        if found is not None and found.fits:
             break
-    if not found:
-        return planned
-    fitting = [x for x in (planned, *found) if x.fits]
-    smallest = min((planned, *found), key=lambda x: x.peak.bytes)
-    best = min(fitting, key=lambda x: x.step_seconds, default=smallest)
     return best if best is planned else _noted(best, free)
+
+
+def _order(planned: PlannedStage) -> tuple[bool, float]:
+    """The better plan comes first: what fits by its time, the rest by its memory."""
+    return not planned.fits, planned.step_seconds if planned.fits else planned.peak.bytes
 
 
 def _noted(planned: PlannedStage, free: PlannedStage) -> PlannedStage:
@@ -77,10 +79,12 @@ def _on_mesh(
     place: PlaceInPipeline,
     options: Options,
     part: Cluster,
-) -> list[PlannedStage]:
-    """Plans on a logical mesh with the choice that keeps most with which the quickest fits.
+    keeping: bool,
+) -> PlannedStage | None:
+    """The plan on a logical mesh with the choice that keeps most with which the quickest fits.
 
-    Where it does not with any, those within the memory of the one that keeps least.
+    Where it does not with any, the one within the memory with the choice that keeps least; None if
+    a plan that is `keeping` everything fits: it is the better one then.
     """
     own, choices = replace(options, remat="none"), _evenly(len(steps))
 
@@ -97,8 +101,8 @@ def _on_mesh(
     numbers = range(len(choices))
     first = bisect_left(numbers, True, key=lambda number: free(number).fits)
     if first < len(numbers):
-        return [free(first)]
-    return [search(number).within(free(number)) for number in numbers[-1:]]
+        return free(first)
+    return None if keeping or not numbers else search(numbers[-1]).within(free(numbers[-1]))
 
 
 def _evenly(count: int) -> Sequence[int]:

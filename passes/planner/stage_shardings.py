@@ -238,15 +238,15 @@ class MeshSearch:
         """The same program whose backward pass computes the forward pass again."""
         return self.checked(replace(planned, remat=True))
 
-    def tightened(self, planned: PlannedStage) -> PlannedStage:
-        """The cheapest plan that fits, or the one that came nearest.
+    def tightened(self, planned: PlannedStage, tries: int | None = None) -> PlannedStage:
+        """The cheapest plan that fits, or the one that came nearest in so many tries.
 
         The integer program's account of memory is a model of the lowered program's: it is corrected
         by what it was wrong by for the last plan.
         """
         rows = memory_rows(self.built, self.memory(planned.remat))
         target = self.limit + max(self._excess(planned, rows), 0)
-        for _ in range(MEMORY_TRIES * (1 if self.is_large else 2)):
+        for _ in range(tries or MEMORY_TRIES * (1 if self.is_large else 2)):
             if planned.fits or target <= 0:
                 break
             try:
@@ -318,8 +318,12 @@ class MeshSearch:
 
     def small(self, free: PlannedStage) -> list[PlannedStage]:
         """Plans chosen for their bytes more than for their time, which `free` was chosen for."""
-        price = free.step_seconds / max(free.peak.bytes, 1)
-        return [self.priced(times * price, free.remat) for times in DEAR]
+        return [self.dear(free, number) for number in range(len(DEAR))]
+
+    def dear(self, free: PlannedStage, number: int) -> PlannedStage:
+        """One of them."""
+        price = DEAR[number] * free.step_seconds / max(free.peak.bytes, 1)
+        return self.priced(price, free.remat)
 
     def least(self, remat: bool) -> list[PlannedStage]:
         """The plan with the smallest memory limit that the solver can satisfy, if it finds one."""
