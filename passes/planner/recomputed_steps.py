@@ -14,6 +14,7 @@ from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 from autopar.passes.recompute.run_again import recomputed
+from autopar.passes.recompute.without_loop import without_loop
 from autopar.passes.sharding.pricing import Pricing
 
 
@@ -99,7 +100,9 @@ class RecomputedSteps:
         return self._made(self.values.at(price))
 
     def _made(self, kept: KeptChoice) -> SplitStep:
-        step = recomputed(self.values, kept)
+        step, loop = recomputed(self.values, kept), self.values.parts.loop
+        if loop.num_microbatches == 1 and not loop.tasks:
+            step = without_loop(step)
         eqns = self.values.parts.body.eqns
         counts, seconds = Counter[str](), defaultdict[str, float](float)
         for _, number in sorted(kept.again):
@@ -111,7 +114,7 @@ class RecomputedSteps:
             operations=tuple(sorted(counts.items(), key=lambda item: (-seconds[item[0]], *item))),
             layers=len({layer for layer, _ in kept.again}),
             saved_bytes=kept.saved_bytes,
-            seconds=kept.seconds * self.values.parts.loop.num_microbatches / self.num_devices,
+            seconds=kept.seconds * loop.num_microbatches / self.num_devices,
             hosted=len(kept.hosted),
             hosted_bytes=kept.hosted_bytes,
             host_share=kept.host_share,
