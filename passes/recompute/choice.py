@@ -81,6 +81,8 @@ class KeptValues:
       host_price: seconds for each byte that is put into the hosts' memory and brought back, on one
         device; 0: nothing is.
       at_once: the last layer's backward pass follows at once, so all that it reads is kept.
+      write_seconds_of: for each byte of what an equation makes that is kept, and would not be
+        written otherwise, on one device.
     """
 
     parts: Anatomy
@@ -88,6 +90,7 @@ class KeptValues:
     seconds_of: Seconds
     host_price: float = 0.0
     at_once: bool = True
+    write_seconds_of: Seconds = lambda eqn: 0.0
 
     @classmethod
     def of(
@@ -97,6 +100,7 @@ class KeptValues:
         seconds_of: Seconds,
         host_price: float = 0.0,
         at_once: bool = True,
+        write_seconds_of: Seconds = lambda eqn: 0.0,
     ) -> KeptValues:
         """Those of a step with a loop over its microbatches.
 
@@ -106,7 +110,7 @@ class KeptValues:
         parts = dissect(step)
         found = layers_of(parts, rules).layers
         layer_of = {i: n for n, layer in enumerate(found) for i in layer.equations}
-        return cls(parts, layer_of, seconds_of, host_price, at_once)
+        return cls(parts, layer_of, seconds_of, host_price, at_once, write_seconds_of)
 
     @cached_property
     def maker(self) -> Mapping[Var, int]:
@@ -277,7 +281,8 @@ class KeptValues:
                 continue
             seen.add(var)
             made, number = node(("made", var)), self.maker[var]
-            keeping = min(1 + round(price * bytes_of(var) * _UNITS), _LARGEST >> 12)
+            each = price + self.write_seconds_of(eqns[number])
+            keeping = min(1 + round(each * bytes_of(var) * _UNITS), _LARGEST >> 12)
             arcs.append((made, node(("kept", var)), keeping))
             if not self.may_run_again(number):
                 arcs.append((source, made, None))
