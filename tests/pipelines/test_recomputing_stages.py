@@ -58,7 +58,7 @@ def arguments() -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(0), 4 * LAYERS + 1))
 
     def weights(*shape: int) -> Any:
-        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+        return jax.random.normal(next(keys), shape) * 0.3 * shape[0] ** -0.5
 
     params = [
         {
