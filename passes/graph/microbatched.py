@@ -167,10 +167,11 @@ class Microbatched:
         loops = [phase for phase in self.phases if isinstance(phase, LoopPhase)]
         return in_phases(with_jaxpr(self.graph, self.graph.jaxpr.replace(eqns=list(eqns))), loops)
 
-    def with_scan(self, scan: JaxprEqn, tasks: tuple[Task, ...] = ()) -> Microbatched:
-        """The same program with another equation for its loop, and its equations' tasks."""
+    def with_scan(self, scan: JaxprEqn, tasks: tuple[Task, ...] | None = None) -> Microbatched:
+        """The same program with another equation for its loop; its equations' tasks, if new."""
         loop = self.loop
         assert loop is not None
+        tasks = loop.tasks if tasks is None else tasks
         eqns = [scan if eqn is loop.scan else eqn for eqn in self.graph.jaxpr.eqns]
         graph = with_jaxpr(self.graph, self.graph.jaxpr.replace(eqns=eqns))
         return in_phases(graph, [replace(loop, scan=scan, tasks=tasks)])

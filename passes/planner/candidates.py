@@ -266,7 +266,7 @@ def _plan_stages(
         own = options.of_stage(number)
         if number in limits:
             own = replace(own, memory_limit=limits[number])
-        if like.number < number:
+        if like.number < number and schedule.at_once[like.number] == schedule.at_once[number]:
             known = taken_over(planned[like.number], stage, like.names)
             fitting = _elsewhere(known, place, own, cluster)
             if fitting is not None:

@@ -44,10 +44,11 @@ def recomputing_stage(
       part: the devices of its mesh.
     """
     free = planned.unlimited or planned
+    missing = part.num_devices * (free.peak.bytes - memory_limit_of(options, part))
+    if missing <= 0:
+        return planned
     steps = RecomputedSteps.of(planned.split, part, at_once=place.at_once)
-    flight = max(place.in_flight.values(), default=1)
-    missing = free.peak.bytes - memory_limit_of(options, part)
-    if flight * steps.most_saved_bytes < missing * part.num_devices:
+    if max(place.in_flight.values(), default=1) * steps.most_saved_bytes < missing:
         return planned
     keeping, best = planned.fits and not planned.remat, planned
     for mesh in dict.fromkeys((free.mesh, planned.mesh)):
