@@ -191,7 +191,8 @@ def test_a_long_program_is_refused_for_about_the_same_bytes(
             autopar.plan(tied_step, params, np.zeros((16, 32), int), stages="auto", **options)
         assert refused.value.least_bytes is not None
         least.append(refused.value.least_bytes)
-    assert least[0] <= 1.1 * least[1]
+    # Of a long program, only the number of microbatches that promises least is planned.
+    assert least[1] <= least[0] <= 1.2 * least[1], least
 
 
 class Expected:

@@ -170,7 +170,7 @@ def test_rematerialization_keeps_less() -> None:
     assert least < most
     assert [stage.remat for stage in full.stages] == ["full", "full"]
     chosen, size = kept("auto", memory_limit=(least + most) // 2)
-    assert "full" in [stage.remat for stage in chosen.stages]
+    assert any(stage.remat == "full" or stage.recomputation for stage in chosen.stages)
     assert size <= (least + most) // 2
     assert [stage.remat for stage in none.stages] == ["none", "none"]
 

@@ -253,7 +253,8 @@ class Recomputation(Record):
     `operations` say how many of which primitive run again, first those that take longest;
     `saved_bytes` are those of a microbatch on all devices together; `seconds` is what it adds to a
     step, or to the stage's work in it. Of what is kept, so many values (`hosted`) of so many bytes
-    wait in the hosts' memory: those of the `host_share` of the layers that come first.
+    wait in the hosts' memory: those of the `host_share` of the layers that come first. All but the
+    last layer, or `every_layer`.
     """
 
     price: float
@@ -264,6 +265,7 @@ class Recomputation(Record):
     hosted: int = 0
     hosted_bytes: int = 0
     host_share: float = 0.0
+    every_layer: bool = True
 
     def __str__(self) -> str:
         return self.described("a step")

@@ -144,15 +144,13 @@ def _in_stages(
     name = options.schedule if callable(options.schedule) else pipeline.schedule
     meshes, chunks = pipeline.num_meshes, pipeline.num_chunks
     schedule = make_schedule(name, meshes, count, num_chunks=chunks)
-    graphs = zip(stages.graphs, plan.stages, schedule.at_once, strict=True)
+    graphs = zip(stages.graphs, plan.stages, strict=True)
     cluster = Cluster.from_dict(plan.cluster)
-    written = tuple(_as_rewritten(stage, x, cluster, at_once) for stage, x, at_once in graphs)
+    written = tuple(_as_rewritten(stage, x, cluster) for stage, x in graphs)
     return split, dataclasses.replace(stages, graphs=written), schedule
 
 
-def _as_rewritten(
-    stage: StageGraph, written: StagePlan, cluster: Cluster, at_once: bool
-) -> StageGraph:
+def _as_rewritten(stage: StageGraph, written: StagePlan, cluster: Cluster) -> StageGraph:
     """A stage that casts its parameters as a plan says, and computes again what it says.
 
     Raises:
@@ -169,7 +167,7 @@ def _as_rewritten(
     if written.recomputation is not None:
         kept = SplitStep(stage.step, populate(stage.graph.jaxpr))
         part = submesh(cluster, written.num_devices)
-        done = recomputed_step(kept, part, written.recomputation, at_once)
+        done = recomputed_step(kept, part, written.recomputation)
         stage = dataclasses.replace(stage, step=done.step)
     return stage
 

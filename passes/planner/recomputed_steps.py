@@ -20,15 +20,12 @@ from autopar.passes.sharding.pricing import Pricing
 
 
 def recomputed_step(
-    split: SplitStep,
-    cluster: Cluster,
-    again: Recomputation | None = None,
-    at_once: bool = True,
+    split: SplitStep, cluster: Cluster, again: Recomputation | None = None
 ) -> SplitStep:
     """A step with a loop that computes again what a plan says; None: all of every layer."""
     if again is not None:
-        steps = RecomputedSteps.of(split, cluster, again.host_share > 0, at_once)
-        return steps.at(again.price, again.host_share)
+        steps = RecomputedSteps.of(split, cluster, again.host_share > 0)
+        return steps.as_recorded(again)
     steps = RecomputedSteps.of(split, cluster)
     return steps[len(steps) - 1] if len(steps) else split
 
@@ -109,11 +106,11 @@ class RecomputedSteps:
         """The steps, from the one that keeps most."""
         return self._made(self.values.family[place])
 
-    def at(self, price: float, host_share: float = 0.0) -> SplitStep:
-        """The step that keeps what is worth it at a price, or in the hosts' memory at theirs."""
-        if host_share:
-            return self._made(self.values.hosting(price, host_share))
-        return self._made(self.values.at(price))
+    def as_recorded(self, again: Recomputation) -> SplitStep:
+        """The step that keeps what a plan says."""
+        if again.host_share:
+            return self._made(self.values.hosting(again.price, again.host_share))
+        return self._made(self.values.at(again.price, every_layer=again.every_layer))
 
     def _made(self, kept: KeptChoice) -> SplitStep:
         step, loop = recomputed(self.values, kept), self.values.parts.loop
@@ -134,5 +131,6 @@ class RecomputedSteps:
             hosted=len(kept.hosted),
             hosted_bytes=kept.hosted_bytes,
             host_share=kept.host_share,
+            every_layer=kept.every_layer,
         )
         return replace(self.split, step=step, rules=populate(step.graph.jaxpr), recomputation=again)

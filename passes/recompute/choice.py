@@ -58,6 +58,7 @@ class KeptChoice:
       hosted: values that are kept in the hosts' memory.
       hosted_bytes: of a microbatch.
       host_share: the share of the layers, the first ones, whose kept values these are.
+      every_layer: the last one too, or all that its backward pass reads is kept.
     """
 
     price: float
@@ -68,6 +69,7 @@ class KeptChoice:
     hosted: frozenset[Var] = frozenset()
     hosted_bytes: int = 0
     host_share: float = 0.0
+    every_layer: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,6 @@ class KeptValues:
         """For every layer, what the backward pass reads of it and what no other layer reads.
 
         What is computed everywhere (masks, random bits) belongs to the layer that reads it first.
-        Nothing of the last layer, if its backward pass follows at once.
         """
         eqns, layers = self.parts.body.eqns, self.layer_of
         late = self.parts.backward | self.parts.loop.combining
@@ -142,8 +143,6 @@ class KeptValues:
                 crosses = {home[i] for i in reading if i in home} - {home[index]}
                 if not crosses and var not in results and any(i in late for i in reading):
                     found.setdefault(home[index], []).append(var)
-        if self.at_once:
-            found.pop(max(layers.values(), default=-1), None)
         return {layer: tuple(values) for layer, values in found.items()}
 
     @cached_property
@@ -152,7 +151,7 @@ class KeptValues:
         lowest, highest = self._prices()
         found: dict[frozenset[Var], KeptChoice] = {}
         for price in np.geomspace(lowest, highest, _PRICES_TRIED) if highest else ():
-            kept = self.at(float(price))
+            kept = self.at(float(price), every_layer=not self.at_once)
             if kept.again:
                 found.setdefault(kept.values, kept)
         family = sorted(found.values(), key=lambda kept: kept.saved_bytes)
@@ -169,7 +168,7 @@ class KeptValues:
         Those of so large a share of the layers, the first ones. What the last layer's backward
         pass reads, which comes at once, is kept as it is.
         """
-        kept = self.at(price)
+        kept = self.at(price, every_layer=False)
         *layers, _ = sorted({*self.layer_of.values()})
         hosted = {
             var
@@ -203,21 +202,24 @@ class KeptValues:
         eqns = self.parts.body.eqns
         return max((bytes_of(v) for i in self.layer_of for v in eqns[i].outvars), default=0)
 
-    def at(self, price: float) -> KeptChoice:
-        """The best choice at a price."""
+    def at(self, price: float, *, every_layer: bool = True) -> KeptChoice:
+        """The best choice at a price, of every layer or of all but the last."""
         again: set[tuple[int, int]] = set()
         values: set[Var] = set()
-        for layer, wanted in self.wanted.items():
+        last = max(self.layer_of.values(), default=-1)
+        chosen = {k: v for k, v in self.wanted.items() if every_layer or k != last}
+        for layer, wanted in chosen.items():
             numbers, kept = self._cut(layer, wanted, price)
             again.update((layer, number) for number in numbers)
             values |= kept
-        read = {var for wanted in self.wanted.values() for var in wanted}
+        read = {var for wanted in chosen.values() for var in wanted}
         return KeptChoice(
             price,
             frozenset(again),
             frozenset(values),
             sum(map(bytes_of, read)) - sum(map(bytes_of, values)),
             sum(self.seconds_of(self.parts.body.eqns[number]) for _, number in again),
+            every_layer=every_layer,
         )
 
     def is_given(self, layer: int, var: Var) -> bool:
