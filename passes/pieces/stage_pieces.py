@@ -115,18 +115,21 @@ def stage_pieces(
     labels = enumerate(zip(numbered.inputs, stage.graph.graph.inputs, strict=True))
     given = (x for place, x in labels if place not in stage.received)
     kept = {number for number, label in given if not label.donated}
+    lasting = {numbered.inner[v] for _, v in stage.edge.constants if v in numbered.inner}
 
     def around(level: Level) -> StagePiece:
         kind = _KINDS[level[0]]
         name = f"{kind} {stage.number}.{level[1]}"
         group, outputs = rounds.get(level, ()), numbered.left_by_round.get(level, ())
         outer, stacked = numbered.outer, numbered.stacked
-        return _piece(name, stage.number, kind, group, outputs, outer, stacked, kept)
+        return _piece(name, stage, kind, group, outputs, outer, stacked, kept)
 
     def of_body(task: Task) -> StagePiece:
         outputs = numbered.left_by_task.get(task, ())
         group = needed(tasks.get(task, ()), [port.version for port in outputs])
-        return _piece(f"{task}{stage.number}", stage.number, task, group, outputs, numbered.inner)
+        return _piece(
+            f"{task}{stage.number}", stage, task, group, outputs, numbered.inner, kept=lasting
+        )
 
     levels = sorted({*rounds, *numbered.left_by_round})
     before, after = [x for x in levels if x < AFTER_LOOP], [x for x in levels if x >= AFTER_LOOP]
@@ -136,7 +139,7 @@ def stage_pieces(
 
 def _piece(
     name: str,
-    stage: int,
+    stage: OpenStage,
     kind: PieceKind,
     instructions: Sequence[Instruction],
     outputs: Sequence[Port],
@@ -152,7 +155,8 @@ def _piece(
     outputs = sorted(
         outputs, key=lambda o: -1 if is_literal(o.version) else made.get(o.version, -1)
     )
-    taken = taken_over(inputs, outputs, instructions, kept)
-    inputs = in_pairs(inputs, taken)
-    donated = tuple(sorted(port.value for port in taken))
-    return StagePiece(name, stage, kind, inputs, tuple(outputs), tuple(instructions), donated)
+    pairs = taken_over(inputs, outputs, instructions, kept)
+    inputs, results = in_pairs(inputs, outputs, pairs, stage.program.mesh)
+    return StagePiece(
+        name, stage.number, kind, inputs, results, tuple(instructions), tuple(sorted(pairs))
+    )

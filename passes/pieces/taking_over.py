@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.pieces.pieces import Port, StagePiece
+from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.spmd_program import (
     Compute,
     Instruction,
@@ -24,18 +25,21 @@ def taken_over(
     outputs: Sequence[Port],
     instructions: Sequence[Instruction],
     kept: Collection[int],
-) -> list[Port]:
-    """The inputs in whose place an output of the same shape, dtype and layout is written.
+) -> dict[int, int]:
+    """The outputs that are written in the place of inputs of the same shape, dtype and layout.
 
-    They are in the order of their outputs: each takes the nearest of what it is computed from
-    element by element, as the compiler updates in place; what has none takes any that is left. Sums
-    over devices alone may be written in the place of what they add up.
+    Each takes the nearest of what it is computed from element by element, as the compiler updates
+    in place; what has none takes any that nothing reads any more when it is made, for else the
+    compiler would copy it. Sums over devices alone may be written in the place of what they add up.
 
     Args:
       inputs: of a piece.
       outputs: of it.
       instructions: what it runs.
       kept: numbers of values that the caller keeps.
+
+    Returns:
+      The places of the outputs, by the inputs' numbers.
     """
     is_sum = all(isinstance(x, Relayout) for x in instructions)
 
@@ -54,6 +58,8 @@ def taken_over(
         if not port.stacked and port.value not in updated and form(port) in free
     }
     maker = {v: x for x in instructions for v in writes(x)}
+    made = {v: time for time, x in enumerate(instructions) for v in writes(x)}
+    last_read = {v: time for time, x in enumerate(instructions) for v in reads(x)}
     near = [
         (distance, place, value)
         for place, candidates in wanting.items()
@@ -64,13 +70,12 @@ def taken_over(
         if place in wanting and value not in pairs:
             pairs[value] = place
             del wanting[place]
-    left = {
-        id(candidates): iter([value for value in candidates.values() if value not in pairs])
-        for candidates in free.values()
-    }
     for place, candidates in wanting.items():
-        pairs |= dict.fromkeys(itertools.islice(left[id(candidates)], 1), place)
-    return sorted((p for p in inputs if p.value in pairs), key=lambda p: pairs[p.value])
+        version = outputs[place].version
+        since = len(instructions) if is_literal(version) else made.get(version, len(instructions))
+        left = (n for v, n in candidates.items() if n not in pairs and last_read.get(v, -1) < since)
+        pairs |= dict.fromkeys(itertools.islice(left, 1), place)
+    return pairs
 
 
 def _distances(
@@ -96,20 +101,44 @@ def _is_alike(version: ShardedValue, other: ShardedValue) -> bool:
     return same and version.layout._replace(partial=()) == other.layout._replace(partial=())
 
 
-def in_pairs(inputs: Sequence[Port], taken: Sequence[Port]) -> tuple[Port, ...]:
-    """The inputs, those that are taken over in the order of their outputs: so JAX pairs them.
+def in_pairs(
+    inputs: Sequence[Port], outputs: Sequence[Port], pairs: Mapping[int, int], mesh: Sequence[int]
+) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """The inputs and outputs in an order in which JAX pairs them as planned.
 
-    It pairs the donated arguments of a shape and dtype with its results, in their order.
+    It gives the donated arguments of which a device holds a shape and dtype to the results of the
+    same, each in their order. So of the outputs of a kind those that take something over come
+    first, and the inputs that they take stand in their order; otherwise nothing changes places.
     """
 
     def kind(port: Port) -> Hashable:
-        return port.version.atom.aval.shape, str(port.version.atom.aval.dtype)
+        aval, layout = port.version.atom.aval, port.version.layout
+        shape = local_shape(aval.shape, layout, mesh)
+        return shape, str(aval.dtype), bool(layout.partial), layout.in_host
 
-    in_turn: dict[Hashable, list[Port]] = defaultdict(list)
-    for port in reversed(taken):
-        in_turn[kind(port)].append(port)
-    numbers = {port.value for port in taken}
-    return tuple(in_turn[kind(port)].pop() if port.value in numbers else port for port in inputs)
+    taking, place_of = {*pairs.values()}, dict(enumerate(outputs))
+    ordered = _in_turn(outputs, [*map(kind, outputs)], lambda place: place not in taking)
+    turn = {id(port): turn for turn, port in enumerate(ordered)}
+    turn_of = {value: turn[id(place_of[place])] for value, place in pairs.items()}
+    numbers = [place for place, port in enumerate(inputs) if port.value in pairs]
+    taken = [inputs[place] for place in numbers]
+    moved = _in_turn(taken, [*map(kind, taken)], lambda n: turn_of[taken[n].value])
+    at = dict(zip(numbers, moved, strict=True))
+    return tuple(at.get(place, port) for place, port in enumerate(inputs)), ordered
+
+
+def _in_turn(
+    ports: Sequence[Port], kinds: Sequence[Hashable], turn: Callable[[int], int]
+) -> tuple[Port, ...]:
+    """Ports, of which those of a kind have changed places, to stand in their turns."""
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for place, kind in enumerate(kinds):
+        alike[kind].append(place)
+    found = list(ports)
+    for places in alike.values():
+        for place, source in zip(places, sorted(places, key=turn), strict=True):
+            found[place] = ports[source]
+    return tuple(found)
 
 
 def fresh_outputs(piece: StagePiece) -> list[ShardedValue]:

@@ -62,8 +62,16 @@ SMALL_BUBBLE = 0.05
 NEARLY_FULL = 0.95  # of the memory
 
 
-class _MisfitError(Exception):
-    """A stage does not fit as it is quickest, and other ways are not worth looking for."""
+class MisfitError(Exception):
+    """A stage does not fit, and other ways are not worth looking for.
+
+    Args:
+      peak_bytes: what a device of it would hold.
+    """
+
+    def __init__(self, peak_bytes: int) -> None:
+        super().__init__(peak_bytes)
+        self.peak_bytes = peak_bytes
 
 
 @dataclass(frozen=True)
@@ -153,9 +161,10 @@ def plan_layout(
       report: takes a line of progress.
       keep: takes candidates as they are found.
       others: what is known from elsewhere, for one stage.
-      must_fit: there are none, of several stages, as soon as one of these does not fit.
+      must_fit: each of several stages, or nothing is planned further.
 
     Raises:
+      MisfitError: a stage that must fit does not.
       OptionError: the program has fewer layers than stages, or the devices do not divide.
       ScheduleError: the schedule does not exist or needs more microbatches.
     """
@@ -163,10 +172,7 @@ def plan_layout(
         return _plan_one(split, options, cluster, report, keep, others)
     names = _schedules(options)
     asked = split, layout.schedule or names[0], layout, options, cluster, report
-    try:
-        made = [_plan_stages(*asked, must_fit=must_fit and chunks_of(options) == 1)]
-    except _MisfitError:
-        return []
+    made = [_plan_stages(*asked, must_fit=must_fit and chunks_of(options) == 1)]
     if chunks_of(options) > 1 and not made[0].fits:
         report("sharing out the memory of each mesh among its stages")
         limits = _shared_out(made[0])
@@ -179,7 +185,7 @@ def plan_layout(
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and training and _may_pay(made[0]):
         known = made[0] if _is_large(made[0]) else None
-        with contextlib.suppress(_MisfitError):
+        with contextlib.suppress(MisfitError):
             first = _plan_stages(split, splitting[0], layout, options, cluster, report, as_in=known)
             made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]
     stages = range(len(made[0].planned))
@@ -244,7 +250,7 @@ def _plan_stages(
       must_fit: each of the stages.
 
     Raises:
-      _MisfitError: a stage that must fit does not, or one planned `as_in` another schedule.
+      MisfitError: a stage that must fit does not, or one planned `as_in` another schedule.
     """
     meshes, chunks, count = len(layout.devices), chunks_of(options), split.num_microbatches
     splits = isinstance(name, str) and name.startswith("zb")
@@ -277,13 +283,13 @@ def _plan_stages(
             planned.append(plan_free(place, own, part, as_in.planned[number].mesh))
             if not planned[-1].fits:
                 report(f"stage {number + 1} does not fit with its backward pass divided")
-                raise _MisfitError
+                raise MisfitError(planned[-1].peak.bytes)
             continue
         expected = layout.expected[number] if layout.expected else {}
         casts = bool(layout.casts) and layout.casts[number]
         planned.append(plan_stage(place, own, part, expected, casts))
         if must_fit and not planned[-1].fits:
-            raise _MisfitError
+            raise MisfitError(planned[-1].peak.bytes)
     remat = tuple(stage.remat for stage in planned)
     limit = memory_limit_of(options, cluster)
     graphs = (p.split.stage(stage) for p, stage in zip(planned, stages.graphs, strict=True))

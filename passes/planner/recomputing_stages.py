@@ -27,9 +27,7 @@ def may_pay(planned: PlannedStage, place: PlaceInPipeline, options: Options) -> 
     """Whether a stage may be quicker, or fit, that computes some of its values again."""
     if options.remat not in ("auto", "override") or "B" not in place.graph.tasks:
         return False
-    if not planned.fits:
-        return not place.must_fit
-    return planned.step_seconds > PAYS * planned.least_seconds
+    return not planned.fits or planned.step_seconds > PAYS * planned.least_seconds
 
 
 def recomputing_stage(

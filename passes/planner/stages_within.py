@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from autopar.passes.planner.auto_stages import StageSearch
-from autopar.passes.planner.candidates import PlannedStep, quickest
+from autopar.passes.planner.candidates import MisfitError, PlannedStep, quickest
 from autopar.passes.planner.layouts import StageLayout
 
 STAGES_TRIED = 4  # how often the search for stages is given less memory, when they do not fit
@@ -17,7 +18,7 @@ WORTH_TRYING = 1.2  # times what the search promises: with less, stages are not 
 
 
 class PlanStages(Protocol):
-    """Plans stages; none if one `must_fit` that does not."""
+    """Plans stages; a `MisfitError` if one does not fit that `must`."""
 
     def __call__(self, layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]: ...
 
@@ -29,7 +30,7 @@ class StagesPlanner(NamedTuple):
     is_long: bool
 
     def planned(self, layout: StageLayout, *, must_fit: bool = False) -> list[PlannedStep]:
-        """Pipelines with these stages; none as soon as one does not fit that `must`."""
+        """Pipelines with these stages; a `MisfitError` as soon as one does not fit that `must`."""
         layout = layout if self.is_long else replace(layout, expected=())
         return self.plan(layout, must_fit=must_fit)
 
@@ -61,11 +62,15 @@ def pipelines_within(
         if found is None or found[1] * WORTH_TRYING > seconds_of_best(made):
             break
         must_fit = must_fit or any(candidate.fits for candidate in made)
-        planned = planner.planned(found[0], must_fit=must_fit)
-        made += planned
-        if planned and all(candidate.fits for candidate in planned):
-            break
-        most = max((max(candidate.peak_bytes) for candidate in planned), default=0)
+        try:
+            planned = planner.planned(found[0], must_fit=must_fit)
+        except MisfitError as misfit:
+            most = misfit.peak_bytes
+        else:
+            made += planned
+            if all(candidate.fits for candidate in planned):
+                break
+            most = max(max(candidate.peak_bytes) for candidate in planned)
         target -= max(most - limit, limit // 50)
     return made + _on_equal_devices(stages, first, limit, planner, seconds_of_best(made))
 
@@ -88,7 +93,8 @@ def _on_equal_devices(
     for layout, seconds in stages.of_equal_devices(limit, best):
         known = min(best, seconds_of_best(more))
         if seconds * WORTH_PLANNING < known and layout.devices != first[0].devices:
-            more += planner.planned(layout, must_fit=True)
+            with contextlib.suppress(MisfitError):
+                more += planner.planned(layout, must_fit=True)
     return more
 
 
