@@ -44,6 +44,13 @@ Action = Callable[[dict[Buffer, Any], Any], None]
 FRUGAL: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's order of work on CPUs; by default, what needs arguments alone is done first, and kept."""
 
+KEEPING_BARRIERS: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""XLA on CPUs takes barriers away first, and what is computed again for the first time's result.
+
+Eight layers in `jax.checkpoint`, each a product and what is elementwise, then hold 17.1 MiB where
+they hold 9.1 with the barriers (and 24.1 without `jax.checkpoint`), with the same numbers.
+"""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -221,7 +228,7 @@ class StagePrograms:
         platform = self.stage_meshes[stage].devices.flat[0].platform
         backend = backend_of(platform)
         if backend == CPU:
-            return {} if is_whole else FRUGAL
+            return KEEPING_BARRIERS if is_whole else FRUGAL | KEEPING_BARRIERS
         program = self.pieces.programs[stage]
         if backend == TPU:
             has_loops = any(isinstance(x, Loop) for x in program.block.instructions)

@@ -9,7 +9,7 @@ and a forward pass copies them out.
 
 A loop over microbatches holds a table in both orders, if it takes rows out of it and products read
 it too (tied embeddings): the other one is copied once, before the loop. Found on GPTs of 125M, 350M
-and 1.3B by `zero2`; a step without such a loop holds it in one order.
+and 1.3B by `zero2`; a step without such a loop holds it in one order. So does XLA:GPU.
 
 What was summed and is gathered across vectors, not along them (`lies_across`), is added to the
 parameter in that order, of which there is a copy then. Found on a Llama by `zero2`.
@@ -125,7 +125,7 @@ def held_in_two_orders(
     loop: Loop, held: HeldValues[ShardedValue], rules: CompilerRules
 ) -> set[ShardedValue]:
     """The buffers out of which a loop's body takes rows, and which its products read as well."""
-    if not rules.copies_in:
+    if not rules.turns_tables:
         return set()
     pairs = zip(loop.body.inputs, loop.operands, strict=False)
     kept = [(v, held.root(x)) for v, x in pairs if not is_literal(x)]
