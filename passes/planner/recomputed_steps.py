@@ -15,7 +15,7 @@ from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptChoice, KeptValues
 from autopar.passes.recompute.run_again import recomputed
 from autopar.passes.recompute.without_loop import without_loop
-from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
 from autopar.passes.sharding.pricing import Pricing
 
 
@@ -38,6 +38,9 @@ computed of it element by element and is as large. On H100s, XLA holds both wher
 is kept: what else reads it computes it again in float32, of what the product wrote (four layers of
 a GPT-125M with 80% of their memory: 3.85 GiB planned and 4.18 compiled).
 """
+
+VIEWS = SAME_BUFFER - {"transpose"}
+"""What names a buffer anew: it is written where what it names is."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class RecomputedSteps:
             return FUSED * alone if compiler.may_be_fused(eqn) else alone
 
         def writing(eqn: JaxprEqn) -> float:
+            while eqn.primitive.name in VIEWS and eqn.invars[0] in values.maker:
+                eqn = values.parts.body.eqns[values.maker[eqn.invars[0]]]
             return 1 / cluster.device.memory_bandwidth if compiler.may_be_fused(eqn) else 0.0
 
         price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0

@@ -4,7 +4,9 @@ An equation that runs again stands, once for its layer, just before the first ba
 needs it. What it reads passes a barrier first, as after `jax.checkpoint`, so that XLA does not take
 the two for one. A gradient that arrives at the layer passes the same barrier: nothing of the layer
 can run again before the backward pass has come to it. Random bits come from the same keys.
-What is kept in the hosts' memory is put there when it is made, and comes back by that barrier.
+What is kept is read after that barrier as well, else XLA:GPU keeps what it is made of beside it: the
+queries, keys and values of a GPT, and the product that they are parts of. What is kept in the
+hosts' memory is put there when it is made, and comes back by that barrier.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class _Rewriting:
         self.eqns = values.parts.body.eqns
         self.late = values.parts.backward | values.parts.loop.combining
         self.home = {var: layer for layer, wanted in values.wanted.items() for var in wanted}
+        self.rerun = {layer for layer, _ in kept.again}
         self.out: list[JaxprEqn] = []
         self.since: list[int] = []  # of each of the old equations, where what it needs begins
         self.fresh: dict[tuple[int, Var], Var] = {}  # by layer: what is computed again
@@ -72,14 +75,17 @@ class _Rewriting:
         env: dict[Var, Var] = {}
         for var in variables(eqn.invars):
             layer = self.home.get(var)
-            if layer is not None and (self._is_again(layer, var) or var in self.away):
+            if layer is not None and (layer in self.rerun or var in self.away):
                 if layer not in self.begun:
                     env.update(self._begin(layer, eqn))
                 if self._is_again(layer, var):
                     env[var] = self._again(layer, var)
         for var in variables(eqn.invars):
+            passed = self.through.get((self.home.get(var, -1), var))
             if var in self.away:
                 env[var] = self.back.get(var, self.away[var])
+            elif passed is not None:
+                env.setdefault(var, passed)
         if not env:
             return eqn
         return eqn.replace(invars=[_read(env, atom) for atom in eqn.invars])
@@ -106,7 +112,8 @@ class _Rewriting:
                     seen.add(var)
                     stack.append(var)
         made = self.values.maker
-        needed |= dict.fromkeys(v for v in self.values.wanted[layer] if v in self.away)
+        kept = self.kept.values
+        needed |= dict.fromkeys(v for v in self.values.wanted[layer] if v in self.away or v in kept)
         gradients = [v for v in variables(reader.invars) if made.get(v) in self.late]
         named = [*(v for v in needed if not is_key(v.aval.dtype)), *gradients]
         passing = [self.away.get(v, v) for v in named]
