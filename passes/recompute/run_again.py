@@ -3,10 +3,12 @@
 An equation that runs again stands, once for its layer, just before the first backward equation that
 needs it. What it reads passes a barrier first, as after `jax.checkpoint`, so that XLA does not take
 the two for one. A gradient that arrives at the layer passes the same barrier: nothing of the layer
-can run again before the backward pass has come to it. Random bits come from the same keys.
-What is kept is read after that barrier as well, else XLA:GPU keeps what it is made of beside it: the
-queries, keys and values of a GPT, and the product that they are parts of. What is kept in the
-hosts' memory is put there when it is made, and comes back by that barrier.
+can run again before the backward pass has come to it. Random bits come from the same keys, which
+pass it as well: XLA:GPU made the bits of all dropouts of a BERT in one kernel, and kept them.
+
+All of a layer that is kept is read after its barrier, else XLA:GPU keeps what it is made of beside
+it: the queries, keys and values of a GPT, and the product that they are parts of. What is kept in
+the hosts' memory is put there when it is made, and comes back by that barrier.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 
-from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.host_values import put_away
@@ -114,8 +115,12 @@ class _Rewriting:
         made = self.values.maker
         kept = self.kept.values
         needed |= dict.fromkeys(v for v in self.values.wanted[layer] if v in self.away or v in kept)
-        gradients = [v for v in variables(reader.invars) if made.get(v) in self.late]
-        named = [*(v for v in needed if not is_key(v.aval.dtype)), *gradients]
+        gradients = [
+            v
+            for v in variables(reader.invars)
+            if made.get(v) in self.late and variables(self.eqns[made[v]].invars)
+        ]
+        named = [*needed, *gradients]
         passing = [self.away.get(v, v) for v in named]
         results = [jax_compat.new_var(v.aval) for v in passing]
         barrier = jax_compat.optimization_barrier_primitive()
