@@ -51,6 +51,10 @@ class Phases:
     same: Mapping[Var, Var] = field(default_factory=dict)
 
 
+MADE_INSIDE = frozenset(("transpose",))
+"""What products take in any order: it is not made, unless it is kept."""
+
+
 @dataclass
 class _Sweep:
     """The state of the backward sweep. Steps are gathered last to first."""
@@ -62,6 +66,7 @@ class _Sweep:
     # WHOLE here means: before the loop.
     loop_demand: Demand = field(default_factory=lambda: Demand(set))
     late_demand: set[Var] = field(default_factory=set)
+    early_demand: set[Var] = field(default_factory=set)
     prologue: list[PhaseStep] = field(default_factory=list)
     loop: list[PhaseStep] = field(default_factory=list)
     epilogue: list[PhaseStep] = field(default_factory=list)
@@ -78,6 +83,7 @@ class _Sweep:
         self.prologue.append(step)
         for var, _ in step.reads:
             self.loop_demand[self.kept(var)].add(WHOLE)
+            self.early_demand.add(self.kept(var))
 
     def within(self, steps: list[PhaseStep]) -> None:
         for step in steps:
@@ -135,6 +141,8 @@ class _Sweep:
             self._before_and_sliced(eqn, forms)
         elif any(forms):
             rows, left = regenerated(eqn, forms, self.context)
+            if left and self._is_made_inside(eqn, forms):
+                rows, left = [whole_step(eqn)], False
             self.within(rows)
             if left:
                 self._before_and_sliced(eqn, forms)
@@ -142,6 +150,16 @@ class _Sweep:
                 self.after(whole_step(eqn))
         else:
             self.after(whole_step(eqn))
+
+    def _is_made_inside(self, eqn: JaxprEqn, forms: list[set[Form]]) -> bool:
+        """Whether each microbatch makes a whole value of its own, which costs it nothing.
+
+        A constant's broadcast, in which gradients are gathered, would be there beside its copy.
+        """
+        alone = self.early_demand.isdisjoint(eqn.outvars)
+        whole = all(asked_for <= {WHOLE} for asked_for in forms)
+        free = not variables(eqn.invars) or eqn.primitive.name in MADE_INSIDE
+        return alone and whole and free
 
     def _in_loop(
         self, eqn: JaxprEqn, decision: Decision, forms: list[set[Form]], late: list[bool]

@@ -7,10 +7,6 @@ parts of vectors only, and the one before it whole ones (a vocabulary of 30,522)
 pieces of pipelines: a backward pass that reads exponentials of the forward pass copies them before,
 and a forward pass copies them out.
 
-A loop over microbatches holds a table in both orders, if it takes rows out of it and products read
-it too (tied embeddings): the other one is copied once, before the loop. Found on GPTs of 125M, 350M
-and 1.3B by `zero2`; a step without such a loop holds it in one order. So does XLA:GPU.
-
 What was summed and is gathered across vectors, not along them (`lies_across`), is added to the
 parameter in that order, of which there is a copy then. Found on a Llama by `zero2`.
 """
@@ -23,10 +19,8 @@ from collections.abc import Iterator, Sequence
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import PRODUCTS
-from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.compiler_rules import (
     VECTOR_LANES,
-    CompilerRules,
     reduces_rows,
 )
 from autopar.passes.sharding.heap import HeapBuffer
@@ -36,7 +30,6 @@ from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
-    Loop,
     Relayout,
     ShardedValue,
     is_literal,
@@ -119,25 +112,3 @@ def _is_batched(eqn: JaxprEqn) -> bool:
         return False
     _, batches = eqn.params["dimension_numbers"]
     return bool(batches[0])
-
-
-def held_in_two_orders(
-    loop: Loop, held: HeldValues[ShardedValue], rules: CompilerRules
-) -> set[ShardedValue]:
-    """The buffers out of which a loop's body takes rows, and which its products read as well."""
-    if not rules.turns_tables:
-        return set()
-    pairs = zip(loop.body.inputs, loop.operands, strict=False)
-    kept = [(v, held.root(x)) for v, x in pairs if not is_literal(x)]
-    constants = dict(kept[: ScanParts.of(loop.eqn).num_consts])
-    by_rows: set[ShardedValue] = set()
-    by_products: set[ShardedValue] = set()
-    for instruction in loop.body.instructions:
-        if not isinstance(instruction, Compute):
-            continue
-        name = instruction.eqn.primitive.name
-        if name == "gather" and instruction.operands[0] in constants:
-            by_rows.add(constants[instruction.operands[0]])
-        elif name in PRODUCTS:
-            by_products.update(constants[v] for v in reads(instruction) if v in constants)
-    return by_rows & by_products

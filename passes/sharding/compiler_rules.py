@@ -49,9 +49,6 @@ it was found.
   (nothing makes them wait: a Llama's scan had those of its feed-forward network beside the
   softmax), and those that pass a barrier of `jax.checkpoint`; elementwise readers slice them
   themselves.
-- A loop over microbatches holds a table of tied embeddings in both orders, as it was cast: its
-  transpose does not change in the loop and is made before it (`boundary_copies.py`). Found on GPTs
-  and BERTs by `zero2`, planned 2 to 5% too small by just that table.
 - Buffers that begin as the same constant, the stacks that loops write and what scatters add to, are
   filled by one kernel when the first is needed (`copy_fusion.cc`), and stay until each is. Found on
   an LSTM of four layers, whose loops had 27 stacks alike, and on DeepSeek's routed experts.
@@ -124,7 +121,7 @@ assignment too):
   as the biases of `shard`; told to save memory (`xla_tpu_scheduler_percent_shared_memory_limit`) it
   does not.
 - Where pieces of pipelines begin and end, exponentials of softmaxes and what fills vectors only in
-  another order of dimensions are copied, and tied tables before loops (`boundary_copies.py`).
+  another order of dimensions are copied (`boundary_copies.py`).
 - Elementwise operations are in the order of dimensions of what they read. So a gradient that is
   transposed after the product is added over devices as it is then (`turned_sums.py`).
 - An elementwise kernel writes over no temporary that it reads, but over donated arguments.
@@ -246,7 +243,6 @@ class CompilerRules:
       results_hold: temporaries lie in the memory of results that are not there yet.
       combined_bytes: sums of less are combined in an array of their own, and not done in place.
       copies_in: some arguments and results are held in another order inside (`boundary_copies.py`).
-      turns_tables: so is the table of tied embeddings, in a loop that does not change it.
       has_tiles: arrays lie in whole tiles (`tiles.py`).
     """
 
@@ -271,7 +267,6 @@ class CompilerRules:
     results_hold: bool = False
     combined_bytes: int = 0
     copies_in: bool = False
-    turns_tables: bool = False
     has_tiles: bool = False
 
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
@@ -321,7 +316,6 @@ RULES = {
         heap_orders=(SIZE, LIFE),
         results_hold=True,
         combined_bytes=COMBINED_BYTES,
-        turns_tables=True,
     ),
     CPU: CompilerRules(CPU),
     TPU: CompilerRules(
@@ -342,7 +336,6 @@ RULES = {
         scatters_across=True,
         turns_sums=True,
         copies_in=True,
-        turns_tables=True,
         has_tiles=True,
     ),
 }

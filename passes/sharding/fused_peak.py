@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.sharding.boundary_copies import boundary_copies, held_in_two_orders
+from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
     CompilerRules,
@@ -239,7 +239,6 @@ class _Moments:
             copied = sum(x.bytes for x in copies if x.first <= time <= x.last)
             if isinstance(instruction, Loop):
                 read = {v for v in self.read(instruction) if self.last[v] > time} & self.turned
-                read |= held_in_two_orders(instruction, self.held, self.rules)
                 again = sum(map(self.size, read))
                 inside += again
                 buffers.append(HeapBuffer(again, time, time))

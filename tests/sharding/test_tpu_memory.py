@@ -13,7 +13,7 @@ import pytest
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.planner.compiler import compile_graph
-from autopar.passes.sharding.compiler_rules import GPU, KERNEL_ROW_ELEMENTS, RULES, TPU
+from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS, RULES, TPU
 from autopar.passes.sharding.heap import HeapBuffer, heap_bytes, in_order, live_bytes
 from autopar.passes.sharding.layout import replicated
 from autopar.passes.sharding.peak_memory import MemoryPeak, peak
@@ -176,26 +176,6 @@ def test_exponentials_are_copied_where_programs_take_them(is_softmax: bool) -> N
     found = peak(program_of(backward, rows, shaped(4, 256, 8), shaped(4, 256, 8)), {}, [False] * 3)
     copied = dict(found.alive).get("copies in another order", 0)
     assert copied == (4 * 256 * 256 * 4 if is_softmax else 0)
-
-
-@pytest.mark.parametrize("backend", [GPU, TPU])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_loop_holds_a_tied_table_in_both_orders(is_tied: bool, backend: str) -> None:
-    def step(tables: Any, tokens: Any) -> Any:
-        def loss(tables: Any) -> Any:
-            logits = jnp.sin(tables[0][tokens]) @ tables[0 if is_tied else 1].T
-            return jnp.mean(logits**2)
-
-        return jax.tree.map(lambda w, g: w - g, tables, jax.grad(loss)(tables))
-
-    shapes = [shaped(4096, 256)] * 2, jax.ShapeDtypeStruct((DEVICES * 64,), jnp.int32)
-    made = compiled(graph_of(step, *shapes, batch_argnums=(1,)), method="data", microbatches=2)
-    donated = [label.donated for label in made.graph.inputs]
-    rules = RULES[backend]
-    program = dataclasses.replace(sharded(made), rules=rules)
-    plain = dataclasses.replace(program, rules=dataclasses.replace(rules, turns_tables=False))
-    more = peak(program, {}, donated).bytes - peak(plain, {}, donated).bytes
-    assert more == (4096 * 256 * 4 if is_tied else 0)
 
 
 def test_what_fills_vectors_in_another_order_is_copied_out() -> None:
