@@ -10,12 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import JaxprEqn
 from sharding.steps import graph_of
 
 import autopar
+from autopar.arrays.typed_keys import is_key
 from autopar.passes import microbatch
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import variables
+from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptValues
+from autopar.passes.recompute.run_again import recomputed
 
 DEPTH, WIDTH, HEADS, ROWS, LENGTH = 3, 16, 2, 16, 8
 
@@ -130,6 +136,36 @@ def test_choices_are_nested_and_layers_alike() -> None:
         assert len(products) in (0, DEPTH - 1), "the last one's backward pass comes at once"
 
 
+def microbatch_body(step: Microbatched) -> list[JaxprEqn]:
+    assert step.loop is not None
+    return list(step.loop.body.eqns)
+
+
+def test_all_of_a_layer_that_runs_again_is_read_after_its_barrier() -> None:
+    """Else XLA keeps what it is made of, and random bits whose keys are the same."""
+    graph = graph_of(step_of(), *arguments())
+    step = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
+    rules = populate(step.graph.jaxpr)
+    values = KeptValues.of(step, rules, lambda eqn: sum(v.aval.size for v in eqn.outvars) * 1e-9)
+    eqns = values.parts.body.eqns
+    late = values.parts.backward | values.parts.loop.combining
+    forward = {id(eqn) for number, eqn in enumerate(eqns) if number not in late}
+    counts = []
+    for choice in values.family:
+        layers = {layer for layer, _ in choice.again}
+        kept = choice.values & {v for layer in layers for v in values.wanted[layer]}
+        body = microbatch_body(recomputed(values, choice))
+        readers = [eqn for eqn in body if kept & {*variables(eqn.invars)}]
+        assert all(is_barrier(eqn) or id(eqn) in forward for eqn in readers)
+        bits = [eqn for eqn in body if eqn.primitive.name == "random_bits"]
+        passed = [v for eqn in body if is_barrier(eqn) for v in eqn.outvars if is_key(v.aval.dtype)]
+        first, again = bits[:DEPTH], bits[DEPTH:]
+        assert {eqn.invars[0] for eqn in again} == {*passed}
+        assert not {eqn.invars[0] for eqn in first} & {*passed}
+        counts.append((sum(map(is_barrier, readers)), len(again)))
+    assert max(counts)[0] > 0 and max(again for _, again in counts) > 0
+
+
 def test_what_is_compared_with_a_maximum_is_not_computed_again() -> None:
     """It may be rounded otherwise: then no element would equal the maximum."""
 
@@ -151,6 +187,32 @@ def test_what_is_compared_with_a_maximum_is_not_computed_again() -> None:
     assert any(eqn.primitive.name == "eq" for eqn in eqns)
     again = {eqns[n].primitive.name for choice in values.family for _, n in choice.again}
     assert "logistic" in again and "eq" not in again
+
+
+def test_checkpoints_save_memory_on_cpus() -> None:
+    """XLA:CPU by itself takes their barriers away, and what runs again for the first run's."""
+
+    def step_with(wrapped: Any) -> Any:
+        def layer(y: Any, w: Any) -> Any:
+            return jnp.sin(jnp.tanh(jnp.sin(y @ w)) * 2) + y
+
+        def loss_fn(weights: Any, x: Any) -> Any:
+            for w in weights:
+                x = wrapped(layer)(x, w)
+            return jnp.mean(x**2)
+
+        return jax.grad(loss_fn)
+
+    shapes = (
+        [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8,
+        jax.ShapeDtypeStruct((8192, 64), jnp.float32),
+    )
+
+    def temporaries(wrapped: Any) -> int:
+        step = autopar.compile(step_with(wrapped), *shapes, **ASKED)
+        return int(step.memory_analysis().temp_size_in_bytes)
+
+    assert temporaries(jax.checkpoint) < 0.6 * temporaries(lambda layer: layer)
 
 
 def test_the_programs_own_checkpoints() -> None:

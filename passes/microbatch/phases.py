@@ -18,7 +18,7 @@ from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import equation_key, variables
 from autopar.passes.graph.primitives import PULLED
 from autopar.passes.microbatch.batch_states import WHOLE, Form, Place
-from autopar.passes.microbatch.equations import Context, Decision
+from autopar.passes.microbatch.equations import Context, Decision, is_control_flow
 from autopar.passes.microbatch.liveness import (
     ABSENT,
     Demand,
@@ -152,14 +152,15 @@ class _Sweep:
             self.after(whole_step(eqn))
 
     def _is_made_inside(self, eqn: JaxprEqn, forms: list[set[Form]]) -> bool:
-        """Whether each microbatch makes a whole value of its own, which costs it nothing.
+        """Whether each microbatch makes a whole value of its own, which costs it next to nothing.
 
-        A constant's broadcast, in which gradients are gathered, would be there beside its copy.
+        Before the loop it would be held through it: the zeros to which a gradient's rows are added
+        beside their copy, a table of tied embeddings in two orders.
         """
         alone = self.early_demand.isdisjoint(eqn.outvars)
         whole = all(asked_for <= {WHOLE} for asked_for in forms)
-        free = not variables(eqn.invars) or eqn.primitive.name in MADE_INSIDE
-        return alone and whole and free
+        constant = not variables(eqn.invars) and not is_control_flow(eqn)
+        return alone and whole and (constant or eqn.primitive.name in MADE_INSIDE)
 
     def _in_loop(
         self, eqn: JaxprEqn, decision: Decision, forms: list[set[Form]], late: list[bool]

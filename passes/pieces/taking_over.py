@@ -57,8 +57,8 @@ def taken_over(
         for place, port in enumerate(outputs)
         if not port.stacked and port.value not in updated and form(port) in free
     }
-    maker = {v: x for x in instructions for v in writes(x)}
     made = {v: time for time, x in enumerate(instructions) for v in writes(x)}
+    maker = {v: instructions[time] for v, time in made.items()}
     last_read = {v: time for time, x in enumerate(instructions) for v in reads(x)}
     near = [
         (distance, place, value)
@@ -116,29 +116,30 @@ def in_pairs(
         shape = local_shape(aval.shape, layout, mesh)
         return shape, str(aval.dtype), bool(layout.partial), layout.in_host
 
-    taking, place_of = {*pairs.values()}, dict(enumerate(outputs))
-    ordered = _in_turn(outputs, [*map(kind, outputs)], lambda place: place not in taking)
-    turn = {id(port): turn for turn, port in enumerate(ordered)}
-    turn_of = {value: turn[id(place_of[place])] for value, place in pairs.items()}
-    numbers = [place for place, port in enumerate(inputs) if port.value in pairs]
-    taken = [inputs[place] for place in numbers]
-    moved = _in_turn(taken, [*map(kind, taken)], lambda n: turn_of[taken[n].value])
-    at = dict(zip(numbers, moved, strict=True))
-    return tuple(at.get(place, port) for place, port in enumerate(inputs)), ordered
+    taking = {*pairs.values()}
+    order = _in_turn([*map(kind, outputs)], lambda place: place not in taking)
+    turn = {place: turn for turn, place in enumerate(order)}
+    taken = [port for port in inputs if port.value in pairs]
+    numbers = _in_turn([*map(kind, taken)], lambda number: turn[pairs[taken[number].value]])
+    moved = iter(taken[number] for number in numbers)
+    ordered = tuple(next(moved) if port.value in pairs else port for port in inputs)
+    return ordered, tuple(outputs[place] for place in order)
 
 
-def _in_turn(
-    ports: Sequence[Port], kinds: Sequence[Hashable], turn: Callable[[int], int]
-) -> tuple[Port, ...]:
-    """Ports, of which those of a kind have changed places, to stand in their turns."""
+def _in_turn(kinds: Sequence[Hashable], turn: Callable[[int], int]) -> list[int]:
+    """What comes at each place, if those of a kind change places among them to be in their turns.
+
+    >>> _in_turn("abaa", [3, 9, 1, 2].__getitem__)
+    [2, 1, 3, 0]
+    """
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for place, kind in enumerate(kinds):
         alike[kind].append(place)
-    found = list(ports)
+    found = [0] * len(kinds)
     for places in alike.values():
         for place, source in zip(places, sorted(places, key=turn), strict=True):
-            found[place] = ports[source]
-    return tuple(found)
+            found[place] = source
+    return found
 
 
 def fresh_outputs(piece: StagePiece) -> list[ShardedValue]:

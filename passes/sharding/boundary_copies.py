@@ -19,10 +19,7 @@ from collections.abc import Iterator, Sequence
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import PRODUCTS
-from autopar.passes.sharding.compiler_rules import (
-    VECTOR_LANES,
-    reduces_rows,
-)
+from autopar.passes.sharding.compiler_rules import VECTOR_LANES, reduces_rows
 from autopar.passes.sharding.heap import HeapBuffer
 from autopar.passes.sharding.held_values import HeldValues
 from autopar.passes.sharding.layout import local_shape
