@@ -17,7 +17,9 @@ and collectives.
 What is refused for want of memory (with `--memory` devices have less: so many bytes, or a share of
 what the program was planned with) is planned once more for devices that have what the refusal calls
 the least, and compiled for the target: where that needs no more than the target has, the refusal
-was a false alarm. What is planned and needs more than there is overflows.
+was a false alarm. What is planned and needs more than there is overflows. With `--fill` it is the
+batch that changes: it is so large that the program, planned for devices with memory to spare, would
+take that share of what they have, and then planned for the devices as they are.
 
 What was compiled once is kept in the user's cache, with the seconds that it took then. The last
 line is a JSON object with `--json`.
@@ -190,8 +192,9 @@ class Setting:
       processes: that compile at a time.
       plain: whether the plain function is compiled too.
       is_tight: whether TPUs have what was planned.
-      memory: bytes that devices have for programs, where they shall have less; below one, a share
-        of those of the plan that has all of the device's.
+      memory: bytes that devices have for programs, where they shall have less (TPUs' compiler is
+        told); below one, a share of those of the plan that has all of the device's.
+      fill: the share of a device's memory that a program with all it keeps would take.
       cache: of what was compiled, as for `autopar.verify`.
     """
 
@@ -200,12 +203,14 @@ class Setting:
     plain: bool = False
     is_tight: bool = False
     memory: float | None = None
+    fill: float | None = None
     cache: bool | str = True
 
 
 def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[str, Any]:
     """One program on one target; "refused": nothing was planned to fit."""
     row: dict[str, Any] = {"program": item.name, "target": target, "layers": setting.layers}
+    row["batch"] = item.batch
     row["held_out"] = item.held_out
     cluster, shapes = cluster_of(target), (made.state, made.batch)
     asked: dict[str, Any] = {"progress": False, **item.options}
@@ -225,7 +230,9 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
     except AutoparError as error:
         return {**row, "error": str(error).splitlines()[0]}
     planned = time.monotonic()
-    on = tight(target, most_bytes(plan)) if setting.is_tight else target
+    on = target
+    if setting.is_tight or setting.memory is not None:
+        on = tight(target, most_bytes(plan) if setting.is_tight else limit)
     seen = plan.verify(on, plain=setting.plain, **how)
     worst = max(
         (x for x in seen.stages if x.compiled_bytes),
@@ -252,6 +259,28 @@ def measure(made: TrainStep, item: Case, target: str, setting: Setting) -> dict[
         ),
         **beside_plain(seen),
     }
+
+
+def filling(item: Case, target: str, setting: Setting) -> Case:
+    """The case with the batch that fills so much of a device, by two plans on devices with plenty.
+
+    What a program takes grows with its batch as a straight line, nearly.
+    """
+    assert setting.fill is not None
+    cluster = cluster_of(target)
+    plenty = with_memory(cluster, 2**50)
+    step = math.lcm(cluster.num_devices, 8) * int(item.options["microbatches"])
+
+    def taken(batch: int) -> int:
+        made = train_step(item._replace(batch=batch), setting.layers)
+        asked: dict[str, Any] = {"progress": False, **item.options}
+        return most_bytes(autopar.plan(made.step, made.state, made.batch, cluster=plenty, **asked))
+
+    small, large = item.batch, 2 * item.batch
+    at_small, at_large = taken(small), taken(large)
+    wanted = setting.fill * cluster.device.program_bytes
+    batch = small + (wanted - at_small) * (large - small) / (at_large - at_small)
+    return item._replace(batch=max(int(batch) // step, 1) * step)
 
 
 def most_bytes(plan: autopar.Plan) -> int:
@@ -434,14 +463,24 @@ def main() -> None:
         type=memory_or_share,
         help='that programs may fill: "4GiB", or "80%%" of what they were planned with',
     )
+    parser.add_argument(
+        "--fill", type=memory_or_share, help='a share of devices, by larger batches: "110%%"'
+    )
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     parser.add_argument("--rows", type=Path, help="a file to write every row to when it is there")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
 
     setting = Setting(
-        options.layers or None, options.processes, options.plain, options.tight, options.memory
+        options.layers or None,
+        options.processes,
+        options.plain,
+        options.tight,
+        options.memory,
+        options.fill,
     )
+    if options.fill is not None and options.memory is not None:
+        parser.error("--fill takes devices as they are; --memory takes programs as they are")
     if options.placed:
         if not all(target.startswith("tpu:") for target in options.targets):
             parser.error("--placed is for targets that are TPUs")
@@ -457,6 +496,8 @@ def main() -> None:
     ]
     rows = []
     for item, target in track(cases, console=Console(stderr=True)):
+        if setting.fill is not None:
+            item = filling(item, target, setting)
         rows.append(measure(train_step(item, setting.layers), item, target, setting))
         if options.rows:
             options.rows.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
