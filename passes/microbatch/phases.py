@@ -52,7 +52,9 @@ class Phases:
 
 
 MADE_INSIDE = frozenset(("transpose",))
-"""What products take in any order: it is not made, unless it is kept."""
+"""What products take in any order: it is not made for them, unless it is kept."""
+TAKE_ANY_ORDER = frozenset(("dot_general", *MADE_INSIDE))
+"""Who reads it without its being made; a gather does not."""
 
 
 @dataclass
@@ -67,6 +69,7 @@ class _Sweep:
     loop_demand: Demand = field(default_factory=lambda: Demand(set))
     late_demand: set[Var] = field(default_factory=set)
     early_demand: set[Var] = field(default_factory=set)
+    made_for: set[Var] = field(default_factory=set)  # what a step of the loop reads as it is made
     prologue: list[PhaseStep] = field(default_factory=list)
     loop: list[PhaseStep] = field(default_factory=list)
     epilogue: list[PhaseStep] = field(default_factory=list)
@@ -87,7 +90,10 @@ class _Sweep:
 
     def within(self, steps: list[PhaseStep]) -> None:
         for step in steps:
+            made_for = step.eqn.primitive.name not in TAKE_ANY_ORDER
             for var, form in ((self.kept(var), form) for var, form in step.reads):
+                if made_for:
+                    self.made_for.add(var)
                 state = self.forward.states[var]
                 # A partial result of a whole value is taken from the whole one.
                 whole = isinstance(form, str) and state.kind == "whole" and form != state.form
@@ -160,7 +166,8 @@ class _Sweep:
         alone = self.early_demand.isdisjoint(eqn.outvars)
         whole = all(asked_for <= {WHOLE} for asked_for in forms)
         constant = not variables(eqn.invars) and not is_control_flow(eqn)
-        return alone and whole and (constant or eqn.primitive.name in MADE_INSIDE)
+        is_order = eqn.primitive.name in MADE_INSIDE and self.made_for.isdisjoint(eqn.outvars)
+        return alone and whole and (constant or is_order)
 
     def _in_loop(
         self, eqn: JaxprEqn, decision: Decision, forms: list[set[Form]], late: list[bool]

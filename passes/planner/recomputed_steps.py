@@ -73,8 +73,11 @@ class RecomputedSteps:
             return FUSED * alone if compiler.may_be_fused(eqn) else alone
 
         def writing(eqn: JaxprEqn) -> float:
-            while eqn.primitive.name in VIEWS and eqn.invars[0] in values.maker:
-                eqn = values.parts.body.eqns[values.maker[eqn.invars[0]]]
+            while eqn.primitive.name in VIEWS:
+                number = values.maker_of(eqn.invars[0])
+                if number is None:
+                    break
+                eqn = values.parts.body.eqns[number]
             return 1 / cluster.device.memory_bandwidth if compiler.may_be_fused(eqn) else 0.0
 
         price = 2 / cluster.host_bandwidth if hosting and cluster.host_bandwidth else 0.0

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from jax.extend.core import DropVar, JaxprEqn, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.graph import makers_of, readers_of, variables
+from autopar.passes.graph.graph import Atom, makers_of, readers_of, variables
 from autopar.passes.graph.jumps import is_jump
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.primitives import CONTROL_FLOW
@@ -119,6 +119,21 @@ class KeptValues:
         """The body's equation that makes a value."""
         return makers_of(self.parts.body.eqns)
 
+    def maker_of(self, atom: Atom) -> int | None:
+        """The body's equation that makes a value; None of what is given, or a literal."""
+        return None if isinstance(atom, Literal) else self.maker.get(atom)
+
+    @cached_property
+    def late(self) -> frozenset[int]:
+        """The body's equations for which layers keep values: the backward pass, and what follows.
+
+        What joins the microbatches' results stands where these are there. A metric of the forward
+        pass is added up before the backward pass begins, and reads no layer's values late.
+        """
+        backward = self.parts.backward
+        begins = min(backward, default=0)
+        return frozenset(backward) | {i for i in self.parts.loop.combining if i > begins}
+
     @cached_property
     def wanted(self) -> Mapping[int, tuple[Var, ...]]:
         """For every layer, what the backward pass reads of it and what no other layer reads.
@@ -126,7 +141,7 @@ class KeptValues:
         What is computed everywhere (masks, random bits) belongs to the layer that reads it first.
         """
         eqns, layers = self.parts.body.eqns, self.layer_of
-        late = self.parts.backward | self.parts.loop.combining
+        late = self.late
         readers = readers_of(eqns)
         home = dict(layers)
         for index in reversed(range(len(eqns))):

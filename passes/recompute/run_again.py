@@ -40,7 +40,7 @@ class _Rewriting:
     def __init__(self, values: KeptValues, kept: KeptChoice) -> None:
         self.values, self.kept = values, kept
         self.eqns = values.parts.body.eqns
-        self.late = values.parts.backward | values.parts.loop.combining
+        self.late = values.late
         self.home = {var: layer for layer, wanted in values.wanted.items() for var in wanted}
         self.rerun = {layer for layer, _ in kept.again}
         self.out: list[JaxprEqn] = []

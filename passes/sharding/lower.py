@@ -6,6 +6,7 @@ scalars stay partial until a nonlinear use, whatever group they come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.extend import core as jex_core
@@ -41,6 +42,9 @@ from autopar.passes.sharding.spmd_program import (
     SpmdProgram,
 )
 from autopar.passes.sharding.strategy_graph import StrategyGraph
+
+SMALL_BYTES = 2**16
+"""What is no larger, whole, stays whole behind a barrier: scales and biases."""
 
 
 def lower(
@@ -194,15 +198,18 @@ class _Lowering:
         assert self.parent is not None
         outer = self.aliases[atom]
         have = self.parent.home(outer)
-        if outer in self.parent.recomputed and outer not in self.parent.versions:
+        is_given = isinstance(outer, jex_core.Literal) or outer in self.parent.versions
+        if not is_given and outer in self.parent.recomputed:
             have = without_partial(layout)
         version = self.parent.get(outer, have)
         self.captured[ShardedValue(atom, have)] = version
         self.define(ShardedValue(atom, have))
 
     def _purpose(self, atom: Atom, source: Layout) -> str:
-        while atom in self.passed:
+        while not isinstance(atom, jex_core.Literal) and atom in self.passed:
             atom = self.passed[atom]
+        if isinstance(atom, jex_core.Literal):
+            return "state"
         if self.context.batch_dims.get(atom):
             return "activation"
         if atom in self.context.arguments:
@@ -286,10 +293,23 @@ class _Lowering:
 
     def _barrier(self, entry: Entry) -> None:
         eqn = entry.eqn
-        homes = tuple(map(self.home, eqn.invars))
-        if homes:  # all else is computed where it is read
-            self._compute(entry, st.Strategy((), homes, homes, 1, homes))
+        passing = tuple(map(self._passing, eqn.invars))
+        if passing:  # all else is computed where it is read
+            self._compute(entry, st.Strategy((), passing, passing, 1, passing))
         self.passed.update(zip(eqn.outvars, eqn.invars, strict=True))
+
+    def _passing(self, atom: Atom) -> Layout:
+        """How a value passes a barrier: as it lies; a small one whole, where it was gathered.
+
+        To keep it costs nothing. Gathered once more it would be waited for, and XLA adds to that
+        collective what it finds: a scale's gather, which is a sum on TPUs, was joined with sums of
+        all layers' gradients, and what read it, with all that this read, stayed until then.
+        """
+        home, whole = self.home(atom), replicated(len(aval_shape(atom)))
+        if isinstance(atom, jex_core.Literal) or home.in_host:
+            return home
+        is_small = math.prod(aval_shape(atom)) * itemsize(atom.aval) <= SMALL_BYTES
+        return whole if is_small and whole in self.versions.get(atom, ()) else home
 
     def _opaque(self, entry: Entry) -> None:
         eqn = entry.eqn

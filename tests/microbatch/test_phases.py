@@ -430,3 +430,13 @@ def test_rows_that_are_written_at_fixed_places() -> None:
 
     args = (normal(0, 4, 4), normal(1, 8, 4))
     check_split(step, args, 4, max_flops_share=1, max_bytes_share=1)
+
+
+def test_a_transpose_from_which_rows_are_gathered_is_made_once() -> None:
+    """A gather takes no order but its own: every microbatch would transpose the table."""
+
+    def step(table: Any, tokens: Any) -> Any:
+        return jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(w).T[tokens] ** 2))(table)
+
+    analysis = check_split(step, (normal(0, 4, 16), jnp.arange(8) % 5), 4)
+    assert "transpose" in [x.eqn.primitive.name for x in analysis.phases.prologue]
