@@ -235,14 +235,17 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     """Options from `NAME=VALUE`; a value is JSON, or else text.
 
     Raises:
-      OptionError: there is no `=`.
+      OptionError: there is no `=`, or an option is given twice.
     """
-    options = {}
+    options = dict[str, Any]()
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
             raise OptionError(f"--option {pair!r} is not possible.", why="it must be NAME=VALUE.")
-        options[name.strip().replace("-", "_")] = read_value(text)
+        name = name.strip().replace("-", "_")
+        if name in options:
+            raise OptionError(f"{name} is given twice.", where=f"--option {name}=...")
+        options[name] = read_value(text)
     return options
 
 

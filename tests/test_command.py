@@ -191,6 +191,8 @@ def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         (["plan", "smal_train.py:f", "--args", "small_train.py:shapes"], 2, "'small_train.py'?"),
         (["plan", "small_train.py:train_step", "--args", "small_train.py:shapes", "--stages", "2",
           "--option", "stages=4"], 2, "stages is given twice"),
+        (["plan", "small_train.py:train_step", "--args", "small_train.py:shapes", "--option",
+          "seed=1", "--option", "seed=2"], 2, "seed is given twice"),
         (["trace", "one.json", "-o", "nowhere/x.json"], 2, "There is no folder 'nowhere'"),
         (["show", "one.json", "--picture", "one.pgn"], 2, "did you mean 'png'?"),
         (["plan", "no_such:f", "--args", "small_train.py:shapes"], 2, "no module 'no_such'"),

@@ -95,7 +95,7 @@ def test_a_plan_that_was_not_edited_is_followed_as_it_is(tmp_path: Path) -> None
 
 def test_pins_in_the_file_hold_and_may_be_added_and_removed(tmp_path: Path) -> None:
     def add(plain: dict[str, Any]) -> None:
-        plain["options"]["pins"] = {"params/up": [[], ["x"]]}
+        plain["options"]["pins"] = {"params/up": [[], ["x"]], "params/down": [["x"], []]}
 
     def remove(plain: dict[str, Any]) -> None:
         plain["options"]["pins"] = {}
@@ -157,7 +157,7 @@ def _two_specs(plain: dict[str, Any]) -> None:
 
 def _pin_and_spec(plain: dict[str, Any]) -> None:
     _leaf(plain, UP)["spec"] = [["x"], []]
-    plain["options"]["pins"] = {"params/up": [[], ["x"]]}
+    plain["options"]["pins"] = {"params/up": [[], ["x"]], "params/down": [["x"], []]}
 
 
 def _choice_alone(plain: dict[str, Any]) -> None:

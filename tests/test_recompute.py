@@ -295,6 +295,38 @@ def test_metrics_of_layers_do_not_keep_them() -> None:
     assert frugal < 1.1 * temporaries(False, "full")
 
 
+def critic_and_actor(params: Any, x: Any) -> Any:
+    """Two losses, one after the other: the second forward pass follows the first backward pass."""
+    critic, actor = params
+    critic, *others = measured(critic, x)
+    actor, *more = measured(actor, x)
+    return (critic, actor), others, more
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_metrics_of_a_second_loss(count: int) -> None:
+    params, x = measured_arguments(512)
+    both = (params, jax.tree.map(jnp.copy, params))
+    expected = jax.jit(critic_and_actor)(both, x)
+    asked = {**ASKED, "microbatches": count}
+    whole = autopar.plan(critic_and_actor, both, x, **asked)
+    limit = int(0.85 * whole.estimates.peak_bytes_per_device)
+    step = autopar.compile(critic_and_actor, both, x, **asked, memory_limit=limit)
+    assert step.plan.recomputation
+    assert_trees_close(step(both, x), expected, 1e-5)
+
+
+def test_what_computes_all_again_needs_least() -> None:
+    """Also of layers with metrics, which are joined when all is over."""
+    params, x = measured_arguments(4096)
+    peaks = [
+        autopar.plan(measured, params, x, **ASKED, remat=remat).estimates.peak_bytes_per_device
+        for remat in ("none", "full")
+    ]
+    plan = autopar.plan(measured, params, x, **ASKED, memory_limit=int(1.001 * peaks[1]))
+    assert plan.estimates.peak_bytes_per_device <= 1.001 * peaks[1] < 0.8 * peaks[0]
+
+
 def test_views_of_numbers_in_layers_that_run_again() -> None:
     def step(params: Any, x: Any) -> Any:
         def loss_fn(params: Any) -> Any:

@@ -42,7 +42,11 @@ from autopar.base.user_code import warn_at_call
 from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import PlannedStep, Report, quickest
-from autopar.passes.planner.edited_plans import follow_edited, with_pins_of
+from autopar.passes.planner.edited_plans import (
+    follow_edited,
+    with_pins_of,
+    with_plain_pins,
+)
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout, asked_layout
@@ -96,7 +100,9 @@ def compile_graph(
     program_hash = fingerprint(graph.jaxpr)
     report(f"finding the sharding rules of {len(graph.jaxpr.eqns)} equations")
     search = LayoutSearch.of(graph, options, cluster, report)
-    options = options if plan is None else with_pins_of(plan, options)
+    if plan is not None:
+        plan = with_plain_pins(plan)
+        options = with_pins_of(plan, options)
     check_pins(graph, options.pins)
     check_offload(graph, options.offload, cluster)
     if plan is not None:

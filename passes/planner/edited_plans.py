@@ -28,6 +28,19 @@ def with_pins_of(plan: Plan, options: Options) -> Options:
     return options if options.pins or not written else dataclasses.replace(options, pins=written)
 
 
+def with_plain_pins(plan: Plan) -> Plan:
+    """The plan with its pins as options write them, whatever empty dimensions its file adds.
+
+    Raises:
+      PinError: a pin in the plan is malformed.
+    """
+    written = plan.options.get("pins")
+    if not written:
+        return plan
+    pins = Options(pins=written).to_dict()["pins"]
+    return dataclasses.replace(plan, options={**plan.options, "pins": pins})
+
+
 def follow_edited(
     plan: Plan, split: SplitStep, options: Options, report: Report
 ) -> tuple[PlannedStep, Options]:

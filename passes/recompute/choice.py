@@ -125,14 +125,19 @@ class KeptValues:
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """The body's equations for which layers keep values: the backward pass, and what follows.
+        """The body's equations for which layers keep values: what follows from the backward pass.
 
-        What joins the microbatches' results stands where these are there. A metric of the forward
-        pass is added up before the backward pass begins, and reads no layer's values late.
+        What joins the microbatches' metrics of the forward pass, wherever it stands, reads them as
+        they were made: a layer has not to run again for it.
         """
-        backward = self.parts.backward
-        begins = min(backward, default=0)
-        return frozenset(backward) | {i for i in self.parts.loop.combining if i > begins}
+        late, made = set(self.parts.backward), set[Var]()
+        for index, eqn in enumerate(self.parts.body.eqns):
+            joins = index in self.parts.loop.combining
+            if joins and not made.isdisjoint(variables(eqn.invars)):
+                late.add(index)
+            if index in late:
+                made.update(eqn.outvars)
+        return frozenset(late)
 
     @cached_property
     def wanted(self) -> Mapping[int, tuple[Var, ...]]:
