@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,9 @@ def measured(params: Any, x: Any, with_metrics: bool = True) -> Any:
 def measured_arguments(rows: int) -> tuple[Any, Any]:
     keys = jax.random.split(jax.random.key(0), 9)
     weights = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
-    return list(zip(weights[:4], weights[4:8], strict=True)), jax.random.normal(keys[-1], (rows, 32))
+    return list(zip(weights[:4], weights[4:8], strict=True)), jax.random.normal(
+        keys[-1], (rows, 32)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 2, "schedule": "1f1b"}])
@@ -325,6 +328,50 @@ def test_what_computes_all_again_needs_least() -> None:
     ]
     plan = autopar.plan(measured, params, x, **ASKED, memory_limit=int(1.001 * peaks[1]))
     assert plan.estimates.peak_bytes_per_device <= 1.001 * peaks[1] < 0.8 * peaks[0]
+
+
+def test_what_a_plan_computes_again_is_not_edited(tmp_path: Path) -> None:
+    params, x = measured_arguments(512)
+    plan = autopar.plan(measured, params, x, **ASKED, remat="full")
+    plain = json.loads(plan.to_json())
+    plain["recomputation"] = None
+    (tmp_path / "plan.json").write_text(json.dumps(plain), encoding="utf-8")
+    with pytest.raises(autopar.errors.PlanMismatchError, match="computes again was edited"):
+        autopar.compile(measured, params, x, **ASKED, remat="full", plan=tmp_path / "plan.json")
+
+
+def test_layers_that_one_reader_begins_all_wait_for_its_gradient() -> None:
+    """The barrier of a program's own `jax.checkpoint` reads several layers of ours."""
+
+    def block(x: Any, w: Any) -> Any:
+        x = x + jnp.tanh(x @ w["qkv"]) @ w["qkv"].T
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    def train_step(params: Any, x: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            y = x
+            for w in params:
+                y = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)(y, w)
+            return jnp.mean(y**2)
+
+        return jax.grad(loss_fn)(params)
+
+    params, x, _ = arguments()
+    graph = graph_of(train_step, params, x)
+    step = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
+    rules = populate(step.graph.jaxpr)
+    values = KeptValues.of(step, rules, lambda eqn: sum(v.aval.size for v in eqn.outvars) * 1e-9)
+    late = {v for number in values.late for v in microbatch_body(step)[number].outvars}
+    body = microbatch_body(recomputed(values, values.family[-1]))
+    read = {v for eqn in body for v in variables(eqn.invars)}
+    there = set[Any]()
+    waiting = []
+    for eqn in filter(is_barrier, body):
+        pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
+        waits = any(a in late | there and v in read for a, v in pairs)
+        there.update(v for a, v in pairs if a in late | there)
+        waiting.append(waits)
+    assert len(waiting) > 2 * DEPTH and all(waiting[1:])
 
 
 def test_views_of_numbers_in_layers_that_run_again() -> None:

@@ -26,6 +26,10 @@ def digests(plan: PlanRecord) -> dict[str, str]:
         "inputs": specs(plan.inputs),
         "outputs": specs(plan.outputs),
         "strategies": [choices(stage) for stage in plan.stages],
+        "recomputation": [
+            None if again is None else again.to_dict()
+            for again in (plan.recomputation, *(stage.recomputation for stage in plan.stages))
+        ],
     }
     return {name: hashlib.sha256(_text(part)).hexdigest()[:12] for name, part in parts.items()}
 

@@ -13,6 +13,8 @@ the hosts' memory is put there when it is made, and comes back by that barrier.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 
@@ -78,7 +80,7 @@ class _Rewriting:
             layer = self.home.get(var)
             if layer is not None and (layer in self.rerun or var in self.away):
                 if layer not in self.begun:
-                    env.update(self._begin(layer, eqn))
+                    env.update(self._begin(layer, eqn, env))
                 if self._is_again(layer, var):
                     env[var] = self._again(layer, var)
         for var in variables(eqn.invars):
@@ -98,8 +100,13 @@ class _Rewriting:
         given = self.values.is_given(layer, var)
         return runs and not given and var not in self.kept.values
 
-    def _begin(self, layer: int, reader: JaxprEqn) -> dict[Var, Var]:
-        """The barrier before a layer; what the reader reads of it instead of a gradient."""
+    def _begin(self, layer: int, reader: JaxprEqn, env: Mapping[Var, Var]) -> dict[Var, Var]:
+        """The barrier before a layer; what the reader reads of it instead of a gradient.
+
+        Of two layers that one reader begins, the gradient passes both barriers (`env`: the first
+        one's): else the first waits for nothing. XLA:TPU ran all of a GPT's attention again at
+        once, for the barrier of the program's own `jax.checkpoint` reads two layers of each block.
+        """
         self.begun.add(layer)
         needed: dict[Var, None] = {}
         stack = [v for v in self.values.wanted[layer] if self._is_again(layer, v)]
@@ -121,16 +128,16 @@ class _Rewriting:
             if made.get(v) in self.late and variables(self.eqns[made[v]].invars)
         ]
         named = [*needed, *gradients]
-        passing = [self.away.get(v, v) for v in named]
+        passing = [self.away.get(v, env.get(v, v)) for v in named]
         results = [jax_compat.new_var(v.aval) for v in passing]
         barrier = jax_compat.optimization_barrier_primitive()
         info, effects = reader.source_info, jex_core.no_effects
         if passing:
             self.out.append(jex_core.new_jaxpr_eqn(passing, results, barrier, {}, effects, info))
-        env = dict(zip(named, results, strict=True))
-        self.through.update(((layer, var), env[var]) for var in needed if var in env)
-        self.back.update((var, env[var]) for var in needed if var in self.away)
-        return {var: env[var] for var in gradients}
+        passed = dict(zip(named, results, strict=True))
+        self.through.update(((layer, var), passed[var]) for var in needed)
+        self.back.update((var, passed[var]) for var in needed if var in self.away)
+        return {var: passed[var] for var in gradients}
 
     def _again(self, layer: int, var: Var) -> Var:
         """A value that is computed again, with the equations that it needs."""

@@ -116,10 +116,12 @@ def _after_gathers(block: Block, mesh: Sequence[int]) -> dict[int, int]:
     """
     if any(map(copies_of_hosts, block.instructions)):
         return {}
+    computed_from = _read_by_products(block)
     gathers = {
         number: local_bytes(x.target, mesh)
         for number, x in enumerate(block.instructions)
         if isinstance(x, Relayout) and x.purpose == "state" and _is_gather(x)
+        if x.target not in computed_from
     }
     largest = max(gathers, key=gathers.__getitem__, default=None)
     found: dict[int, int] = {}
@@ -132,6 +134,17 @@ def _after_gathers(block: Block, mesh: Sequence[int]) -> dict[int, int]:
             waiting.update(dict.fromkeys(writes(instruction), max(places)))
             if number not in gathers or number == largest:
                 found[number] = max(places)
+    return found
+
+
+def _read_by_products(block: Block) -> set[ShardedValue]:
+    """What a product, or a loop, is computed from: no new state is."""
+    found: set[ShardedValue] = set()
+    for x in reversed(block.instructions):
+        is_one = isinstance(x, Loop)
+        is_one |= isinstance(x, Compute) and x.eqn.primitive.name in PRODUCTS
+        if is_one or not found.isdisjoint(writes(x)):
+            found.update(reads(x))
     return found
 
 

@@ -18,7 +18,7 @@ from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
-from autopar.passes.sharding.compiler_rules import rules_of
+from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
 from autopar.passes.sharding.layout import (
     Layout,
     on_device,
@@ -45,6 +45,9 @@ from autopar.passes.sharding.strategy_graph import StrategyGraph
 
 SMALL_BYTES = 2**16
 """What is no larger, whole, stays whole behind a barrier: scales and biases."""
+
+_THE_SAME = SAME_BUFFER | {"convert_element_type", "reduce_precision"}
+"""What makes of a parameter another form of it."""
 
 
 def lower(
@@ -112,7 +115,7 @@ class _Lowering:
         self.versions: dict[Var, list[Layout]] = {}
         self.unreduced: set[ShardedValue] = set()  # as they were made, before they were completed
         self.recomputed: dict[Var, Entry] = {}
-        self.passed: dict[Var, Atom] = {}  # a barrier's result -> its operand
+        self.passed: dict[Var, Atom] = {}  # the result of a barrier, or a cast -> its operand
         self.aliases: dict[Var, Atom] = {}  # a branch's variable -> the outer atom
         self.captured: dict[ShardedValue, ShardedValue] = {}  # inner version -> outer version
         self.stored: dict[Atom, Layout] = {}  # what goes to the hosts' memory when it is made
@@ -257,6 +260,8 @@ class _Lowering:
         )
         results = tuple(ShardedValue(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
         self.instructions.append(Compute(eqn, operands, results, once, task, movable))
+        if eqn.primitive.name in _THE_SAME and not isinstance(eqn.outvars[0], jex_core.DropVar):
+            self.passed[eqn.outvars[0]] = eqn.invars[0]
         self._define_results(results, chosen.results)
 
     def _define_results(self, made: Sequence[ShardedValue], layouts: Sequence[Layout]) -> None:
