@@ -17,6 +17,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -27,10 +28,10 @@ from autopar.runtime.ray.actor.actor_arrays import KEYS
 from autopar.runtime.ray.actor.messages import Message, Spot
 from autopar.runtime.ray.driver.actor_pool import ActorPool
 from autopar.runtime.ray.driver.outcomes import (
-    POLL_SECONDS,
     Outcome,
     Silent,
     Watch,
+    ended_well,
     first_error,
     is_over,
     outcome_of,
@@ -42,6 +43,17 @@ AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
 GRACE_SECONDS = 10.0
 """How long actors may take to call a step off before they are ended."""
+LOOK_SECONDS = 0.05
+"""A wait for some calls looks that often whether a step has failed meanwhile."""
+
+
+@dataclass
+class _Told:
+    """A step that actors were told of: of each what says how it ended, and of whom that is left."""
+
+    serial: int
+    refs: list[Any]
+    left: list[Any] = field(default_factory=list)
 
 
 class StepQueue:
@@ -54,7 +66,7 @@ class StepQueue:
         self._pool = pool
         self._lock = threading.RLock()
         self.serial = 0
-        self._running: deque[tuple[int, list[Any]]] = deque()
+        self._running: deque[_Told] = deque()
         self._lost: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
@@ -101,16 +113,17 @@ class StepQueue:
           StageError: a step failed.
         """
         while len(self._running) >= AHEAD:
-            self.wait(self._running[0][1])
+            self.wait(self._running[0].refs)
 
     def tell(self, messages: Sequence[Message | bytes]) -> None:
         """Tell every actor of the next step."""
-        refs: list[Any] = []
         self.serial += 1
-        self._running.append((self.serial, refs))
+        told = _Told(self.serial, [])
+        self._running.append(told)
         try:
             for actor, message in zip(self._pool.handles, messages, strict=True):
-                refs.append(actor.step.remote(message))
+                told.refs.append(actor.step.remote(message))
+            told.left = list(told.refs)
         except Exception as error:  # else those that have it would wait for the others
             self._interrupted(error)
             raise
@@ -165,13 +178,14 @@ class StepQueue:
         """
         with self.busy():
             while self._running:
-                self.wait(self._running[0][1])
+                self.wait(self._running[0].refs)
 
     def wait_for_step(self, serial: int, actors: Sequence[int]) -> None:
         """Wait until some actors have done a step."""
-        running = dict(self._running)  # without it: it ended well, else it is lost
-        if serial in running:
-            self.wait([running[serial][actor] for actor in actors])
+        for told in self._running:  # without it: it ended well, else it is lost
+            if told.serial == serial:
+                self.wait([told.refs[actor] for actor in actors])
+                return
 
     def wait(self, wanted: Sequence[Any], *, for_all: bool = True) -> None:
         """Wait for some calls, or any of them, and meanwhile see what becomes of the steps.
@@ -181,17 +195,15 @@ class StepQueue:
         """
         pool = self._pool
         watch = Watch(pool.handles, pool.plans, pool.deadline, of_instructions=True)
+        left = list(wanted)
         while True:
             self._look()
-            done, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
+            # For all at once: to wake up for each actor takes it a part of its core.
+            count = len(left) if for_all else 1
+            done, left = ray.wait(left, num_returns=count, timeout=LOOK_SECONDS)
             if not left or (done and not for_all):
                 self._look()
                 return
-            pending = [ref for _, refs in self._running for ref in refs]
-            if pending:
-                _, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-            either = list(dict.fromkeys([*left, *pending]))
-            ray.wait(either, num_returns=1, timeout=POLL_SECONDS)
             late = watch.late()
             if late is not None:
                 self._look()
@@ -227,10 +239,11 @@ class StepQueue:
           StageError: one failed.
         """
         while self._running:
-            outcomes = [outcome_of(ref) for ref in self._running[0][1]]
-            if any(x is not None and not isinstance(x, Silent) for x in outcomes):
+            told = self._running[0]
+            done, told.left = ray.wait(told.left, num_returns=len(told.left), timeout=0)
+            if not ended_well(done):
                 self._fail(None)
-            if any(outcomes):
+            if told.left:
                 return
             self._running.popleft()
 
@@ -241,7 +254,7 @@ class StepQueue:
           StageError: always.
         """
         pool = self._pool
-        first = self._running[0][0] if self._running else self.serial + 1
+        first = self._running[0].serial if self._running else self.serial + 1
         outcomes = self._call_off()
         error = first_error(pool.name, pool.deadline, pool.plans, outcomes, late)
         if late is not None or any(map(is_over, outcomes)):
@@ -260,7 +273,7 @@ class StepQueue:
     def _call_off(self) -> list[Outcome]:
         """Abort all steps; what becomes of them on each actor."""
         pool = self._pool
-        steps = [refs for _, refs in self._running]
+        steps = [told.refs for told in self._running]
         aborts = [actor.abort.remote() for actor in pool.handles]
         calls = [*aborts, *itertools.chain.from_iterable(steps)]
         # Also for the aborts: one that came after the reset would call the next step off.
@@ -295,7 +308,7 @@ class StepQueue:
         if pool.closed is not None or not self._running:
             return
         with contextlib.suppress(BaseException):
-            first = self._running[0][0]
+            first = self._running[0].serial
             if not any(map(is_over, self._call_off())):
                 told = StageError(
                     f"{pool.name} was interrupted by {name}.",
