@@ -102,7 +102,8 @@ def test_who_waits_for_a_message_is_woken_when_all_of_it_is_there(
         yield np.ones(8 * CHUNK_BYTES, np.uint8)
 
     left.send(1, 1, 1, size, slowly)
-    arrival, woken = right.arriving(0, 1, 1, 30), []
+    arrival = right.arriving(0, 1, 1, 30)
+    woken: list[None] = []
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(right.wait_until, arrival, size, 0, 30)
         while arrival.wanted < size:

@@ -16,7 +16,9 @@ import copy
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +58,23 @@ class _Told:
     left: list[Any] = field(default_factory=list)
 
 
+def _tell(
+    handles: Sequence[Any],
+    messages: Sequence[Message | bytes],
+    told: _Told,
+    undo: Callable[[], None],
+) -> None:
+    try:
+        for actor, message in zip(handles, messages, strict=True):
+            if not ray.is_initialized():  # a call would start another Ray
+                raise RuntimeError("Ray was shut down in this process.")
+            told.refs.append(actor.step.remote(message))
+        told.left = list(told.refs)
+    except Exception:
+        undo()
+        raise
+
+
 class StepQueue:
     """What a pool of actors was told to do, up to the step with the number `serial`.
 
@@ -67,6 +86,8 @@ class StepQueue:
         self._lock = threading.RLock()
         self.serial = 0
         self._running: deque[_Told] = deque()
+        self._teller = ThreadPoolExecutor(1, "autopar tells actors")
+        self._telling: Future[None] | None = None
         self._lost: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
@@ -75,6 +96,7 @@ class StepQueue:
         with self._lock:
             try:
                 self.check_open()
+                self._have_told()
                 yield
             except (StageError, TypeError, RuntimeError):
                 raise  # looked into already, or raised before anything was sent
@@ -115,18 +137,38 @@ class StepQueue:
         while len(self._running) >= AHEAD:
             self.wait(self._running[0].refs)
 
-    def tell(self, messages: Sequence[Message | bytes]) -> None:
-        """Tell every actor of the next step."""
+    def tell(self, messages: Sequence[Message | bytes], undo: Callable[[], None]) -> None:
+        """Tell every actor of the next step; a thread does so, and whoever asks next waits for it.
+
+        Actors that wake up take cores: where they share them with the driver, to tell dozens took
+        many times as long as what is done for it here. If it fails, `undo` is called, and the error
+        is raised by whatever looks first.
+        """
         self.serial += 1
         told = _Told(self.serial, [])
         self._running.append(told)
-        try:
-            for actor, message in zip(self._pool.handles, messages, strict=True):
-                told.refs.append(actor.step.remote(message))
-            told.left = list(told.refs)
-        except Exception as error:  # else those that have it would wait for the others
-            self._interrupted(error)
-            raise
+        self._telling = self._teller.submit(_tell, list(self._pool.handles), messages, told, undo)
+        if not all(isinstance(message, bytes) for message in messages):
+            self._have_told()  # else the caller might write to arrays that are still to be sent
+
+    def rest(self) -> None:
+        """Wait until nobody is told of anything any more, however that ends."""
+        telling = self._telling
+        if telling is not None:
+            wait_for_futures([telling])
+
+    def _have_told(self) -> None:
+        """See that all actors have been told.
+
+        Raises:
+          Exception: one could not be.
+        """
+        if self._telling is not None:
+            error = self._telling.exception()  # waits
+            self._telling = None
+            if error is not None:  # else those that have it would wait for the others
+                self._interrupted(error)
+                raise error
 
     def ask(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | None, doing: str
@@ -308,6 +350,8 @@ class StepQueue:
         if pool.closed is not None or not self._running:
             return
         with contextlib.suppress(BaseException):
+            self.rest()
+            self._telling = None
             first = self._running[0].serial
             if not any(map(is_over, self._call_off())):
                 told = StageError(
