@@ -36,9 +36,9 @@ class RayExecutable(Executable):
     """A planned step on Ray actors; `autopar.compile(..., runtime="ray")` makes it.
 
     It is called as an `Executable` is. The leaves that it returns live on the actors: they are
-    `RayArray`s, which `numpy.asarray` and `jax.device_get` fetch. A call returns when the actors
-    have been told what to do, and an error in a stage is raised by a later call, or by what reads
-    a result.
+    `RayArray`s, which `numpy.asarray` and `jax.device_get` fetch. A call returns while the actors
+    are told what to do, and an error in a stage is raised by a later call, or by what reads a
+    result.
 
     The actors end with `shutdown()`, at the end of a `with` block, when nothing refers to the step
     and its arrays any more, and with the driver's process.

@@ -9,7 +9,8 @@ this process. Both run in turns, so that they meet the same machine.
 - step: median seconds of a call until everything is computed;
 - stream: seconds of a step when nobody waits for its results, over all repeats;
 - driver: median milliseconds that a call takes until it returns, and its CPU milliseconds in the
-  calling thread;
+  calling thread, and in the whole process until everything is computed (which also tells and asks
+  the actors);
 - compile: seconds of `autopar.compile` with the plan at hand; under Ray, starting the actors is in
   it, and the seconds that each actor compiled are listed apart;
 - bytes: what went from actor to actor in a step, and what the plan sends between stages (the leaves
@@ -110,13 +111,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     assert isinstance(on_actors, RayExecutable)
     with on_actors:
         states = {name: step.initialize(model.make) for name, step in steps.items()}
-        times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
         sent = 0
         for repeat in range(options.repeats + 2):
             for name, step in steps.items():
                 states[name], *taken = call(step, states[name], model.batch)
                 if repeat >= 2:
-                    times[name].append((taken[0], taken[1], taken[2]))
+                    times[name].append(tuple(taken))
             if repeat == 1:
                 sent = sum(on_actors.sent_bytes())
         moved = (sum(on_actors.sent_bytes()) - sent) / options.repeats
@@ -135,6 +136,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "driver_ms": {name: 1e3 * statistics.median(x[1] for x in t) for name, t in times.items()},
         "driver_cpu_ms": {
             name: 1e3 * statistics.median(x[2] for x in t) for name, t in times.items()
+        },
+        "process_cpu_ms": {
+            name: 1e3 * statistics.median(x[3] for x in t) for name, t in times.items()
         },
         "compile_seconds": compiling,
         "compile_seconds_of_actors": actors,
@@ -252,13 +256,18 @@ def compared(one: float, all_: float, profile: Profile) -> dict[str, float]:
     }
 
 
-def call(step: Any, state: Any, batch: Any) -> tuple[Any, float, float, float]:
-    """The new state; seconds until all is done, until the call returned, of the thread's CPU."""
+def call(step: Any, state: Any, batch: Any) -> tuple[Any, float, float, float, float]:
+    """The new state; seconds until all is done, until the call returned, of CPU times.
+
+    These are the thread's until the call returned, and the process's until all is done.
+    """
+    process = time.process_time()
     start, cpu = time.perf_counter(), time.thread_time()
     state, loss = step(state, batch)
     returned, cpu = time.perf_counter(), time.thread_time() - cpu
     jax.block_until_ready((state, loss))
-    return state, time.perf_counter() - start, returned - start, cpu
+    seconds = time.perf_counter() - start
+    return state, seconds, returned - start, cpu, time.process_time() - process
 
 
 def bandwidth(size: int = 1 << 26, repeats: int = 5) -> dict[str, float]:
@@ -303,7 +312,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 def table(found: dict[str, Any]) -> Table:
     made = Table("", "local", "ray")
-    for key in ("step_seconds", "stream_seconds", "driver_ms", "driver_cpu_ms", "compile_seconds"):
+    numbers = "step_seconds stream_seconds driver_ms driver_cpu_ms process_cpu_ms compile_seconds"
+    for key in numbers.split():
         made.add_row(key, *(f"{found[key][name]:.4g}" for name in ("local", "ray")))
     seconds = ", ".join(f"{x:.3g}" for x in found["compile_seconds_of_actors"])
     made.add_row("compile_seconds_of_actors", "", seconds)

@@ -7,15 +7,17 @@ One process sends, another one receives and says so; both have a device. In ever
 take their turn, so that they meet the same machine:
 
 - bare: what sockets of Python give: bytes in memory that are sent over one connection, or over as
-  many as the transport has, into memory that is there already; the better of the two;
+  many as the transport has, into memory that is there already; the better of the two. Their buffers
+  are as the system has them, or as large as `--buffers` says;
 - arrays: an array on one device becomes one on the other, as `Send` and `Recv` do it on CPUs: as a
   whole out of the device, then sent, then as a whole into the other;
 - in chunks: as they do it on devices with memory of their own: chunks are copied out and in beside
   (on CPUs these copies are work for the same cores).
 
-Of each, the median and the best over the rounds. `share` is that of what `Send` and `Recv` do here
-over `bare`: the median over the rounds and its quartiles, and that of the best rounds, which is
-what others on the machine disturb least. The last line is then a JSON object.
+Of each, the median and the best over the rounds, and the median of the CPU milliseconds that both
+processes take, which tells more where others use the cores. `share` is that of what `Send` and
+`Recv` do here over `bare`: the median over the rounds and its quartiles, and that of the best
+rounds, which is what others on the machine disturb least. The last line is then a JSON object.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.0625, 1, 8, 64], help="MB")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--lanes", type=int, default=LANES)
+    parser.add_argument("--buffers", type=int, help="bytes of the bare sockets' buffers")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -135,6 +138,8 @@ def in_parts(connections: list[socket.socket], data: np.ndarray, do: Any) -> Non
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     end = End(0, options.lanes)
     with socket.create_server(("127.0.0.1", 0)) as server:
+        if options.buffers is not None:  # connections have what it has
+            fit(server, options.buffers)
         arguments = ["--receive", str(server.getsockname()[1]), "--lanes", str(options.lanes)]
         child = subprocess.Popen([sys.executable, __file__, *arguments])
         try:
@@ -149,20 +154,27 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             end.transport.close()
 
 
+def fit(connection: socket.socket, num_bytes: int) -> None:
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, buffer, num_bytes)
+
+
 def row(end: End, control: Any, size: int, rounds: int) -> dict[str, Any]:
     host = np.random.default_rng(0).integers(0, 255, size, np.uint8)
     array = jax.device_put(host.view(np.float32), end.device)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu_seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 2):  # the first ones are slower
         for way in WAYS:
             step = end.transport.sent_bytes
             print(json.dumps([way, step, size]), file=control, flush=True)
             assert control.readline() == "ready\n"
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             end.send(way, step, array, host)
-            assert control.readline() == "there\n"
+            there = control.readline()
             if number >= 2:
                 seconds[way].append(time.perf_counter() - start)
+                cpu_seconds[way].append(time.process_time() - cpu + float(there))
     speeds = {way: size / statistics.median(taken) / 1e9 for way, taken in seconds.items()}
     used = "arrays" if jax.default_backend() == "cpu" else "in chunks"
     shares = [
@@ -177,6 +189,7 @@ def row(end: End, control: Any, size: int, rounds: int) -> dict[str, Any]:
         "bytes": size,
         "gb_per_second": speeds,
         "best_gb_per_second": best,
+        "cpu_ms": {way: 1e3 * statistics.median(taken) for way, taken in cpu_seconds.items()},
         "share_of_best": best[used] / max(best["bare 1"], best["bare lanes"]),
         "share": float(middle),
         "share_quartiles": [float(low), float(high)],
@@ -200,8 +213,9 @@ def receive(options: argparse.Namespace) -> None:
         way, step, size = json.loads(line)
         memory = memory if memory.size == size else np.ones(size, np.uint8)
         print("ready", file=control, flush=True)
+        cpu = time.process_time()
         array = end.receive(way, step, memory)
-        print("there", file=control, flush=True)
+        print(time.process_time() - cpu, file=control, flush=True)
         if array is not None:
             assert math.isclose(array.size * 4, size)
 
@@ -214,6 +228,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         speeds = (f"{usual:.3g} ({best:.3g})" for usual, best in pairs)
         share = f"{x['share']:.2f} ({low:.2f} to {high:.2f}), {x['share_of_best']:.2f}"
         made.add_row(f"{x['bytes'] / MB:g}", *speeds, share)
+        made.add_row("CPU ms", *(f"{x['cpu_ms'][way]:.3g}" for way in WAYS), "")
     return made
 
 

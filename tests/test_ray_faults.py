@@ -115,6 +115,7 @@ def test_failed_steps_leave_no_arrays_behind(
         first, last = pool.handles
         patch.setattr(pool, "handles", [first, Unreachable(last)])
         step(state, BATCH)
+        step.finish()
     del state
     state, loss = step(step.initialize(init), BATCH)
     state, loss = step(state, BATCH)

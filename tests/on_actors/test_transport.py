@@ -90,6 +90,32 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(ends: tuple[Sockets, Soc
     assert reason(lambda: left.wait(ticket, 30)) == "lost"
 
 
+def test_who_waits_for_a_message_is_woken_when_all_of_it_is_there(
+    ends: tuple[Sockets, Sockets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = ends
+    go_on, size = threading.Event(), 9 * CHUNK_BYTES
+
+    def slowly() -> Iterator[np.ndarray]:
+        yield np.zeros(CHUNK_BYTES, np.uint8)
+        go_on.wait(30)
+        yield np.ones(8 * CHUNK_BYTES, np.uint8)
+
+    left.send(1, 1, 1, size, slowly)
+    arrival = right.arriving(0, 1, 1, 30)
+    woken: list[None] = []
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(right.wait_until, arrival, size, 0, 30)
+        while arrival.wanted < size:
+            time.sleep(0)
+        notify = right._changed.notify_all
+        monkeypatch.setattr(right._changed, "notify_all", lambda: woken.append(notify()))
+        go_on.set()
+        waiting.result(30)
+    assert len(woken) == 1
+    assert arrival.data.sum() == 8 * CHUNK_BYTES
+
+
 def test_a_message_that_fails_half_way(ends: tuple[Sockets, Sockets]) -> None:
     def fail() -> Iterator[np.ndarray]:
         yield np.zeros(2 * CHUNK_BYTES, np.uint8)

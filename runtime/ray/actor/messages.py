@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from autopar.runtime.ray.actor.actor_arrays import KEYS, Missing
@@ -57,12 +58,15 @@ def packed(message: Message) -> Message | bytes:
     arrays = (x for tiles in message.given if isinstance(tiles, tuple) for x in tiles)
     if sum(array.nbytes for array in arrays) >= LARGE:
         return message
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(_FIELDS(message), pickle.HIGHEST_PROTOCOL)  # a dataclass takes longer
 
 
 def unpacked(found: Message | bytes) -> Message:
     """The message again."""
-    return pickle.loads(found) if isinstance(found, bytes) else found
+    return Message(*pickle.loads(found)) if isinstance(found, bytes) else found
+
+
+_FIELDS = operator.attrgetter(*(field.name for field in fields(Message)))
 
 
 Kind = Literal["error", "late", "lost", "group", "aborted"]

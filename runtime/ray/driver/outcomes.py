@@ -86,6 +86,14 @@ def outcome_of(ref: Any) -> Outcome:
     return result
 
 
+def ended_well(refs: Sequence[Any]) -> bool:
+    """Whether nothing went wrong in steps that are over."""
+    try:
+        return all(outcome is None for outcome in ray.get(list(refs)))
+    except RayError:
+        return False
+
+
 def reason_of(error: RayActorError) -> str:
     """Why an actor died, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -55,7 +55,7 @@ class RayStep(RestartedActors):
     def __call__(
         self, donated: Sequence[Any], kept: Sequence[Any], constants: Sequence[Any]
     ) -> list[Any]:
-        """One step; returns when the actors have been told.
+        """One step; returns while the actors are told.
 
         Raises:
           StageError: an earlier step failed.

@@ -240,6 +240,7 @@ class RestartedActors(Keeper):
     def close(self) -> None:
         """End all actors."""
         self._is_shut = True
+        self.running.steps.rest()
         self.running.pool.close()
         self._release()
 

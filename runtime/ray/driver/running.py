@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -17,6 +18,15 @@ from autopar.runtime.ray.driver.resident_arrays import ResidentArrays
 from autopar.runtime.ray.driver.step_queue import StepQueue
 
 _IS_DELETED, _KEY, _OWNER = map(operator.attrgetter, ("is_deleted", "key", "owner"))
+
+
+def _undo(
+    arrays: ResidentArrays, forgotten: Sequence[Sequence[int]], consumed: Sequence[Resident]
+) -> None:
+    """The actors could not be told of a step, at least not all."""
+    arrays.forget_later(forgotten)
+    for resident in consumed:
+        arrays.forget(resident)
 
 
 class Running:
@@ -48,7 +58,7 @@ class Running:
         donated: Collection[int],
         record: Callable[[ActorPlan], Any] | None = None,
     ) -> list[RayArray]:
-        """One step with leaves of any kind of array; returns when the actors have been told.
+        """One step with leaves of any kind of array; returns while the actors are told.
 
         It takes over the leaves at donated positions, if they live on these actors. `record` says
         what each actor shall note of its instructions' times (`Message.record`).
@@ -130,13 +140,7 @@ class Running:
                 raise
             results = self._results(serial)
             arrays.consume(consumed)
-            try:
-                steps.tell(messages)  # last of all: actors that wake up take cores
-            except Exception:
-                arrays.forget_later(forgotten)
-                for resident in consumed:
-                    arrays.forget(resident)
-                raise
+            steps.tell(messages, functools.partial(_undo, arrays, forgotten, consumed))
             return results
 
     def _results(self, serial: int) -> list[RayArray]:

@@ -16,7 +16,10 @@ import copy
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -27,10 +30,10 @@ from autopar.runtime.ray.actor.actor_arrays import KEYS
 from autopar.runtime.ray.actor.messages import Message, Spot
 from autopar.runtime.ray.driver.actor_pool import ActorPool
 from autopar.runtime.ray.driver.outcomes import (
-    POLL_SECONDS,
     Outcome,
     Silent,
     Watch,
+    ended_well,
     first_error,
     is_over,
     outcome_of,
@@ -42,6 +45,34 @@ AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
 GRACE_SECONDS = 10.0
 """How long actors may take to call a step off before they are ended."""
+LOOK_SECONDS = 0.05
+"""A wait for some calls looks that often whether a step has failed meanwhile."""
+
+
+@dataclass
+class _Told:
+    """A step that actors were told of: of each what says how it ended, and of whom that is left."""
+
+    serial: int
+    refs: list[Any]
+    left: list[Any] = field(default_factory=list)
+
+
+def _tell(
+    handles: Sequence[Any],
+    messages: Sequence[Message | bytes],
+    told: _Told,
+    undo: Callable[[], None],
+) -> None:
+    try:
+        for actor, message in zip(handles, messages, strict=True):
+            if not ray.is_initialized():  # a call would start another Ray
+                raise RuntimeError("Ray was shut down in this process.")
+            told.refs.append(actor.step.remote(message))
+        told.left = list(told.refs)
+    except Exception:
+        undo()
+        raise
 
 
 class StepQueue:
@@ -54,7 +85,9 @@ class StepQueue:
         self._pool = pool
         self._lock = threading.RLock()
         self.serial = 0
-        self._running: deque[tuple[int, list[Any]]] = deque()
+        self._running: deque[_Told] = deque()
+        self._teller = ThreadPoolExecutor(1, "autopar tells actors")
+        self._telling: Future[None] | None = None
         self._lost: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
@@ -63,6 +96,7 @@ class StepQueue:
         with self._lock:
             try:
                 self.check_open()
+                self._have_told()
                 yield
             except (StageError, TypeError, RuntimeError):
                 raise  # looked into already, or raised before anything was sent
@@ -101,19 +135,40 @@ class StepQueue:
           StageError: a step failed.
         """
         while len(self._running) >= AHEAD:
-            self.wait(self._running[0][1])
+            self.wait(self._running[0].refs)
 
-    def tell(self, messages: Sequence[Message | bytes]) -> None:
-        """Tell every actor of the next step."""
-        refs: list[Any] = []
+    def tell(self, messages: Sequence[Message | bytes], undo: Callable[[], None]) -> None:
+        """Tell every actor of the next step; a thread does so, and whoever asks next waits for it.
+
+        Actors that wake up take cores: where they share them with the driver, to tell dozens took
+        many times as long as what is done for it here. If it fails, `undo` is called, and the error
+        is raised by whatever looks first.
+        """
         self.serial += 1
-        self._running.append((self.serial, refs))
-        try:
-            for actor, message in zip(self._pool.handles, messages, strict=True):
-                refs.append(actor.step.remote(message))
-        except Exception as error:  # else those that have it would wait for the others
-            self._interrupted(error)
-            raise
+        told = _Told(self.serial, [])
+        self._running.append(told)
+        self._telling = self._teller.submit(_tell, list(self._pool.handles), messages, told, undo)
+        if not all(isinstance(message, bytes) for message in messages):
+            self._have_told()  # else the caller might write to arrays that are still to be sent
+
+    def rest(self) -> None:
+        """Wait until nobody is told of anything any more, however that ends."""
+        telling = self._telling
+        if telling is not None:
+            wait_for_futures([telling])
+
+    def _have_told(self) -> None:
+        """See that all actors have been told.
+
+        Raises:
+          Exception: one could not be.
+        """
+        if self._telling is not None:
+            error = self._telling.exception()  # waits
+            self._telling = None
+            if error is not None:  # else those that have it would wait for the others
+                self._interrupted(error)
+                raise error
 
     def ask(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | None, doing: str
@@ -165,13 +220,14 @@ class StepQueue:
         """
         with self.busy():
             while self._running:
-                self.wait(self._running[0][1])
+                self.wait(self._running[0].refs)
 
     def wait_for_step(self, serial: int, actors: Sequence[int]) -> None:
         """Wait until some actors have done a step."""
-        running = dict(self._running)  # without it: it ended well, else it is lost
-        if serial in running:
-            self.wait([running[serial][actor] for actor in actors])
+        for told in self._running:  # without it: it ended well, else it is lost
+            if told.serial == serial:
+                self.wait([told.refs[actor] for actor in actors])
+                return
 
     def wait(self, wanted: Sequence[Any], *, for_all: bool = True) -> None:
         """Wait for some calls, or any of them, and meanwhile see what becomes of the steps.
@@ -181,17 +237,15 @@ class StepQueue:
         """
         pool = self._pool
         watch = Watch(pool.handles, pool.plans, pool.deadline, of_instructions=True)
+        left = list(wanted)
         while True:
             self._look()
-            done, left = ray.wait(list(wanted), num_returns=len(wanted), timeout=0)
+            # For all at once: to wake up for each actor takes it a part of its core.
+            count = len(left) if for_all else 1
+            done, left = ray.wait(left, num_returns=count, timeout=LOOK_SECONDS)
             if not left or (done and not for_all):
                 self._look()
                 return
-            pending = [ref for _, refs in self._running for ref in refs]
-            if pending:
-                _, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-            either = list(dict.fromkeys([*left, *pending]))
-            ray.wait(either, num_returns=1, timeout=POLL_SECONDS)
             late = watch.late()
             if late is not None:
                 self._look()
@@ -227,10 +281,11 @@ class StepQueue:
           StageError: one failed.
         """
         while self._running:
-            outcomes = [outcome_of(ref) for ref in self._running[0][1]]
-            if any(x is not None and not isinstance(x, Silent) for x in outcomes):
+            told = self._running[0]
+            done, told.left = ray.wait(told.left, num_returns=len(told.left), timeout=0)
+            if not ended_well(done):
                 self._fail(None)
-            if any(outcomes):
+            if told.left:
                 return
             self._running.popleft()
 
@@ -241,7 +296,7 @@ class StepQueue:
           StageError: always.
         """
         pool = self._pool
-        first = self._running[0][0] if self._running else self.serial + 1
+        first = self._running[0].serial if self._running else self.serial + 1
         outcomes = self._call_off()
         error = first_error(pool.name, pool.deadline, pool.plans, outcomes, late)
         if late is not None or any(map(is_over, outcomes)):
@@ -260,7 +315,7 @@ class StepQueue:
     def _call_off(self) -> list[Outcome]:
         """Abort all steps; what becomes of them on each actor."""
         pool = self._pool
-        steps = [refs for _, refs in self._running]
+        steps = [told.refs for told in self._running]
         aborts = [actor.abort.remote() for actor in pool.handles]
         calls = [*aborts, *itertools.chain.from_iterable(steps)]
         # Also for the aborts: one that came after the reset would call the next step off.
@@ -295,7 +350,9 @@ class StepQueue:
         if pool.closed is not None or not self._running:
             return
         with contextlib.suppress(BaseException):
-            first = self._running[0][0]
+            self.rest()
+            self._telling = None
+            first = self._running[0].serial
             if not any(map(is_over, self._call_off())):
                 told = StageError(
                     f"{pool.name} was interrupted by {name}.",

@@ -2,13 +2,15 @@
 
 A message of many bytes is a pipeline: while one chunk is on its way, the next one is copied out of
 a device, and the receiver copies the one before into its devices. The connections to one peer
-(*lanes*) each take the next chunk when they are free, so chunks arrive in any order.
+(*lanes*) each take the next chunk when they are free, so chunks arrive in any order. No thread is
+woken for a single chunk, neither here nor at the peer: that took a tenth of the time.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import queue
 import socket
 import struct
@@ -41,11 +43,12 @@ class Arrival:
     Attributes:
       data: its bytes, aligned; those before `until` are there.
       until: how many bytes are there without a gap.
+      wanted: how many of them somebody waits for.
     """
 
     def __init__(self, size: int) -> None:
         self.data = aligned(size)
-        self.until = 0
+        self.until = self.wanted = 0
         self._ends: dict[int, int] = {}
 
     @property
@@ -114,15 +117,44 @@ def chunks(parts: Iterable[np.ndarray], size: int = CHUNK_BYTES) -> Iterator[lis
         yield chunk
 
 
+class _Departure:
+    """A message that leaves: its chunks, each with its header, for whoever asks next.
+
+    Attributes:
+      taken: how many bytes were.
+      error: what the parts raised, after which there are no more chunks.
+    """
+
+    def __init__(self, step: int, tag: int, size: int, parts: Iterable[np.ndarray]) -> None:
+        self._step, self._tag, self._size = step, tag, size
+        self._chunks = chunks(parts)
+        self._lock = threading.Lock()
+        self.taken = 0
+        self.error: Exception | None = None
+
+    def take(self) -> tuple[bytes, list[np.ndarray]] | None:
+        """The next chunk, when it is there; None: there is none."""
+        with self._lock:
+            try:
+                chunk = None if self.error is not None else next(self._chunks, None)
+            except Exception as error:
+                self.error, chunk = error, None
+            if chunk is None:
+                return None
+            start, count = self.taken, sum(piece.size for piece in chunk)
+            self.taken += count
+            return FRAME.pack(self._step, self._tag, self._size, start, count), chunk
+
+
 class Lanes:
     """The connections to one peer. One thread sends one message after the other."""
 
     def __init__(self, connections: Sequence[socket.socket]) -> None:
         self._connections = connections
-        self._chunks: queue.Queue[Any] = queue.Queue(maxsize=len(connections))
+        self._departures: queue.Queue[_Departure | None] = queue.Queue()
         self._error: OSError | None = None
-        for connection in connections:
-            thread(self._carry, connection)
+        for connection in connections[1:]:
+            thread(self._help, connection)
 
     def send(self, step: int, tag: int, size: int, parts: Iterable[np.ndarray]) -> None:
         """Send a message; what raises while the parts are made is raised, and nothing more is sent.
@@ -130,22 +162,24 @@ class Lanes:
         Raises:
           PeerGone: the peer is gone.
         """
-        start = 0
-        if size <= CHUNK_BYTES:  # no thread need wake up
-            self._send(self._connections[0], FRAME.pack(step, tag, size, 0, size), list(parts))
-            parts, start = (), size
-        try:
-            for chunk in chunks(parts):
-                count = sum(piece.size for piece in chunk)
-                self._chunks.put((FRAME.pack(step, tag, size, start, count), chunk))
-                start += count
-                if self._error is not None:
-                    break
-        finally:
-            self._chunks.join()
+        own = self._connections[0]
+        if size <= CHUNK_BYTES:  # no other thread need wake up
+            self._send(own, FRAME.pack(step, tag, size, 0, size), list(parts))
+        else:
+            departure = _Departure(step, tag, size, parts)
+            first = departure.take()  # others would only wait for it
+            for _ in range(min(len(self._connections), math.ceil(size / CHUNK_BYTES)) - 1):
+                self._departures.put(departure)
+            if first is not None:
+                self._send(own, *first)
+                del first
+            self._carry(own, departure)
+            self._departures.join()
+            if departure.error is not None:
+                raise departure.error
+            assert self._error is not None or departure.taken == size, (departure.taken, size)
         if self._error is not None:
             raise PeerGone(str(self._error)) from self._error
-        assert start == size, (start, size)
 
     def hang_up(self) -> None:
         """Close the connections: who sends learns it."""
@@ -154,14 +188,19 @@ class Lanes:
 
     def end(self) -> None:
         """Let the threads end; only whoever sends may say so."""
-        for _ in self._connections:
-            self._chunks.put(None)
+        for _ in self._connections[1:]:
+            self._departures.put(None)
 
-    def _carry(self, connection: socket.socket) -> None:
-        while (found := self._chunks.get()) is not None:
-            self._send(connection, *found)
-            del found
-            self._chunks.task_done()
+    def _help(self, connection: socket.socket) -> None:
+        while (departure := self._departures.get()) is not None:
+            self._carry(connection, departure)
+            del departure
+            self._departures.task_done()
+
+    def _carry(self, connection: socket.socket, departure: _Departure) -> None:
+        while self._error is None and (chunk := departure.take()) is not None:
+            self._send(connection, *chunk)
+            del chunk
 
     def _send(self, connection: socket.socket, header: bytes, chunk: list[np.ndarray]) -> None:
         if self._error is not None:
@@ -195,8 +234,9 @@ def fill(connection: socket.socket, data: np.ndarray) -> None:
       ConnectionError: the other side has closed before.
     """
     view, start = data.data, 0
+    flags = 0 if connection.gettimeout() else socket.MSG_WAITALL  # return but once
     while start < data.size:
-        count = connection.recv_into(view[start:])
+        count = connection.recv_into(view[start:], 0, flags)
         if not count:
             raise ConnectionError("closed")
         start += count

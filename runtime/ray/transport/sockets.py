@@ -9,6 +9,7 @@ called off. Large messages go in chunks over several connections (`chunks.py`).
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import queue
 import socket
 import struct
@@ -69,6 +70,16 @@ class Ticket:
 _HELLO = struct.Struct("<32sQ")
 HELLO_SECONDS = 10.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
+LOOPBACK_BYTES = 256 << 10
+"""What a connection on one machine may have sent that is not read. Linux lets it grow to several
+times as much, which no longer is in a cache when it is read, and there is no network to bridge.
+"""
+
+
+def _fit(connection: socket.socket) -> None:
+    if ipaddress.ip_address(connection.getsockname()[0]).is_loopback:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, buffer, LOOPBACK_BYTES)
 
 
 class Sockets:
@@ -92,6 +103,7 @@ class Sockets:
         self._lanes: list[Lanes] = []
         self._accepted: list[socket.socket] = []
         self._listener = socket.create_server((host, 0))
+        _fit(self._listener)  # connections have what it has
         self.address: Address = self._listener.getsockname()[:2]
         self.sent_bytes = 0
         thread(self._accept)
@@ -123,6 +135,7 @@ class Sockets:
             connection.sendall(_HELLO.pack(self._token, self.actor))
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _fit(connection)
         except OSError:
             connection.close()
             raise
@@ -177,6 +190,7 @@ class Sockets:
         """
         if arrival.until < stop:
             with self._changed:
+                arrival.wanted = stop
                 is_there = lambda: arrival.until >= stop  # noqa: E731
                 self._wait(lambda: is_there() or source in self._lost, source, deadline)
                 if not is_there():
@@ -294,7 +308,8 @@ class Sockets:
                 fill(connection, arrival.data[start : start + count])
                 with self._changed:
                     arrival.note(start, count)
-                    self._changed.notify_all()
+                    if arrival.until >= arrival.wanted:
+                        self._changed.notify_all()
         except OSError:
             with self._changed:
                 self._open[source] -= 1
