@@ -45,6 +45,8 @@ AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
 GRACE_SECONDS = 10.0
 """How long actors may take to call a step off before they are ended."""
+TELLING_SECONDS = 60.0
+"""How long it may take to hand a step to Ray for all actors."""
 LOOK_SECONDS = 0.05
 """A wait for some calls looks that often whether a step has failed meanwhile."""
 
@@ -155,7 +157,7 @@ class StepQueue:
         """Wait until nobody is told of anything any more, however that ends."""
         telling = self._telling
         if telling is not None:
-            wait_for_futures([telling])
+            wait_for_futures([telling], TELLING_SECONDS)
 
     def _have_told(self) -> None:
         """See that all actors have been told.
@@ -164,7 +166,13 @@ class StepQueue:
           Exception: one could not be.
         """
         if self._telling is not None:
-            error = self._telling.exception()  # waits
+            error: BaseException | None
+            try:
+                error = self._telling.exception(TELLING_SECONDS)
+            except TimeoutError:
+                error = RuntimeError(
+                    f"Ray did not take step {self.serial} for all actors in {TELLING_SECONDS:g} s."
+                )
             self._telling = None
             if error is not None:  # else those that have it would wait for the others
                 self._interrupted(error)
