@@ -269,7 +269,7 @@ def filling(item: Case, target: str, setting: Setting) -> Case:
     assert setting.fill is not None
     cluster = cluster_of(target)
     plenty = with_memory(cluster, 2**50)
-    step = math.lcm(cluster.num_devices, 8) * int(item.options["microbatches"])
+    step = 2 * math.lcm(cluster.num_devices, 8) * int(item.options["microbatches"])
 
     def taken(batch: int) -> int:
         made = train_step(item._replace(batch=batch), setting.layers)
