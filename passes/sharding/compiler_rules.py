@@ -136,9 +136,12 @@ assignment too):
 - Tiles of (8, 128) are whole: the compiler chooses the order of dimensions so that they pad little,
   but not for convolutions and halves of vectors that are put side by side (`tiles.py`).
 - On a device that has no more than was planned XLA makes other choices, and computes some results
-  a second time (`benchmarks/compilers.py --tight`). What does not fit with sums at the end is
-  counted without, for the scheduler prefers what takes no more memory when that is short
-  (`kMemoryPeakOverLimit`).
+  a second time (`benchmarks/compilers.py --tight`). What does not fit with sums and products at
+  the end is counted as all that there is, if half of what they keep there would fit: the scheduler
+  prefers what takes no more memory when that is short (`kMemoryPeakOverLimit`), begins anew with
+  less until it fits, and leaves to the end what it can. A GPT-350M with remat by `zero2`, 16.1 GB
+  with all of them at the end and 7.8 with none, compiles for devices of 11.5 to 15.3 GB and takes
+  93 to 98% of them, and does not for 11.
 
 **For CPUs** a value is fused into its readers if these are near (`peak_memory.py`).
 """

@@ -88,8 +88,10 @@ def fused_peak(
         rules = replace(rules, heap_orders=(SIZE,))
         found = min(found, _peak(block, mesh, rules, *asked), key=lambda x: x[0])
     if found[0] > memory:
-        rules = replace(rules, sums_last=False)
-        found = min(found, _peak(block, mesh, rules, *asked), key=lambda x: x[0])
+        rules = replace(rules, sums_last=False, leaves_products=False)
+        at_once, there = _peak(block, mesh, rules, *asked)
+        if at_once + found[0] <= 2 * memory:
+            return memory, {**there, "left to the end": memory - at_once}
     return found
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.passes.sharding import fused_peak
 from autopar.passes.sharding.compiler_rules import GPU, RULES, TPU
 from autopar.passes.sharding.fused_peak import SPARE_BYTES
 from autopar.passes.sharding.held_values import HeldValues, held_values
@@ -16,7 +17,7 @@ from autopar.passes.sharding.instruction_values import made_by
 from autopar.passes.sharding.late_sums import are_late, late_times
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import peak
-from autopar.passes.sharding.run_order import is_gradient_sum
+from autopar.passes.sharding.run_order import is_gradient_sum, weight_products
 from autopar.passes.sharding.spmd_program import Compute, SpmdProgram, local_bytes
 from sharding.steps import compiled, graph_of, shaped, sharded
 
@@ -84,9 +85,55 @@ def test_whole_gradients_stay_until_the_backward_pass_is_over() -> None:
     large, small = (peak(x, {}, donated).bytes for x in (program, at_once))
     assert large > small
     assert not RULES[GPU].sums_last
-    # Where that does not fit, the scheduler adds them earlier; with memory to spare it does not.
-    assert peak(program, {}, donated, memory=small).bytes <= small
     assert peak(program, {}, donated, memory=large + SPARE_BYTES).bytes == large
+
+
+def test_a_device_that_is_full_has_less_left_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler leaves there what it can, unless it would be too much."""
+    found = {True: 100, False: 60}
+    monkeypatch.setattr(
+        fused_peak, "_peak", lambda block, mesh, rules, *asked: (found[rules.sums_last], {})
+    )
+    block = program_of(train_step, "zero2").block
+
+    def at(memory: int) -> tuple[int, dict[Any, int]]:
+        return fused_peak.fused_peak(block, (8,), RULES[TPU], (), memory)
+
+    assert at(2**40) == (100, {}) == at(100)
+    assert at(99) == (99, {"left to the end": 39}) and at(80) == (80, {"left to the end": 20})
+    assert at(79) == (100, {}) == at(60), "it would not come down to that"
+
+
+@pytest.mark.parametrize("pins", [{}, {"**positions": (None, "x")}])
+def test_what_a_forward_pass_gathers_is_no_new_state(pins: dict[str, Any]) -> None:
+    """All of the program waits for it: all of it would be sorted to the end, as it stands."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = x + jnp.sin(weights["positions"])
+            y = jnp.tanh(y @ weights["first"])
+            return jnp.mean(jnp.square(jnp.tanh(y @ weights["plain"]) @ weights["last"]))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_fn)(weights))
+
+    shapes = ({**SHAPES[0], "positions": shaped(SEQUENCE, WIDTH)}, SHAPES[1])
+    graph = graph_of(step, *shapes, batch_argnums=(1,))
+    made = sharded(compiled(graph, method="zero2", microbatches=1, pins=pins))
+    block, mesh = made.block, made.mesh
+    program = dataclasses.replace(made, rules=RULES[TPU])
+    held = held_of(program)
+    times = held.run_times([made_by(x) for x in block.instructions])
+    left, _ = weight_products(block)
+    found = late_times(block, held, times, mesh, left)
+    order = sorted(range(len(found)), key=found.__getitem__)
+    products = [
+        number
+        for number in order
+        if isinstance(x := block.instructions[number], Compute)
+        and x.eqn.primitive.name == "dot_general"
+    ]
+    lefts = [number for number in products if any(x is block.instructions[number] for x in left)]
+    assert products[-len(lefts) :] == lefts, "they follow all other products"
 
 
 def test_a_gradient_runs_with_those_that_read_what_its_kernel_reads() -> None:
