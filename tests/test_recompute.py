@@ -20,6 +20,7 @@ from autopar.passes import microbatch
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import variables
 from autopar.passes.graph.microbatched import Microbatched
+from autopar.passes.planner import recomputed_steps
 from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.choice import KeptValues
 from autopar.passes.recompute.run_again import recomputed
@@ -340,38 +341,50 @@ def test_what_a_plan_computes_again_is_not_edited(tmp_path: Path) -> None:
         autopar.compile(measured, params, x, **ASKED, remat="full", plan=tmp_path / "plan.json")
 
 
-def test_layers_that_one_reader_begins_all_wait_for_its_gradient() -> None:
-    """The barrier of a program's own `jax.checkpoint` reads several layers of ours."""
+def with_dots_kept(params: Any, x: Any) -> Any:
+    """Blocks in `jax.checkpoint`, whose barriers read several layers each."""
 
     def block(x: Any, w: Any) -> Any:
         x = x + jnp.tanh(x @ w["qkv"]) @ w["qkv"].T
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
 
-    def train_step(params: Any, x: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            y = x
-            for w in params:
-                y = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)(y, w)
-            return jnp.mean(y**2)
+    def loss_fn(params: Any) -> Any:
+        y = x
+        for w in params:
+            y = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)(y, w)
+        return jnp.mean(y**2)
 
-        return jax.grad(loss_fn)(params)
+    return jax.grad(loss_fn)(params)
 
-    params, x, _ = arguments()
-    graph = graph_of(train_step, params, x)
-    step = microbatch.in_one_microbatch(graph, populate(graph.jaxpr))
-    rules = populate(step.graph.jaxpr)
-    values = KeptValues.of(step, rules, lambda eqn: sum(v.aval.size for v in eqn.outvars) * 1e-9)
-    late = {v for number in values.late for v in microbatch_body(step)[number].outvars}
-    body = microbatch_body(recomputed(values, values.family[-1]))
-    read = {v for eqn in body for v in variables(eqn.invars)}
-    there = set[Any]()
-    waiting = []
-    for eqn in filter(is_barrier, body):
-        pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
-        waits = any(a in late | there and v in read for a, v in pairs)
-        there.update(v for a, v in pairs if a in late | there)
-        waiting.append(waits)
-    assert len(waiting) > 2 * DEPTH and all(waiting[1:])
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("step", [step_of(), with_dots_kept])
+def test_layers_that_run_again_wait_for_a_gradient(
+    step: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else XLA runs them again as early as it likes, and keeps what they make."""
+    made = []
+
+    def noted(values: KeptValues, kept: Any) -> Microbatched:
+        made.append((values, recomputed(values, kept)))
+        return made[-1][1]
+
+    monkeypatch.setattr(recomputed_steps, "recomputed", noted)
+    args = arguments(jnp.bfloat16)[: 2 if step is with_dots_kept else 3]
+    asked = {**ASKED, "microbatches": count, "cluster": "8xh100"}
+    autopar.plan(step, *args, **asked, remat="full")
+    for values, changed in made:
+        late = {v for number in values.late for v in values.parts.body.eqns[number].outvars}
+        body = microbatch_body(changed)
+        read = {v for eqn in body for v in variables(eqn.invars)}
+        there = set[Any]()
+        waiting = []
+        for eqn in filter(is_barrier, body):
+            pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
+            waiting.append(any(a in late | there and v in read for a, v in pairs))
+            there.update(v for a, v in pairs if a in late | there)
+        assert len(waiting) >= DEPTH and all(waiting[1:])
+    assert made
 
 
 def test_views_of_numbers_in_layers_that_run_again() -> None:

@@ -13,8 +13,6 @@ the hosts' memory is put there when it is made, and comes back by that barrier.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, JaxprEqn, Literal, Var
 
@@ -52,6 +50,7 @@ class _Rewriting:
         self.begun: set[int] = set()
         self.away: dict[Var, Var] = {}  # what is in the hosts' memory
         self.back: dict[Var, Var] = {}  # what was brought back from there last
+        self.arrived: dict[Var, Var] = {}  # gradients, as they have passed the last barrier
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -65,7 +64,7 @@ class _Rewriting:
         for index, eqn in enumerate(self.eqns):
             self.since.append(len(self.out))
             if index in self.late:
-                eqn = self._reader(eqn)
+                eqn = self._reader(index, eqn)
             self.out.append(eqn)
             for var in eqn.outvars:
                 if var in self.kept.hosted:
@@ -73,14 +72,14 @@ class _Rewriting:
                     self.out.append(put)
                     self.away[var] = put.outvars[0]
 
-    def _reader(self, eqn: JaxprEqn) -> JaxprEqn:
-        """A backward equation that reads what is computed again."""
+    def _reader(self, index: int, eqn: JaxprEqn) -> JaxprEqn:
+        """A backward equation, which may read what is computed again."""
         env: dict[Var, Var] = {}
         for var in variables(eqn.invars):
             layer = self.home.get(var)
             if layer is not None and (layer in self.rerun or var in self.away):
                 if layer not in self.begun:
-                    env.update(self._begin(layer, eqn, env))
+                    self._begin(layer, index)
                 if self._is_again(layer, var):
                     env[var] = self._again(layer, var)
         for var in variables(eqn.invars):
@@ -89,6 +88,8 @@ class _Rewriting:
                 env[var] = self.back.get(var, self.away[var])
             elif passed is not None:
                 env.setdefault(var, passed)
+            elif var in self.arrived:
+                env.setdefault(var, self.arrived[var])
         if not env:
             return eqn
         return eqn.replace(invars=[_read(env, atom) for atom in eqn.invars])
@@ -100,12 +101,13 @@ class _Rewriting:
         given = self.values.is_given(layer, var)
         return runs and not given and var not in self.kept.values
 
-    def _begin(self, layer: int, reader: JaxprEqn, env: Mapping[Var, Var]) -> dict[Var, Var]:
-        """The barrier before a layer; what the reader reads of it instead of a gradient.
+    def _begin(self, layer: int, index: int) -> None:
+        """The barrier before a layer, of which an equation is the first that reads something.
 
-        Of two layers that one reader begins, the gradient passes both barriers (`env`: the first
-        one's): else the first waits for nothing. XLA:TPU ran all of a GPT's attention again at
-        once, for the barrier of the program's own `jax.checkpoint` reads two layers of each block.
+        Who reads the gradient that it waits for reads it after the barrier, and if another layer
+        begins at the same place, after both: else one of the two waits for nothing. XLA:TPU ran
+        all of a GPT's attention again at once, for the barrier of the program's own
+        `jax.checkpoint` reads two layers of each block.
         """
         self.begun.add(layer)
         needed: dict[Var, None] = {}
@@ -119,25 +121,34 @@ class _Rewriting:
                 elif var not in seen:
                     seen.add(var)
                     stack.append(var)
-        made = self.values.maker
         kept = self.kept.values
         needed |= dict.fromkeys(v for v in self.values.wanted[layer] if v in self.away or v in kept)
-        gradients = [
-            v
-            for v in variables(reader.invars)
-            if made.get(v) in self.late and variables(self.eqns[made[v]].invars)
-        ]
+        gradients = self._arriving(index)
         named = [*needed, *gradients]
-        passing = [self.away.get(v, env.get(v, v)) for v in named]
+        passing = [self.away.get(v, self.arrived.get(v, v)) for v in named]
         results = [jax_compat.new_var(v.aval) for v in passing]
         barrier = jax_compat.optimization_barrier_primitive()
-        info, effects = reader.source_info, jex_core.no_effects
+        info, effects = self.eqns[index].source_info, jex_core.no_effects
         if passing:
             self.out.append(jex_core.new_jaxpr_eqn(passing, results, barrier, {}, effects, info))
         passed = dict(zip(named, results, strict=True))
         self.through.update(((layer, var), passed[var]) for var in needed)
         self.back.update((var, passed[var]) for var in needed if var in self.away)
-        return {var: passed[var] for var in gradients}
+        self.arrived.update((var, passed[var]) for var in gradients)
+
+    def _arriving(self, index: int) -> list[Var]:
+        """The gradients that are there before an equation and that it, or what comes next, reads.
+
+        What reads a layer first may read nothing else: its derivatives, of what it has kept.
+        """
+        made = self.values.maker
+        for number in range(index, len(self.eqns)):
+            read = variables(self.eqns[number].invars) if number in self.late else []
+            there = [v for v in read if made.get(v) in self.late and made[v] < index]
+            found = [v for v in there if variables(self.eqns[made[v]].invars)]
+            if found:
+                return found
+        return []
 
     def _again(self, layer: int, var: Var) -> Var:
         """A value that is computed again, with the equations that it needs."""
