@@ -38,7 +38,9 @@ it was found.
   order of their dimensions (Triton's and cuBLAS's).
 - In place: an elementwise fusion writes over an operand of the same size that nobody reads later; a
   scatter and a slice's update over what they change. Not over rows that the same kernel reduces
-  (softmax, forward and backward: kernels of Triton's share no buffers).
+  (softmax, forward and backward: kernels of Triton's share no buffers). Not where the rest is what
+  a scatter adds to: XLA computes that first and scatters into it, so the gradient of a loss of
+  10,000 classes takes the place of the logits (an LSTM was planned 7% too large).
 - cuDNN's gradient of a filter has another order of dimensions than the filter. Left so, parameter
   and moments are written beside the old ones, 1x1 filters' in one kernel with the filter that the
   backward pass reads, and stay to the end of the step. So it is laid in the filter's order first

@@ -165,6 +165,12 @@ class _Moments:
             if self.runs(instruction):
                 self.last.update(dict.fromkeys(self.read(instruction), time))
         self.reduced = self._reductions()
+        self.scattered = {
+            self.held.root(v)
+            for x in block.instructions
+            if isinstance(x, Compute) and x.eqn.primitive.name == "scatter-add"
+            for v in x.results
+        }
         self.turned = {
             x.target
             for x in block.instructions
@@ -358,7 +364,10 @@ class _Moments:
             return next((v for v in dying if v in own and self.size(v) == size), None)
         if not self.rules.writes_over_temporaries:
             dying = [v for v in dying if v in self.entering]
-        twice = {v for r in self.read(instruction) for v in self.reduced.get(r, ())}
+        read = self.read(instruction)
+        twice = {v for r in read for v in self.reduced.get(r, ())}
+        if any(v in self.scattered and self.elements(v) == self.elements(result) for v in read):
+            twice = set()  # XLA scatters into what else is added: rows are read before that
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
     def _inside(self, instruction: Instruction) -> tuple[int, Alive, list[HeapBuffer]]:

@@ -211,3 +211,28 @@ def test_gathered_filters_wait_for_an_earlier_product(monkeypatch: pytest.Monkey
     assert len(gathers) - len(waiting) <= 2, "all but the first ones"
     assert all(tie.operand == gathers[t].source for t, tie in waiting.items())
     assert all(made[tie.results[0]] < t for t, tie in waiting.items())
+
+
+@pytest.mark.parametrize("classes", [8192, 32768])
+def test_the_gradient_of_logits_is_written_over_them(classes: int) -> None:
+    """The kernel of a short softmax reads its rows twice, but what is scattered comes after it."""
+
+    def step(w: Any, x: Any, labels: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            logs = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+            return -jnp.take_along_axis(logs, labels[:, None], axis=-1).mean()
+
+        return w - jax.grad(loss_fn)(w)
+
+    rows, width = 4096, 64
+    shapes = (
+        shaped(width, classes, dtype=jnp.bfloat16),
+        shaped(rows, width, dtype=jnp.bfloat16),
+        shaped(rows, dtype=jnp.int32),
+    )
+    graph = graph_of(step, *shapes, batch_argnums=(1, 2))
+    made = sharded(compiled(graph, method="data", microbatches=1))
+    program = dataclasses.replace(made, rules=RULES[GPU])
+    found = peak(program, {}, [False] * 3)
+    logits = rows // 8 * classes * 2
+    assert 3 * logits < found.bytes < 3.5 * logits, "in float32, and once in bfloat16"
