@@ -357,3 +357,23 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
         check=True,
     )
     assert other.stdout.strip() == here
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_numbers_that_a_cond_is_given_are_inside_its_branches(positive: bool) -> None:
+    def outer(x: Any) -> Any:
+        def inner(y: Any, scale: Any) -> Any:
+            return jax.lax.switch(jnp.int32(y[0] > 0), [lambda s: y * s, lambda s: s + y], scale)
+
+        return jax.lax.cond(x[0] > 0, inner, lambda y, scale: y - scale, x, 0.5), jax.lax.cond(
+            x[0] > 0, lambda s: s, lambda s: 2 * s, 0.25
+        )
+
+    x = np.linspace(0.5, 1, 4, dtype=np.float32) * (1 if positive else -1)
+    closed = flatten(jax.make_jaxpr(outer)(x))
+    conds = [eqn for eqn in walk(closed.jaxpr) if eqn.primitive.name == "cond"]
+    assert len(conds) >= 2
+    assert not any(isinstance(v, jex_core.Literal) for eqn in conds for v in eqn.invars)
+    found = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)
+    for value, expected in zip(found, outer(x), strict=True):
+        np.testing.assert_array_equal(value, expected)

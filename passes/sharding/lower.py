@@ -115,7 +115,7 @@ class _Lowering:
         self.versions: dict[Var, list[Layout]] = {}
         self.unreduced: set[ShardedValue] = set()  # as they were made, before they were completed
         self.recomputed: dict[Var, Entry] = {}
-        self.passed: dict[Var, Atom] = {}  # the result of a barrier, or a cast -> its operand
+        self.passed: dict[Var, Atom] = {}  # another form of a value -> that value
         self.aliases: dict[Var, Atom] = {}  # a branch's variable -> the outer atom
         self.captured: dict[ShardedValue, ShardedValue] = {}  # inner version -> outer version
         self.stored: dict[Atom, Layout] = {}  # what goes to the hosts' memory when it is made
@@ -201,8 +201,7 @@ class _Lowering:
         assert self.parent is not None
         outer = self.aliases[atom]
         have = self.parent.home(outer)
-        is_given = isinstance(outer, jex_core.Literal) or outer in self.parent.versions
-        if not is_given and outer in self.parent.recomputed:
+        if outer in self.parent.recomputed and outer not in self.parent.versions:
             have = without_partial(layout)
         version = self.parent.get(outer, have)
         self.captured[ShardedValue(atom, have)] = version
@@ -311,7 +310,7 @@ class _Lowering:
         all layers' gradients, and what read it, with all that this read, stayed until then.
         """
         home, whole = self.home(atom), replicated(len(aval_shape(atom)))
-        if isinstance(atom, jex_core.Literal) or home.in_host:
+        if isinstance(atom, jex_core.Literal):
             return home
         is_small = math.prod(aval_shape(atom)) * itemsize(atom.aval) <= SMALL_BYTES
         return whole if is_small and whole in self.versions.get(atom, ()) else home

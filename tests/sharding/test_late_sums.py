@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from autopar.passes.sharding.late_sums import are_late, late_times
 from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.peak_memory import peak
 from autopar.passes.sharding.run_order import is_gradient_sum, weight_products
-from autopar.passes.sharding.spmd_program import Compute, SpmdProgram, local_bytes
+from autopar.passes.sharding.spmd_program import Compute, Relayout, SpmdProgram, local_bytes
 from sharding.steps import compiled, graph_of, shaped, sharded
 
 BATCH, SEQUENCE, WIDTH = 8, 64, 256
@@ -196,3 +197,28 @@ def test_the_end_is_before_what_waits_for_more_gathers() -> None:
     # The second layer's sum comes before the first one is computed again.
     left = sorted(len(set(products).intersection(rest)) for rest in after)
     assert left[0] == 0 and left[-1] >= 1
+
+
+def test_a_scale_is_gathered_once_for_both_passes() -> None:
+    """Behind the barrier of a layer that runs again it would be gathered once more."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = y + jnp.tanh(jnp.tanh(y) * w["scale"] @ w["up"]) @ w["down"]
+            return jnp.mean(jnp.square(y))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss_fn)(weights))
+
+    one = {"scale": shaped(WIDTH), "up": shaped(WIDTH, 512), "down": shaped(512, WIDTH)}
+    graph = graph_of(step, [one] * 3, SHAPES[1], batch_argnums=(1,))
+    program = sharded(compiled(graph, method="zero3", microbatches=1, remat="full"))
+    gathers = [
+        math.prod(instruction.target.atom.aval.shape)
+        for instruction in program.block.instructions
+        if isinstance(instruction, Relayout)
+        and any(x.kind == "all-gather" for x in instruction.steps)
+    ]
+    assert gathers.count(WIDTH) == 3
+    assert gathers.count(WIDTH * 512) > 6, "weights are gathered again"

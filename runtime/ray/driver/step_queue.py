@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,11 +56,15 @@ LOOK_SECONDS = 0.05
 
 @dataclass
 class _Told:
-    """A step that actors were told of: of each what says how it ended, and of whom that is left."""
+    """A step that actors were told of: of each what says how it ended, and of whom that is left.
+
+    If `is_off`, nobody else is told.
+    """
 
     serial: int
     refs: list[Any]
     left: list[Any] = field(default_factory=list)
+    is_off: bool = False
 
 
 def _tell(
@@ -68,6 +75,8 @@ def _tell(
 ) -> None:
     try:
         for actor, message in zip(handles, messages, strict=True):
+            if told.is_off:
+                raise RuntimeError("The step was called off.")
             if not ray.is_initialized():  # a call would start another Ray
                 raise RuntimeError("Ray was shut down in this process.")
             told.refs.append(actor.step.remote(message))
@@ -75,6 +84,45 @@ def _tell(
     except Exception:
         undo()
         raise
+
+
+class _Teller:
+    """A thread that does what it is given, one after the other; no process waits for its end."""
+
+    def __init__(self) -> None:
+        self._given: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
+        self._given = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._given.put, None)
+
+    def give(self, over: Future[None], what: Callable[[], None]) -> None:
+        """Have something done; `over` says how it ends. Done at once where no thread can begin."""
+        if self._thread is None:
+            thread = threading.Thread(
+                target=_do_all, args=(self._given,), name="autopar tells actors", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                _do(over, what)
+                return
+            self._thread = thread
+        self._given.put((over, what))
+
+
+def _do_all(given: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    while (each := given.get()) is not None:
+        _do(*each)
+        del each
+
+
+def _do(over: Future[None], what: Callable[[], None]) -> None:
+    try:
+        what()
+    except BaseException as error:
+        over.set_exception(error)
+    else:
+        over.set_result(None)
 
 
 class StepQueue:
@@ -88,7 +136,7 @@ class StepQueue:
         self._lock = threading.RLock()
         self.serial = 0
         self._running: deque[_Told] = deque()
-        self._teller = ThreadPoolExecutor(1, "autopar tells actors")
+        self._teller = _Teller()
         self._telling: Future[None] | None = None
         self._lost: list[tuple[int, int]] = []
 
@@ -149,15 +197,16 @@ class StepQueue:
         self.serial += 1
         told = _Told(self.serial, [])
         self._running.append(told)
-        self._telling = self._teller.submit(_tell, list(self._pool.handles), messages, told, undo)
+        self._telling = over = Future[None]()
+        handles = list(self._pool.handles)
+        self._teller.give(over, functools.partial(_tell, handles, messages, told, undo))
         if not all(isinstance(message, bytes) for message in messages):
             self._have_told()  # else the caller might write to arrays that are still to be sent
 
-    def rest(self) -> None:
-        """Wait until nobody is told of anything any more, however that ends."""
+    def rest(self, seconds: float = TELLING_SECONDS) -> bool:
+        """Wait until nobody is told of anything any more, however that ends; whether it is so."""
         telling = self._telling
-        if telling is not None:
-            wait_for_futures([telling], TELLING_SECONDS)
+        return telling is None or not wait_for_futures([telling], seconds).not_done
 
     def _have_told(self) -> None:
         """See that all actors have been told.
@@ -166,14 +215,13 @@ class StepQueue:
           Exception: one could not be.
         """
         if self._telling is not None:
-            error: BaseException | None
-            try:
-                error = self._telling.exception(TELLING_SECONDS)
-            except TimeoutError:
-                error = RuntimeError(
+            if not self.rest(TELLING_SECONDS):
+                late = (
                     f"Ray did not take step {self.serial} for all actors in {TELLING_SECONDS:g} s."
                 )
-            self._telling = None
+                self._interrupted(RuntimeError(late))
+                raise RuntimeError(late)
+            error, self._telling = self._telling.exception(), None
             if error is not None:  # else those that have it would wait for the others
                 self._interrupted(error)
                 raise error
@@ -358,10 +406,12 @@ class StepQueue:
         if pool.closed is not None or not self._running:
             return
         with contextlib.suppress(BaseException):
-            self.rest()
+            is_told = self.rest(GRACE_SECONDS)
+            self._running[-1].is_off = True
             self._telling = None
             first = self._running[0].serial
-            if not any(map(is_over, self._call_off())):
+            # One that is told later would begin a step that the others have given up.
+            if is_told and not any(map(is_over, self._call_off())):
                 told = StageError(
                     f"{pool.name} was interrupted by {name}.",
                     hint="go on from a state that is alive.",

@@ -71,7 +71,7 @@ _HELLO = struct.Struct("<32sQ")
 HELLO_SECONDS = 10.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
 LOOPBACK_BYTES = 256 << 10
-"""What a connection on one machine may have sent that is not read. Linux lets it grow to several
+"""What a connection over loopback may have sent that is not read. Linux lets it grow to several
 times as much, which no longer is in a cache when it is read, and there is no network to bridge.
 """
 
