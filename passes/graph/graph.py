@@ -18,7 +18,8 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 
 from autopar.passes.graph import jax_compat, primitives
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
-from autopar.passes.graph.held_constants import HeldConstants, closed_bodies, passed_down
+from autopar.passes.graph.cond_literals import with_literals_inside
+from autopar.passes.graph.held_constants import HeldConstants, passed_down
 from autopar.passes.graph.platforms import known_branch, only_platform
 
 Role = Literal["state", "batch", "constant", "received", "other"]
@@ -156,40 +157,13 @@ def _inline_into(
             outvars = [v if isinstance(v, DropVar) else jax_compat.new_var(v.aval) for v in outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
         if name in primitives.CONTROL_FLOW:
-            bodies = closed_bodies(eqn)
-            if name == "cond":
-                operands, bodies = _with_literals_inside(operands, bodies)
-            bodies = list(map(flatten, bodies))
-            operands, params = passed_down(eqn, operands, bodies, held)
+            operands, bodies = with_literals_inside(eqn, operands)
+            operands, params = passed_down(eqn, operands, [*map(flatten, bodies)], held)
         elif name in primitives.KERNELS:
             params = eqn.params
         else:
             params = map_inner_jaxprs(eqn.params, _flat_body)
         eqns.append(eqn.replace(invars=operands, outvars=outvars, params=params, source_info=info))
-
-
-def _with_literals_inside(
-    operands: Sequence[Atom], branches: Sequence[ClosedJaxpr]
-) -> tuple[list[Atom], list[ClosedJaxpr]]:
-    """A `cond`'s operands without the literals, and its branches with these in their places."""
-    index, *read = operands
-    given = [isinstance(atom, jex_core.Literal) for atom in read]
-
-    def inside(branch: ClosedJaxpr) -> ClosedJaxpr:
-        jaxpr = branch.jaxpr
-        places = list(zip(jaxpr.invars, read, given, strict=True))
-        env = {var: atom for var, atom, is_given in places if is_given}
-        eqns = [eqn.replace(invars=[read_atom(env, v) for v in eqn.invars]) for eqn in jaxpr.eqns]
-        changed = jax_compat.replace_jaxpr(
-            jaxpr,
-            invars=[var for var, _, is_given in places if not is_given],
-            outvars=[read_atom(env, v) for v in jaxpr.outvars],
-            eqns=eqns,
-        )
-        return ClosedJaxpr(changed, branch.consts)
-
-    taken = [atom for atom, is_given in zip(read, given, strict=True) if not is_given]
-    return [index, *taken], list(map(inside, branches)) if any(given) else list(branches)
 
 
 def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, list[Atom]]:

@@ -15,7 +15,6 @@ from autopar.passes.sharding.compiler_rules import (
     CompilerRules,
     is_filter_gradient,
     reads_buffer,
-    reduces_rows,
 )
 from autopar.passes.sharding.filling_numbers import filling_numbers
 from autopar.passes.sharding.heap import (
@@ -31,6 +30,7 @@ from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.instruction_values import Mesh, loop_counts, made_by, sum_bytes
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.layout import local_shape
+from autopar.passes.sharding.row_kernels import RowKernels
 from autopar.passes.sharding.run_order import after_ties, products_left, ties
 from autopar.passes.sharding.scopes import aval_shape, itemsize
 from autopar.passes.sharding.spmd_program import (
@@ -164,13 +164,7 @@ class _Moments:
         for time, instruction in enumerate(block.instructions):
             if self.runs(instruction):
                 self.last.update(dict.fromkeys(self.read(instruction), time))
-        self.reduced = self._reductions()
-        self.scattered = {
-            self.held.root(v)
-            for x in block.instructions
-            if isinstance(x, Compute) and x.eqn.primitive.name == "scatter-add"
-            for v in x.results
-        }
+        self.rows = RowKernels.of(self.block.instructions, self.held)
         self.turned = {
             x.target
             for x in block.instructions
@@ -277,18 +271,6 @@ class _Moments:
         made = dict.fromkeys(map(self.held.root, results))
         return [HeapBuffer(self._bytes(v), self.since[v], end) for v in made if v in self.since]
 
-    def _reductions(self) -> dict[ShardedValue, set[ShardedValue]]:
-        """The results of reductions in kernels with their readers, and the buffers that they read.
-
-        Those kernels hold whole rows.
-        """
-        return {
-            value: self.held.read_by(reads(instruction))
-            for instruction in self.block.instructions
-            if isinstance(instruction, Compute) and reduces_rows(instruction.eqn)
-            for value in instruction.results
-        }
-
     def _is_new(self, value: ShardedValue, alive: Alive) -> bool:
         is_filled = value in alive or value in self.filling
         return value in self.last and not is_filled and self.held.is_held(value)
@@ -364,10 +346,7 @@ class _Moments:
             return next((v for v in dying if v in own and self.size(v) == size), None)
         if not self.rules.writes_over_temporaries:
             dying = [v for v in dying if v in self.entering]
-        read = self.read(instruction)
-        twice = {v for r in read for v in self.reduced.get(r, ())}
-        if any(v in self.scattered and self.elements(v) == self.elements(result) for v in read):
-            twice = set()  # XLA scatters into what else is added: rows are read before that
+        twice = self.rows.read_twice(self.read(instruction), result, self.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
     def _inside(self, instruction: Instruction) -> tuple[int, Alive, list[HeapBuffer]]:

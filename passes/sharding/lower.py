@@ -6,7 +6,6 @@ scalars stay partial until a nonlinear use, whatever group they come from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from jax.extend import core as jex_core
@@ -18,7 +17,7 @@ from autopar.passes.graph.graph import Atom, user_source
 from autopar.passes.graph.microbatched import Microbatched
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding import strategies as st
-from autopar.passes.sharding.compiler_rules import SAME_BUFFER, rules_of
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.layout import (
     Layout,
     on_device,
@@ -27,7 +26,11 @@ from autopar.passes.sharding.layout import (
     without_partial,
 )
 from autopar.passes.sharding.leaf_by_leaf import is_long, leaf_by_leaf
-from autopar.passes.sharding.lowering_context import LoweringContext
+from autopar.passes.sharding.lowering_context import (
+    OTHER_FORMS,
+    LoweringContext,
+    passing_layout,
+)
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.reshard import adding, reshard_steps
 from autopar.passes.sharding.scopes import Entry, Scope, aval_shape, itemsize
@@ -42,12 +45,6 @@ from autopar.passes.sharding.spmd_program import (
     SpmdProgram,
 )
 from autopar.passes.sharding.strategy_graph import StrategyGraph
-
-SMALL_BYTES = 2**16
-"""What is no larger, whole, stays whole behind a barrier: scales and biases."""
-
-_THE_SAME = SAME_BUFFER | {"convert_element_type", "reduce_precision"}
-"""What makes of a parameter another form of it."""
 
 
 def lower(
@@ -164,7 +161,7 @@ class _Lowering:
             if source == layout:
                 return wanted
         steps = reshard_steps(source, layout, built.mesh, pricing.reduce_scatter)
-        purpose = self._purpose(atom, source)
+        purpose = self.context.purpose(atom, source, self.passed)
         sum_dtype = built.sum_dtypes.get(atom, "") if adding(steps) else ""
         version = ShardedValue(atom, source)
         self.instructions.append(Relayout(version, wanted, steps, purpose, "", sum_dtype))
@@ -181,7 +178,7 @@ class _Lowering:
         self.passed[copy] = atom
         source, target = ShardedValue(atom, layout), ShardedValue(copy, lies)
         steps = reshard_steps(layout, lies, self.context.built.mesh)
-        purpose = self._purpose(atom, layout)
+        purpose = self.context.purpose(atom, layout, self.passed)
         self.instructions.append(Relayout(source, target, steps, purpose, ""))
         self.define(target)
         return copy
@@ -206,19 +203,6 @@ class _Lowering:
         version = self.parent.get(outer, have)
         self.captured[ShardedValue(atom, have)] = version
         self.define(ShardedValue(atom, have))
-
-    def _purpose(self, atom: Atom, source: Layout) -> str:
-        while not isinstance(atom, jex_core.Literal) and atom in self.passed:
-            atom = self.passed[atom]
-        if isinstance(atom, jex_core.Literal):
-            return "state"
-        if self.context.batch_dims.get(atom):
-            return "activation"
-        if atom in self.context.arguments:
-            return "parameter"
-        if source.partial:
-            return "gradient" if aval_shape(atom) else "scalar"
-        return "state"
 
     def run(self, scope: Scope) -> None:
         for entry in scope.entries:
@@ -259,7 +243,7 @@ class _Lowering:
         )
         results = tuple(ShardedValue(v, x) for v, x in zip(eqn.outvars, chosen.left, strict=True))
         self.instructions.append(Compute(eqn, operands, results, once, task, movable))
-        if eqn.primitive.name in _THE_SAME and not isinstance(eqn.outvars[0], jex_core.DropVar):
+        if eqn.primitive.name in OTHER_FORMS and not isinstance(eqn.outvars[0], jex_core.DropVar):
             self.passed[eqn.outvars[0]] = eqn.invars[0]
         self._define_results(results, chosen.results)
 
@@ -297,23 +281,10 @@ class _Lowering:
 
     def _barrier(self, entry: Entry) -> None:
         eqn = entry.eqn
-        passing = tuple(map(self._passing, eqn.invars))
+        passing = tuple(passing_layout(v, self.home(v), self.versions) for v in eqn.invars)
         if passing:  # all else is computed where it is read
             self._compute(entry, st.Strategy((), passing, passing, 1, passing))
         self.passed.update(zip(eqn.outvars, eqn.invars, strict=True))
-
-    def _passing(self, atom: Atom) -> Layout:
-        """How a value passes a barrier: as it lies; a small one whole, where it was gathered.
-
-        To keep it costs nothing. Gathered once more it would be waited for, and XLA adds to that
-        collective what it finds: a scale's gather, which is a sum on TPUs, was joined with sums of
-        all layers' gradients, and what read it, with all that this read, stayed until then.
-        """
-        home, whole = self.home(atom), replicated(len(aval_shape(atom)))
-        if isinstance(atom, jex_core.Literal):
-            return home
-        is_small = math.prod(aval_shape(atom)) * itemsize(atom.aval) <= SMALL_BYTES
-        return whole if is_small and whole in self.versions.get(atom, ()) else home
 
     def _opaque(self, entry: Entry) -> None:
         eqn = entry.eqn

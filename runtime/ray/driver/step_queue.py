@@ -15,14 +15,11 @@ import contextlib
 import copy
 import functools
 import itertools
-import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -43,6 +40,7 @@ from autopar.runtime.ray.driver.outcomes import (
     overdue,
     reason_of,
 )
+from autopar.runtime.ray.driver.telling import Teller, Told, tell
 
 AHEAD = 2
 """Steps that the driver may be ahead of the actors."""
@@ -52,77 +50,6 @@ TELLING_SECONDS = 60.0
 """How long it may take to hand a step to Ray for all actors."""
 LOOK_SECONDS = 0.05
 """A wait for some calls looks that often whether a step has failed meanwhile."""
-
-
-@dataclass
-class _Told:
-    """A step that actors were told of: of each what says how it ended, and of whom that is left.
-
-    If `is_off`, nobody else is told.
-    """
-
-    serial: int
-    refs: list[Any]
-    left: list[Any] = field(default_factory=list)
-    is_off: bool = False
-
-
-def _tell(
-    handles: Sequence[Any],
-    messages: Sequence[Message | bytes],
-    told: _Told,
-    undo: Callable[[], None],
-) -> None:
-    try:
-        for actor, message in zip(handles, messages, strict=True):
-            if told.is_off:
-                raise RuntimeError("The step was called off.")
-            if not ray.is_initialized():  # a call would start another Ray
-                raise RuntimeError("Ray was shut down in this process.")
-            told.refs.append(actor.step.remote(message))
-        told.left = list(told.refs)
-    except Exception:
-        undo()
-        raise
-
-
-class _Teller:
-    """A thread that does what it is given, one after the other; no process waits for its end."""
-
-    def __init__(self) -> None:
-        self._given: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
-        self._given = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._given.put, None)
-
-    def give(self, over: Future[None], what: Callable[[], None]) -> None:
-        """Have something done; `over` says how it ends. Done at once where no thread can begin."""
-        if self._thread is None:
-            thread = threading.Thread(
-                target=_do_all, args=(self._given,), name="autopar tells actors", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:
-                _do(over, what)
-                return
-            self._thread = thread
-        self._given.put((over, what))
-
-
-def _do_all(given: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
-    while (each := given.get()) is not None:
-        _do(*each)
-        del each
-
-
-def _do(over: Future[None], what: Callable[[], None]) -> None:
-    try:
-        what()
-    except BaseException as error:
-        over.set_exception(error)
-    else:
-        over.set_result(None)
 
 
 class StepQueue:
@@ -135,8 +62,8 @@ class StepQueue:
         self._pool = pool
         self._lock = threading.RLock()
         self.serial = 0
-        self._running: deque[_Told] = deque()
-        self._teller = _Teller()
+        self._running: deque[Told] = deque()
+        self._teller = Teller()
         self._telling: Future[None] | None = None
         self._lost: list[tuple[int, int]] = []
 
@@ -195,11 +122,11 @@ class StepQueue:
         is raised by whatever looks first.
         """
         self.serial += 1
-        told = _Told(self.serial, [])
+        told = Told(self.serial, [])
         self._running.append(told)
         self._telling = over = Future[None]()
         handles = list(self._pool.handles)
-        self._teller.give(over, functools.partial(_tell, handles, messages, told, undo))
+        self._teller.give(over, functools.partial(tell, handles, messages, told, undo))
         if not all(isinstance(message, bytes) for message in messages):
             self._have_told()  # else the caller might write to arrays that are still to be sent
 
