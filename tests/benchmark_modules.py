@@ -10,6 +10,7 @@ FOLDER = str(Path(__file__).resolve().parents[1] / "benchmarks")
 
 sys.path.append(FOLDER)
 try:
+    import compiler_cases
     import compilers
     import contest
     import gpu
@@ -25,6 +26,7 @@ finally:
     sys.path.remove(FOLDER)
 
 __all__ = [
+    "compiler_cases",
     "compilers",
     "contest",
     "deepseek",

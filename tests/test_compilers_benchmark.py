@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_modules import compilers, gpu, other_kinds, placed_worker, registry
+from benchmark_modules import compiler_cases, compilers, gpu, other_kinds, placed_worker, registry
 from rich.console import Console
 
+import autopar
 from autopar.base.compiled_records import ProgramMemory
 
-ITEM = compilers.Case("gpt-125M", 16, False, {"microbatches": 1, "method": "zero3", "stages": 1})
+ITEM = compiler_cases.Case(
+    "gpt-125M", 16, False, {"microbatches": 1, "method": "zero3", "stages": 1}
+)
 MADE = registry.build("gpt-125M", remat=False, batch=16, size=gpu.TINY["gpt"])
 
 
@@ -20,6 +23,18 @@ def shown(rows: list[dict[str, Any]]) -> str:
     text = io.StringIO()
     Console(file=text, width=250).print(compilers.table(rows, plain=True))
     return text.getvalue()
+
+
+def test_a_batch_that_fills_devices() -> None:
+    item = ITEM._replace(options={**ITEM.options, "microbatches": 2})
+    setting = compilers.Setting(layers=1, fill=0.5)
+    large = compilers.filling(item, "gpu:h100", setting)
+    assert large.batch > item.batch and large.batch % (8 * 2) == 0
+    made = compilers.train_step(large, setting.layers)
+    cluster = compilers.cluster_of("gpu:h100")
+    plan = autopar.plan(made.step, made.state, made.batch, cluster=cluster, **large.options)
+    filled = compilers.most_bytes(plan) / cluster.device.program_bytes
+    assert 0.45 < filled <= 0.55
 
 
 @pytest.mark.full
@@ -96,10 +111,10 @@ def test_what_is_placed_has_the_memory_of_an_executable() -> None:
 
 
 def test_cases_are_programs_that_can_be_built() -> None:
-    names = [(item.name, item.batch, item.held_out) for item in compilers.ALL]
+    names = [(item.name, item.batch, item.held_out) for item in compiler_cases.ALL]
     assert len(set(names)) == len(names)
-    assert sum(item.held_out for item in compilers.ALL) >= 24
-    for item in compilers.ALL:
+    assert sum(item.held_out for item in compiler_cases.ALL) >= 24
+    for item in compiler_cases.ALL:
         assert item.program in other_kinds.OTHERS or item.program in registry.NAMES
         assert set(item.options) <= {"method", "microbatches", "stages"}
 

@@ -141,9 +141,9 @@ assignment too):
   a second time (`benchmarks/compilers.py --tight`). What does not fit with sums and products at
   the end is counted as all that there is, if half of what they keep there would fit: the scheduler
   prefers what takes no more memory when that is short (`kMemoryPeakOverLimit`), begins anew with
-  less until it fits, and leaves to the end what it can. A GPT-350M with remat by `zero2`, 16.1 GB
-  with all of them at the end and 7.8 with none, compiles for devices of 11.5 to 15.3 GB and takes
-  93 to 98% of them, and does not for 11.
+  less until it fits, and leaves to the end what it can. Six layers of a GPT-350M with remat by
+  `zero2`, 15.7 GiB with all of them at the end and 7.7 with none, compile for devices of 11.2 to
+  14.9 GiB and take 93 to 98% of them; with 2% more sequences, not for devices of 10.7.
 
 **For CPUs** a value is fused into its readers if these are near (`peak_memory.py`).
 """

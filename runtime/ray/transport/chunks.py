@@ -2,8 +2,9 @@
 
 A message of many bytes is a pipeline: while one chunk is on its way, the next one is copied out of
 a device, and the receiver copies the one before into its devices. The connections to one peer
-(*lanes*) each take the next chunk when they are free, so chunks arrive in any order. No thread is
-woken for a single chunk, neither here nor at the peer: that took a tenth of the time.
+(*lanes*) each take the next chunk when they are free, so chunks arrive in any order. Here no
+thread is woken for a single chunk, and who waits for a message is not woken for each of its chunks:
+that took a tenth of the time.
 """
 
 from __future__ import annotations
