@@ -271,7 +271,7 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
 ) -> None:
     """They fit, and say how far they may be from the best: not below what is proven."""
     state = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}
-    x = jnp.ones((8 * ROWS, WIDTH))
+    x = jnp.ones((ROWS, WIDTH))
 
     def plan(limit: int | None) -> autopar.Plan:
         options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "gpipe"}
@@ -280,7 +280,7 @@ def test_large_stages_are_planned_at_prices_of_a_byte(
         return autopar.plan(perceptron, state, x, **options)
 
     free = plan(None)
-    limit = max(stage.peak_bytes_per_device for stage in free.stages) * 3 // 4
+    limit = max(stage.peak_bytes_per_device for stage in free.stages) * 15 // 16
     exact = plan(limit)
     made: list[PlannedStage] = []
     real = stage_shardings.MeshSearch.at_least_price
@@ -306,9 +306,9 @@ def test_a_large_stage_that_costs_hardly_more_is_looked_at_no_longer(
     state = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}
     options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "gpipe"}
     options |= {"cluster": CLUSTER, "remat": "auto", "logical_mesh": (4,)}
-    x = jnp.ones((8 * ROWS, WIDTH))
+    x = jnp.ones((ROWS, WIDTH))
     free = autopar.plan(perceptron, state, x, **options)
-    limit = max(stage.peak_bytes_per_device for stage in free.stages) * 3 // 4
+    limit = max(stage.peak_bytes_per_device for stage in free.stages) * 7 // 8
     again: list[PlannedStage] = []
     real = stage_shardings.MeshSearch.rematerialized
 

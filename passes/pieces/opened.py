@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from autopar.passes.pieces.wiring import made_by, needed, read_by
-from autopar.passes.sharding.layout import Layout, divides, without_partial
+from autopar.passes.sharding.layout import (
+    Layout,
+    divides,
+    without_partial,
+    without_replicas,
+)
 from autopar.passes.sharding.reshard import reshard_steps
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
@@ -193,14 +198,4 @@ def _arriving(version: ShardedValue, sent: Layout, mesh: Sequence[int]) -> Layou
     shape = aval_shape(version.atom)
     alike = len(sent.dims) == len(shape) and all(axis < len(mesh) for axis in sent.used)
     alike = alike and divides(shape, sent, mesh)
-    layout = without_partial(sent if alike else version.layout)
-    for axis in range(len(mesh)):
-        if mesh[axis] == 1 or axis in layout.used:
-            continue
-        for d, cuts in enumerate(layout.dims):
-            further = tuple(sorted((*cuts, axis)))
-            trial = Layout((*layout.dims[:d], further, *layout.dims[d + 1 :]))
-            if shape[d] > 1 and divides(shape, trial, mesh):
-                layout = trial
-                break
-    return layout
+    return without_replicas(shape, without_partial(sent if alike else version.layout), mesh)

@@ -23,7 +23,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.graph.casts_again import casts_again
-from autopar.passes.planner.layer_units import units_of
+from autopar.passes.planner.layer_units import FinerUnits, units_of
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout, chunks_of
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_choice import (
@@ -33,9 +33,9 @@ from autopar.passes.planner.stage_choice import (
     StageRange,
     best_stages,
 )
-from autopar.passes.planner.stage_costs import Way, equal_runs
+from autopar.passes.planner.stage_costs import Mesh, Way, equal_runs, with_halfway
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
-from autopar.passes.planner.unit_costs import Mesh, UnitCosts
+from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.slicing.stage_graphs import Stages
 
 # Of many units, stages that are alike are taken where they are about as good: they are planned
@@ -56,6 +56,7 @@ class StageSearch:
     Args:
       starts: the layers at which units begin.
       crossing: what passes from each unit to the next, in bytes of one microbatch.
+      inside: whether a stage that begins with a unit keeps what it receives beside all else.
       once: what passes once a step: from which unit, to which, and bytes.
       ways: for each size of submesh.
       num_microbatches: of the step.
@@ -67,6 +68,7 @@ class StageSearch:
 
     starts: tuple[int, ...]
     crossing: tuple[int, ...]
+    inside: tuple[bool, ...]
     once: tuple[tuple[int, int, int], ...]
     ways: dict[int, list[Way]]
     num_microbatches: int
@@ -90,12 +92,10 @@ class StageSearch:
         units = units_of(split, report)
         if units is None or cluster.num_devices < 2:
             return None
-        layers, starts = units.layers.layers, (0, *units.boundaries)
-        crossing = [layers[end - 1].cut_bytes for end in (*units.boundaries, len(layers))]
-        once = Counter[tuple[int, int]]()
+        finer, once = FinerUnits(units), Counter[tuple[int, int]]()
         for link in units.links:
             if not link.per_microbatch:
-                once[link.source, link.target] += link.bytes
+                once[finer.first_of(link.source), finer.first_of(link.target)] += link.bytes
         costs = UnitCosts(units, options, cluster, split.num_microbatches)
 
         @cache
@@ -106,14 +106,34 @@ class StageSearch:
         def casting() -> UnitCosts:
             return UnitCosts(again().units, options, cluster, split.num_microbatches, costs)
 
+        priced, longest = dict[int, list[tuple[Mesh, Way]]](), math.inf
+
+        def made() -> StageSearch:
+            """The search among what is priced."""
+            ways = {
+                size: [(mesh, finer.shared_out(way)) for mesh, way in with_halfway(found)]
+                for size, found in sorted(priced.items())
+            }
+            return cls(
+                starts=tuple(finer.starts),
+                crossing=tuple(finer.crossing),
+                inside=tuple(finer.inside),
+                once=tuple((*ends, size) for ends, size in sorted(once.items())),
+                ways={size: [way for _, way in found] for size, found in ways.items()},
+                num_microbatches=split.num_microbatches,
+                cluster=cluster,
+                remat=options.remat,
+                schedules=_schedules(options),
+                meshes={size: [mesh for mesh, _ in found] for size, found in ways.items()},
+            )
+
         sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
-        crossed = min(filter(None, crossing), default=0)
+        crossed = min(filter(None, finer.crossing), default=0)
         hopeful = [
             size
             for size in sizes
             if costs.may_fit(size, crossed) or costs.may_fit(size, crossed, again().kept_bytes)
         ]
-        priced, longest = dict[int, list[tuple[Mesh, Way]]](), math.inf
         for size in (*hopeful, *(size for size in sizes if size not in hopeful)):
             if size not in hopeful and math.isfinite(longest):
                 break  # something fits elsewhere
@@ -127,20 +147,10 @@ class StageSearch:
                 more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
                 least = casting().least_that_fits(size, more)
                 priced[size] = [*priced[size], *more]
+            if math.isinf(min(longest, least)) and (found := made().within(costs.limit)):
+                least = found[1]  # stages that are not equal fit
             longest = min(longest, LONGER * least)
-        priced = dict(sorted(priced.items()))
-        moved = tuple((source, target, size) for (source, target), size in sorted(once.items()))
-        return cls(
-            starts=starts,
-            crossing=tuple(crossing),
-            once=moved,
-            ways={size: [way for _, way in ways] for size, ways in priced.items()},
-            num_microbatches=split.num_microbatches,
-            cluster=cluster,
-            remat=options.remat,
-            schedules=_schedules(options),
-            meshes={size: [mesh for mesh, _ in ways] for size, ways in priced.items()},
-        )
+        return made()
 
     def within(self, limit: int, at_most: float = math.inf) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.
@@ -200,7 +210,9 @@ class StageSearch:
             size = stage.num_devices
             for mesh, way in zip(self.meshes[size], self.ways[size], strict=True):
                 units = way[stage.start : stage.stop]
-                alone = StageTransfers([0.0] * len(units), [received] * len(units), [])
+                inner = [received] * len(units)
+                kept = [received * self.inside[stage.start]] * len(units)
+                alone = StageTransfers([0.0] * len(units), inner, kept, [])
                 totals = RangeTotals.of([units])
                 options = totals.options(size, alone, self.remat, is_hidden=False)
                 fitting = (
@@ -291,9 +303,11 @@ class StageSearch:
         for size, ways in self.ways.items():
             if ways:
                 totals = RangeTotals.of(ways)
+                received = [math.ceil(moved / size) for moved in (0, *self.crossing[:-1])]
                 transfers = StageTransfers(
                     [self._seconds(size, moved) for moved in self.crossing],
-                    [math.ceil(moved / size) for moved in (0, *self.crossing[:-1])],
+                    received,
+                    [x * kept for x, kept in zip(received, self.inside, strict=True)],
                     [(x, y, self._seconds(size, moved)) for x, y, moved in self.once],
                 )
                 for flag in flags:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 from autopar.base.errors import OptionError
 from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_costs import UnitCost, Way
 from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
@@ -61,13 +63,70 @@ def _longest_repetition(kinds: Sequence[object]) -> tuple[int, int, int]:
 
 
 def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
-    """A step cut into units, a stage each; None where it cannot be cut."""
+    """A step cut into units, a stage each; None where it cannot be cut.
+
+    What is computed again as a whole is not cut, if two units are left.
+    """
     try:
         layers = split.layers.found.layers
     except OptionError:
         return None
-    starts = unit_starts([layer.digest for layer in layers])
+    blocks = [0, *(end for end, layer in enumerate(layers[:-1], 1) if not layer.inside)]
+    if len(blocks) < 2:
+        blocks = [*range(len(layers))]
+    runs = itertools.pairwise((*blocks, len(layers)))
+    kinds = [tuple(layer.digest for layer in layers[start:stop]) for start, stop in runs]
+    starts = [blocks[block] for block in unit_starts(kinds)]
     if len(starts) < 2:
         return None
     report(f"slicing into {len(starts)} layers")
     return slice_stages(split.step, split.rules, starts[1:], known=split.layers)
+
+
+class FinerUnits:
+    """Layers as units of their own, if there are few: stages may be cut inside of a unit.
+
+    What a unit costs is shared out among its layers: time by FLOPs, and by parameters what is there
+    all the time. Its first layer keeps what the unit keeps of a microbatch; a stage that begins
+    with another one keeps what it receives.
+    """
+
+    def __init__(self, units: Stages) -> None:
+        self.layers = units.layers.layers
+        count, self._ends = len(self.layers), (0, *units.boundaries, len(units.layers))
+        self.starts = list(range(count)) if count <= MAX_UNITS else [*self._ends[:-1]]
+        self.crossing = [
+            self.layers[end - 1].cut_bytes for end in (*self.starts[1:], count) if count
+        ]
+        self.inside = [start > 0 and start not in self._ends for start in self.starts]
+
+    def first_of(self, unit: int) -> int:
+        """The number of the first of the layers of a unit."""
+        return self.starts.index(self._ends[unit])
+
+    def shared_out(self, way: Way) -> Way:
+        """What the layers cost, by what the units do."""
+        if len(self.starts) == len(way):
+            return way
+        found = list[UnitCost]()
+        for cost, (start, stop) in zip(way, itertools.pairwise(self._ends), strict=True):
+            layers = self.layers[start:stop]
+            flops = _shares([layer.flops for layer in layers])
+            weights = _shares([layer.weight_bytes for layer in layers])
+            for number, (time, fixed) in enumerate(zip(flops, weights, strict=True)):
+                found.append(
+                    cost._replace(
+                        seconds=time * cost.seconds,
+                        forward_seconds=time * cost.forward_seconds,
+                        rowless_seconds=time * cost.rowless_seconds,
+                        once_seconds=fixed * cost.once_seconds,
+                        bytes_fixed=math.ceil(fixed * cost.bytes_fixed),
+                        bytes_per_microbatch=0 if number else cost.bytes_per_microbatch,
+                    )
+                )
+        return tuple(found)
+
+
+def _shares(sizes: Sequence[int]) -> list[float]:
+    total = sum(sizes)
+    return [size / total for size in sizes] if total else [1 / len(sizes)] * len(sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -36,6 +37,20 @@ class UnitCost(NamedTuple):
             self.once_seconds + other.once_seconds,
             self.bytes_fixed + other.bytes_fixed,
             self.bytes_per_microbatch + other.bytes_per_microbatch,
+            max(self.bytes_working, other.bytes_working),
+            max(self.bytes_rowless, other.bytes_rowless),
+            self.casts or other.casts,
+        )
+
+    def halfway(self, other: UnitCost) -> UnitCost:
+        """As part of a stage of which half the layers are run in one way and half in the other."""
+        return UnitCost(
+            (self.seconds + other.seconds) / 2,
+            (self.forward_seconds + other.forward_seconds) / 2,
+            (self.rowless_seconds + other.rowless_seconds) / 2,
+            (self.once_seconds + other.once_seconds) / 2,
+            math.ceil((self.bytes_fixed + other.bytes_fixed) / 2),
+            math.ceil((self.bytes_per_microbatch + other.bytes_per_microbatch) / 2),
             max(self.bytes_working, other.bytes_working),
             max(self.bytes_rowless, other.bytes_rowless),
             self.casts or other.casts,
@@ -81,6 +96,7 @@ class EqualStages(NamedTuple):
 NOTHING = UnitCost(0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
 
 
+Mesh = tuple[int, ...]
 Way = tuple[UnitCost, ...]
 """What each unit costs on one mesh at one price of memory."""
 
@@ -114,6 +130,24 @@ def equal_runs(count: int, parts: int) -> list[int]:
     inner = max(count - 2, parts)
     ends = [math.ceil(inner * part / parts) + (count > inner) for part in range(1, parts)]
     return [0, *ends, count]
+
+
+def with_halfway(ways: Sequence[tuple[Mesh, Way]]) -> list[tuple[Mesh, Way]]:
+    """And those between two on a mesh, next to each other in what they need all the time.
+
+    Within a limit, stages are filled up by layers of the quicker way, as far as they fit.
+    """
+
+    def by_bytes(way: Way) -> tuple[int, float]:
+        total = joined(way)
+        return total.bytes_fixed, total.seconds
+
+    found = [*ways]
+    for mesh, casts in dict.fromkeys((mesh, way[0].casts) for mesh, way in ways):
+        alike = {way: None for m, way in ways if (m, way[0].casts) == (mesh, casts)}
+        for one, other in itertools.pairwise(sorted(alike, key=by_bytes)):
+            found.append((mesh, tuple(map(UnitCost.halfway, one, other))))
+    return found
 
 
 def joined(way: Way) -> UnitCost:

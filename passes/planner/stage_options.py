@@ -25,11 +25,13 @@ class StageTransfers(NamedTuple):
     Args:
       seconds: after each unit, of what a microbatch sends from there to the next stage.
       received: before each unit, bytes per device of what a microbatch receives there.
+      kept: the same, where a stage that begins there keeps it beside what its units keep.
       once: what is sent once a step: from which unit, to which, and the seconds.
     """
 
     seconds: Sequence[float]
     received: Sequence[int]
+    kept: Sequence[int]
     once: Sequence[tuple[int, int, float]]
 
 
@@ -83,7 +85,8 @@ class RangeTotals:
         hidden = both if is_hidden else np.zeros((units, units))
         apart = self._apart(transfers.once, units)
         received = np.broadcast_to(np.array(transfers.received)[:, None], (units, units))
-        fixed, each = self.bytes_fixed + self.bytes_working, self.bytes_per_microbatch
+        fixed = self.bytes_fixed + self.bytes_working
+        each = self.bytes_per_microbatch + np.array(transfers.kept, np.int64)[:, None]
         # Computed again: the input stays, and the rest is there for one microbatch at a time.
         kept = (self.seconds, fixed, each, np.zeros_like(self.casts))
         again = (

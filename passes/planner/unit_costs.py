@@ -18,6 +18,7 @@ from autopar.passes.planner.planned_stage import PlaceInPipeline, PlannedStage
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_costs import (
     EqualStages,
+    Mesh,
     UnitCost,
     Way,
     in_equal_stages,
@@ -46,8 +47,6 @@ MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 HOPELESSLY_SLOW = 4.0  # the same of half as many devices, on several nodes: not planned with twice
 
-
-Mesh = tuple[int, ...]
 Kind = tuple[str, ...]
 """The digests of a unit's layers."""
 
@@ -96,7 +95,7 @@ class UnitCosts:
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
-        self._limit, self._alike = memory_limit_of(options, cluster), alike
+        self.limit, self._alike = memory_limit_of(options, cluster), alike
         self._heaviest = max(self.typical, key=self._flops)
         self._begun: dict[int, _FreeWays] = {}
         self._free: dict[int, _FreeWays] = {}
@@ -110,7 +109,7 @@ class UnitCosts:
         A price is not tried on a mesh that takes longer than `longest` seconds a step in equal
         stages with any memory.
         """
-        free, limit = self._free_ways(size, longest), self._limit
+        free, limit = self._free_ways(size, longest), self.limit
         found = [*free.ways.items()]
         totals = {mesh: joined(way) for mesh, way in free.ways.items()}
         if all(self._needs(total) <= limit for total in totals.values()):
@@ -143,9 +142,7 @@ class UnitCosts:
             rows = memory_rows(search.built, StageMemory(flight, remat=False))
             often = self._kinds.count(self._heaviest)
             step = often * min(begun.heaviest.values()) * size / self._cluster.num_devices
-            solution = solve_at_price(
-                search.built, rows, times * step / self._limit, search.hurried
-            )
+            solution = solve_at_price(search.built, rows, times * step / self.limit, search.hurried)
             same = (x for k, x in self._priced.items() if k[:2] == (mesh, kind))
             alike = (x for x in (free, *same) if x.solution.assignment == solution.assignment)
             self._priced[key] = next(alike, None) or search.program(solution, False)
@@ -168,7 +165,7 @@ class UnitCosts:
         stages = self._cluster.num_devices / size
         units = max(self._kinds.count(self._heaviest) / stages, 1.0)
         flight = min(max(stages // 2, 1), count)
-        room = self._limit + spared / self._cluster.num_devices
+        room = self.limit + spared / self._cluster.num_devices
         heaviest = self._heaviest
         meshes = begun.quickest()
         free = (begun.planned[mesh][heaviest] for mesh in meshes)
@@ -186,12 +183,12 @@ class UnitCosts:
     def least_that_fits(self, size: int, ways: Sequence[tuple[Mesh, Way]]) -> float:
         """What a step takes in equal stages that fit, in the best of some ways; else infinite."""
         tried = (self._in_equal_stages(size, way) for _, way in ways)
-        return min((x.seconds for x in tried if x and x.bytes <= self._limit), default=math.inf)
+        return min((x.seconds for x in tried if x and x.bytes <= self.limit), default=math.inf)
 
     def may_fit_casting(self, size: int, ways: Sequence[tuple[Mesh, Way]], spared: int) -> bool:
         """Whether equal stages may fit that do without so many bytes on all devices together."""
         tried = (self._in_equal_stages(size, way) for _, way in ways)
-        room = NEARLY * self._limit + spared / self._cluster.num_devices
+        room = NEARLY * self.limit + spared / self._cluster.num_devices
         return any(x.bytes <= room for x in tried if x)
 
     def may_take(self, size: int, longest: float) -> bool:
@@ -324,13 +321,13 @@ class UnitCosts:
         free, cheaper = self._free_ways(size), PRICES[0]
         found = [(mesh, joined(way)) for mesh, way in free.ways.items()]
         for mesh, total in found[:]:
-            fits = total.bytes_for_one <= self._limit
+            fits = total.bytes_for_one <= self.limit
             if fits or self._step_seconds(total) > TOO_SLOW * self.least_seconds(size):
                 continue
             for price in (DEAREST, cheaper):
                 kinds = {kind: self._at_price(size, mesh, kind, price) for kind in self.typical}
                 found.append((mesh, joined(self._way(kinds, free.part))))
-                if found[-1][1].bytes_for_one > self._limit:
+                if found[-1][1].bytes_for_one > self.limit:
                     break
         return found
 
@@ -373,10 +370,10 @@ class UnitCosts:
         block, scan = program.block, None if stage.loop is None else stage.loop.scan
         loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
         outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
-        inside = sum(prices.seconds(loop.body) for loop in loops)
         dims = planned.split.dims
-        rowless = sum(prices.rowless_seconds(loop.body, dims) for loop in loops)
         account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
+        inside = account.loop_seconds(prices)
+        rowless = sum(prices.rowless_seconds(piece.block, dims) for piece in account.loop)
         fixed = sum(account.throughout.values())
         kept = sum(account.between_tasks.values())
         working = max(account.peak({}).bytes - fixed - kept, 0)

@@ -178,6 +178,8 @@ class _LoopWalk:
         walk.enters_loop(value, node, is_carry=what == "carry", is_sum=is_sum)
         outside = tuple(map(stacked, layouts)) if what == "slice" else layouts
         if isinstance(value, Assigned):
+            if what == "slice" and value.live.absent:
+                walk.receive(node, var, self.inner.times)
             until = max(value.live.last, self.start - 1)
             walk.link(value, outside, node, times)
             if what != "slice":

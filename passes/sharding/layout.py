@@ -86,6 +86,20 @@ def divides(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> bool:
     )
 
 
+def without_replicas(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> Layout:
+    """Cut further along axes that cut nothing, as far as they divide a dimension: the first one."""
+    for axis in range(len(mesh)):
+        if mesh[axis] == 1 or axis in layout.used:
+            continue
+        for d, cuts in enumerate(layout.dims):
+            further = tuple(sorted((*cuts, axis)))
+            trial = Layout((*layout.dims[:d], further, *layout.dims[d + 1 :]))
+            if shape[d] > 1 and divides(shape, trial, mesh):
+                layout = trial
+                break
+    return layout
+
+
 def describe(layout: Layout, names: Sequence[str]) -> str:
     """`x,y|-|z +sum(y)`: the axes of every dimension, what is unreduced, `host` if it is there."""
     dims = "|".join("".join(names[a] for a in axes) or "-" for axes in layout.dims)

@@ -53,7 +53,9 @@ from autopar.passes.sharding.scopes import aval_shape, value_bytes
 from autopar.passes.sharding.strategies import Shape, outer_factor
 
 TINY_SHARE = 1000  # a state leaf smaller than the whole state over this stays replicated,
-TINY_TOGETHER = 200  # if all that do so are no more than the whole state over this
+TINY_TOGETHER = 200  # if all that do so are no more than the whole state over this;
+MATRIX_BYTES = 2**16  # larger ones if they are, on each device, no more than its
+TINY_ON_DEVICE = 100  # even part of the state over this
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def restriction(
     `kinds`: of the program's loops, for the methods that ask for them; `hosted`: leaves that may or
     must lie in the hosts' memory.
     """
-    used, tiny = parameters(graph, dims), _tiny_bytes(graph)
+    used, tiny = parameters(graph, dims), _tiny_bytes(graph, math.prod(mesh))
     from_state, matching = made_from_state(graph), match_axes(graph.jaxpr, mesh)
     sums = sum_dtypes(graph, dims, reduce_dtype)
     loops = None if kinds is None else LoopMethod(method, kinds, mesh)
@@ -250,11 +252,12 @@ def restriction(
     )
 
 
-def _tiny_bytes(graph: Graph) -> int:
+def _tiny_bytes(graph: Graph, devices: int) -> int:
     """State leaves of fewer bytes stay replicated.
 
     In a model of many layers, matrices are a small share of the state each and most of it together:
-    so all that are as large are tiny, or none.
+    so all that are as large are tiny, or none. Beside experts, those of attention may be a small
+    share of the state and a large one of what a device has of it.
     """
     leaves = zip(graph.jaxpr.invars, graph.inputs, strict=True)
     sizes = Counter(value_bytes(var) for var, label in leaves if label.role == "state")
@@ -262,7 +265,10 @@ def _tiny_bytes(graph: Graph) -> int:
     together = 0
     for size, count in sorted(sizes.items()):
         together += size * count
-        if size * TINY_SHARE < state < together * TINY_TOGETHER:
+        whole = TINY_TOGETHER
+        if size > MATRIX_BYTES:
+            whole = max(whole, TINY_ON_DEVICE * devices)
+        if size * TINY_SHARE < state < together * whole:
             return size
     return math.ceil(state / TINY_SHARE)
 

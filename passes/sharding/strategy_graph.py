@@ -16,7 +16,13 @@ from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.linearity import linear_operands
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.compiler_rules import rules_of
-from autopar.passes.sharding.layout import Layout, in_host, num_parts, on_device
+from autopar.passes.sharding.layout import (
+    Layout,
+    in_host,
+    num_parts,
+    on_device,
+    without_replicas,
+)
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.restrict import Restriction
 from autopar.passes.sharding.scope_memory import ScopeBuffers
@@ -141,6 +147,14 @@ class StrategyGraphBuilder:
         count = len(layouts)
         self.built.nodes.append(Node(label, source, count, layouts, times, [0.0] * count))
         return len(self.built.nodes) - 1
+
+    def receive(self, node: int, var: Var, times: int) -> None:
+        """Price the replicas of what a stage is sent `times`: every tile arrives once."""
+        shape, size = aval_shape(var), itemsize(var.aval)
+        seconds = self.built.nodes[node].seconds
+        for i, layout in enumerate(self.built.nodes[node].layouts):
+            arriving = without_replicas(shape, layout, self.mesh)
+            seconds[i] += times * self.pricing.reshard(arriving, layout, shape, size)
 
     def link(self, value: ScopeValue, wanted: Sequence[Layout], node: int, times: int) -> None:
         """Price that `node` reads `value` in layout `wanted[s]` when it takes strategy s."""

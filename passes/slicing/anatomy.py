@@ -9,17 +9,20 @@ evaluated on one stage.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.arrays.typed_keys import is_key
 from autopar.base.errors import OptionError
-from autopar.passes.graph.graph import Graph, variables
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import Atom, Graph, variables
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched
 from autopar.passes.graph.primitives import ELEMENTWISE, HEAVY, RESHAPES
 from autopar.passes.primitives.factor_rule import Rules
@@ -52,6 +55,14 @@ class Anatomy:
     @property
     def body(self) -> Jaxpr:
         return self.loop.body
+
+    @cached_property
+    def value_numbers(self) -> dict[Var, int]:
+        """Equal numbers for variables of the body that hold equal values.
+
+        They are numbered by what computes them; barriers are transparent.
+        """
+        return _numbered(self.body)
 
     def trunk(self) -> list[int]:
         """Numbers of the body's forward equations that are evaluated on one stage."""
@@ -168,3 +179,37 @@ def leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
         if parts.is_free(eqn):
             through(eqn)
     return found
+
+
+def _numbered(body: Jaxpr) -> dict[Var, int]:
+    numbers: dict[Var, int] = {}
+    known: dict[Hashable, list[int]] = {}
+    fresh = itertools.count()
+
+    def key(atom: Atom) -> Hashable:
+        if isinstance(atom, Literal):
+            return ("literal", str(atom.val), str(atom.aval))
+        return numbers[atom]
+
+    numbers.update((var, next(fresh)) for var in body.invars)
+    for eqn in body.eqns:
+        if is_barrier(eqn):
+            for var, operand in zip(eqn.outvars, eqn.invars, strict=True):
+                numbers[var] = next(fresh) if isinstance(operand, Literal) else numbers[operand]
+            continue
+        # Bodies of control flow are equal if they are one object.
+        params = tuple((name, _param(value)) for name, value in sorted(eqn.params.items()))
+        signature = (eqn.primitive.name, params, tuple(map(key, eqn.invars)))
+        made = known.get(signature)
+        if made is None or eqn.effects:
+            made = known[signature] = [next(fresh) for _ in eqn.outvars]
+        numbers.update(zip(eqn.outvars, made, strict=True))
+    return numbers
+
+
+def _param(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value

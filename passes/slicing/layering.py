@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.base.errors import OptionError
 from autopar.passes.graph import jax_compat
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import fingerprint, makers_of, readers_of, user_source
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.graph.scans import ScanParts
@@ -47,6 +48,7 @@ class _Chain:
     A scan over layers is several entries, one for each iteration (or few of them, if many).
 
     Attributes:
+      again: of the bytes alive, those that the backward pass would compute again.
       until: FLOPs, forward and backward, of the first n entries, for all n.
     """
 
@@ -54,11 +56,16 @@ class _Chain:
     forward: list[int]
     backward: list[int]
     alive: list[int]
+    again: list[int]
     until: list[int]
 
     def bytes_at(self, place: int) -> int:
         """Bytes that cross a cut before this entry."""
         return self.alive[place - 1]
+
+    def cost_at(self, place: int) -> int:
+        """The same, and those that are kept only because of the cut: the receiver keeps them."""
+        return self.alive[place - 1] + self.again[place - 1]
 
     def flops(self, place: int) -> int:
         """Of one entry, forward and backward."""
@@ -95,6 +102,8 @@ def _layer(parts: Anatomy, chain: _Chain, first: int, last: int) -> Layer:
         if stop and stop - start < eqns[index].params["length"]:
             iterations.append((index, start, stop))
     heaviest = max(range(first, last), key=chain.flops)
+    read = readers_of([eqns[index] for index in runs])
+    parameters = parts.free.union(parts.loop.parts.operands(parts.body.invars)[0])
     return Layer(
         equations=tuple(runs),
         forward_flops=sum(chain.forward[first:last]),
@@ -103,6 +112,8 @@ def _layer(parts: Anatomy, chain: _Chain, first: int, last: int) -> Layer:
         digest=_digest(parts, list(runs), [stop - start for _, start, stop in iterations]),
         source=user_source(eqns[chain.entries[heaviest][0]]),
         iterations=tuple(iterations),
+        inside=chain.again[last - 1] > 0,
+        weight_bytes=sum(bytes_of(var) for var in read if var in parameters),
     )
 
 
@@ -131,11 +142,30 @@ def _chain(parts: Anatomy, rules: Rules) -> _Chain:
     backward = [share(dual[entry[0]], entry) for entry in entries]
     both = (f + b for f, b in zip(forward, backward, strict=True))
     until = list(itertools.accumulate(both, initial=0))
-    return _Chain(entries, forward, backward, _alive(eqns, entries), until)
+    alive, again = _alive(eqns, entries, _made_again(parts))
+    return _Chain(entries, forward, backward, alive, again, until)
 
 
-def _alive(eqns: Sequence[JaxprEqn], entries: Sequence[Entry]) -> list[int]:
-    """For every entry, the bytes that it and earlier ones made, and later ones read."""
+def _made_again(parts: Anatomy) -> frozenset[Var]:
+    """What the forward pass makes and the backward pass computes again: in `jax.checkpoint`."""
+    eqns, backward = parts.body.eqns, parts.backward
+    barriers = {index for index in backward if is_barrier(eqns[index])}
+    if not barriers:
+        return frozenset()
+    numbers = parts.value_numbers
+    made = (var for index in backward - barriers for var in eqns[index].outvars)
+    again = {numbers[var] for var in made}
+    forward = (v for i, eqn in enumerate(eqns) if i not in backward for v in eqn.outvars)
+    return frozenset(var for var in forward if numbers[var] in again)
+
+
+def _alive(
+    eqns: Sequence[JaxprEqn], entries: Sequence[Entry], made_again: frozenset[Var]
+) -> tuple[list[int], list[int]]:
+    """For every entry, the bytes that it and earlier ones made, and later ones read.
+
+    And those of them that are `made_again`.
+    """
     made, until = dict[Var, int](), dict[Var, int]()
     alive = np.zeros(len(entries), np.int64)
     for place, (index, _, stop) in enumerate(entries):
@@ -152,11 +182,13 @@ def _alive(eqns: Sequence[JaxprEqn], entries: Sequence[Entry]) -> list[int]:
             if not isinstance(var, Literal) and var in made and not taken:
                 until[var] = place
         made.update((var, place) for var in eqn.outvars)
-    change = np.zeros(len(entries) + 1, np.int64)
+    change = np.zeros((2, len(entries) + 1), np.int64)
     for var, last in until.items():
-        change[made[var]] += bytes_of(var)
-        change[last] -= bytes_of(var)
-    return [int(x) for x in alive + np.cumsum(change[:-1])]
+        for row in change[: 1 + (var in made_again)]:
+            row[made[var]] += bytes_of(var)
+            row[last] -= bytes_of(var)
+    total, again = np.cumsum(change[:, :-1], axis=1)
+    return [int(x) for x in alive + total], [int(x) for x in again]
 
 
 def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
@@ -171,7 +203,7 @@ def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
     if len(heavy) < 2:
         heavy = [place for place in range(count) if chain.flops(place) >= total / _MAX_LAYERS]
     best = [
-        min(range(one + 1, other + 1), key=lambda place: (chain.bytes_at(place), -place))
+        min(range(one + 1, other + 1), key=lambda place: (chain.cost_at(place), -place))
         for one, other in itertools.pairwise((0, *heavy))
         if one < other
     ]
@@ -200,7 +232,7 @@ def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
     """The places that minimise sum(share of FLOPs squared) + weight * sum(relative bytes)."""
     if not places:
         return []
-    unit = float(np.median([chain.bytes_at(place) for place in places])) or 1.0
+    unit = float(np.median([chain.cost_at(place) for place in places])) or 1.0
     weight = 1 / (2 * _MAX_LAYERS**2)
     ends = [0, *places, len(chain.entries)]
     at = np.array([chain.until[end] / (chain.until[-1] or 1) for end in ends])
@@ -208,7 +240,7 @@ def _choose(chain: _Chain, places: Sequence[int]) -> list[int]:
     for end in range(1, len(ends)):
         options = cost[:end] + (at[end] - at[:end]) ** 2
         before[end] = int(np.argmin(options))
-        crossing = chain.bytes_at(ends[end]) / unit if end < len(ends) - 1 else 0.0
+        crossing = chain.cost_at(ends[end]) / unit if end < len(ends) - 1 else 0.0
         cost[end] = options[before[end]] + weight * crossing
     cuts, end = [], int(before[-1])
     while end:
@@ -223,7 +255,7 @@ def _anywhere(chain: _Chain, cuts: Sequence[int], count: int) -> list[int]:
     For programs with fewer heavy equations than stages are asked for.
     """
     others = [place for place in range(1, len(chain.entries)) if place not in cuts]
-    others.sort(key=lambda place: (chain.bytes_at(place), place))
+    others.sort(key=lambda place: (chain.cost_at(place), place))
     return sorted((*cuts, *others[: max(count - 1 - len(cuts), 0)]))
 
 

@@ -1,21 +1,19 @@
 """Which forward equation a heavy backward equation belongs to.
 
-Rematerialized equations compute the same as forward ones: values are numbered by what computes them
-(barriers are transparent), so a recomputed value has the number of the forward one.
+Rematerialized equations compute the same as forward ones: a recomputed value has the number of the
+forward one.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph import jax_compat
-from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.slicing.anatomy import Anatomy
@@ -31,7 +29,7 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
     agree in the name stack and the source line as well, or in the cotangent that the other gradient
     of the primal reads. Equations without a single primal are left out.
     """
-    numbers, eqns = value_numbers(parts), parts.body.eqns
+    numbers, eqns = parts.value_numbers, parts.body.eqns
 
     def numbers_of(atoms: Iterable[Atom]) -> list[int]:
         return [numbers[var] for var in variables(atoms)]
@@ -100,38 +98,3 @@ def find_primals(parts: Anatomy) -> dict[int, int]:
 def _place(eqn: JaxprEqn) -> tuple[str, tuple[str, int, str] | None]:
     stack = _WRAPPER.sub("", str(eqn.source_info.name_stack))
     return "/".join(part for part in stack.split("/") if part), jax_compat.user_frame(eqn)
-
-
-def value_numbers(parts: Anatomy) -> dict[Var, int]:
-    """Equal numbers for variables of the body that hold equal values."""
-    numbers: dict[Var, int] = {}
-    known: dict[Hashable, list[int]] = {}
-    fresh = itertools.count()
-
-    def key(atom: Atom) -> Hashable:
-        if isinstance(atom, Literal):
-            return ("literal", str(atom.val), str(atom.aval))
-        return numbers[atom]
-
-    numbers.update((var, next(fresh)) for var in parts.body.invars)
-    for eqn in parts.body.eqns:
-        if is_barrier(eqn):
-            for var, operand in zip(eqn.outvars, eqn.invars, strict=True):
-                numbers[var] = next(fresh) if isinstance(operand, Literal) else numbers[operand]
-            continue
-        # Bodies of control flow are equal if they are one object.
-        params = tuple((name, _param(value)) for name, value in sorted(eqn.params.items()))
-        signature = (eqn.primitive.name, params, tuple(map(key, eqn.invars)))
-        made = known.get(signature)
-        if made is None or eqn.effects:
-            made = known[signature] = [next(fresh) for _ in eqn.outvars]
-        numbers.update(zip(eqn.outvars, made, strict=True))
-    return numbers
-
-
-def _param(value: object) -> Hashable:
-    try:
-        hash(value)
-    except TypeError:
-        return str(value)
-    return value

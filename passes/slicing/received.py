@@ -22,7 +22,6 @@ from autopar.passes.graph.barriers import is_barrier, part_of_barrier
 from autopar.passes.graph.graph import Atom, eliminate_dead_code, readers_of, variables
 from autopar.passes.graph.jumps import is_jump, is_real
 from autopar.passes.slicing.anatomy import Anatomy, dissect
-from autopar.passes.slicing.primals import value_numbers
 
 
 def read_received(parts: Anatomy, stage_of: Mapping[int, int]) -> tuple[Anatomy, Mapping[int, int]]:
@@ -35,7 +34,7 @@ def read_received(parts: Anatomy, stage_of: Mapping[int, int]) -> tuple[Anatomy,
     Returns:
       The program, the same one if nothing changes, and the stages of its forward equations.
     """
-    numbers, eqns = value_numbers(parts), parts.body.eqns
+    numbers, eqns = parts.value_numbers, parts.body.eqns
     kept = {numbers[var]: var for var in _crossing(parts, stage_of)}
     instead: dict[Var, Var] = {
         var: kept[numbers[var]]

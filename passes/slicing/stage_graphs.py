@@ -23,6 +23,8 @@ class Layer:
         first, last + 1).
       backward_flops: of the heavy backward equations that belong to them.
       cut_bytes: what crosses after this layer to later ones.
+      inside: whether the backward pass computes some of it again, if the layer is not cut off.
+      weight_bytes: of what it reads of parameters.
       digest: equal for layers that compute the same on inputs of the same shapes.
       source: the user's line of its heaviest equation.
     """
@@ -34,6 +36,8 @@ class Layer:
     digest: str
     source: str
     iterations: tuple[tuple[int, int, int], ...] = ()
+    inside: bool = False
+    weight_bytes: int = 0
 
     @property
     def flops(self) -> int:

@@ -122,9 +122,9 @@ CLUSTER = autopar.Cluster.preset("dgx-h100")
 def test_what_layers_cost_on_parts_says_which_microbatches_are_priced(
     best: float, limit: int, state: int, counts: list[int]
 ) -> None:
-    stages = StageSearch((0,), (0,), (), {2: [(ON_PARTS,)], 4: []}, 8, CLUSTER, "none")
+    stages = StageSearch((0,), (0,), (False,), (), {2: [(ON_PARTS,)], 4: []}, 8, CLUSTER, "none")
     assert worth_pricing([1, 2, 4, 8, 16], best, stages, limit, state) == counts
-    nothing = StageSearch((0,), (0,), (), {2: []}, 8, CLUSTER, "none")
+    nothing = StageSearch((0,), (0,), (False,), (), {2: []}, 8, CLUSTER, "none")
     assert worth_pricing([1, 2], best, nothing, limit, state) == [1, 2]
 
 

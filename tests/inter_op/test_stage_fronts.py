@@ -19,7 +19,7 @@ def search(units: int, *ways: tuple[UnitCost, ...], count: int = 8) -> StageSear
     halved = [tuple(x._replace(seconds=x.seconds / 2) for x in way) for way in ways]
     starts, crossing = tuple(range(units)), (0,) * units
     known = {4: list(ways), 8: halved}
-    return StageSearch(starts, crossing, (), known, count, CLUSTER, "none")
+    return StageSearch(starts, crossing, (False,) * units, (), known, count, CLUSTER, "none")
 
 
 def test_units_are_run_smaller_only_where_memory_is_short() -> None:

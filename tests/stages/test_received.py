@@ -10,6 +10,11 @@ import pytest
 from plain_jit import equals_plain_jit
 
 from autopar import Stage
+from autopar.passes.microbatch import analyze, split
+from autopar.passes.primitives.populate import populate
+from autopar.passes.slicing import layering
+from autopar.passes.slicing.slice_stages import find_layers
+from autopar.passes.trace.trace import trace
 
 WIDTH, ROWS, DEPTH = 64, 32, 3
 BATCH = np.random.default_rng(2).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
@@ -34,8 +39,11 @@ def train_step(params: Any, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("boundaries", [(2,), (4,), (2, 4)])
-def test_each_stage_computes_its_part_of_the_block_again(boundaries: tuple[int, ...]) -> None:
+def test_each_stage_computes_its_part_of_the_block_again(
+    boundaries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One activation crosses each boundary, one gradient comes back, and no weight moves."""
+    monkeypatch.setattr(layering, "_made_again", lambda parts: frozenset())
     keys = jax.random.split(jax.random.key(0), DEPTH)
     params = [list(jax.random.normal(key, (4, WIDTH, WIDTH)) / 8) for key in keys]
     ends = (0, *boundaries, 7)  # two layers a block, three of the first
@@ -56,3 +64,27 @@ def test_each_stage_computes_its_part_of_the_block_again(boundaries: tuple[int, 
         expected.append((stage, stage + 1, "activation", 4))
         expected.append((stage + 1, stage, "gradient", 4))
     assert sent == sorted(expected)
+
+
+def _layers(depth: int) -> list[tuple[int, bool]]:
+    """Of each layer the products, and whether the cut after it is inside of a block."""
+    params = [list(jnp.ones((4, WIDTH, WIDTH))) for _ in range(depth)]
+    x = jnp.ones((ROWS, WIDTH))
+    graph = trace(train_step, (params, x, x)).graph
+    step = split(graph, analyze(graph, populate(graph.jaxpr), 4))
+    assert step.loop is not None
+    names = [eqn.primitive.name for eqn in step.loop.body.eqns]
+    layers = find_layers(step, populate(step.graph.jaxpr)).found.layers
+    return [([names[i] for i in x.equations].count("dot_general"), x.inside) for x in layers]
+
+
+def test_a_deep_program_is_cut_between_blocks() -> None:
+    """Inside of one, what crosses would be kept as well."""
+    assert {products % 4 for products, _ in _layers(80)} == {0}
+
+
+def test_a_layer_says_whether_it_ends_inside_of_a_block() -> None:
+    products, inside = zip(*_layers(DEPTH), strict=True)
+    assert len(products) > DEPTH
+    ends = itertools.accumulate(products)
+    assert [end % 4 > 0 for end in ends] == list(inside)
