@@ -22,7 +22,7 @@ from autopar.passes.pipeline.timeline import Event, Timeline
 from autopar.passes.schedules.make import make_schedule
 from autopar.plans.plan import Plan
 
-WIDTH, ROWS = 256, 64
+WIDTH, ROWS = 256, 1024
 
 
 def train_step(state: Any, batch: Any) -> Any:

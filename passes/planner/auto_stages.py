@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from autopar.passes.planner.stage_choice import (
     StageRange,
     best_stages,
 )
-from autopar.passes.planner.stage_costs import Mesh, Way, equal_runs, with_halfway
+from autopar.passes.planner.stage_costs import Mesh, Way, equal_runs, with_halfway, without_memory
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.slicing.stage_graphs import Stages
@@ -45,6 +45,8 @@ ABOUT_AS_GOOD = 1.03
 # Times what equal stages of fewer devices take that fit: larger submeshes on which units take
 # longer with any memory are not looked at further.
 LONGER = 1.02
+SLOWER = 1.1  # times what fits elsewhere, what units are guessed to take: they are not priced
+HARDLY_LESS = 1.001  # times what stages may take with no memory: else prices of it are not tried
 # Schedules with which a stage need not wait for what it has sent to come back.
 HIDES_TRANSFERS = ("eager_1f1b",)
 
@@ -106,13 +108,17 @@ class StageSearch:
         def casting() -> UnitCosts:
             return UnitCosts(again().units, options, cluster, split.num_microbatches, costs)
 
-        priced, longest = dict[int, list[tuple[Mesh, Way]]](), math.inf
+        priced, best = dict[int, list[tuple[Mesh, Way]]](), math.inf
 
-        def made() -> StageSearch:
-            """The search among what is priced."""
+        def made(hoped: Collection[int] = ()) -> StageSearch:
+            """The search among what is priced; on some submeshes as if plans needed no memory."""
+            known = {
+                size: [*with_halfway(ways), *(without_memory(ways) if size in hoped else ())]
+                for size, ways in sorted(priced.items())
+            }
             ways = {
-                size: [(mesh, finer.shared_out(way)) for mesh, way in with_halfway(found)]
-                for size, found in sorted(priced.items())
+                size: [(mesh, finer.shared_out(way)) for mesh, way in found]
+                for size, found in known.items()
             }
             return cls(
                 starts=tuple(finer.starts),
@@ -127,17 +133,16 @@ class StageSearch:
                 meshes={size: [mesh for mesh, _ in found] for size, found in ways.items()},
             )
 
-        sizes = [size for size in _sizes(cluster) if size < cluster.num_devices]
-        crossed = min(filter(None, finer.crossing), default=0)
-        hopeful = [
-            size
-            for size in sizes
-            if costs.may_fit(size, crossed) or costs.may_fit(size, crossed, again().kept_bytes)
-        ]
-        for size in (*hopeful, *(size for size in sizes if size not in hopeful)):
-            if size not in hopeful and math.isfinite(longest):
-                break  # something fits elsewhere
-            report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
+        def seconds(hoped: Collection[int] = ()) -> float:
+            found = made(hoped).within(costs.limit, best)
+            return math.inf if found is None else found[1]
+
+        def price(size: int) -> None:
+            """At prices of memory, and casting in every microbatch where equal stages do not fit.
+
+            Not where that takes longer than what fits elsewhere.
+            """
+            longest = LONGER * best
             priced[size] = costs.ways(size, longest)
             least = costs.least_that_fits(size, priced[size])
             may_cast = math.isinf(least) and costs.may_take(size, longest) and again().kept_bytes
@@ -145,11 +150,33 @@ class StageSearch:
                 report(f"costs of layers that cast in every microbatch on {size} devices")
                 ways = casting().ways(size, longest)
                 more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
-                least = casting().least_that_fits(size, more)
                 priced[size] = [*priced[size], *more]
-            if math.isinf(min(longest, least)) and (found := made().within(costs.limit)):
-                least = found[1]  # stages that are not equal fit
-            longest = min(longest, LONGER * least)
+
+        def is_hopeful(size: int) -> bool:
+            return any(costs.may_fit(size, crossed, x) for x in (0, again().kept_bytes))
+
+        sizes = _sizes(cluster)[:-1]
+        crossed = min(filter(None, finer.crossing), default=0)
+        hopeful, free = [size for size in sizes if is_hopeful(size)], list[int]()
+        for size in (*hopeful, *(size for size in sizes if size not in hopeful)):
+            if size not in hopeful and math.isfinite(best):
+                break  # something fits elsewhere
+            known = max((x for x in priced if priced[x]), default=None)
+            if known is not None and costs.guess(size, known) > SLOWER * best:
+                continue
+            report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
+            priced[size] = costs.free_ways(size, LONGER * best)
+            if not costs.may_take(size, LONGER * best):
+                continue
+            best = min(best, seconds())
+            if seconds([size]) * HARDLY_LESS < best:
+                price(size)
+                best = min(best, seconds())
+            else:
+                free.append(size)
+        if free and seconds(free) * HARDLY_LESS < best:  # together
+            for size in free:
+                price(size)
         return made()
 
     def within(self, limit: int, at_most: float = math.inf) -> tuple[StageLayout, float] | None:

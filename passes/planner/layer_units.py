@@ -12,7 +12,7 @@ from autopar.passes.planner.stage_costs import UnitCost, Way
 from autopar.passes.slicing.slice_stages import slice_stages
 from autopar.passes.slicing.stage_graphs import Stages
 
-MAX_UNITS = 48
+MAX_UNITS = 64
 
 
 def unit_starts(kinds: Sequence[object], most: int = MAX_UNITS) -> list[int]:

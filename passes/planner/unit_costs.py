@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
+from autopar.passes.planner.free_ways import TOO_SLOW, FreeWays, Kind, typical
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.mesh_choice import stage_options
@@ -43,37 +43,7 @@ DEAREST = (4.0, True)
 PRICES = ((0.25, False), DEAREST, (0.25, True))
 NEARLY = 1.05  # times the limit: what needs so much without narrow copies is priced without them
 UNIT_WORK = 0.1  # deterministic work for the problem of a unit with any memory
-MESHES_PRICED = 3  # of as many devices, the quickest
-TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
 HOPELESSLY_SLOW = 4.0  # the same of half as many devices, on several nodes: not planned with twice
-
-Kind = tuple[str, ...]
-"""The digests of a unit's layers."""
-
-
-def _typical(kinds: Sequence[Kind], kind: Kind) -> int:
-    """The unit in the middle of those that are alike: it has the backward pass of its own layers.
-
-    Where layers are cut inside of what is computed again as a whole, the next unit has the backward
-    pass of such a block, and the second one that of the first one as well.
-    """
-    places = [place for place, other in enumerate(kinds) if other == kind]
-    return places[len(places) // 2]
-
-
-class _FreeWays(NamedTuple):
-    """The plans of units with any memory, by logical mesh and kind; the ways of quick meshes."""
-
-    part: Cluster
-    searches: dict[Mesh, dict[Kind, MeshSearch]]
-    planned: dict[Mesh, dict[Kind, PlannedStage]]
-    ways: dict[Mesh, Way]
-    heaviest: dict[Mesh, float]  # seconds of the kind that computes most, also where only guessed
-
-    def quickest(self) -> list[Mesh]:
-        """The meshes on which more may be planned than the kind that computes most."""
-        meshes = sorted(self.planned, key=self.heaviest.__getitem__)[:MESHES_PRICED]
-        return [m for m in meshes if self.heaviest[m] <= TOO_SLOW * self.heaviest[meshes[0]]]
 
 
 class UnitCosts:
@@ -91,17 +61,21 @@ class UnitCosts:
         ends = (0, *units.boundaries, len(units.layers))
         runs = [units.layers.layers[start:stop] for start, stop in itertools.pairwise(ends)]
         kinds = [tuple(layer.digest for layer in run) for run in runs]
-        self.typical = {kind: _typical(kinds, kind) for kind in dict.fromkeys(kinds)}
+        self.typical = {kind: typical(kinds, kind) for kind in dict.fromkeys(kinds)}
         self._kinds, self._runs = kinds, runs
         self._labelled, self._options, self._cluster = labelled, options, cluster
         self._num_microbatches = num_microbatches
         self.limit, self._alike = memory_limit_of(options, cluster), alike
         self._heaviest = max(self.typical, key=self._flops)
-        self._begun: dict[int, _FreeWays] = {}
-        self._free: dict[int, _FreeWays] = {}
+        self._begun: dict[int, FreeWays] = {}
+        self._free: dict[int, FreeWays] = {}
         self._splits: dict[int, SplitStep] = {}  # by identity of the labelled stages
         self._known: dict[int, tuple[PlannedStage, UnitCost]] = {}  # costs, by plans that live
         self._priced: dict[tuple[Mesh, Kind, tuple[float, bool]], PlannedStage] = {}
+
+    def free_ways(self, size: int, longest: float = math.inf) -> list[tuple[Mesh, Way]]:
+        """What `ways` has with any memory."""
+        return [*self._free_ways(size, longest).ways.items()]
 
     def ways(self, size: int, longest: float = math.inf) -> list[tuple[Mesh, Way]]:
         """For each logical mesh of so many devices that is quick, and each price of memory.
@@ -110,7 +84,7 @@ class UnitCosts:
         stages with any memory.
         """
         free, limit = self._free_ways(size, longest), self.limit
-        found = [*free.ways.items()]
+        found = self.free_ways(size, longest)
         totals = {mesh: joined(way) for mesh, way in free.ways.items()}
         if all(self._needs(total) <= limit for total in totals.values()):
             return found
@@ -196,6 +170,20 @@ class UnitCosts:
         free = self._free_ways(size)
         return any(self._evenly(size, joined(way)) <= longest for way in free.ways.values())
 
+    def guess(self, size: int, known: int) -> float:
+        """About what a step takes in stages of so many devices, evenly and with any memory.
+
+        The kind that computes most is slower there than on a `known` number of devices by so much.
+        """
+        there, here = self._begin(known).heaviest, self._begin(size).heaviest
+        if not there or not here or not min(there.values()):
+            return math.inf if there else 0.0
+        slower = min(here.values()) / min(there.values())
+        least = min(
+            self._evenly(known, joined(way)) for way in self._free_ways(known).ways.values()
+        )
+        return least * slower * size / known
+
     def _in_equal_stages(self, size: int, way: Way) -> EqualStages | None:
         stages, left = divmod(self._cluster.num_devices, size)
         return None if left else in_equal_stages(way, stages, self._num_microbatches)
@@ -227,7 +215,7 @@ class UnitCosts:
         once = found[known] / free.heaviest[known] if free.heaviest[known] else 1.0
         return {mesh: found.get(mesh, x * once) for mesh, x in free.heaviest.items()}
 
-    def _free_ways(self, size: int, longest: float = math.inf) -> _FreeWays:
+    def _free_ways(self, size: int, longest: float = math.inf) -> FreeWays:
         """The plans with any memory on the logical meshes of so many devices that are quick.
 
         The kind that computes most says which these are. But for the quickest, units of that kind
@@ -238,15 +226,15 @@ class UnitCosts:
             self._free[size] = self._found_free_ways(size, longest)
         return self._free[size]
 
-    def _begin(self, size: int) -> _FreeWays:
+    def _begin(self, size: int) -> FreeWays:
         """The plans with any memory of the kind that computes most, on meshes with a prospect."""
         if size not in self._begun:
             self._begun[size] = self._found_heaviest(size)
         return self._begun[size]
 
-    def _found_heaviest(self, size: int) -> _FreeWays:
+    def _found_heaviest(self, size: int) -> FreeWays:
         part, options = submesh(self._cluster, size), self._options
-        made = _FreeWays(part, {}, {}, {}, {})
+        made = FreeWays(part, {}, {}, {}, {})
         held = (
             state_on_devices(self._labelled[i].graph, options, self._cluster)
             for i in self.typical.values()
@@ -285,7 +273,7 @@ class UnitCosts:
         least, crosses = min(known.heaviest.values()), known.part.num_nodes > 1
         return known.heaviest[half] / least if least and crosses else 1.0
 
-    def _planned(self, ways: _FreeWays, mesh: Mesh, kind: Kind) -> PlannedStage:
+    def _planned(self, ways: FreeWays, mesh: Mesh, kind: Kind) -> PlannedStage:
         """The plan of a kind on a mesh with any memory, of which the ways take note."""
         search = self._search(self._place(kind), mesh, ways.part)
         ways.searches.setdefault(mesh, {})[kind] = search
@@ -294,7 +282,7 @@ class UnitCosts:
         ways.planned.setdefault(mesh, {})[kind] = planned
         return planned
 
-    def _found_free_ways(self, size: int, longest: float) -> _FreeWays:
+    def _found_free_ways(self, size: int, longest: float) -> FreeWays:
         made = self._begin(size)
         quickest = made.quickest()
         is_whole = size == self._cluster.num_devices
