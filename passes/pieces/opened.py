@@ -194,8 +194,11 @@ def _inner(pairs: Pairs, stack: ShardedValue) -> ShardedValue:
 
 
 def _arriving(version: ShardedValue, sent: Layout, mesh: Sequence[int]) -> Layout:
-    """The sender's cuts where the meshes are alike, else ours; replicas are made here."""
-    shape = aval_shape(version.atom)
+    """The sender's cuts, where only replicas are left to be made here; else ours."""
+    shape, target = aval_shape(version.atom), version.layout
     alike = len(sent.dims) == len(shape) and all(axis < len(mesh) for axis in sent.used)
-    alike = alike and divides(shape, sent, mesh)
-    return without_replicas(shape, without_partial(sent if alike else version.layout), mesh)
+    if alike and divides(shape, sent, mesh):
+        theirs = without_replicas(shape, without_partial(sent), mesh)
+        if all(step.kind == "all-gather" for step in reshard_steps(theirs, target, mesh)):
+            return theirs
+    return without_replicas(shape, without_partial(target), mesh)

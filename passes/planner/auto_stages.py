@@ -41,6 +41,7 @@ from autopar.passes.slicing.stage_graphs import Stages
 # Of many units, stages that are alike are taken where they are about as good: they are planned
 # once, and people can read them.
 MANY_UNITS = 16
+UNITS_OF_A_KIND = 4
 ABOUT_AS_GOOD = 1.03
 # Times what equal stages of fewer devices take that fit: larger submeshes on which units take
 # longer with any memory are not looked at further.
@@ -258,11 +259,17 @@ class StageSearch:
         choice = self._best(limit, schedule, at_most, sizes)
         if choice is None or len(choice.stages) < 2:
             return None
-        if len(self.starts) >= MANY_UNITS:
+        if self._are_alike:
             regular = self._regular(limit, schedule)
             if regular is not None and regular.step_seconds <= ABOUT_AS_GOOD * choice.step_seconds:
                 return regular
         return choice
+
+    @cached_property
+    def _are_alike(self) -> bool:
+        """Whether there are many units, of few kinds."""
+        kinds = min((len(set(way)) for ways in self.ways.values() for way in ways), default=0)
+        return len(self.starts) >= max(MANY_UNITS, UNITS_OF_A_KIND * kinds)
 
     def _best(
         self, limit: int, schedule: str, at_most: float, sizes: Sequence[int]
@@ -301,8 +308,9 @@ class StageSearch:
                 chosen = [min(options, key=self._own_seconds) for options in fitting]
                 ranges = (StageRange(*run, x) for run, x in zip(runs, chosen, strict=True))
                 seconds = sum(x.seconds + x.hidden_seconds for x in chosen)
-                slowest = max(self._own_seconds(x) - x.seconds for x in chosen)
-                found.append(StageChoice(tuple(ranges), seconds + slowest))
+                slowest = (self.num_microbatches - 1) * max(x.seconds for x in chosen)
+                once = max(x.once_seconds for x in chosen)
+                found.append(StageChoice(tuple(ranges), seconds + slowest + once))
         return min(found, key=lambda choice: choice.step_seconds, default=None)
 
     def _own_seconds(self, option: StageOption) -> float:

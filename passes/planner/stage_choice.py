@@ -3,7 +3,8 @@
 The search (`stage_search`) is exact: over every split of the layers, every assignment of submesh
 sizes and every option that there are, under the memory limit with the microbatches that
 1F1B keeps in flight on each stage. The objective is Alpa's (Zheng et al., OSDI 2022, section
-5.2), with what a stage does once a step added to its share.
+5.2), and what the stage does that does most once a step: all are done with their microbatches when
+the slowest is, but for few.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 
 from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
+
+ONCE_STEP = 0.2
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,18 @@ class StageOptions:
         places = np.flatnonzero(np.isfinite(self.seconds[:, start, stop]))
         return [self.option(int(place), start, stop) for place in places]
 
-    def kind(self, num_microbatches: int, in_flight: Callable[[int], int]) -> StageKind:
-        """The stages as the search wants them."""
+    def kind(
+        self, num_microbatches: int, in_flight: Callable[[int], int], at_most_once: float
+    ) -> StageKind:
+        """The stages as the search wants them, without those that take longer once a step."""
         assert not np.isnan(self.seconds).any(), "an option without a cost"
-        others, there = num_microbatches - 1, np.isfinite(self.seconds)
+        there = np.isfinite(self.seconds) & (self.once_seconds <= at_most_once)
         seconds = np.where(there, self.seconds, 0.0)
         return StageKind(
             devices=self.devices,
             weight=1,
-            summed=self.seconds + self.hidden_seconds,
-            bottleneck=np.where(there, others * seconds + self.once_seconds, np.inf),
+            summed=np.where(there, seconds + self.hidden_seconds, np.inf),
+            bottleneck=np.where(there, (num_microbatches - 1) * seconds, np.inf),
             bytes_fixed=self.bytes_fixed,
             bytes_per_microbatch=self.bytes_per_microbatch,
             in_flight=lambda count: min(in_flight(count), num_microbatches),
@@ -120,13 +125,17 @@ def best_stages(
     memory_limit: float | None,
     in_flight: Callable[[int], int] | None = None,
     at_most: float = math.inf,
+    once_step: float = ONCE_STEP,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
-    The step time is the sum over the stages of `seconds + hidden_seconds` + the largest over the
-    stages of `(M - 1) * seconds + once_seconds`. Equally good choices: the one of fewest stages,
-    then the first in the lexicographic order of (stop, num_devices, position of the option), stage
-    by stage.
+    The step time is the sum over the stages of `seconds + hidden_seconds`, the largest over the
+    stages of `(M - 1) * seconds`, and the largest of `once_seconds`. Equally good choices: the one
+    of fewest stages, then the first in the lexicographic order of (stop, num_devices, position of
+    the option), stage by stage.
+
+    The search is exact for stages that take at most so long once a step; that limit is lowered from
+    the best plan's to the next one below, and at least by a part of it.
 
     Args:
       options: for each number of devices that a stage may have, ascending; maybe none.
@@ -136,6 +145,7 @@ def best_stages(
       in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
         last one, itself counted; None: 1F1B's, one for each.
       at_most: seconds of a step; splits that take longer are not looked for.
+      once_step: by which part of it the limit of `once_seconds` is lowered; 0: the search is exact.
 
     >>> layers = np.triu(np.arange(7.0) - np.arange(7.0)[:, None])  # of stages from cut to cut
     >>> none = np.zeros((1, 7, 7))
@@ -149,19 +159,29 @@ def best_stages(
     if not options:
         return None
     num_layers = options[0].seconds.shape[1] - 1
-    problem = StageProblem(
-        tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1)),
-        tuple(x.kind(num_microbatches, in_flight or (lambda left: left)) for x in options),
-        num_devices,
-        max_count=min(num_layers, num_devices // options[0].devices),
-        memory_limit=memory_limit,
-    )
-    path = best_path(problem, at_most)
-    if path is None:
-        return None
-    stages = []
-    for step in path.steps:
-        chosen = options[step.kind]
-        option = chosen.option(step.option, step.start, step.stop)
-        stages.append(StageRange(step.start, step.stop, chosen.devices, option))
-    return StageChoice(tuple(stages), path.cost)
+    successors = tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1))
+    best: StageChoice | None = None
+    first: tuple[float, int, list[tuple[int, int, int]]] | None = None
+    once = math.inf
+    while True:
+        flight = in_flight or (lambda left: left)
+        kinds = tuple(x.kind(num_microbatches, flight, once) for x in options)
+        most = min(num_layers, num_devices // options[0].devices)
+        problem = StageProblem(successors, kinds, num_devices, most, memory_limit=memory_limit)
+        path = best_path(problem, at_most if best is None else min(at_most, best.step_seconds))
+        if path is None:
+            return best
+        stages = list[StageRange]()
+        for step in path.steps:
+            chosen = options[step.kind]
+            option = chosen.option(step.option, step.start, step.stop)
+            stages.append(StageRange(step.start, step.stop, chosen.devices, option))
+        longest = max(stage.option.once_seconds for stage in stages)
+        found = StageChoice(tuple(stages), path.cost + longest)
+        runs = [(step.stop, options[step.kind].devices, step.option) for step in path.steps]
+        order = found.step_seconds, len(runs), runs
+        if found.step_seconds <= at_most and (first is None or order < first):
+            best, first = found, order
+        once = math.nextafter(longest * (1 - once_step), -math.inf)
+        if once < 0:
+            return best

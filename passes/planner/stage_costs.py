@@ -111,12 +111,13 @@ def in_equal_stages(way: Way, stages: int, num_microbatches: int) -> EqualStages
     count, cuts = num_microbatches, equal_runs(len(way), stages)
     runs = [joined(way[start:stop]) for start, stop in itertools.pairwise(cuts)]
     starts = sum(run.seconds for run in runs)
-    slowest = max((count - 1) * run.seconds + run.once_seconds for run in runs)
+    slowest = (count - 1) * max(run.seconds for run in runs)
+    once = max(run.once_seconds for run in runs)
     needed = (
         run.bytes_fixed + run.bytes_working + run.bytes_per_microbatch * min(flight, count)
         for run, flight in zip(runs, range(stages, 0, -1), strict=True)
     )
-    return EqualStages(starts + slowest, max(needed))
+    return EqualStages(starts + slowest + once, max(needed))
 
 
 def equal_runs(count: int, parts: int) -> list[int]:

@@ -2,9 +2,10 @@
 
 Between two heavy equations there is one place where the program may be cut: where the fewest bytes
 are alive (the last such place, so that a convolution keeps its norm). Of these places those are
-dropped that lie next to a clearly cheaper one. A dynamic program over the remaining places balances
-the layers' FLOPs, forward plus backward, against what crosses. A scan over layers may be cut
-between its iterations.
+dropped that lie next to a clearly cheaper one, if they are not the ends of what `jax.checkpoint`
+computes again; inside of such a block what crosses counts twice, for it is kept as well. A dynamic
+program over the remaining places balances the layers' FLOPs, forward plus backward, against what
+crosses. A scan over layers may be cut between its iterations.
 """
 
 from __future__ import annotations
@@ -215,11 +216,12 @@ def _places(parts: Anatomy, chain: _Chain) -> tuple[list[int], list[int]]:
 
 
 def _cheap_places(chain: _Chain, places: Sequence[int], front: Sequence[int]) -> list[int]:
-    """Without those that lie next to a clearly cheaper one."""
-    until = chain.until
+    """Without those that lie next to a clearly cheaper one, but for the ends of blocks."""
+    until, has_blocks = chain.until, any(chain.again)
     kept: list[int] = []
     for place in sorted((*places, *front), key=lambda place: (chain.bytes_at(place), place)):
-        if not any(
+        is_end = has_blocks and not chain.again[place - 1]
+        if is_end or not any(
             abs(until[other] - until[place]) < _NEAR * until[-1]
             and chain.bytes_at(other) * _FEWER < chain.bytes_at(place)
             for other in kept

@@ -33,10 +33,10 @@ def plans(num_layers: int, num_devices: int, options: Options, start: int = 0) -
 
 
 def step_seconds(plan: Plan, options: Options, num_microbatches: int) -> float:
-    """Sum of the stages' times, and for the busiest its other microbatches and its work once."""
+    """Sum of the stages' times, the slowest one's other microbatches, the longest work once."""
     chosen = [options[stage[:3]][stage.option] for stage in plan]
-    busiest = max((num_microbatches - 1) * one.seconds + one.once_seconds for one in chosen)
-    return sum(one.seconds for one in chosen) + busiest
+    slowest = (num_microbatches - 1) * max(one.seconds for one in chosen)
+    return sum(one.seconds for one in chosen) + slowest + max(one.once_seconds for one in chosen)
 
 
 def largest_bytes(plan: Plan, options: Options, in_flight: Callable[[int], int]) -> int:
