@@ -88,10 +88,13 @@ def fused_peak(
         rules = replace(rules, heap_orders=(SIZE,))
         found = min(found, _peak(block, mesh, rules, *asked), key=lambda x: x[0])
     if found[0] > memory:
-        rules = replace(rules, sums_last=False, leaves_products=False)
-        at_once, there = _peak(block, mesh, rules, *asked)
-        if at_once + found[0] <= 2 * memory:
-            return memory, {**there, "left to the end": memory - at_once}
+        saving = [replace(rules, sums_last=False, leaves_products=False)]
+        if any(isinstance(x, Loop) for x in block.instructions):
+            saving.append(replace(saving[0], loops_compute_again=True))
+        for rules in saving:
+            at_once, there = _peak(block, mesh, rules, *asked)
+            if at_once + found[0] <= 2 * memory:
+                return memory, {**there, "left to the end": memory - at_once}
     return found
 
 
@@ -364,8 +367,10 @@ class _Moments:
             size = sum_bytes(instruction, self.mesh)
             sums: Alive = {f"sums of a gradient in {instruction.sum_dtype}": size} if size else {}
             return size, sums, [HeapBuffer(size, 0, 0)] if size else []
-        worst, there, buffers = 0, Alive(), list[HeapBuffer]()
+        worst, there, buffers, rules = 0, Alive(), list[HeapBuffer](), self.rules
         if isinstance(instruction, Loop):
+            if rules.loops_compute_again:
+                rules = replace(rules, products_write_epilogues=False)
             consts, carry = loop_counts(instruction)
             inputs = instruction.body.inputs
             entering, slices = inputs[: consts + carry], inputs[consts + carry :]
@@ -373,7 +378,7 @@ class _Moments:
         else:
             parts = [(body, body.inputs, (), {*body.inputs}) for body in instruction.blocks]
         for body, kept, slices, entered in parts:
-            moments = _Moments(body, self.mesh, self.rules, kept, slices)
+            moments = _Moments(body, self.mesh, rules, kept, slices)
             size, alive = moments.worst()
             size -= sum(map(self.size, entered))
             if size > worst:

@@ -125,7 +125,7 @@ def held_values(
         if v not in refusing and v not in waited and len(readers[v]) == 1
     }
     refusing.update(v for summed in sums.values() for v in summed)
-    softmaxes = softmax_buffers(program, root) if rules.products_write_epilogues else set[V]()
+    softmaxes = softmax_buffers(program, root) if rules.softmaxes_are_written else set[V]()
     refusing |= softmaxes
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
     roots = dict(made_of)  # as if everything that can be fused were

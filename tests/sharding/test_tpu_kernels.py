@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
 
-from autopar.passes.sharding.compiler_rules import RULES, TPU
+from autopar.passes.sharding.compiler_rules import RULES, TPU, CompilerRules
 from autopar.passes.sharding.epilogues import InstructionValues
-from autopar.passes.sharding.fused_peak import _Moments
+from autopar.passes.sharding.fused_peak import SPARE_BYTES, _Moments
 from autopar.passes.sharding.heap import in_order, live_bytes
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.layout import replicated
@@ -24,7 +25,9 @@ from sharding.steps import shaped
 Values = list[InstructionValues[Any]]
 
 
-def held_of(function: Any, *shapes: Any) -> tuple[Values, HeldValues[Any]]:
+def held_of(
+    function: Any, *shapes: Any, rules: CompilerRules = RULES[TPU]
+) -> tuple[Values, HeldValues[Any]]:
     """The instructions of a function, and which of its values XLA:TPU would write."""
     jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
     program = [
@@ -42,7 +45,6 @@ def held_of(function: Any, *shapes: Any) -> tuple[Values, HeldValues[Any]]:
     def num_bytes(value: Any) -> int:
         return elements(value) * int(value.aval.dtype.itemsize)
 
-    rules = RULES[TPU]
     return program, held_values(program, jaxpr.invars, jaxpr.outvars, num_bytes, elements, rules)
 
 
@@ -207,6 +209,47 @@ def test_what_a_loop_reads_stays_while_it_runs() -> None:
     moments.worst()
     # The table beside the exponentials' product and its sums.
     assert live_bytes(in_order(moments.buffers)) >= 3 * 1024 * 1024 * 4
+
+
+def test_a_full_device_computes_again_what_would_wait_in_a_loop() -> None:
+    """Of a tied table: the logits, until the gradient of what was gathered from it is there."""
+
+    def trip(table: Any, sums: Any, x: Any, places: Any) -> Any:
+        logits = x @ table.T
+        gradient = logits.T @ x
+        wide = jax.lax.cumsum(x @ (logits @ table).T, axis=1)  # when the logits might be gone
+        rows = jnp.zeros_like(table).at[places].add(wide @ x)
+        return sums + (gradient + rows)
+
+    def looped(table: Any, sums: Any, xs: Any, places: Any) -> Any:
+        return jax.lax.scan(lambda s, x: (trip(table, s, x, places), None), sums, xs)[0]
+
+    places = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    table, x, xs = shaped(4096, 256), shaped(2048, 256), shaped(2, 2048, 256)
+    logits = 2048 * 4096 * 4
+
+    def at(function: Any, x: Any, memory: int | None = None) -> int:
+        program = program_of(function, table, table, x, places)
+        return peak(program, {}, [False, True, False, False], memory=memory).bytes
+
+    for function, values, is_less in ((trip, x, False), (looped, xs, True)):
+        full = at(function, values, 1)
+        limit = full - logits // 8
+        assert at(function, values, limit) == (limit if is_less else full)
+        assert at(function, values, full - logits) == full, "it would not come down to that"
+        plenty = at(function, values)
+        assert at(function, values, plenty + SPARE_BYTES) == plenty >= full
+
+
+def test_softmaxes_are_written_where_products_write_their_own_results() -> None:
+    def attention(q: Any, k: Any) -> Any:
+        weights = jax.nn.softmax(q @ k.T, axis=-1)
+        return weights @ k, weights.T @ q
+
+    rules = dataclasses.replace(RULES[TPU], products_write_epilogues=False)
+    program, held = held_of(attention, shaped(1024, 256), shaped(1024, 256), rules=rules)
+    made = {x.eqn.primitive.name: x.results[0] for x in program if x.eqn}
+    assert held.is_held(made["exp"])
 
 
 @pytest.mark.parametrize("batches", [1, 4])
