@@ -113,7 +113,7 @@ def parse_stages(value: Any) -> Asked:
             raise impossible("stages", value, why) from None
     items = list(value)
     if items and all(isinstance(item, (Stage, Mapping)) for item in items):
-        return _several([x if isinstance(x, Stage) else Stage(**x) for x in items])
+        return _several([x if isinstance(x, Stage) else _stage_of(x) for x in items])
     try:
         found = tuple(integer(layer, "stages", at_least=1) for layer in items)
     except OptionError:
@@ -121,6 +121,16 @@ def parse_stages(value: Any) -> Asked:
     if not found or any(b <= a for a, b in itertools.pairwise(found)):
         raise impossible("stages", list(found), why)
     return found
+
+
+def _stage_of(said: Mapping[str, Any]) -> Stage:
+    """A stage that is said as a mapping."""
+    names = [each.name for each in dataclasses.fields(Stage)]
+    unknown = [name for name in said if name not in names]
+    if unknown:
+        why = f"a stage has {', '.join(names)}."
+        raise impossible("stages", dict(said), f"{unknown[0]!r} is nothing that a stage has: {why}")
+    return Stage(**said)
 
 
 def _several(stages: Sequence[Stage]) -> tuple[Stage, ...]:

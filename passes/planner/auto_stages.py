@@ -154,7 +154,8 @@ class StageSearch:
                 priced[size] = [*priced[size], *more]
 
         def is_hopeful(size: int) -> bool:
-            return any(costs.may_fit(size, crossed, x) for x in (0, again().kept_bytes))
+            spared = (spare() for spare in (lambda: 0, lambda: again().kept_bytes))
+            return any(costs.may_fit(size, crossed, spare) for spare in spared)
 
         sizes = _sizes(cluster)[:-1]
         crossed = min(filter(None, finer.crossing), default=0)
@@ -261,7 +262,8 @@ class StageSearch:
             return None
         if self._are_alike:
             regular = self._regular(limit, schedule)
-            if regular is not None and regular.step_seconds <= ABOUT_AS_GOOD * choice.step_seconds:
+            most = min(ABOUT_AS_GOOD * choice.step_seconds, at_most)
+            if regular is not None and regular.step_seconds <= most:
                 return regular
         return choice
 

@@ -95,9 +95,7 @@ class FinerUnits:
         self.layers = units.layers.layers
         count, self._ends = len(self.layers), (0, *units.boundaries, len(units.layers))
         self.starts = list(range(count)) if count <= MAX_UNITS else [*self._ends[:-1]]
-        self.crossing = [
-            self.layers[end - 1].cut_bytes for end in (*self.starts[1:], count) if count
-        ]
+        self.crossing = [self.layers[end - 1].cut_bytes for end in (*self.starts[1:], count)]
         self.inside = [start > 0 and start not in self._ends for start in self.starts]
 
     def first_of(self, unit: int) -> int:

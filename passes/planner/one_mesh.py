@@ -14,7 +14,7 @@ from autopar.passes.planner.layouts import ExpectedSeconds
 from autopar.passes.planner.stage_costs import UnitCost, joined
 from autopar.passes.planner.unit_costs import UnitCosts
 
-MARGIN = 1.02  # times what fits elsewhere: more than the layers of one mesh must take
+MARGIN = 1.06  # times what fits elsewhere: more than the layers of one mesh must take
 ONE_BATCH_MARGIN = 1.25  # the same without microbatches
 MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, there is less of it
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less

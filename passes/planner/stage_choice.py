@@ -19,7 +19,7 @@ import numpy as np
 from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
 
-ONCE_STEP = 0.2
+ONCE_STEP = 0.0  # by which part the limit of what is done once a step is lowered: exact
 
 
 @dataclass(frozen=True)

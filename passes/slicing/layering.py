@@ -21,7 +21,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.base.errors import OptionError
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.graph import fingerprint, makers_of, readers_of, user_source
+from autopar.passes.graph.graph import (
+    fingerprint,
+    makers_of,
+    readers_of,
+    user_source,
+    variables,
+)
 from autopar.passes.graph.primitives import HEAVY
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
@@ -148,7 +154,7 @@ def _chain(parts: Anatomy, rules: Rules) -> _Chain:
 
 
 def _made_again(parts: Anatomy) -> frozenset[Var]:
-    """What the forward pass makes and the backward pass computes again: in `jax.checkpoint`."""
+    """What the backward pass computes again, and does not keep as well: in `jax.checkpoint`."""
     eqns, backward = parts.body.eqns, parts.backward
     barriers = {index for index in backward if is_barrier(eqns[index])}
     if not barriers:
@@ -156,8 +162,9 @@ def _made_again(parts: Anatomy) -> frozenset[Var]:
     numbers = parts.value_numbers
     made = (var for index in backward - barriers for var in eqns[index].outvars)
     again = {numbers[var] for var in made}
+    kept = {var for index in backward for var in variables(eqns[index].invars)}
     forward = (v for i, eqn in enumerate(eqns) if i not in backward for v in eqn.outvars)
-    return frozenset(var for var in forward if numbers[var] in again)
+    return frozenset(var for var in forward if numbers[var] in again and var not in kept)
 
 
 def _alive(
