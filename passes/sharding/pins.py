@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,18 +114,24 @@ def _leaves(graph: Graph) -> Iterator[_Leaf]:
 def matches_path(path: str, pattern: str) -> bool:
     """Whether a shell pattern matches a path, or its end; brackets and quotes count as slashes.
 
-    A path as plans print it is a pattern too; one that begins with `=` is that path alone.
+    A path as plans print it is a pattern too, with its keys in brackets; one that begins with `=`
+    is that path alone.
 
     >>> matches_path("state.params['Dense_0']['kernel']", "Dense_0/kernel")
     True
+    >>> matches_path("state['layers'][0]['down']", "*['down']")
+    True
+    >>> matches_path("state['embed']", "*['down']")  # not one of the letters between the brackets
+    False
     """
     if pattern.startswith("="):
         return path == pattern[1:]
     plain = simple_path(path)
+    literal = re.sub(r"\[(?=')", "[[]", pattern)
     return any(
         fnmatch.fnmatchcase(candidate, form)
         for candidate in (path, plain)
-        for spelled in (pattern, simple_path(pattern))
+        for spelled in (literal, simple_path(pattern))
         for form in (spelled, f"*/{spelled}")
     )
 
