@@ -43,8 +43,8 @@ from autopar.passes.slicing.stage_graphs import Stages
 MANY_UNITS = 16
 UNITS_OF_A_KIND = 4
 ABOUT_AS_GOOD = 1.03
-# Times what equal stages of fewer devices take that fit: larger submeshes on which units take
-# longer with any memory are not looked at further.
+# Times what stages of fewer devices take that fit: larger submeshes on which units take longer with
+# any memory are not looked at further.
 LONGER = 1.02
 SLOWER = 1.1  # times what fits elsewhere, what units are guessed to take: they are not priced
 HARDLY_LESS = 1.001  # times what stages may take with no memory: else prices of it are not tried
@@ -154,8 +154,9 @@ class StageSearch:
                 priced[size] = [*priced[size], *more]
 
         def is_hopeful(size: int) -> bool:
-            spared = (spare() for spare in (lambda: 0, lambda: again().kept_bytes))
-            return any(costs.may_fit(size, crossed, spare) for spare in spared)
+            if costs.may_fit(size, crossed):
+                return True
+            return costs.may_fit(size, crossed, again().kept_bytes)
 
         sizes = _sizes(cluster)[:-1]
         crossed = min(filter(None, finer.crossing), default=0)

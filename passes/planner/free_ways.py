@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopar.base.cluster import Cluster
+from autopar.passes.planner.layer_units import Kind
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.planner.stage_costs import Mesh, Way
 from autopar.passes.planner.stage_shardings import MeshSearch
 
 MESHES_PRICED = 3  # of as many devices, the quickest
 TOO_SLOW = 2.0  # times the quickest mesh of as many devices: not worth to be slower for memory
-
-Kind = tuple[str, ...]
-"""The digests of a unit's layers."""
-
-
-def typical(kinds: Sequence[Kind], kind: Kind) -> int:
-    """The unit in the middle of those that are alike: it has the backward pass of its own layers.
-
-    Where layers are cut inside of what is computed again as a whole, the next unit has the backward
-    pass of such a block, and the second one that of the first one as well.
-    """
-    places = [place for place, other in enumerate(kinds) if other == kind]
-    return places[len(places) // 2]
 
 
 class FreeWays(NamedTuple):

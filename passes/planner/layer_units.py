@@ -14,6 +14,9 @@ from autopar.passes.slicing.stage_graphs import Stages
 
 MAX_UNITS = 64
 
+Kind = tuple[str, ...]
+"""The digests of a unit's layers."""
+
 
 def unit_starts(kinds: Sequence[object], most: int = MAX_UNITS) -> list[int]:
     """Where units begin, if there are at most about so many: layers, or else blocks that repeat.
@@ -81,6 +84,16 @@ def units_of(split: SplitStep, report: Callable[[str], None]) -> Stages | None:
         return None
     report(f"slicing into {len(starts)} layers")
     return slice_stages(split.step, split.rules, starts[1:], known=split.layers)
+
+
+def typical(kinds: Sequence[Kind], kind: Kind) -> int:
+    """The unit in the middle of those that are alike: it has the backward pass of its own layers.
+
+    Where layers are cut inside of what is computed again as a whole, the next unit has the backward
+    pass of such a block, and the second one that of the first one as well.
+    """
+    places = [place for place, other in enumerate(kinds) if other == kind]
+    return places[len(places) // 2]
 
 
 class FinerUnits:

@@ -19,8 +19,6 @@ import numpy as np
 from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
 
-ONCE_STEP = 0.0  # by which part the limit of what is done once a step is lowered: exact
-
 
 @dataclass(frozen=True)
 class StageOption:
@@ -125,7 +123,6 @@ def best_stages(
     memory_limit: float | None,
     in_flight: Callable[[int], int] | None = None,
     at_most: float = math.inf,
-    once_step: float = ONCE_STEP,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
@@ -134,8 +131,8 @@ def best_stages(
     of fewest stages, then the first in the lexicographic order of (stop, num_devices, position of
     the option), stage by stage.
 
-    The search is exact for stages that take at most so long once a step; that limit is lowered from
-    the best plan's to the next one below, and at least by a part of it.
+    What stages may take once a step is limited, to less and less: to less than the best plan within
+    the limit before takes. So every plan that another is not better than in both is looked at.
 
     Args:
       options: for each number of devices that a stage may have, ascending; maybe none.
@@ -145,7 +142,6 @@ def best_stages(
       in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
         last one, itself counted; None: 1F1B's, one for each.
       at_most: seconds of a step; splits that take longer are not looked for.
-      once_step: by which part of it the limit of `once_seconds` is lowered; 0: the search is exact.
 
     >>> layers = np.triu(np.arange(7.0) - np.arange(7.0)[:, None])  # of stages from cut to cut
     >>> none = np.zeros((1, 7, 7))
@@ -163,14 +159,14 @@ def best_stages(
     best: StageChoice | None = None
     first: tuple[float, int, list[tuple[int, int, int]]] | None = None
     once = math.inf
-    while True:
-        flight = in_flight or (lambda left: left)
+    flight = in_flight or (lambda left: left)
+    most = min(num_layers, num_devices // options[0].devices)
+    while once >= 0:
         kinds = tuple(x.kind(num_microbatches, flight, once) for x in options)
-        most = min(num_layers, num_devices // options[0].devices)
         problem = StageProblem(successors, kinds, num_devices, most, memory_limit=memory_limit)
-        path = best_path(problem, at_most if best is None else min(at_most, best.step_seconds))
+        path = best_path(problem, at_most if best is None else best.step_seconds)
         if path is None:
-            return best
+            break
         stages = list[StageRange]()
         for step in path.steps:
             chosen = options[step.kind]
@@ -182,6 +178,5 @@ def best_stages(
         order = found.step_seconds, len(runs), runs
         if found.step_seconds <= at_most and (first is None or order < first):
             best, first = found, order
-        once = math.nextafter(longest * (1 - once_step), -math.inf)
-        if once < 0:
-            return best
+        once = math.nextafter(longest, -math.inf)
+    return best

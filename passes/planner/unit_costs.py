@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from autopar.base.cluster import Cluster
 from autopar.base.options import Options
 from autopar.passes.pieces.stage_account import StageAccount
-from autopar.passes.planner.free_ways import TOO_SLOW, FreeWays, Kind, typical
+from autopar.passes.planner.free_ways import TOO_SLOW, FreeWays
+from autopar.passes.planner.layer_units import Kind, typical
 from autopar.passes.planner.layouts import logical_meshes, submesh
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.mesh_choice import stage_options

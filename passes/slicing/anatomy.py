@@ -64,6 +64,11 @@ class Anatomy:
         """
         return _numbered(self.body)
 
+    @cached_property
+    def leaves(self) -> dict[Var, frozenset[int]]:
+        """The held state leaves that a value before the loop, or a free value, is made from."""
+        return _leaves(self)
+
     def trunk(self) -> list[int]:
         """Numbers of the body's forward equations that are evaluated on one stage."""
         others = self.loop.combining | self.backward
@@ -160,8 +165,7 @@ def bytes_of(var: Any) -> int:
     return int(math.prod(var.aval.shape) * itemsize)
 
 
-def leaves_of(parts: Anatomy) -> dict[Var, frozenset[int]]:
-    """The held state leaves that a value before the loop, or a free value, is made from."""
+def _leaves(parts: Anatomy) -> dict[Var, frozenset[int]]:
     found = {var: frozenset({number}) for var, number in held_leaves(parts.graph).items()}
 
     def through(eqn: JaxprEqn) -> None:

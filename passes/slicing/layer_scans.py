@@ -14,7 +14,7 @@ from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom, variables
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.slicing.anatomy import Anatomy, bytes_of, held_leaves, leaves_of
+from autopar.passes.slicing.anatomy import Anatomy, bytes_of, held_leaves
 
 
 class Origins:
@@ -68,7 +68,7 @@ class LayerScan(NamedTuple):
 
 def find_layer_scans(parts: Anatomy) -> dict[int, LayerScan]:
     """The body's forward equations that scan over layers, by their numbers."""
-    origins, leaves = Origins(parts), leaves_of(parts)
+    origins, leaves = Origins(parts), parts.leaves
     found = {}
     for index in parts.trunk():
         eqn = parts.body.eqns[index]

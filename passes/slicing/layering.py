@@ -104,13 +104,16 @@ def _layer(parts: Anatomy, chain: _Chain, first: int, last: int) -> Layer:
     for entry in chain.entries[first:last]:
         runs.setdefault(entry[0], []).append(entry)
     iterations = []  # of the scans of which these entries are a part only
+    part: dict[Var, float] = {}  # of the stacks that they read
     for index, entries in runs.items():
         start, stop = min(e[1] for e in entries), max(e[2] for e in entries)
         if stop and stop - start < eqns[index].params["length"]:
             iterations.append((index, start, stop))
+            stacks = ScanParts.of(eqns[index]).operands(eqns[index].invars)[2]
+            share = (stop - start) / eqns[index].params["length"]
+            part.update(dict.fromkeys(variables(stacks), share))
     heaviest = max(range(first, last), key=chain.flops)
     read = readers_of([eqns[index] for index in runs])
-    parameters = parts.free.union(parts.loop.parts.operands(parts.body.invars)[0])
     return Layer(
         equations=tuple(runs),
         forward_flops=sum(chain.forward[first:last]),
@@ -120,7 +123,7 @@ def _layer(parts: Anatomy, chain: _Chain, first: int, last: int) -> Layer:
         source=user_source(eqns[chain.entries[heaviest][0]]),
         iterations=tuple(iterations),
         inside=chain.again[last - 1] > 0,
-        weight_bytes=sum(bytes_of(var) for var in read if var in parameters),
+        weight_bytes=round(sum(part.get(v, 1) * bytes_of(v) for v in read if v in parts.leaves)),
     )
 
 

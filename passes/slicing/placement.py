@@ -16,7 +16,7 @@ from jax.extend.core import Literal, Var
 from autopar.passes.graph.graph import makers_of, readers_of
 from autopar.passes.slicing import mincut
 from autopar.passes.slicing.accumulators import Terms, absorbed_by
-from autopar.passes.slicing.anatomy import Anatomy, bytes_of, held_leaves, leaves_of
+from autopar.passes.slicing.anatomy import Anatomy, bytes_of, held_leaves
 from autopar.passes.slicing.mincut import CutValue, Node
 from autopar.passes.slicing.primals import find_primals
 
@@ -163,7 +163,7 @@ class _PlacementProblem:
         """State leaves: those that forward equations read are at home where they are read."""
         used: dict[int, set[int]] = defaultdict(set)
         late: dict[int, set[Node]] = defaultdict(set)
-        leaves = leaves_of(self.parts)
+        leaves = self.parts.leaves
         for var in self.inside:
             for number in leaves.get(var, ()):
                 used[number] |= self._stages_reading(var)

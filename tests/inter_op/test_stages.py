@@ -50,7 +50,7 @@ def best_by(
 ) -> StageChoice | None:
     """`best_stages` among what an oracle says."""
     options = [options_of(num_layers, size, oracle) for size in submeshes]
-    return best_stages(options, num_devices, **{"once_step": 0.0, **others})
+    return best_stages(options, num_devices, **others)
 
 
 def random_options(

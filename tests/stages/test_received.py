@@ -12,7 +12,6 @@ from plain_jit import equals_plain_jit
 from autopar import Stage
 from autopar.passes.microbatch import analyze, split
 from autopar.passes.primitives.populate import populate
-from autopar.passes.slicing import layering
 from autopar.passes.slicing.slice_stages import find_layers
 from autopar.passes.trace.trace import trace
 
@@ -39,11 +38,8 @@ def train_step(params: Any, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("boundaries", [(2,), (4,), (2, 4)])
-def test_each_stage_computes_its_part_of_the_block_again(
-    boundaries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_stage_computes_its_part_of_the_block_again(boundaries: tuple[int, ...]) -> None:
     """One activation crosses each boundary, one gradient comes back, and no weight moves."""
-    monkeypatch.setattr(layering, "_made_again", lambda parts: frozenset())
     keys = jax.random.split(jax.random.key(0), DEPTH)
     params = [list(jax.random.normal(key, (4, WIDTH, WIDTH)) / 8) for key in keys]
     ends = (0, *boundaries, 7)  # two layers a block, three of the first
@@ -66,25 +62,66 @@ def test_each_stage_computes_its_part_of_the_block_again(
     assert sent == sorted(expected)
 
 
-def _layers(depth: int) -> list[tuple[int, bool]]:
+def narrow(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Less crosses inside of it than after it, and its derivative reads its own result."""
+    return jnp.tanh(jnp.tanh(x @ w[0, :, : 3 * WIDTH // 4]) @ w[1, : 3 * WIDTH // 4])
+
+
+def _layers(step: Any, depth: int) -> list[tuple[int, bool]]:
     """Of each layer the products, and whether the cut after it is inside of a block."""
     params = [list(jnp.ones((4, WIDTH, WIDTH))) for _ in range(depth)]
     x = jnp.ones((ROWS, WIDTH))
-    graph = trace(train_step, (params, x, x)).graph
-    step = split(graph, analyze(graph, populate(graph.jaxpr), 4))
-    assert step.loop is not None
-    names = [eqn.primitive.name for eqn in step.loop.body.eqns]
-    layers = find_layers(step, populate(step.graph.jaxpr)).found.layers
+    graph = trace(step, (params, x, x)).graph
+    phases = split(graph, analyze(graph, populate(graph.jaxpr), 4))
+    assert phases.loop is not None
+    names = [eqn.primitive.name for eqn in phases.loop.body.eqns]
+    layers = find_layers(phases, populate(phases.graph.jaxpr)).found.layers
     return [([names[i] for i in x.equations].count("dot_general"), x.inside) for x in layers]
 
 
-def test_a_deep_program_is_cut_between_blocks() -> None:
-    """Inside of one, what crosses would be kept as well."""
-    assert {products % 4 for products, _ in _layers(80)} == {0}
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+def test_a_deep_program_is_cut_between_blocks(wrap: Any) -> None:
+    """Inside of a block that is computed again, what crosses would be kept as well."""
+    again = wrap is jax.checkpoint
+    again_block = wrap(narrow)
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h = x
+            for w in params:
+                h = again_block(h, jnp.stack(w))
+            return jnp.mean((h - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    products, inside = zip(*_layers(step, 60), strict=True)
+    ends = list(itertools.accumulate(products))
+    assert ends[-1] == 120 and not any(inside)
+    assert all(end % 2 == 0 for end in ends) == again
 
 
 def test_a_layer_says_whether_it_ends_inside_of_a_block() -> None:
-    products, inside = zip(*_layers(DEPTH), strict=True)
+    products, inside = zip(*_layers(train_step, DEPTH), strict=True)
     assert len(products) > DEPTH
     ends = itertools.accumulate(products)
     assert [end % 4 > 0 for end in ends] == list(inside)
+
+
+def test_a_layer_of_a_scan_reads_its_part_of_the_parameters() -> None:
+    depth = 4
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)
+            return jnp.mean((h - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * grads, loss
+
+    params, x = jnp.ones((depth, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))
+    graph = trace(step, (params, x, x)).graph
+    phases = split(graph, analyze(graph, populate(graph.jaxpr), 4))
+    layers = find_layers(phases, populate(phases.graph.jaxpr)).found.layers
+    assert len(layers) == depth
+    assert {layer.weight_bytes for layer in layers} == {WIDTH * WIDTH * 4}
