@@ -121,6 +121,7 @@ def test_values_of_stages() -> None:
         ([Stage(layers=3), Stage()], "cannot be told"),
         ([Stage()], "one stage has no pipeline"),
         ([Stage(), 3], "a list of autopar.Stage"),
+        ([{"devicez": 4}, {"devices": 4}], r"no 'devicez'(.|\n)*did you mean 'devices'"),
     ],
 )
 def test_stages_that_are_no_pipeline_are_refused(stages: Any, message: str) -> None:

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from autopar.base import option_values as values
-from autopar.base.errors import OptionError
+from autopar.base.errors import OptionError, did_you_mean
 from autopar.base.methods import check_method
 from autopar.base.option_values import impossible, integer, number_hint
 
@@ -126,10 +126,10 @@ def parse_stages(value: Any) -> Asked:
 def _stage_of(said: Mapping[str, Any]) -> Stage:
     """A stage that is said as a mapping."""
     names = [each.name for each in dataclasses.fields(Stage)]
-    unknown = [name for name in said if name not in names]
-    if unknown:
-        why = f"a stage has {', '.join(names)}."
-        raise impossible("stages", dict(said), f"{unknown[0]!r} is nothing that a stage has: {why}")
+    for name in said:
+        if name not in names:
+            why = f"a stage has {', '.join(names)}, and no {name!r}."
+            raise impossible("stages", dict(said), why, did_you_mean(name, names))
     return Stage(**said)
 
 

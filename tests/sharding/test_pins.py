@@ -45,6 +45,8 @@ def graph() -> Graph:
         ("state.params['Dense_0']['kernel']", "params/*/bias", False),
         ("state[0]['w']", "state/0/w", True),
         ("state[10]['w']", "state/1/w", False),
+        ("state['layers'][0]['down']", "*['down']", True),
+        ("state['embed']", "*['down']", False),  # ends with one of these letters
         ("params", "params", True),
         ("params_extra", "params", False),
     ],
