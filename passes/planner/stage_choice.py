@@ -19,6 +19,8 @@ import numpy as np
 from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
 
+ENOUGH_GAIN = 0.01  # of a step: less is not looked for in what stages do once a step
+
 
 @dataclass(frozen=True)
 class StageOption:
@@ -123,6 +125,7 @@ def best_stages(
     memory_limit: float | None,
     in_flight: Callable[[int], int] | None = None,
     at_most: float = math.inf,
+    gain: float = ENOUGH_GAIN,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
@@ -132,7 +135,8 @@ def best_stages(
     the option), stage by stage.
 
     What stages may take once a step is limited, to less and less: to less than the best plan within
-    the limit before takes. So every plan that another is not better than in both is looked at.
+    the limit before takes. So every plan that another is not better than in both is looked at, or
+    one that takes hardly longer.
 
     Args:
       options: for each number of devices that a stage may have, ascending; maybe none.
@@ -142,6 +146,7 @@ def best_stages(
       in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
         last one, itself counted; None: 1F1B's, one for each.
       at_most: seconds of a step; splits that take longer are not looked for.
+      gain: by which part of a step the limit is lowered; the best plan may be as much better.
 
     >>> layers = np.triu(np.arange(7.0) - np.arange(7.0)[:, None])  # of stages from cut to cut
     >>> none = np.zeros((1, 7, 7))
@@ -161,10 +166,11 @@ def best_stages(
     once = math.inf
     flight = in_flight or (lambda left: left)
     most = min(num_layers, num_devices // options[0].devices)
-    while once >= 0:
+    at_least = _least_once(options)
+    while once >= at_least:
         kinds = tuple(x.kind(num_microbatches, flight, once) for x in options)
         problem = StageProblem(successors, kinds, num_devices, most, memory_limit=memory_limit)
-        path = best_path(problem, at_most if best is None else best.step_seconds)
+        path = best_path(problem, (at_most if best is None else best.step_seconds) - at_least)
         if path is None:
             break
         stages = list[StageRange]()
@@ -178,5 +184,18 @@ def best_stages(
         order = found.step_seconds, len(runs), runs
         if found.step_seconds <= at_most and (first is None or order < first):
             best, first = found, order
-        once = math.nextafter(longest, -math.inf)
+        enough = gain * (found if best is None else best).step_seconds
+        once = math.nextafter(longest - enough, -math.inf)
     return best
+
+
+def _least_once(options: Sequence[StageOptions]) -> float:
+    """What the stage that does most once a step does at the least: the first one, or the last."""
+    ends = (
+        [
+            np.where(np.isfinite(x.seconds[at]), x.once_seconds[at], np.inf).min(initial=np.inf)
+            for x in options
+        ]
+        for at in ((slice(None), 0, slice(None)), (slice(None), slice(None), -1))
+    )
+    return float(max(map(min, ends)))

@@ -19,6 +19,7 @@ from inter_op.enumerate_plans import Options, Plan, largest_bytes, order, plans,
 
 from autopar.passes.planner import stage_choice as stages
 from autopar.passes.planner.stage_choice import (
+    ENOUGH_GAIN,
     StageChoice,
     StageOption,
     StageOptions,
@@ -50,7 +51,12 @@ def best_by(
 ) -> StageChoice | None:
     """`best_stages` among what an oracle says."""
     options = [options_of(num_layers, size, oracle) for size in submeshes]
-    return best_stages(options, num_devices, **others)
+    found = best_stages(options, num_devices, **others, gain=0.0)
+    hurried = best_stages(options, num_devices, **others)
+    assert (found is None) == (hurried is None)
+    if found is not None and hurried is not None:
+        assert hurried.step_seconds * (1 - ENOUGH_GAIN) <= found.step_seconds
+    return found
 
 
 def random_options(
