@@ -279,8 +279,9 @@ def compile(
       *args: the arguments it will be called with, or `jax.ShapeDtypeStruct`s in their place.
       cluster: the devices to plan for, also by name ("8x8 h100"); by default all that JAX sees.
       plan: a plan to follow, or the path of its file, instead of planning.
-      devices: those to compile for, mesh by mesh; by default all that JAX sees. Where they are not
-        there (`jax.experimental.topologies`), what is returned cannot run, and has the compiler's
+      devices: those to compile for, mesh by mesh; by default all that JAX sees. Stages may share
+        them: `stages=2, devices=2 * jax.devices()`. Where they are not there
+        (`jax.experimental.topologies`), what is returned cannot run, and has the compiler's
         `memory()`, `hlo()` and `cost()`.
       **options_and_kwargs: what is asked of the plan, as on the page Options; all other names are
         the step's own arguments by keyword.

@@ -6,6 +6,7 @@ import abc
 import inspect
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,10 +83,14 @@ class PlanRequest:
                 hint="devices=jax.devices()[:4], or those of a topology of "
                 "jax.experimental.topologies.",
             )
-        if len(set(given)) < len(given):
-            twice = next(device for device in given if given.count(device) > 1)
+        counts = Counter(given)
+        one_mesh = self.plan is None and self.options.stages in (None, 1, "auto")
+        if len(set(counts.values())) > 1 or (one_mesh and max(counts.values()) > 1):
+            twice = counts.most_common(1)[0][0]
             raise OptionError(
-                f"devices={devices!r} is not possible.", why=f"{twice} is there twice."
+                f"devices={devices!r} is not possible.",
+                why=f"{twice} is there {counts[twice]} times.",
+                hint="stages of a pipeline may share devices: stages=2 and the same devices twice.",
             )
         if isinstance(self.options.runtime, Ray):
             raise OptionError(

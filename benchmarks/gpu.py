@@ -17,8 +17,8 @@ untried so far.
   planning and of both compilations;
 - call: microseconds of the calling thread that a call of a step with many leaves takes;
 - transport: GB/s from one process's device memory to another's (`transport.py`, tiles of 64 MB);
-- 2 stages: a pipeline whose stages share the device: two Ray actors, where Ray is installed. (In
-  one process, `stages=2` on one device is refused, with and without `num_chunks`.)
+- 2 stages: a pipeline whose stages share the device: in one process (`devices=2 * [device]`), and as
+  two Ray actors, where Ray is installed, with both ways of moving arrays between them.
 
 The last line is then a JSON object.
 """
@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -101,7 +102,7 @@ CASES = {
     "llama-1B scan remat": Case("llama-scanned-7B", 4, remat=True, size=LLAMA_1B),
     "wide-resnet-250M remat": Case("wide-resnet-250M", 64, remat=True),
 }
-ROWS = ("calibrate", "call", *CASES, "transport", "2 stages on Ray")
+ROWS = ("calibrate", "call", *CASES, "transport", "2 stages", "2 stages on Ray", "2 stages by transfer")
 
 
 @dataclass(frozen=True)
@@ -349,10 +350,14 @@ def transport(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def on_ray(setting: Setting) -> dict[str, Any]:
+def two_stages(setting: Setting) -> dict[str, Any]:
+    """Two stages in this process, which share the device."""
+    return pipelined(setting, devices=2 * jax.devices()[:1])
+
+
+def on_ray(setting: Setting, transport: str = "sockets") -> dict[str, Any]:
     """Two stages in two actors, which share the device."""
     # Ray need not be installed.
-    from autopar.ray_executable import RayExecutable
     from autopar.runtime.ray.driver.ray_cluster import start_local
 
     platform = jax.default_backend()
@@ -360,29 +365,39 @@ def on_ray(setting: Setting) -> dict[str, Any]:
         # Ray would give an actor a GPU for itself, and hide the others.
         os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    sizes = (2, 32, 16, 8) if setting.tiny else (8, 1024, 512, 16)
-    built = language_model(*sizes)
+    start_local(4, **({} if platform == "cpu" else {"num_gpus": 2}))
+    devices = "cpu" if platform == "cpu" else "gpu"
+    runtime = autopar.Ray(devices=devices, transport=transport, deadline=120)
+    return pipelined(setting, runtime=runtime)
+
+
+def pipelined(setting: Setting, **place: Any) -> dict[str, Any]:
+    """A language model in two stages, placed as these options say, beside plain `jax.jit`."""
+    built = language_model(*((2, 32, 16, 8) if setting.tiny else (8, 1024, 512, 16)))
     reference, losses = built.make(), []
     plain = jax.jit(built.step)
     for _ in range(2):
         reference, loss = plain(reference, built.batch)
         losses.append(float(loss))
-    cluster = dataclasses.replace(setting.cluster, devices_per_node=2)
-    start_local(4, **({} if platform == "cpu" else {"num_gpus": 2}))
+    alone = []
+    for _ in range(setting.repeats):
+        begun = time.perf_counter()
+        reference, loss = jax.block_until_ready(plain(reference, built.batch))
+        alone.append(time.perf_counter() - begun)
+    del reference
     start = time.perf_counter()
     step = autopar.compile(
         built.step,
         jax.eval_shape(built.make),
         built.batch,
-        cluster=cluster,
+        cluster=dataclasses.replace(setting.cluster, devices_per_node=2),
         stages=2,
         microbatches=4,
         progress=False,
-        runtime=autopar.Ray(devices="cpu" if platform == "cpu" else "gpu", deadline=120),
+        **place,
     )
     compiled = time.perf_counter() - start
-    assert isinstance(step, RayExecutable)
-    with step:
+    with step if hasattr(step, "__exit__") else contextlib.nullcontext():
         state, found = step.initialize(built.make), []
         for _ in range(2):
             state, loss = step(state, built.batch)
@@ -394,14 +409,15 @@ def on_ray(setting: Setting) -> dict[str, Any]:
             returned.append(time.perf_counter() - begun)
             jax.block_until_ready((state, loss))
             taken.append(time.perf_counter() - begun)
-        actors = step.compile_seconds
+        actors = list(getattr(step, "compile_seconds", ()))
     return {
         "planned_seconds": step.plan.estimates.step_seconds,
         "measured_seconds": statistics.median(taken),
+        "jit_seconds": statistics.median(alone),
         "call_ms": 1e3 * statistics.median(returned),
         "losses": {"autopar": found[-1], "jit": losses[-1]},
         "compile_seconds": compiled,
-        "compile_seconds_of_actors": list(actors),
+        "compile_seconds_of_actors": actors,
     }
 
 
@@ -409,7 +425,9 @@ OTHERS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "calibrate": calibrated,
     "call": call,
     "transport": transport,
+    "2 stages": two_stages,
     "2 stages on Ray": on_ray,
+    "2 stages by transfer": functools.partial(on_ray, transport="transfer"),
 }
 
 

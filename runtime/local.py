@@ -48,6 +48,10 @@ class LocalProgram(StagePrograms):
         pieces, program = runnable.pieces, runnable.program
         self.leaves, self.results = runnable.leaves, runnable.results
         self.meshes = _meshes(pieces.programs, program.schedule.mesh_of_stage, devices)
+        homes = dict(zip(program.schedule.mesh_of_stage, self.meshes, strict=True))
+        theirs = [device for mesh in homes.values() for device in mesh.devices.flat]
+        # What one mesh hands to another on the same devices would be taken over or freed twice.
+        self.may_alias = False if len(set(theirs)) < len(theirs) else None
         if len(self.meshes) > 1:
             name_stages(self.meshes)
         super().__init__(pieces, program, dict(enumerate(self.meshes)))
@@ -206,7 +210,7 @@ class PipelineStep(CompiledPieces):
                 waited = self.pipeline.waited(x, lasting.get((mesh, index), ()))
                 yield stages.run_action(compiled, x, paces[mesh], waited)
             elif isinstance(x, Send):
-                yield _send(x, targets[x.tag])
+                yield _send(x, targets[x.tag], self.pipeline.may_alias)
             elif isinstance(x, Recv):
                 yield _recv(x)
             elif isinstance(x, Reshard):
@@ -257,6 +261,7 @@ class PipelineStep(CompiledPieces):
         for leaf, wanted in zip(leaves, self.types, strict=True):
             stages.check_type(leaf if isinstance(leaf, SplitArray) else jax.typeof(leaf), wanted)
         buffers = dict(self.constants)
+        may_alias = self.pipeline.may_alias
         for leaf, (split, places_of_parts) in zip(leaves, self.targets, strict=True):
             if split is not None:
                 parts = put_parts(leaf, split)
@@ -265,16 +270,20 @@ class PipelineStep(CompiledPieces):
             for part, places in zip(parts, places_of_parts, strict=True):
                 for name, sharding in places:
                     # What the last step returned is there already: most leaves of most calls.
-                    is_there = isinstance(part, jax.Array) and part.sharding == sharding
-                    buffers[name] = part if is_there else placed(part, sharding)
+                    if isinstance(part, jax.Array) and part.sharding == sharding:
+                        buffers[name] = part
+                    else:
+                        buffers[name] = placed(part, sharding, may_alias=may_alias)
         return buffers
 
 
-def _send(x: Send, shardings: list[NamedSharding]) -> Action:
+def _send(x: Send, shardings: list[NamedSharding], may_alias: bool | None) -> Action:
     """Start the transfer at once: the next run may take over the memory of what is sent."""
 
     def action(buffers: dict[Buffer, Any], sent: dict[int, Any]) -> None:
-        sent[x.tag] = jax.device_put([buffers[b] for b in x.buffers], shardings)
+        sent[x.tag] = jax.device_put(
+            [buffers[b] for b in x.buffers], shardings, may_alias=may_alias
+        )
 
     return action
 
@@ -306,6 +315,15 @@ def _meshes(
         )
     numbers = sorted(sizes)
     ends = dict(zip(numbers, itertools.accumulate(sizes[m] for m in numbers), strict=True))
+    for home in numbers:
+        own = devices[ends[home] - sizes[home] : ends[home]]
+        if len(set(own)) < len(own):
+            raise DeviceError(
+                f"Mesh {home} of the plan would have {own[0]} twice.",
+                where="devices=",
+                why="only stages on different meshes may share a device.",
+                hint=f"name the devices mesh by mesh; these have {list(sizes.values())} devices.",
+            )
     return tuple(
         stages.mesh_of(program, devices[ends[home] - sizes[home] :])
         for home, program in zip(mesh_of_stage, programs, strict=True)

@@ -139,14 +139,14 @@ def joined(array: SplitArray, sharding: Sharding) -> jax.Array:
     return concatenate(parts, axis=array.axis)
 
 
-def placed(leaf: Any, sharding: Sharding) -> jax.Array:
+def placed(leaf: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
     """`jax.device_put`, also to other devices and another kind of memory, which JAX refuses."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         was_away, is_away = (x.memory_kind == HOST_MEMORY for x in (leaf.sharding, sharding))
         if was_away != is_away:  # from host to host, which have more memory
             between = sharding if was_away else leaf.sharding
             leaf = jax.device_put(leaf, between.with_memory_kind(HOST_MEMORY))
-    return jax.device_put(leaf, sharding)
+    return jax.device_put(leaf, sharding, may_alias=may_alias)
 
 
 def put(leaf: Any, sharding: Sharding | SplitSharding) -> Any:

@@ -198,7 +198,9 @@ class Cluster(Displayed, Record):
         Args:
           devices: `jax.Device`s; by default all of `jax.devices()`. Those of one process are one
             node, on TPUs those of one slice, whose links do not end at its hosts. They may be those
-            of a topology that is not there (`jax.experimental.topologies`).
+            of a topology that is not there (`jax.experimental.topologies`). One that is there
+            `k` times, for as many stages of a pipeline, has a `k`-th of its memory and rates for
+            each.
 
         Raises:
           DeviceError: there is no device, or processes have different numbers of them.
@@ -391,4 +393,13 @@ def _local_accelerators(devices: Sequence[Any], nodes: int, devices_per_node: in
     device = dataclasses.replace(preset.device, name=kind)
     if memory:
         device = dataclasses.replace(device, memory_bytes=memory, memory_fraction=1.0)
+    shared = len(devices) // len(set(devices))
+    if shared > 1:
+        rates = {name: rate / shared for name, rate in device.peak_flops.items()}
+        device = dataclasses.replace(
+            device,
+            memory_bytes=device.memory_bytes // shared,
+            memory_bandwidth=device.memory_bandwidth / shared,
+            peak_flops=rates,
+        )
     return dataclasses.replace(preset, name=f"local {kind}", device=device)

@@ -111,7 +111,7 @@ custom_partitioning local_call pallas_call                                      
 cond scan       : control_flow
 while           : control_flow unfused
 jit pjit        : body=jaxpr
-call closed_call custom_jvp_call custom_lin custom_vjp_call  : body=call_jaxpr
+call closed_call eval_jaxpr custom_jvp_call custom_lin custom_vjp_call  : body=call_jaxpr
 custom_vmap_call          : body=call
 checkpoint remat remat2   : body=jaxpr remat
 call_hi_primitive         :
