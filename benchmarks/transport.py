@@ -23,6 +23,7 @@ rounds, which is what others on the machine disturb least. The last line is then
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import socket
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.0625, 1, 8, 64], help="MB")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--lanes", type=int, default=LANES)
+    parser.add_argument("--pieces", type=float, help="MB that are copied out and in at once")
     parser.add_argument("--buffers", type=int, help="bytes of the bare sockets' buffers")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
@@ -71,7 +73,8 @@ def main() -> None:
 class End:
     """One of the two processes: a device, connections, and what it sends or receives."""
 
-    def __init__(self, number: int, lanes: int) -> None:
+    def __init__(self, number: int, lanes: int, pieces: float | None) -> None:
+        self.staged = {} if pieces is None else {"piece_bytes": int(pieces * MB)}
         self.transport = Sockets(number, "127.0.0.1", bytes(32), lanes)
         self.device = jax.devices()[0]
         self.bare: list[socket.socket] = []
@@ -87,7 +90,7 @@ class End:
         if way.startswith("bare"):
             in_parts(self.used(way), host, lambda to, part: send_all(to, [part]))
             return
-        taking = taken if way == "arrays" else copied_out
+        taking = taken if way == "arrays" else functools.partial(copied_out, **self.staged)
         moves, devices = [self.move(array.nbytes)], {self.device: 0}
         ticket = self.transport.send(
             1, step, 0, array.nbytes, lambda: taking(array, moves, devices)
@@ -106,6 +109,7 @@ class End:
             np.dtype("float32"),
             NamedSharding(mesh, PartitionSpec()),
             is_staged=way != "arrays",
+            **self.staged,
         )
         arrival = self.transport.arriving(0, step, 0, DEADLINE)
 
@@ -136,11 +140,13 @@ def in_parts(connections: list[socket.socket], data: np.ndarray, do: Any) -> Non
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    end = End(0, options.lanes)
+    end = End(0, options.lanes, options.pieces)
     with socket.create_server(("127.0.0.1", 0)) as server:
         if options.buffers is not None:  # connections have what it has
             fit(server, options.buffers)
         arguments = ["--receive", str(server.getsockname()[1]), "--lanes", str(options.lanes)]
+        if options.pieces is not None:
+            arguments += ["--pieces", str(options.pieces)]
         child = subprocess.Popen([sys.executable, __file__, *arguments])
         try:
             server.settimeout(DEADLINE)
@@ -205,7 +211,7 @@ def receive(options: argparse.Namespace) -> None:
     """Do what the other process asks for, until it is gone."""
     server = "127.0.0.1", int(options.receive)
     control = lines(socket.create_connection(server))
-    end = End(1, options.lanes)
+    end = End(1, options.lanes, options.pieces)
     print(end.transport.address[1], file=control, flush=True)
     end.bare = [socket.create_connection(server) for _ in range(options.lanes)]
     memory = np.zeros(0, np.uint8)

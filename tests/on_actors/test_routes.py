@@ -188,17 +188,17 @@ def test_arrays_arrive_as_they_are(
     array = jax.device_put(whole, sharded(ends[0], 0))
     check_crossing(array, ends)
     if dtype in ("float32", "int4"):
-        check_crossing(array, ends, chunk_bytes=3 * array.dtype.itemsize)
+        check_crossing(array, ends, piece_bytes=3 * array.dtype.itemsize)
 
 
 def test_keys_arrive_as_keys() -> None:
     keys = jax.random.split(jax.random.key(7), 6)
     ends = Spread((6,), ((0,),), (3,)), Spread((6,), ((),), (2,))
     check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends)
-    check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends, chunk_bytes=4)
+    check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends, piece_bytes=4)
 
 
-def check_crossing(array: Any, ends: tuple[Spread, Spread], chunk_bytes: int | None = None) -> None:
+def check_crossing(array: Any, ends: tuple[Spread, Spread], piece_bytes: int | None = None) -> None:
     """In the host's memory, or copied out of devices and into them in chunks."""
     shape, dtype = plain(array.shape, array.dtype)
     more = ((),) * (len(shape) - array.ndim)
@@ -208,10 +208,10 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread], chunk_bytes: int | N
     (moves,) = found.departure(range(counts[0]), 1).moves
     way = found.arrival(0, range(counts[1]), 1, [range(counts[0])])
     devices = {device: n for n, device in enumerate(array.sharding.mesh.devices.flat)}
-    if chunk_bytes is None:
+    if piece_bytes is None:
         parts = list(taken(array, moves, devices))
     else:
-        parts = list(copied_out(array, moves, devices, chunk_bytes))
+        parts = list(copied_out(array, moves, devices, piece_bytes))
     data = np.concatenate([np.zeros(0, np.uint8), *parts])
     assert data.size == num_elements(found) * dtype.itemsize
     landing = Landing(
@@ -219,8 +219,8 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread], chunk_bytes: int | N
         array.shape,
         array.dtype,
         where := sharded(ends[1], 2),
-        is_staged=chunk_bytes is not None,
-        chunk_bytes=chunk_bytes or 1,
+        is_staged=piece_bytes is not None,
+        piece_bytes=piece_bytes or 1,
     )
     start = 0
     for move in moves:

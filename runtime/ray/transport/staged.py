@@ -1,8 +1,8 @@
-"""Tiles between devices and host memory in chunks, for devices with memory of their own.
+"""Tiles between devices and host memory in pieces, for devices with memory of their own.
 
-While one chunk is sent, the next ones are copied to the host: into pinned memory, from which copies
-run without the CPU, where the backend has it. What arrives is copied to the device chunk by chunk,
-and put together there.
+While one piece is sent, the next ones are copied to the host: into pinned memory, to which copies
+run without the CPU, where the backend has it, and from where they are sent. What arrives is copied
+to the device piece by piece, and put together there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays.split_array import HOST_MEMORY
 from autopar.passes.graph.logical import no_mesh
-from autopar.runtime.ray.transport.chunks import CHUNK_BYTES
 from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, numbers, placed, plain
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
+PIECE_BYTES = 8 << 20
+"""What is copied between a device and the host at once: each copy is started by Python."""
 AHEAD = 4
-"""Chunks that are copied to the host while an earlier one is sent."""
+"""Pieces that are copied to the host while an earlier one is sent."""
 
 Parts = Sequence[tuple[Move, np.ndarray]]
 Until = Callable[[int], None]
@@ -32,17 +33,17 @@ Until = Callable[[int], None]
 
 
 def copied_out(
-    array: Any, moves: Sequence[Move], devices: Mapping[Any, int], chunk_bytes: int = CHUNK_BYTES
+    array: Any, moves: Sequence[Move], devices: Mapping[Any, int], piece_bytes: int = PIECE_BYTES
 ) -> Iterator[np.ndarray]:
     """The bytes of moves, as `host_tiles.taken` gives them, copied ahead of what is used."""
     under_way: collections.deque[jax.Array] = collections.deque()
     for part in parts_of(array, moves, devices):
-        for piece in _pieces(part, chunk_bytes):
+        for piece in _pieces(part, piece_bytes):
             under_way.append(_towards_host(piece))
             if len(under_way) > AHEAD:
-                yield as_bytes(np.asarray(under_way.popleft()))
+                yield as_bytes(_in_host(under_way.popleft()))
     while under_way:
-        yield as_bytes(np.asarray(under_way.popleft()))
+        yield as_bytes(_in_host(under_way.popleft()))
 
 
 def parts_of(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> Iterator[jax.Array]:
@@ -55,9 +56,9 @@ def parts_of(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> I
             yield shard if move.take == whole else _box(move.take)(shard)
 
 
-def _pieces(part: jax.Array, chunk_bytes: int) -> Iterator[jax.Array]:
-    """The elements of an array in their order, in pieces of a chunk."""
-    most = max(chunk_bytes // np.dtype(part.dtype).itemsize, 1)
+def _pieces(part: jax.Array, piece_bytes: int) -> Iterator[jax.Array]:
+    """The elements of an array in their order, in pieces."""
+    most = max(piece_bytes // np.dtype(part.dtype).itemsize, 1)
     if part.size <= most:
         yield part
         return
@@ -74,9 +75,41 @@ def _towards_host(piece: jax.Array) -> jax.Array:
     """Begin to copy to the host."""
     (device,) = piece.devices()
     if has_pinned(device):
-        return jax.device_put(piece, SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
+        there = SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
+        return jax.device_put(piece, there, may_alias=False)
     piece.copy_to_host_async()
     return piece
+
+
+class _Lies:
+    """Memory of an array, for NumPy, which then keeps the array."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self.array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (array.nbytes,),
+            "typestr": "|u1",
+            "data": (array.unsafe_buffer_pointer(), True),
+        }
+
+
+def _in_host(piece: jax.Array) -> np.ndarray:
+    """A piece when its copy is there: its bytes where they lie in pinned memory, else its numbers.
+
+    `np.asarray` would copy them once more, into memory that is new each time.
+    """
+    (device,) = piece.devices()
+    is_pinned = piece.sharding.memory_kind == HOST_MEMORY
+    if is_pinned and device.platform in _PLAIN_LAYOUTS and piece.dtype.name not in _PACKED:
+        return np.asarray(_Lies(piece.block_until_ready()))
+    return np.asarray(piece)
+
+
+_PLAIN_LAYOUTS = ("cpu", "gpu", "cuda", "rocm")
+"""Platforms whose arrays lie in the host's memory row by row, without tiles."""
+_PACKED = ("int4", "uint4", "int2", "uint2", "float4_e2m1fn")
+"""Types of which several numbers share a byte there."""
 
 
 @functools.cache
@@ -105,10 +138,10 @@ class Landing:
         sharding: NamedSharding,
         *,
         is_staged: bool,
-        chunk_bytes: int = CHUNK_BYTES,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._tiles, self._shape, self._dtype = tiles, shape, dtype
-        self._sharding, self._chunk_bytes = sharding, chunk_bytes
+        self._sharding, self._piece_bytes = sharding, piece_bytes
         self._is_staged = is_staged
         self._devices = list(sharding.mesh.devices.flat)
         self._pieces: dict[int, list[tuple[Move, list[jax.Array]]]] = {x: [] for x in tiles}
@@ -127,7 +160,7 @@ class Landing:
 
     def _put(self, move: Move, values: np.ndarray, until: Until) -> list[jax.Array]:
         device = self.device_of(move)
-        most = max(self._chunk_bytes // values.itemsize, 1)
+        most = max(self._piece_bytes // values.itemsize, 1)
         pieces = []
         for start in range(0, values.size, most):
             piece = values[start : start + most]
