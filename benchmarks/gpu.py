@@ -102,7 +102,15 @@ CASES = {
     "llama-1B scan remat": Case("llama-scanned-7B", 4, remat=True, size=LLAMA_1B),
     "wide-resnet-250M remat": Case("wide-resnet-250M", 64, remat=True),
 }
-ROWS = ("calibrate", "call", *CASES, "transport", "2 stages", "2 stages on Ray", "2 stages by transfer")
+ROWS = (
+    "calibrate",
+    "call",
+    *CASES,
+    "transport",
+    "2 stages",
+    "2 stages on Ray",
+    "2 stages by transfer",
+)
 
 
 @dataclass(frozen=True)

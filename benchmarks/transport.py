@@ -23,7 +23,6 @@ rounds, which is what others on the machine disturb least. The last line is then
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import socket
@@ -42,9 +41,10 @@ from rich.table import Table
 
 from autopar.runtime.ray.transport.chunks import LANES, fill, send_all
 from autopar.runtime.ray.transport.host_tiles import taken
+from autopar.runtime.ray.transport.pinned import PinnedMemory, has_pinned
 from autopar.runtime.ray.transport.routes import Move, Tile
 from autopar.runtime.ray.transport.sockets import Sockets
-from autopar.runtime.ray.transport.staged import Landing, copied_out
+from autopar.runtime.ray.transport.staged import Landing, copied_out, cut_out
 
 DEADLINE = 60.0
 MB = 1 << 20
@@ -77,7 +77,12 @@ class End:
         self.staged = {} if pieces is None else {"piece_bytes": int(pieces * MB)}
         self.transport = Sockets(number, "127.0.0.1", bytes(32), lanes)
         self.device = jax.devices()[0]
+        self.pinned = PinnedMemory(self.device, **self.staged) if has_pinned(self.device) else None
         self.bare: list[socket.socket] = []
+
+    def prepare(self, way: str) -> None:
+        """Into what memory the next message comes."""
+        self.transport.pinned = self.pinned if way == "in chunks" else None
 
     def connect(self, peer: int, port: int) -> None:
         self.transport.connect({peer: ("127.0.0.1", port)}, DEADLINE)
@@ -90,11 +95,14 @@ class End:
         if way.startswith("bare"):
             in_parts(self.used(way), host, lambda to, part: send_all(to, [part]))
             return
-        taking = taken if way == "arrays" else functools.partial(copied_out, **self.staged)
         moves, devices = [self.move(array.nbytes)], {self.device: 0}
-        ticket = self.transport.send(
-            1, step, 0, array.nbytes, lambda: taking(array, moves, devices)
-        )
+
+        def data() -> Any:
+            if way == "arrays":
+                return taken(array, moves, devices)
+            return copied_out(cut_out(array, moves, devices, **self.staged))
+
+        ticket = self.transport.send(1, step, 0, array.nbytes, data)
         self.transport.wait(ticket, DEADLINE)
 
     def receive(self, way: str, step: int, memory: np.ndarray) -> jax.Array | None:
@@ -116,8 +124,8 @@ class End:
         def until(stop: int) -> None:
             self.transport.wait_until(arrival, stop, 0, DEADLINE)
 
-        landing.take(move, arrival.data.view(np.float32), until)
-        until(arrival.data.size)
+        landing.take_of(move, arrival, 0, until)
+        until(arrival.size)
         self.transport.done(0, step, 0)
         return jax.block_until_ready(landing.array())
 
@@ -218,6 +226,7 @@ def receive(options: argparse.Namespace) -> None:
     for line in control:
         way, step, size = json.loads(line)
         memory = memory if memory.size == size else np.ones(size, np.uint8)
+        end.prepare(way)
         print("ready", file=control, flush=True)
         cpu = time.process_time()
         array = end.receive(way, step, memory)

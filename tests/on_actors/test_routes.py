@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar.runtime.ray.transport import chunks
+from autopar.runtime.ray.transport.chunks import Arrival
 from autopar.runtime.ray.transport.host_tiles import (
     assembled,
     copied,
@@ -20,8 +22,9 @@ from autopar.runtime.ray.transport.host_tiles import (
     taken,
     to_host,
 )
+from autopar.runtime.ray.transport.pinned import PinnedMemory
 from autopar.runtime.ray.transport.routes import Move, Route, Spread, route, slices
-from autopar.runtime.ray.transport.staged import Landing, copied_out
+from autopar.runtime.ray.transport.staged import Landing, copied_out, cut_out
 
 MESHES = ((1,), (2,), (4,), (2, 2), (1, 3), (2, 1, 2), (3,), (6,), (3, 2))
 AXES = ("x", "y", "z")
@@ -191,6 +194,35 @@ def test_arrays_arrive_as_they_are(
         check_crossing(array, ends, piece_bytes=3 * array.dtype.itemsize)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "int4", "complex64"])
+@pytest.mark.parametrize("piece_bytes", [5, 8, 64])
+def test_what_comes_into_pinned_memory_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(chunks, "_LARGE", 0)
+    pinned = PinnedMemory(jax.devices()[0], piece_bytes)
+    ends = Spread((12, 6), ((0,), (1,)), (2, 2)), Spread((12, 6), ((), (0,)), (3,))
+    for number in range(2):  # the second time in memory that is used again
+        whole = np.random.default_rng(number).integers(0, 2, (12, 6)).astype(jnp.dtype(dtype))
+        array = jax.device_put(whole, sharded(ends[0], 0))
+        check_crossing(array, ends, piece_bytes, pinned)
+
+
+def test_pinned_memory_is_used_again_when_nobody_holds_it() -> None:
+    pinned = PinnedMemory(jax.devices()[0], 8)
+    first, second, last = pinned.pieces(20)
+    assert [x.data.size for x in (first, second, last)] == [8, 8, 4]
+    places = [x.data.ctypes.data for x in (first, second)]
+    part, copy = first.data[2:], second.on(jax.devices()[1])
+    second.data[:] = 7
+    assert second.on(jax.devices()[1]) is copy and not np.asarray(copy).any()
+    del first, second, last
+    (again,) = pinned.pieces(8)
+    assert again.data.ctypes.data == places[1], "the first is still held"
+    part[:] = 1
+    assert not np.array_equal(again.data[2:], part)
+
+
 def test_keys_arrive_as_keys() -> None:
     keys = jax.random.split(jax.random.key(7), 6)
     ends = Spread((6,), ((0,),), (3,)), Spread((6,), ((),), (2,))
@@ -198,8 +230,25 @@ def test_keys_arrive_as_keys() -> None:
     check_crossing(jax.device_put(keys, sharded(ends[0], 0)), ends, piece_bytes=4)
 
 
-def check_crossing(array: Any, ends: tuple[Spread, Spread], piece_bytes: int | None = None) -> None:
-    """In the host's memory, or copied out of devices and into them in chunks."""
+def arrived_as(data: np.ndarray, pinned: PinnedMemory | None) -> Arrival:
+    """A message of which all is there."""
+    arrival = Arrival(data.size, pinned)
+    start = 0
+    for view in arrival.views(0, data.size):
+        view[:] = data[start : start + view.size]
+        start += view.size
+    assert start == data.size and np.array_equal(arrival.data, data)
+    arrival.note(0, data.size)
+    return arrival
+
+
+def check_crossing(
+    array: Any,
+    ends: tuple[Spread, Spread],
+    piece_bytes: int | None = None,
+    pinned: PinnedMemory | None = None,
+) -> None:
+    """In the host's memory, or copied out of devices and into them in pieces."""
     shape, dtype = plain(array.shape, array.dtype)
     more = ((),) * (len(shape) - array.ndim)
     spreads = [Spread(shape, (*end.dims, *more), end.mesh) for end in ends]
@@ -211,7 +260,7 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread], piece_bytes: int | N
     if piece_bytes is None:
         parts = list(taken(array, moves, devices))
     else:
-        parts = list(copied_out(array, moves, devices, piece_bytes))
+        parts = list(copied_out(cut_out(array, moves, devices, piece_bytes)))
     data = np.concatenate([np.zeros(0, np.uint8), *parts])
     assert data.size == num_elements(found) * dtype.itemsize
     landing = Landing(
@@ -222,11 +271,12 @@ def check_crossing(array: Any, ends: tuple[Spread, Spread], piece_bytes: int | N
         is_staged=piece_bytes is not None,
         piece_bytes=piece_bytes or 1,
     )
-    start = 0
+    arrival, start = arrived_as(data, pinned), 0
+    until: list[int] = []
     for move in moves:
-        stop = start + math.prod(move.shape) * dtype.itemsize
-        landing.take(move, data[start:stop].view(dtype), lambda _: None)
-        start = stop
+        landing.take_of(move, arrival, start, until.append)
+        start += math.prod(move.shape) * dtype.itemsize
+    assert max(until, default=0) <= data.size
     arrived = landing.array()
     assert arrived.sharding.is_equivalent_to(where, arrived.ndim)
     assert (arrived.shape, arrived.dtype) == (array.shape, array.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ from autopar.passes.pipeline.instructions import Buffer, Send
 from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
 from autopar.runtime.ray.transport.host_tiles import as_bytes, numbers, taken
 from autopar.runtime.ray.transport.offers import OFFER_BYTES, Transfers, copy
+from autopar.runtime.ray.transport.pinned import PinnedMemory, has_pinned
 from autopar.runtime.ray.transport.routes import Move, Way
 from autopar.runtime.ray.transport.sockets import Sockets, Ticket, TransportError
-from autopar.runtime.ray.transport.staged import Landing, copied_out, parts_of
+from autopar.runtime.ray.transport.staged import Landing, copied_out, cut_out, parts_of
 from autopar.runtime.stage_programs import StagePrograms
 
 
@@ -47,6 +48,8 @@ class Exchange:
         self._transfers = transfers
         # The memory of CPUs is the host's: there is nothing to copy.
         self._is_staged = jax.default_backend() != "cpu"
+        if self._is_staged and transfers is None and has_pinned(next(iter(devices))):
+            transport.pinned = PinnedMemory(next(iter(devices)))
         self.tickets: dict[int, list[Ticket]] = {}
         self.handed_on: list[Ticket] = []
         self._passed_on: list[Ticket] = []
@@ -89,20 +92,27 @@ class Exchange:
             moves = [way.moves[process] for way in ways]
             size = _num_bytes(moves, itemsizes)
             if size:
-                data = functools.partial(self._departing, arrays, moves)
+                data = self._departing(arrays, moves)
                 tickets.append(self._sent(actor, step, tag, size, data))
         return tickets
 
     def _departing(
         self, arrays: Sequence[Any], moves: Sequence[Sequence[Move]]
-    ) -> Iterator[np.ndarray] | list[jax.Array]:
-        """The bytes of moves, or what they take, on its devices; waits for the arrays."""
-        jax.block_until_ready(arrays)
-        pairs = zip(arrays, moves, strict=True)
-        if self._transfers is not None:
-            return [copy(x) for pair in pairs for x in parts_of(*pair, self._devices)]
-        way = copied_out if self._is_staged else taken
-        return itertools.chain.from_iterable(way(*pair, self._devices) for pair in pairs)
+    ) -> Callable[[], Any]:
+        """What gives the bytes of moves, or what they take on its devices, when it is there."""
+        pairs = list(zip(arrays, moves, strict=True))
+        if self._is_staged and self._transfers is None:
+            pieces = [x for pair in pairs for x in cut_out(*pair, self._devices)]
+
+        def data() -> Iterable[np.ndarray] | list[jax.Array]:
+            jax.block_until_ready(arrays)
+            if self._transfers is not None:
+                return [copy(x) for pair in pairs for x in parts_of(*pair, self._devices)]
+            if self._is_staged:
+                return copied_out(pieces)
+            return itertools.chain.from_iterable(taken(*pair, self._devices) for pair in pairs)
+
+        return data
 
     def _sent(self, actor: int, step: int, tag: int, size: int, data: Callable[[], Any]) -> Ticket:
         """Send what `data` gives: bytes, or arrays that the other one pulls."""
@@ -147,17 +157,15 @@ class Exchange:
                 return
             arrival = self._transport.arriving(actor, step, tag, self._deadline)
 
-            def until(stop: int, start: int) -> None:
-                self._transport.wait_until(arrival, start + stop, actor, self._deadline)
+            def until(stop: int) -> None:
+                self._transport.wait_until(arrival, stop, actor, self._deadline)
 
             start = 0
             for landing, own, dtype in zip(landings, moves, dtypes, strict=True):
                 for move in own:
-                    count = _num_bytes([[move]], [dtype.itemsize])
-                    values = arrival.data[start : start + count].view(dtype)
-                    landing.take(move, values, functools.partial(until, start=start))
-                    start += count
-            until(size, 0)
+                    landing.take_of(move, arrival, start, until)
+                    start += _num_bytes([[move]], [dtype.itemsize])
+            until(size)
             self._transport.done(actor, step, tag)
 
         for process, actor in enumerate(plan.processes[mesh]):
@@ -165,12 +173,13 @@ class Exchange:
         others = [pair for pair in enumerate(plan.siblings) if pair[0] != plan.process]
         for process, actor in others:
             passed: list[Any] = [
-                part
+                piece
                 for landing in landings
                 for move, part in landing.parts
                 if process in move.processes
+                for piece in (part if isinstance(part, list) else [part])
             ]
-            size = sum(part.nbytes for part in passed)
+            size = sum(piece.nbytes for piece in passed)
             if size:
                 parts = passed if self._transfers is not None else list(map(as_bytes, passed))
                 data: Callable[[], list[Any]] = functools.partial(list, parts)

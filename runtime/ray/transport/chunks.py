@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.runtime.ray.transport.pinned import PinnedMemory
+
 CHUNK_BYTES = 2 << 20
 """What goes over a connection at once: smaller ones cost turns, larger ones overlap less."""
 LANES = 4
@@ -41,21 +43,44 @@ class PeerGone(Exception):
 class Arrival:
     """A message that is coming, or is there.
 
+    Args:
+      size: its bytes.
+      pinned: where they shall lie, if not in ordinary memory.
+
     Attributes:
-      data: its bytes, aligned; those before `until` are there.
       until: how many bytes are there without a gap.
       wanted: how many of them somebody waits for.
     """
 
-    def __init__(self, size: int) -> None:
-        self.data = aligned(size)
-        self.until = self.wanted = 0
+    def __init__(self, size: int, pinned: PinnedMemory | None = None) -> None:
+        self.size, self.until, self.wanted = size, 0, 0
+        self.pinned = pinned.pieces(size) if pinned is not None and size >= _LARGE else []
+        self._memory = [x.data for x in self.pinned] or [aligned(size)]
         self._ends: dict[int, int] = {}
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it is there."""
-        return self.until == self.data.size
+        return self.until == self.size
+
+    @property
+    def data(self) -> np.ndarray:
+        """Its bytes, aligned; those before `until` are there."""
+        return self._memory[0] if len(self._memory) == 1 else np.concatenate(self._memory)
+
+    def where(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The pieces that have these bytes: number, and from where to where in it."""
+        if not self.pinned:
+            yield 0, start, stop
+            return
+        size = self._memory[0].size
+        for number in range(start // size, math.ceil(stop / size)):
+            begin = number * size
+            yield number, max(start - begin, 0), min(stop - begin, self._memory[number].size)
+
+    def views(self, start: int, stop: int) -> list[np.ndarray]:
+        """These bytes, where they are or will be."""
+        return [self._memory[n][first:last] for n, first, last in self.where(start, stop)]
 
     def note(self, start: int, count: int) -> None:
         """A chunk has been written to `data`."""

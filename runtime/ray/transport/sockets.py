@@ -34,6 +34,7 @@ from autopar.runtime.ray.transport.chunks import (
     read_frame,
     thread,
 )
+from autopar.runtime.ray.transport.pinned import PinnedMemory
 
 Address = tuple[str, int]
 Bytes = Callable[[], Iterable[np.ndarray]]
@@ -88,6 +89,10 @@ class Sockets:
     They go over TCP: `lanes` connections for each ordered pair of actors that talk, which begin
     with a token, 32 bytes that all processes of the pipeline know. The host is the address to
     listen at, and the port is any free one.
+
+    Attributes:
+      pinned: the memory into which large messages come; None: ordinary memory.
+      sent_bytes: how many were sent.
     """
 
     def __init__(self, actor: int, host: str, token: bytes, lanes: int = LANES):
@@ -105,6 +110,7 @@ class Sockets:
         self._listener = socket.create_server((host, 0))
         _fit(self._listener)  # connections have what it has
         self.address: Address = self._listener.getsockname()[:2]
+        self.pinned: PinnedMemory | None = None
         self.sent_bytes = 0
         thread(self._accept)
 
@@ -165,7 +171,7 @@ class Sockets:
           TransportError: it will not come, or not in time.
         """
         arrival = self.arriving(source, step, tag, deadline)
-        self.wait_until(arrival, arrival.data.size, source, deadline)
+        self.wait_until(arrival, arrival.size, source, deadline)
         self.done(source, step, tag)
         return arrival.data
 
@@ -305,7 +311,8 @@ class Sockets:
                 if arrival is None:
                     fill(connection, aligned(count))
                     continue
-                fill(connection, arrival.data[start : start + count])
+                for view in arrival.views(start, start + count):
+                    fill(connection, view)
                 with self._changed:
                     arrival.note(start, count)
                     if arrival.until >= arrival.wanted:
@@ -325,5 +332,5 @@ class Sockets:
                 return None
             key = source, step, tag
             if key not in self._inbox:
-                self._inbox[key] = Arrival(size)
+                self._inbox[key] = Arrival(size, self.pinned)
             return self._inbox[key]

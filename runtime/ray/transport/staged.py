@@ -1,14 +1,15 @@
 """Tiles between devices and host memory in pieces, for devices with memory of their own.
 
 While one piece is sent, the next ones are copied to the host: into pinned memory, to which copies
-run without the CPU, where the backend has it, and from where they are sent. What arrives is copied
-to the device piece by piece, and put together there.
+run without the CPU, where the backend has it, and from where they are sent. What arrives, in such
+memory too, is copied to the device piece by piece, and put together there.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.arrays.split_array import HOST_MEMORY
 from autopar.passes.graph.logical import no_mesh
+from autopar.runtime.ray.transport.chunks import Arrival
 from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, numbers, placed, plain
+from autopar.runtime.ray.transport.pinned import PIECE_BYTES, bytes_of, has_pinned, lies_plainly
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
-PIECE_BYTES = 8 << 20
-"""What is copied between a device and the host at once: each copy is started by Python."""
 AHEAD = 4
 """Pieces that are copied to the host while an earlier one is sent."""
 
@@ -32,18 +33,26 @@ Until = Callable[[int], None]
 """Waits until so many bytes of a part are there."""
 
 
-def copied_out(
+def cut_out(
     array: Any, moves: Sequence[Move], devices: Mapping[Any, int], piece_bytes: int = PIECE_BYTES
-) -> Iterator[np.ndarray]:
-    """The bytes of moves, as `host_tiles.taken` gives them, copied ahead of what is used."""
+) -> list[jax.Array]:
+    """What moves take, in pieces on the devices.
+
+    Called when the array has been asked for, and nothing else since: a device takes its programs
+    in their order, and what is cut later waits for what it computes next.
+    """
+    return [x for part in parts_of(array, moves, devices) for x in _pieces(part, piece_bytes)]
+
+
+def copied_out(pieces: Sequence[jax.Array]) -> Iterator[np.ndarray]:
+    """The bytes of pieces, as `host_tiles.taken` gives them, copied ahead of what is used."""
     under_way: collections.deque[jax.Array] = collections.deque()
-    for part in parts_of(array, moves, devices):
-        for piece in _pieces(part, piece_bytes):
-            under_way.append(_towards_host(piece))
-            if len(under_way) > AHEAD:
-                yield as_bytes(_in_host(under_way.popleft()))
+    for piece in pieces:
+        under_way.append(_towards_host(piece))
+        if len(under_way) > AHEAD:
+            yield _in_host(under_way.popleft())
     while under_way:
-        yield as_bytes(_in_host(under_way.popleft()))
+        yield _in_host(under_way.popleft())
 
 
 def parts_of(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> Iterator[jax.Array]:
@@ -56,19 +65,13 @@ def parts_of(array: Any, moves: Sequence[Move], devices: Mapping[Any, int]) -> I
             yield shard if move.take == whole else _box(move.take)(shard)
 
 
-def _pieces(part: jax.Array, piece_bytes: int) -> Iterator[jax.Array]:
+def _pieces(part: jax.Array, piece_bytes: int) -> Sequence[jax.Array]:
     """The elements of an array in their order, in pieces."""
     most = max(piece_bytes // np.dtype(part.dtype).itemsize, 1)
     if part.size <= most:
-        yield part
-        return
-    for start in range(0, part.size, most):
-        count = min(most, part.size - start)
-        with no_mesh():
-            if part.size < 1 << 31:  # JAX counts in 32 bits
-                yield _piece(count)(part, start)
-            else:
-                yield _piece_at(start, count)(part)
+        return [part]
+    with no_mesh():
+        return _cut(most)(part)
 
 
 def _towards_host(piece: jax.Array) -> jax.Array:
@@ -81,41 +84,15 @@ def _towards_host(piece: jax.Array) -> jax.Array:
     return piece
 
 
-class _Lies:
-    """Memory of an array, for NumPy, which then keeps the array."""
-
-    def __init__(self, array: jax.Array) -> None:
-        self.array = array
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (array.nbytes,),
-            "typestr": "|u1",
-            "data": (array.unsafe_buffer_pointer(), True),
-        }
-
-
 def _in_host(piece: jax.Array) -> np.ndarray:
-    """A piece when its copy is there: its bytes where they lie in pinned memory, else its numbers.
+    """The bytes of a piece when its copy is there: where they lie in pinned memory, if they do.
 
     `np.asarray` would copy them once more, into memory that is new each time.
     """
     (device,) = piece.devices()
-    is_pinned = piece.sharding.memory_kind == HOST_MEMORY
-    if is_pinned and device.platform in _PLAIN_LAYOUTS and piece.dtype.name not in _PACKED:
-        return np.asarray(_Lies(piece.block_until_ready()))
-    return np.asarray(piece)
-
-
-_PLAIN_LAYOUTS = ("cpu", "gpu", "cuda", "rocm")
-"""Platforms whose arrays lie in the host's memory row by row, without tiles."""
-_PACKED = ("int4", "uint4", "int2", "uint2", "float4_e2m1fn")
-"""Types of which several numbers share a byte there."""
-
-
-@functools.cache
-def has_pinned(device: jax.Device) -> bool:
-    """Whether a device copies to and from pinned memory of its host."""
-    return any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
+    if piece.sharding.memory_kind == HOST_MEMORY and lies_plainly(device, piece.dtype):
+        return bytes_of(piece)
+    return as_bytes(np.asarray(piece))
 
 
 class Landing:
@@ -127,7 +104,8 @@ class Landing:
       is_staged: whether parts are copied to devices while they arrive; else it is done at the end.
 
     Attributes:
-      parts: what came, in its order, in the host's memory or on a device.
+      parts: what came, in its order: numbers in the host's memory, bytes in several pieces of it,
+        or numbers on a device.
     """
 
     def __init__(
@@ -144,21 +122,45 @@ class Landing:
         self._sharding, self._piece_bytes = sharding, piece_bytes
         self._is_staged = is_staged
         self._devices = list(sharding.mesh.devices.flat)
-        self._pieces: dict[int, list[tuple[Move, list[jax.Array]]]] = {x: [] for x in tiles}
+        self._pieces: dict[int, list[Any]] = {number: [] for number in tiles}
         self.parts: list[tuple[Move, Any]] = []
 
     def take(self, move: Move, values: np.ndarray, until: Until) -> None:
         """A part that is on its way: flat numbers, which are there when `until` says so."""
         self.parts.append((move, values.reshape(move.shape)))
         if self._is_staged:
-            self._pieces[move.tile].append((move, self._put(move, values, until)))
+            self._put(move, values, until)
+
+    def take_of(self, move: Move, arrival: Arrival, start: int, until: Until) -> None:
+        """A part that is on its way, which begins at this byte of a message."""
+        _, dtype = plain(self._shape, self._dtype)
+        stop = start + math.prod(move.shape) * dtype.itemsize
+        if not (arrival.pinned and self._is_staged):
+            (view,) = arrival.views(start, stop)
+            self.take(move, view.view(dtype), lambda count: until(start + count))
+            return
+        views = arrival.views(start, stop)
+        self.parts.append((move, views))
+        device = self.device_of(move)
+        if dtype.kind not in "iufV" or not lies_plainly(device, dtype):
+            until(stop)  # few programs have arrays of such types that are large
+            self._put(move, np.concatenate(views).view(dtype), lambda _: None)
+            return
+        pieces, cuts, come = [], [], start
+        for number, first, last in arrival.where(start, stop):
+            piece = arrival.pinned[number]
+            come += last - first
+            until(min(come + piece.data.size - last, arrival.size))
+            pieces.append(piece.on(device))
+            cuts.append((first, last))
+        self._pieces[move.tile].append((move, pieces, tuple(cuts)))
 
     def put(self, move: Move, part: jax.Array) -> None:
         """A part that is on `device_of(move)`."""
         self.parts.append((move, part))
-        self._pieces[move.tile].append((move, [part]))
+        self._pieces[move.tile].append((move, [part], (None,)))
 
-    def _put(self, move: Move, values: np.ndarray, until: Until) -> list[jax.Array]:
+    def _put(self, move: Move, values: np.ndarray, until: Until) -> None:
         device = self.device_of(move)
         most = max(self._piece_bytes // values.itemsize, 1)
         pieces = []
@@ -166,7 +168,7 @@ class Landing:
             piece = values[start : start + most]
             until((start + piece.size) * values.itemsize)
             pieces.append(jax.device_put(piece, device))
-        return pieces
+        self._pieces[move.tile].append((move, pieces, (None,) * len(pieces)))
 
     def device_of(self, move: Move) -> jax.Device:
         """Where a part should come: the first of the devices that want it."""
@@ -183,12 +185,14 @@ class Landing:
         """The array, when all parts are there."""
         if not any(self._pieces.values()):
             return placed(self.parts, self._tiles, self._shape, self._dtype, self._sharding)
-        whole = []
+        whole, dtype = [], plain(self._shape, self._dtype)[1]
         for number, tile in self._tiles.items():
             found = self._pieces[number]
-            layout = tuple((move.put, move.shape, len(pieces)) for move, pieces in found)
+            layout = tuple((move.put, move.shape, cuts) for move, _, cuts in found)
+            arrays = [piece for _, pieces, _ in found for piece in pieces]
             with no_mesh():
-                joined = _joined(tile.shape, layout)(*(p for _, pieces in found for p in pieces))
+                joined = _joined(tile.shape, dtype, layout)(*arrays)
+            jax.block_until_ready(arrays)  # the memory that they come from is used again
             whole.append((joined, tile.devices))
         return assembled(whole, self._shape, self._dtype, self._sharding)
 
@@ -199,30 +203,36 @@ def _box(take: Box) -> Callable[[jax.Array], jax.Array]:
 
 
 @functools.lru_cache(maxsize=512)
-def _piece(count: int) -> Callable[[jax.Array, int], jax.Array]:
-    def piece(part: jax.Array, start: Any) -> jax.Array:
-        return jax.lax.dynamic_slice(part.reshape(-1), (start,), (count,))
+def _cut(most: int) -> Callable[[jax.Array], list[jax.Array]]:
+    def cut(part: jax.Array) -> list[jax.Array]:
+        flat = part.reshape(-1)
+        return [
+            jax.lax.slice(flat, (start,), (min(start + most, part.size),))
+            for start in range(0, part.size, most)
+        ]
 
-    return jax.jit(piece)
+    return jax.jit(cut)
+
+
+Layout = tuple[tuple[Box, tuple[int, ...], tuple[tuple[int, int] | None, ...]], ...]
+"""Of each part of a tile: where it goes, its shape, and of each of its pieces what bytes it takes;
+None: all of its numbers."""
 
 
 @functools.lru_cache(maxsize=512)
-def _piece_at(start: int, count: int) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda part: jax.lax.slice(part.reshape(-1), (start,), (start + count,)))
-
-
-@functools.lru_cache(maxsize=512)
-def _joined(
-    shape: tuple[int, ...], layout: tuple[tuple[Box, tuple[int, ...], int], ...]
-) -> Callable[..., jax.Array]:
-    """Makes a tile of pieces; the layout says where a part goes, its shape and how many it has."""
+def _joined(shape: tuple[int, ...], dtype: Any, layout: Layout) -> Callable[..., jax.Array]:
+    """Makes a tile of pieces."""
 
     def joined(*pieces: jax.Array) -> jax.Array:
-        whole, start = None, 0
-        for put, part_shape, count in layout:
-            own = pieces[start : start + count]
-            start += count
-            part = jnp.concatenate([x.reshape(-1) for x in own]).reshape(part_shape)
+        whole, left = None, list(pieces)
+        for put, part_shape, cuts in layout:
+            own, left = left[: len(cuts)], left[len(cuts) :]
+            taken = [(x, *cut) for x, cut in zip(own, cuts, strict=True) if cut is not None]
+            if taken:
+                part = _numbers_of(taken, dtype)
+            else:
+                part = jnp.concatenate([x.reshape(-1) for x in own])
+            part = part.reshape(part_shape)
             if part_shape == shape:
                 return part
             whole = jnp.zeros(shape, part.dtype) if whole is None else whole
@@ -231,3 +241,19 @@ def _joined(
         return whole
 
     return jax.jit(joined)
+
+
+def _numbers_of(pieces: Sequence[tuple[jax.Array, int, int]], dtype: Any) -> jax.Array:
+    """What bytes of pieces are as numbers; each piece with the first of them and the end."""
+    are_words = all(
+        x.dtype.itemsize == 4 and first % 4 == last % 4 == 0 for x, first, last in pieces
+    )
+    size, flat = 4 if are_words else 1, []
+    for x, first, last in pieces:
+        same = x if x.dtype.itemsize == size else jax.lax.bitcast_convert_type(x, jnp.uint8)
+        flat.append(same.reshape(-1)[first // size : last // size])
+    joined = jnp.concatenate(flat)
+    itemsize = np.dtype(dtype).itemsize
+    if itemsize > size:
+        joined = joined.reshape(-1, itemsize // size)
+    return jax.lax.bitcast_convert_type(joined, dtype).reshape(-1)
