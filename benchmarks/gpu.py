@@ -17,8 +17,8 @@ untried so far.
   planning and of both compilations;
 - call: microseconds of the calling thread that a call of a step with many leaves takes;
 - transport: GB/s from one process's device memory to another's (`transport.py`, tiles of 64 MB);
-- 2 stages: a pipeline whose stages share the device: in one process (`devices=2 * [device]`), and as
-  two Ray actors, where Ray is installed, with both ways of moving arrays between them.
+- 2 stages: a pipeline whose stages share the device: in one process (`devices=2 * [device]`), and
+  as two Ray actors, where Ray is installed, with both ways of moving arrays between them.
 
 The last line is then a JSON object.
 """
@@ -235,7 +235,7 @@ def calibrated(setting: Setting) -> dict[str, Any]:
 def model(case: Case, setting: Setting) -> dict[str, Any]:
     """One model under autopar beside plain `jax.jit`."""
     built = case.built(setting.tiny)
-    batch = random_batch(built.batch)
+    batch = random_batch(built.batch, most_rows(built.state.params))
     asked: dict[str, Any] = {
         "cluster": setting.cluster,
         "microbatches": case.microbatches,
@@ -307,12 +307,20 @@ def made(shapes: Any) -> Any:
     return zeros.replace(params=params)
 
 
-def random_batch(shapes: Any) -> Any:
+def most_rows(params: Any) -> int:
+    """How many rows the largest embedding has, that of tokens; without one, 10 classes."""
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    tables = [x for path, x in flat if "embed" in jax.tree_util.keystr(path).lower()]
+    return max((table.shape[0] for table in tables if table.ndim == 2), default=10)
+
+
+def random_batch(shapes: Any, classes: int = 10) -> Any:
+    """Tokens of all kinds: of few, rows of a gradient would be added to one after the other."""
     numbers = np.random.default_rng(0)
 
     def leaf(x: jax.ShapeDtypeStruct) -> np.ndarray:
         if jnp.issubdtype(x.dtype, jnp.integer):
-            return numbers.integers(0, 10, x.shape).astype(x.dtype)
+            return numbers.integers(0, classes, x.shape).astype(x.dtype)
         return numbers.normal(size=x.shape).astype(x.dtype)
 
     return jax.tree.map(leaf, shapes)

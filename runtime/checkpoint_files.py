@@ -17,10 +17,17 @@ folder of this machine, and it is sent from there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import re
 import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -101,20 +108,67 @@ def write_item(folder: Any, arrays: Mapping[str, np.ndarray]) -> None:
     The folder is a path of any kind, or its text.
     """
     folder = path_of(folder)
-    if is_remote(folder):
-        with sent_to(folder) as scratch:
-            _write_arrays(scratch, arrays)
-    else:
+    try:
         _write_arrays(folder, arrays)
+    except Exception:
+        if _may_start_threads():
+            raise
+        _write_apart(folder, arrays)
     sums = {name: _checksum(array) for name, array in arrays.items()}
     with reaching(folder):
         _write(folder / CHECKSUMS, json.dumps(sums, indent=1))
 
 
-def _write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def _write_arrays(folder: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    if is_remote(folder):
+        with sent_to(folder) as scratch:
+            _write_arrays(scratch, arrays)
+        return
     ocp = orbax()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
         writer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
+
+
+def _may_start_threads() -> bool:
+    """Whether this process does not end yet; one that ends starts none from Python 3.12 on."""
+    try:
+        threading.Thread(target=int).start()
+    except RuntimeError:
+        return False
+    return True
+
+
+_APART = """
+import pickle, sys
+from autopar.runtime import checkpoint_files as files
+files._write_arrays(files.path_of(sys.argv[1]), pickle.load(sys.stdin.buffer))
+"""
+
+
+def _write_apart(folder: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """The same in another process: Orbax needs threads, and this one ends.
+
+    Raises:
+      OSError: it failed; with the last line of what it said.
+    """
+    if not is_remote(folder):
+        for left in (folder, *folder.parent.glob(f"{folder.name}.orbax-checkpoint-tmp*")):
+            shutil.rmtree(left, ignore_errors=True)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with tempfile.TemporaryFile() as words:
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _APART, str(folder)],
+            stdin=subprocess.PIPE,
+            stderr=words,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+        )
+        assert writer.stdin is not None
+        with contextlib.suppress(BrokenPipeError), writer.stdin as pipe:
+            pickle.dump(dict(arrays), pipe, protocol=5)
+        if writer.wait():
+            words.seek(0)
+            last = words.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise OSError(f"a process that was to write it failed: {' '.join(last)}")
 
 
 def _damaged(folder: Path, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
