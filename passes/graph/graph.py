@@ -181,7 +181,9 @@ def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, li
         operands = [*operands[first : first + lengths.solve], *operands[rest:]]
     elif primitives.BODY_PARAM.get(name) in params:
         called = params[primitives.BODY_PARAM[name]]
-    return ClosedJaxpr(called, ()) if isinstance(called, Jaxpr) else called, operands
+    if isinstance(called, Jaxpr) and not isinstance(called, ClosedJaxpr):  # one class in JAX 0.11
+        called = ClosedJaxpr(called, ())
+    return called, operands
 
 
 def _flat_body(jaxpr: Jaxpr) -> Jaxpr:

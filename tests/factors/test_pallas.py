@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
@@ -25,6 +25,10 @@ from autopar.passes.primitives.populate import populate
 from . import pallas_kernels as kernels
 from .equations import f32
 from .slices import check_slices, check_whole, evaluate, trace
+
+with warnings.catch_warnings():  # JAX 0.11 calls it deprecated, and has it
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 
 
 def kernel_rules(function: Callable[..., Any], *arguments: Any) -> list[tuple[Any, Any]]:
