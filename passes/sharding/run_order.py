@@ -16,6 +16,7 @@ gathers, would begin with them many layers ahead. Measured with jax 0.10.2 for H
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -179,7 +180,8 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     sources: list[ShardedValue] = []
     bucket: list[Relayout] = []
     added = _added_to_inputs(block, readers)
-    sums: dict[int, ShardedValue] = {}  # that products are added in, by when
+    outputs = {v for v in block.outputs if not is_literal(v)}
+    sums: dict[int, ShardedValue] = {}  # what products are added to or turned into, by when
     for time, instruction in enumerate(instructions):
         if time in sums:
             results.append(sums[time])
@@ -209,8 +211,11 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
         (result,) = writes(instruction) or (None,)
         ahead = products[bisect_right(products, time) :][:PRODUCTS_AHEAD]
         if result is not None and ahead and not _is_read(result, ahead[-1], instructions, readers):
-            if result in added:
-                sums.update((added[result],))
+            later = added.get(result)
+            if later is None and result not in outputs:
+                later = _turned(result, ahead[0], instructions, readers)
+            if later is not None:
+                sums.update((later,))
             else:
                 results.append(result)
     return found
@@ -243,6 +248,27 @@ def _added_to_inputs(
     return found
 
 
+def _turned(
+    result: ShardedValue,
+    before: int,
+    instructions: Sequence[Instruction],
+    readers: Mapping[ShardedValue, Sequence[int]],
+) -> tuple[int, ShardedValue] | None:
+    """When a product's result is transposed, and what it is then; None if it is used otherwise.
+
+    XLA multiplies in the other order instead, but not across a barrier: of weights that are stacked
+    (those of experts) it then transposed the state of the optimizer, there and back. What is
+    transposed after the next product is not waited for instead.
+    """
+    if len(readers[result]) != 1 or readers[result][0] > before:
+        return None
+    (time,) = readers[result]
+    x = instructions[time]
+    if not isinstance(x, Compute) or x.eqn.primitive.name != "transpose" or x.once:
+        return None
+    return time, x.results[0]
+
+
 def _rank(instruction: Instruction, ranks: Mapping[ShardedValue, int]) -> int | None:
     """How well what an instruction makes can be an operand after a barrier.
 
@@ -259,7 +285,21 @@ def _rank(instruction: Instruction, ranks: Mapping[ShardedValue, int]) -> int | 
 
 
 def _is_product(instruction: Instruction) -> bool:
-    return isinstance(instruction, Compute) and instruction.eqn.primitive.name in PRODUCTS
+    """Whether an instruction is a product of matrices, not one that XLA fuses as a multiplication.
+
+    That is one without a sum, or of a vector: it would write what a barrier holds back for it.
+    """
+    if not isinstance(instruction, Compute) or instruction.eqn.primitive.name not in PRODUCTS:
+        return False
+    if instruction.eqn.primitive.name != "dot_general":
+        return True
+    (summed, batches) = instruction.eqn.params["dimension_numbers"]
+    shapes = [atom.aval.shape for atom in instruction.eqn.invars]
+    free = [
+        math.prod(size for d, size in enumerate(shape) if d not in own and d not in batch)
+        for shape, own, batch in zip(shapes, summed, batches, strict=True)
+    ]
+    return bool(summed[0]) and min(free) > 1
 
 
 def _is_large_sum(instruction: Instruction, mesh: Sequence[int]) -> bool:
