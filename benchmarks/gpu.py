@@ -5,8 +5,7 @@
     python benchmarks/gpu.py --size tiny        # the same on any CPU, with tiny models
 
 Every row has a process of its own, with JAX's memory of the device for itself; one that fails or
-takes too long says so in its words, and the rest goes on. It was tried on CPUs; on GPUs it is
-untried so far.
+takes too long says so in its words, and the rest goes on.
 
 - calibrate: `autopar calibrate`, into a cluster's file (`--cluster-file`), with which all else is
   planned; and products of matrices that are square, tall, wide and thin, measured beside what that
@@ -401,12 +400,13 @@ def pipelined(setting: Setting, **place: Any) -> dict[str, Any]:
         reference, loss = jax.block_until_ready(plain(reference, built.batch))
         alone.append(time.perf_counter() - begun)
     del reference
+    cluster = setting.cluster
     start = time.perf_counter()
     step = autopar.compile(
         built.step,
         jax.eval_shape(built.make),
         built.batch,
-        cluster=dataclasses.replace(setting.cluster, devices_per_node=2),
+        cluster=dataclasses.replace(cluster, device=cluster.device.part(2), devices_per_node=2),
         stages=2,
         microbatches=4,
         progress=False,

@@ -73,7 +73,8 @@ def test_presets_have_the_datasheets_numbers() -> None:
     h100 = Cluster.preset("dgx-h100", nodes=8)
     assert h100.num_devices == 64
     assert h100.device.memory_bytes == 80 * 10**9
-    assert h100.device.memory_bandwidth == 3.35e12
+    # What programs reach, of the 3.35 TB/s that the datasheet has.
+    assert h100.device.memory_bandwidth == pytest.approx(0.88 * 3.35e12, rel=0.01)
     # What NCCL reaches on each of the 18 links, of the 25 GB/s that the datasheet has.
     assert h100.intra_node.bandwidth == pytest.approx(18 * 20.6e9)
     assert h100.inter_node.bandwidth == 400e9 / 8

@@ -393,13 +393,5 @@ def _local_accelerators(devices: Sequence[Any], nodes: int, devices_per_node: in
     device = dataclasses.replace(preset.device, name=kind)
     if memory:
         device = dataclasses.replace(device, memory_bytes=memory, memory_fraction=1.0)
-    shared = len(devices) // len(set(devices))
-    if shared > 1:
-        rates = {name: rate / shared for name, rate in device.peak_flops.items()}
-        device = dataclasses.replace(
-            device,
-            memory_bytes=device.memory_bytes // shared,
-            memory_bandwidth=device.memory_bandwidth / shared,
-            peak_flops=rates,
-        )
+    device = device.part(len(devices) // len({id(one) for one in devices}))
     return dataclasses.replace(preset, name=f"local {kind}", device=device)

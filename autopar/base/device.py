@@ -47,6 +47,15 @@ class Device(Record):
         """What programs may fill."""
         return int(self.memory_bytes * self.memory_fraction)
 
+    def part(self, count: int) -> Device:
+        """What each of `count` programs that share the device at all times has of it."""
+        return dataclasses.replace(
+            self,
+            memory_bytes=self.memory_bytes // count,
+            memory_bandwidth=self.memory_bandwidth / count,
+            peak_flops={name: rate / count for name, rate in self.peak_flops.items()},
+        )
+
     def peak_flops_for(self, dtype: str) -> float:
         """Operations per second for matrix products of `dtype`.
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.base.options import Options
+from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.sharding import run_order
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.passes.sharding.run_order import Tie, after_ties, ties
 from autopar.passes.sharding.spmd_program import Relayout, reads, writes
-from sharding.steps import compiled, graph_of, shaped, sharded
+from sharding.steps import CLUSTER, compiled, graph_of, shaped, sharded
 
 WIDTH, DEPTH = 16, 4
 
@@ -142,3 +144,70 @@ def test_what_is_waited_for_twice_is_read_after_the_later() -> None:
 
 def test_the_numbers_of_convolutions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     check_in_order(monkeypatch, convolutions, FILTERS)
+
+
+EXPERTS, TOKENS, HIDDEN = 8, 16, 32
+
+
+def experts_step(weights: Any, x: Any) -> Any:
+    """Layers of experts: their gradients are stacked products that are transposed."""
+
+    def loss_fn(weights: Any) -> Any:
+        y = x
+        for name in sorted(weights):
+            y = jnp.tanh(jnp.einsum("eth,ehf->etf", y, weights[name]))
+        return jnp.mean(jnp.square(y))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+EXPERT_SHAPES = (
+    {f"layer_{i}": shaped(EXPERTS, HIDDEN, HIDDEN) for i in range(DEPTH)},
+    shaped(EXPERTS, TOKENS, HIDDEN),
+)
+
+
+def test_what_a_product_is_turned_into_is_waited_for() -> None:
+    one = dataclasses.replace(CLUSTER, num_nodes=1, devices_per_node=1)
+    made = compile_graph(graph_of(experts_step, *EXPERT_SHAPES), Options(microbatches=1), one)
+    program = sharded(made)
+    found = ties(program.block, program.mesh)
+    makers = {v: x for x in program.block.instructions for v in writes(x)}
+    waited = [makers[value].eqn for tie in found.values() for value in tie.results]
+    kinds = [eqn.primitive.name for eqn in waited]
+    assert kinds.count("transpose") >= DEPTH - 1
+    # No product is held of which only a transposed copy is used.
+    turned = {x.eqn.invars[0] for x in makers.values() if x.eqn.primitive.name == "transpose"}
+    assert not turned & {out for eqn in waited for out in eqn.outvars}
+
+
+def test_the_numbers_of_experts_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_in_order(monkeypatch, experts_step, EXPERT_SHAPES)
+
+
+def test_what_is_fused_as_a_multiplication_is_no_product() -> None:
+    def routed(weights: Any, x: Any) -> Any:
+        def loss_fn(weights: Any) -> Any:
+            y = x
+            for name in sorted(weights):
+                y = jnp.tanh(y @ weights[name])
+                outer = jnp.einsum("th,tc->thc", y, y[:, :2])  # nothing is summed up
+                one = jnp.einsum("th,h->t", y, y[0])  # of a vector
+                y = y + outer.sum(2) + one[:, None]
+            return jnp.mean(y)
+
+        return jax.value_and_grad(loss_fn)(weights)
+
+    shapes = ({f"layer_{i}": shaped(WIDTH, WIDTH) for i in range(DEPTH)}, shaped(32, WIDTH))
+    program = sharded(compiled(graph_of(routed, *shapes), method="data", microbatches=1))
+    dots = [
+        x
+        for x in program.block.instructions
+        if getattr(x, "eqn", None) is not None and x.eqn.primitive.name == "dot_general"
+    ]
+    products = [x for x in dots if run_order._is_product(x)]
+    assert len(products) == 3 * DEPTH - 1  # of x there is no gradient
+    assert len(dots) > len(products)
+    for x in products:
+        assert all(atom.aval.ndim == 2 and min(atom.aval.shape) > 2 for atom in x.eqn.invars)
