@@ -37,9 +37,9 @@ HEAD = """# Measurements
 
 Every figure stands with its command, its date and the version that it was measured with. It was
 measured on two cores with other work on them and eight virtual CPU devices (on a GPU, with 16
-cores); run the commands to get your own, in a clone of the repository, in the environment that `make test` makes. The date is that
-on which the figure was written down. `python docs/measurements.py --run NAME` runs commands again,
-and keeps what they print.
+cores); run the commands to get your own, in a clone of the repository, in the environment that
+`make test` makes. The date is that on which the figure was written down.
+`python docs/measurements.py --run NAME` runs commands again, and keeps what they print.
 
 The rows of `overhead.py` and `pipeline.py` are older than the computation of products as products
 of matrices, which makes steps on CPUs quicker; those of `compilers.py` and `memory.py` are older

@@ -36,6 +36,8 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    reads,
+    writes,
 )
 from autopar.passes.sharding.turned_sums import turned_sums
 
@@ -102,7 +104,8 @@ class _Device:
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         waiting = ties(block, self.mesh, self.rules.keeps_order)
-        orders = turned_sums(block) if self.rules.turns_sums else {}
+        orders = turned_sums(block, self.rules.turns_scatters) if self.rules.turns_sums else {}
+        turned = {reads(block.instructions[n])[0]: order for n, order in orders.items()}
         postponed = after_ties(block, waiting)
         later: dict[int, list[int]] = {}
         for number, after in postponed.items():
@@ -116,6 +119,9 @@ class _Device:
                 continue
             if isinstance(instruction, (Relayout, Compute)):
                 self.one(env, instruction, orders.get(number))
+                for value in writes(instruction):
+                    if value in turned:  # at once, so that what waits for it does not part them
+                        env[value] = lax.transpose(env[value], turned[value])
             elif isinstance(instruction, Loop):
                 self.loop(env, instruction)
             else:
@@ -229,7 +235,7 @@ class _Device:
         return value.astype(own)
 
     def turned(self, instruction: Relayout, value: Any, order: Sequence[int]) -> Any:
-        """The same, of the value with its dimensions in another order, and back in its own."""
+        """The same, of a value whose dimensions are in another order, and back in its own."""
 
         def place(dim: int) -> int:
             return order.index(dim) if dim >= 0 else dim
@@ -239,7 +245,7 @@ class _Device:
             for step in instruction.steps
         )
         moved = dataclasses.replace(instruction, steps=steps)
-        result = self.relayout(moved, lax.transpose(value, order))
+        result = self.relayout(moved, value)
         return lax.transpose(result, tuple(map(order.index, range(len(order)))))
 
     def step(self, step: ReshardStep, value: Any) -> Any:

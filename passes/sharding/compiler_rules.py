@@ -255,6 +255,8 @@ class CompilerRules:
         not along it, if its parts there have an odd number of vectors.
       turns_sums: gradients that are transposed are added over devices as they are afterwards
         (`turned_sums.py`).
+      turns_scatters: so are those of which each device keeps a part; GPUs scatter the first
+        dimension without a copy, and of a part little is to be transposed.
       results_hold: temporaries lie in the memory of results that are not there yet.
       combined_bytes: sums of less are combined in an array of their own, and not done in place.
       copies_in: some arguments and results are held in another order inside (`boundary_copies.py`).
@@ -281,6 +283,7 @@ class CompilerRules:
     heap_orders: tuple[str, ...] = ()
     scatters_across: bool = False
     turns_sums: bool = False
+    turns_scatters: bool = False
     results_hold: bool = False
     combined_bytes: int = 0
     copies_in: bool = False
@@ -333,6 +336,7 @@ RULES = {
         heap_orders=(SIZE, LIFE),
         results_hold=True,
         combined_bytes=COMBINED_BYTES,
+        turns_sums=True,
     ),
     CPU: CompilerRules(CPU),
     TPU: CompilerRules(
@@ -353,6 +357,7 @@ RULES = {
         heap_orders=(TIME,),
         scatters_across=True,
         turns_sums=True,
+        turns_scatters=True,
         copies_in=True,
         has_tiles=True,
     ),

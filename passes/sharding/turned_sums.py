@@ -7,6 +7,9 @@ the weight and its moments, as they are given and as they are returned, are copi
 of it. So the devices add what is transposed already. Found on a GPT (libtpu 0.0.42): six copies in
 float32 of every weight, three of them there from the beginning of the step. What is transposed
 twice lies as it was, and is added so: the gradient of tied embeddings.
+
+XLA:GPU does the same to the stacked weights of experts where a barrier holds the product
+(`run_order.py`); with the transposition right after it, the product is made in that order.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ from autopar.passes.sharding.spmd_program import (
 )
 
 
-def turned_sums(block: Block) -> dict[int, tuple[int, ...]]:
-    """By the numbers of a block's instructions, the order of dimensions in which devices add."""
+def turned_sums(block: Block, scatters: bool = True) -> dict[int, tuple[int, ...]]:
+    """By the numbers of a block's instructions, the order of dimensions in which devices add.
+
+    Without `scatters`, only of sums that every device has as a whole.
+    """
     maker: dict[ShardedValue, Instruction] = {}
     readers: dict[ShardedValue, list[Instruction | None]] = defaultdict(list)
     for instruction in block.instructions:
@@ -41,6 +47,8 @@ def turned_sums(block: Block) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     for number, instruction in enumerate(block.instructions):
         if not isinstance(instruction, Relayout) or instruction.purpose != "gradient":
+            continue
+        if not scatters and any(step.kind == "reduce-scatter" for step in instruction.steps):
             continue
         after = readers[instruction.target]
         made = maker.get(instruction.source)

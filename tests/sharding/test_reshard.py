@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from autopar.base.cluster import axis_names
-from autopar.passes.sharding.compiler_rules import CPU, RULES, TPU
+from autopar.passes.sharding.compiler_rules import CPU, GPU, RULES, TPU
 from autopar.passes.sharding.layout import Layout, all_layouts, replicated
 from autopar.passes.sharding.reshard import COLLECTIVES, ReshardStep, reshard_steps
 from autopar.passes.sharding.spmd_program import Block, Compute, Relayout, ShardedValue
@@ -268,6 +268,7 @@ def test_tpus_add_gradients_in_the_order_in_which_they_are_read(is_turned_back: 
         instructions.append(Compute(eqn, (operand,), (result,)))
     block = Block(inputs, tuple(instructions), (result,))
     assert list(turned_sums(block).values()) == ([] if is_turned_back else [(1, 0)])
+    assert not turned_sums(block, scatters=False)
     rows = np.arange(32 * 8).reshape(32, 8) % 7, np.arange(32 * 16).reshape(32, 16) % 5
     places = []
     for backend in (CPU, TPU):
@@ -286,3 +287,37 @@ def test_tpus_add_gradients_in_the_order_in_which_they_are_read(is_turned_back: 
         text = step.lower(*arguments).as_text()
         places.append(int(text.partition("scatter_dimension = ")[2].partition(" ")[0]))
     assert places == [0, 0 if is_turned_back else 1]
+
+
+def test_gpus_multiply_in_the_order_in_which_whole_gradients_are_read() -> None:
+    def gradient(x: Any, y: Any) -> Any:
+        return jax.lax.dot_general(y, x, (((0,), (0,)), ((), ()))).T
+
+    jaxpr = jax.make_jaxpr(gradient)(jnp.zeros((4, 8)), jnp.zeros((4, 16))).jaxpr
+    product, turn = jaxpr.eqns
+    whole = replicated(2)
+    partial = whole._replace(partial=((0, "sum"),))
+    inputs = tuple(ShardedValue(v, whole) for v in jaxpr.invars)
+    source, added = (ShardedValue(product.outvars[0], x) for x in (partial, whole))
+    result = ShardedValue(turn.outvars[0], whole)
+    instructions = (
+        Compute(product, inputs[::-1], (source,)),
+        Relayout(source, added, reshard_steps(partial, whole, (8,)), "gradient", ""),
+        Compute(turn, (added,), (result,)),
+    )
+    run = block_function((8,), ("x",), Block(inputs, instructions, (result,)), RULES[GPU])
+    step = jax.jit(
+        jax.shard_map(
+            lambda x, y: run([x, y])[0],
+            mesh=jax.make_mesh((8,), ("x",), (AxisType.Auto,)),
+            in_specs=PartitionSpec("x"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+    rows = np.arange(32 * 8).reshape(32, 8) % 7, np.arange(32 * 16).reshape(32, 16) % 5
+    arguments = [jnp.asarray(x, jnp.float32) for x in rows]
+    np.testing.assert_array_equal(step(*arguments), rows[0].T @ rows[1])
+    text = step.lower(*arguments).as_text()
+    before, _, after = text.partition("all_reduce")
+    assert "transpose" in before and "(tensor<8x16xf32>) -> tensor<8x16xf32>" in after
