@@ -28,7 +28,6 @@ from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 AHEAD = 4
 """Pieces that are copied to the host while an earlier one is sent."""
 
-Parts = Sequence[tuple[Move, np.ndarray]]
 Until = Callable[[int], None]
 """Waits until so many bytes of a part are there."""
 
@@ -44,11 +43,14 @@ def cut_out(
     return [x for part in parts_of(array, moves, devices) for x in _pieces(part, piece_bytes)]
 
 
-def copied_out(pieces: Sequence[jax.Array]) -> Iterator[np.ndarray]:
-    """The bytes of pieces, as `host_tiles.taken` gives them, copied ahead of what is used."""
+def copied_out(pieces: list[jax.Array]) -> Iterator[np.ndarray]:
+    """The bytes of pieces, as `host_tiles.taken` gives them, copied ahead of what is used.
+
+    The list is emptied, so that devices need not have them to the end.
+    """
     under_way: collections.deque[jax.Array] = collections.deque()
-    for piece in pieces:
-        under_way.append(_towards_host(piece))
+    while pieces:
+        under_way.append(_towards_host(pieces.pop(0)))
         if len(under_way) > AHEAD:
             yield _in_host(under_way.popleft())
     while under_way:
