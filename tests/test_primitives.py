@@ -19,7 +19,8 @@ UNKNOWN = {
         pbroadcast_done pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start preduced
         precv psend psum psum_done psum_invariant psum_invariant_start psum_start pvary
         ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start
-        reduced_vary_cast_p shard_map unreduced_psum unreduced_psum_start unreduced_reduce_scatter
+        reduced_vary_cast_p shard_map unreduced_pmax unreduced_pmin unreduced_psum
+        unreduced_psum_start unreduced_reduce_scatter
         unreduced_reduce_scatter_start vary_unreduced_cast_p
         """,
     "state by reference: a step is a pure function": """
@@ -38,11 +39,11 @@ UNKNOWN = {
         scaled_matmul_wrapper symmetric_product
         """,
     "they exist while JAX traces, differentiates or lowers; a step's jaxpr has none": """
-        broadcast_to dim_as_value dimension_size empty eval_jaxpr from_edtype iota_2x32_shape
-        linear_call remat_opt shape_assertion stage to_edtype unreachable
+        broadcast_to dim_as_value dimension_size empty from_edtype iota_2x32_shape
+        linear_call program_order remat_opt shape_assertion stage to_edtype unreachable
         """,
     "layouts and memory spaces belong to a user's own devices": """
-        layout_constraint with_memory_space_constraint
+        layout_constraint relayout with_memory_space_constraint
         """,
     "generators that no key of `jax.random` uses": "philox2x32 philox4x32 threefry4x32",
     "they join arrays of several processes, outside of a step": """

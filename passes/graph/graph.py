@@ -176,14 +176,12 @@ def _called(eqn: JaxprEqn, operands: list[Atom]) -> tuple[ClosedJaxpr | None, li
         called = jax_compat.expanded(eqn)
     elif name == "custom_linear_solve":  # its other functions are there for derivatives
         lengths, called = params["const_lengths"], params["jaxprs"].solve
-        first = lengths.matvec + lengths.vecmat
-        rest = first + lengths.solve + lengths.transpose_solve
+        rest = (first := lengths.matvec + lengths.vecmat) + lengths.solve + lengths.transpose_solve
         operands = [*operands[first : first + lengths.solve], *operands[rest:]]
     elif primitives.BODY_PARAM.get(name) in params:
         called = params[primitives.BODY_PARAM[name]]
-    if isinstance(called, Jaxpr) and not isinstance(called, ClosedJaxpr):  # one class in JAX 0.11
-        called = ClosedJaxpr(called, ())
-    return called, operands
+    is_open = isinstance(called, Jaxpr) and not isinstance(called, ClosedJaxpr)  # one in JAX 0.11
+    return ClosedJaxpr(called, ()) if is_open else called, operands
 
 
 def _flat_body(jaxpr: Jaxpr) -> Jaxpr:

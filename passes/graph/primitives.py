@@ -36,7 +36,7 @@ neg                         : elementwise cheap keeps_zero linear_first passed p
 cbrt rem                    : elementwise scales
 rsqrt sqrt                  : elementwise root scales
 cosh erfc sinh tan          : elementwise transcendental
-cos erf exp exp2 expm1 log log1p logistic pow sin tanh  : elementwise transcendental scales
+cos erf exp exp2 expm1 log log1p log2 logistic pow sin tanh  : elementwise transcendental scales
 eq ge gt is_finite le lt ne : elementwise cheap step
 ceil floor round sign       : elementwise cheap step scales
 select_n                    : elementwise cheap keeps_zero pulled updates
@@ -140,9 +140,13 @@ OTHER_RELEASES: Mapping[str, str] = {
     "exchange": "autopar's own: rows to blocks of experts and back, see `exchanges.py`",
     "block_product": "autopar's own: products in these blocks, see `block_products.py`",
     **dict.fromkeys(("one_minus_square", "polynomial"), "JAX 0.12"),
+    "log2": "JAX 0.11",
     "local_call": "autopar's own",
     "pallas_call": "jax.experimental.pallas",
-    **dict.fromkeys(("checkpoint", "remat", "pjit", "mesh_cast"), "names of the same by release"),
+    **dict.fromkeys(
+        ("call", "checkpoint", "closed_call", "mesh_cast", "pjit", "remat"),
+        "names of the same by release",
+    ),
 }
 
 

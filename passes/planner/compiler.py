@@ -181,6 +181,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         bound = OneMeshBound(1) if layout.is_pipeline else search.bound_on_one_mesh(layout)
         if bound is None:
             return pipelines, ""
+        search = replace(search, only=bound.only)
         try:
             first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
             fewest = min([bound.fewest, *(x.split.num_microbatches for x in first[0])])
@@ -201,7 +202,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.remat in ("auto", "override") and not search.are_slower(candidates):
         counts = search.recomputing(layout)
         made = recomputed_plans(
-            search.graph, search.split, layout, options, cluster, search.report, counts
+            search.graph, search.split, layout, options, cluster, search.report, counts, search.only
         )
         search.keep(made)
         candidates += made

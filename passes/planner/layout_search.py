@@ -77,7 +77,10 @@ REALIZED = 1.03  # times what is promised, what a planned step takes without tha
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """What is tried for one graph; `best_seconds` is what a step takes that fits elsewhere."""
+    """What is tried for one graph; `best_seconds` is what a step takes that fits elsewhere.
+
+    Of the logical shapes of one mesh, it may be `only` one.
+    """
 
     graph: Graph
     rules: Rules
@@ -88,6 +91,7 @@ class LayoutSearch:
     keep: Keep = lambda candidates: None
     best_seconds: float = math.inf
     known: KnownCosts = field(default_factory=KnownCosts.nothing, compare=False)
+    only: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> LayoutSearch:
@@ -206,7 +210,7 @@ class LayoutSearch:
         def planned(split: SplitStep, others: SearchSoFar) -> list[PlannedStep]:
             return plan_layout(split, layout, options, cluster, self.report, self.keep, others)
 
-        so_far, last = SearchSoFar(self.best_seconds), None
+        so_far, last = SearchSoFar(self.best_seconds, only=self.only), None
         possible = list(microbatch_counts(self.graph, options, layout))
         counts = [count for count in possible if count >= at_least]
         passed = self._too_few(counts) if bounded and not layout.is_pipeline else []
@@ -260,8 +264,10 @@ class LayoutSearch:
             state = state_on_devices(self.graph, self.options, self.cluster)
             left = worth_pricing(left, self.best_seconds, stages, limit, state)
         found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit)
-        missing = OneMeshBound(counts[-1]) if nothing_fits else None  # says what is missing
-        return missing if found is None else found
+        if found is not None or not nothing_fits:
+            return found
+        layers = self.known.one_mesh.get(counts[-1])  # says what is missing
+        return OneMeshBound(counts[-1], only=None if layers is None else layers.smallest)
 
     def recomputing(self, layout: StageLayout) -> list[int]:
         """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""

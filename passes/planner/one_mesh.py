@@ -27,11 +27,13 @@ class OneMeshBound(NamedTuple):
     """The fewest microbatches with which one mesh may fit.
 
     And what a step is expected to take with them, by logical shape, where that is known: within the
-    memory on shapes on which it is expected to fit, on others with any.
+    memory on shapes on which it is expected to fit, on others with any. Where it is not expected to
+    fit at all, the `only` shape that is worth trying: that on which layers need least.
     """
 
     fewest: int
     expected: ExpectedSeconds = MappingProxyType({})
+    only: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class OneMeshCosts:
     def by_way(self) -> list[tuple[tuple[int, ...], UnitCost]]:
         """What each way of running them costs and needs, with its logical shape."""
         return self.costs.totals(self.num_devices)
+
+    @property
+    def smallest(self) -> tuple[int, ...]:
+        """The logical shape on which a microbatch needs least."""
+        return min(self.by_way, key=lambda way: way[1].bytes_for_one)[0]
 
     @property
     def totals(self) -> list[UnitCost]:
@@ -85,8 +92,10 @@ def find_bound(
 
     From one number that does not fit to the first that may; what is told of twice as many by fewer
     rows is not priced again where it surely fits (not by the whole batch at once, which has no
-    gradients to add up). Where layers meet better than each has it alone, a whole plan takes less,
-    hence the margin; that of the whole batch is larger. More microbatches only take longer.
+    gradients to add up). Where nothing fits elsewhere, so that no number is too slow, the most are
+    priced next, and then those in the middle. Where layers meet better than each has it alone, a
+    whole plan takes less, hence the margin; that of the whole batch is larger. More microbatches
+    only take longer.
 
     Args:
       counts: numbers of microbatches, ascending.
@@ -116,7 +125,30 @@ def find_bound(
             near = costs.fitting(counts[0], int(SURELY * limit), count)
             if near and min(near.values()) <= longest:
                 return OneMeshBound(counts[0], {**free, **near})
+        if math.isinf(best_seconds):
+            return _first_that_fits(counts, layers, limit)
     return None
+
+
+def _first_that_fits(
+    counts: Sequence[int], layers: Callable[[int], OneMeshCosts | None], limit: int
+) -> OneMeshBound | None:
+    """The same where time does not matter: a microbatch of fewer rows needs no more memory."""
+    found, low, high = None, 0, len(counts) - 1
+    middle = high
+    while low <= high:
+        costs = layers(counts[middle])
+        if costs is None:
+            return OneMeshBound(counts[middle])
+        if fitting := costs.fitting(counts[middle], limit):
+            found = OneMeshBound(counts[middle], {**costs.by_mesh(math.inf), **fitting})
+            high = middle - 1
+        elif found is None:
+            return None
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
+    return found
 
 
 def worth_pricing(

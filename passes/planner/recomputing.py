@@ -11,6 +11,7 @@ from autopar.passes.graph.graph import Graph
 from autopar.passes.planner.candidates import PlannedStep, plan_layout
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.mesh_choice import SearchSoFar
 from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
@@ -24,6 +25,7 @@ def recomputed_plans(
     cluster: Cluster,
     report: Callable[[str], None],
     counts: Iterable[int],
+    only: tuple[int, ...] | None = None,
 ) -> list[PlannedStep]:
     """Plans for one mesh that compute again what they cannot keep.
 
@@ -37,6 +39,7 @@ def recomputed_plans(
       cluster: all devices.
       report: takes a line of progress.
       counts: numbers of microbatches that are tried, ascending.
+      only: the logical shape that is worth trying, if it is one.
     """
     made: list[PlannedStep] = []
     state = state_on_devices(graph, options, cluster)
@@ -44,7 +47,8 @@ def recomputed_plans(
         return []
 
     def fits(step: SplitStep) -> bool:
-        planned = plan_layout(step, layout, options, cluster, report)
+        others = SearchSoFar(only=only)
+        planned = plan_layout(step, layout, options, cluster, report, others=others)
         made.extend(planned)
         return any(candidate.fits for candidate in planned)
 
