@@ -92,6 +92,39 @@ def test_what_surely_fits_with_half_the_rows_is_not_priced_again(
     assert found.expected[MESH] == Priced(4).seconds
 
 
+@pytest.mark.parametrize(
+    ("needs", "fewest", "priced"),
+    [
+        # 64 bytes for each microbatch of the first, and what no number of them changes.
+        (lambda count: 64 // count, 8, [1, 16, 4, 8]),
+        (lambda count: 64 // count + 4, 16, [1, 16, 4, 8]),
+        (lambda count: 64 // count + 9, None, [1, 16]),  # not even with the most
+        (lambda count: 9 if count == 1 else 0, 2, [1, 16, 4, 2]),
+    ],
+)
+def test_where_nothing_fits_elsewhere_the_most_are_priced_next(
+    needs: Any, fewest: int | None, priced: list[int]
+) -> None:
+    asked: list[int] = []
+
+    class One(Priced):
+        def totals(self, size: int) -> list[tuple[tuple[int, ...], UnitCost]]:
+            rowless = UnitCost(1.0, 0.5, 0.0, 0.0, 0, 0, needs(self.count), 0)
+            # However few the rows, a way that is bound from below may do.
+            return [(MESH, rowless), ((8,), rowless._replace(bytes_working=100))]
+
+    def layers(count: int) -> OneMeshCosts:
+        asked.append(count)
+        one = One(count)
+        one.count = count  # type: ignore[attr-defined]
+        return OneMeshCosts(cast(UnitCosts, one), math.prod(MESH))
+
+    found = find_bound([1, 2, 4, 8, 16], math.inf, layers, 8)
+    assert (None if found is None else found.fewest) == fewest
+    assert asked == priced
+    assert layers(16).smallest == MESH
+
+
 def test_layers_that_are_not_known_bound_nothing() -> None:
     assert find_bound([4, 8], 1.0, lambda count: None, 1) == OneMeshBound(4)
 
