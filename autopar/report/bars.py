@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.base.plan_records import Candidate, PlanRecord
 from autopar.base.units import format_bytes, format_microbatches, format_seconds
-from autopar.report.palette import DARK, GREY, INK, KINDS, MINE, PARTS, QUIET
+from autopar.report.palette import DARK, GREY, INK, KINDS, MINE, PARTS, QUIET, WAITING
 from autopar.report.path_folding import short_path, shortened
 from autopar.report.state_parts import input_categories
 from autopar.report.summaries import CollectiveGroup, TransferGroup, memory_limit
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_BARS = 6
+MUCH = 0.1
+"""The share of a device's memory from which on a bar of what fills it shows what is left."""
 
 _Bar = tuple[float, str, str, str]
 """Its length, its label, the value that is written beside it, and its colour."""
@@ -116,25 +118,31 @@ def _candidate_value(item: Candidate, limit: int | None) -> str:
 
 
 def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
-    """Draws what fills a device at the peak, side by side."""
+    """Draws what fills a device at the peak, side by side, and what is left where much is full."""
     parts = _memory_parts(plan)
     limit = memory_limit(plan)
     total = sum(size for _, size in parts)
+    whole = limit if limit and total >= MUCH * limit else total
     _heading(axes, "Memory of a device", above=22)
+    if whole > total:
+        axes.barh(0, whole - total, left=total, color=WAITING, height=1, label="free")
     left = 0.0
     for (name, size), color in zip(parts, PARTS, strict=False):
         label = f"{name}  {format_bytes(size)}"
         axes.barh(0, size, left=left, color=color, height=1, label=label, edgecolor="white")
         left += size
     axes.set_ylim(-0.5, 0.5)
-    axes.set_xlim(0, max(total * 1.02, 1))
+    axes.set_xlim(0, max(whole * 1.02, 1))
     axes.axis("off")
     caption = f"{format_bytes(plan.estimates.peak_bytes_per_device)} at the peak"
     if limit:
         share = plan.estimates.peak_bytes_per_device / limit
         caption += f", {f'{share:.1%}' if share >= 0.001 else 'little'} of {format_bytes(limit)}"
     _write(axes, caption, (0, 1), (0, 6), fontsize=10, color=QUIET)
+    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(
+        [shown[name] for name in sorted(shown, key="free".__eq__)],
+        sorted(shown, key="free".__eq__),
         loc="upper left",
         bbox_to_anchor=(-0.01, -0.08),
         ncols=2,
