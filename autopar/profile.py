@@ -8,10 +8,10 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from autopar.base.displayed import Displayed
+from autopar.base.new_files import place_for
 from autopar.passes.pipeline.instructions import Instruction, PipelineProgram, Run
 from autopar.passes.pipeline.simulate import simulate
 from autopar.passes.pipeline.timeline import Timeline, difference
@@ -77,7 +77,7 @@ class Profile(Displayed):
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write `to_chrome_trace()` as JSON; an existing file is replaced."""
-        Path(path).write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
+        place_for(path).write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
 
     def __str__(self) -> str:
         return f"{self.timeline}\n\n{difference(self.expected, self.timeline)}"

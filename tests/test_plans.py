@@ -5,11 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autopar
+from autopar import report
 from autopar.base.cluster import Cluster
 from autopar.base.errors import PlanMismatchError
 from autopar.base.options import Options
@@ -355,3 +358,15 @@ def test_written_json_reads_back(value: Any, width: int) -> None:
     text = dump_json(value, width=width)
     assert json.loads(text) == value
     assert dump_json(json.loads(text), width=width) == text
+
+
+def test_files_are_written_into_new_folders(tmp_path: Path) -> None:
+    cluster = autopar.Cluster.preset("dgx-h100")
+    shapes = jax.ShapeDtypeStruct((8,), np.float32), jax.ShapeDtypeStruct((16, 8), np.float32)
+    plan = autopar.plan(lambda w, x: w + x.sum(0), *shapes, cluster=cluster, progress=False)
+    plan.save(tmp_path / "a" / "b" / "plan.json")
+    cluster.save(tmp_path / "c" / "cluster.toml")
+    report.save_plot(plan, tmp_path / "d" / "plan.png")
+    assert autopar.Plan.load(tmp_path / "a" / "b" / "plan.json") == plan
+    assert autopar.Cluster.load(tmp_path / "c" / "cluster.toml") == cluster
+    assert (tmp_path / "d" / "plan.png").stat().st_size > 1000

@@ -30,6 +30,7 @@ from autopar.base.direct_links import forwarded_bandwidth
 from autopar.base.displayed import Displayed
 from autopar.base.errors import AutoparWarning, DeviceError, OptionError, did_you_mean
 from autopar.base.missing_files import missing_cluster
+from autopar.base.new_files import place_for
 from autopar.base.records import Record, dump_json, dump_toml
 from autopar.base.user_code import shortens
 
@@ -232,7 +233,7 @@ class Cluster(Displayed, Record):
         """Writes the cluster as TOML, or as JSON where the file's name ends in `.json`."""
         plain = self.to_dict()
         text = dump_json(plain) if Path(path).suffix == ".json" else dump_toml(plain)
-        Path(path).write_text(text, encoding="utf-8")
+        place_for(path).write_text(text, encoding="utf-8")
 
     @classmethod
     @shortens

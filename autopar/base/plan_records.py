@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from autopar.base.displayed import Displayed
 from autopar.base.errors import PlanMismatchError
 from autopar.base.missing_files import missing_plan
+from autopar.base.new_files import place_for
 from autopar.base.records import Record, differences, dump_json
 from autopar.base.runner_up import RunnerUp
 from autopar.base.step_model import StepModel
@@ -390,8 +391,8 @@ class PlanRecord(Displayed, Record):
         return dump_json(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; an existing file is replaced at once or not at all."""
-        target = Path(path)
+        """Writes the plan as JSON; a folder is made, a file is replaced at once or not at all."""
+        target = place_for(path)
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(target)

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from autopar.base.errors import OptionError, did_you_mean
+from autopar.base.new_files import place_for
 
 DOTS_PER_INCH = 110
 
@@ -29,7 +30,7 @@ class Picture(Figure):
                 why=f"its ending is its format, which is one of {', '.join(sorted(known))}.",
                 hint=did_you_mean(ending, known) or "end it in .png, .svg or .pdf.",
             )
-        self.savefig(path, dpi=DOTS_PER_INCH)
+        self.savefig(place_for(path), dpi=DOTS_PER_INCH)
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()

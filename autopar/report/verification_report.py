@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.errors import PlanMismatchError
+from autopar.base.new_files import place_for
 from autopar.base.records import dump_json
 from autopar.base.units import format_bytes, format_seconds
 from autopar.base.user_code import shortens
@@ -32,7 +33,7 @@ class Verification(VerificationRecord):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON."""
-        Path(path).write_text(dump_json(self.to_dict()), encoding="utf-8")
+        place_for(path).write_text(dump_json(self.to_dict()), encoding="utf-8")
 
     @classmethod
     @shortens
