@@ -118,7 +118,9 @@ def _on_meshes(
             items.append((number, sharding, None))
     groups: dict[Any, list[int]] = {}
     for place, (_, where, _) in enumerate(items):
-        groups.setdefault(frozenset(where.device_set), []).append(place)
+        # In their order: stages may share devices in another one.
+        mesh = tuple(where.mesh.devices.flat) if isinstance(where, NamedSharding) else None
+        groups.setdefault(mesh or frozenset(where.device_set), []).append(place)
     values: dict[int, Any] = {}
     for places in groups.values():
 

@@ -60,7 +60,7 @@ def test_stages_share_devices(given: Sequence[int], options: Any) -> None:
         **options,
     )
     assert len(compiled.plan.stages) > 1
-    plain, state, wanted = jax.jit(step), make(), make()
+    plain, state, wanted = jax.jit(step), compiled.initialize(make), make()
     for _ in range(3):  # what a step takes over is not what the next one reads
         state, found = compiled(state, BATCH)
         wanted, value = plain(wanted, BATCH)

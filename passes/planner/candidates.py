@@ -207,8 +207,7 @@ def _plan_one(
 ) -> list[PlannedStep]:
     stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
     meshes = logical_meshes(options, cluster, split.graph, of_stage=False)
-    if others.only in meshes:
-        meshes = (others.only,)
+    meshes = tuple(mesh for mesh in meshes if mesh in others.only) or meshes
 
     def assembled(planned: PlannedStage) -> PlannedStep:
         return assemble(split, stages, (planned,), ONE_STAGE, cluster, limit, (False,))

@@ -169,6 +169,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     layout = asked_layout(options, cluster)
     pipelines: list[PlannedStep] = []
     fewest = 1
+    again: tuple[tuple[int, ...], ...] = ()
     stages_first = cluster.num_nodes > 1 or search.is_long
     first = one_mesh_first(search, layout) if options.stages == "auto" else None
     if first is not None:
@@ -181,7 +182,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         bound = OneMeshBound(1) if layout.is_pipeline else search.bound_on_one_mesh(layout)
         if bound is None:
             return pipelines, ""
-        search = replace(search, only=bound.only)
+        search, again = replace(search, only=bound.only), bound.only_again
         try:
             first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
             fewest = min([bound.fewest, *(x.split.num_microbatches for x in first[0])])
@@ -202,7 +203,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.remat in ("auto", "override") and not search.are_slower(candidates):
         counts = search.recomputing(layout)
         made = recomputed_plans(
-            search.graph, search.split, layout, options, cluster, search.report, counts, search.only
+            search.graph, search.split, layout, options, cluster, search.report, counts, again
         )
         search.keep(made)
         candidates += made

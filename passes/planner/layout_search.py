@@ -79,7 +79,7 @@ REALIZED = 1.03  # times what is promised, what a planned step takes without tha
 class LayoutSearch:
     """What is tried for one graph; `best_seconds` is what a step takes that fits elsewhere.
 
-    Of the logical shapes of one mesh, it may be `only` one.
+    Of the logical shapes of one mesh, it may be `only` some.
     """
 
     graph: Graph
@@ -91,7 +91,7 @@ class LayoutSearch:
     keep: Keep = lambda candidates: None
     best_seconds: float = math.inf
     known: KnownCosts = field(default_factory=KnownCosts.nothing, compare=False)
-    only: tuple[int, ...] | None = None
+    only: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> LayoutSearch:
@@ -121,7 +121,9 @@ class LayoutSearch:
         for found in rewritten_steps(self.graph, self.rules, self.options, self.cluster):
             self.report(str(found))
             rules = populate(found.graph.jaxpr)
-            other = replace(self, graph=found.graph, rules=rules, rewriting=found.rewriting)
+            other = replace(
+                self, graph=found.graph, rules=rules, rewriting=found.rewriting, only=()
+            )
             yield replace(other, known=KnownCosts.nothing())
 
     def following(self, plan: Plan) -> LayoutSearch:
@@ -263,11 +265,19 @@ class LayoutSearch:
             stages = next(iter(self.known.stages.values())).search
             state = state_on_devices(self.graph, self.options, self.cluster)
             left = worth_pricing(left, self.best_seconds, stages, limit, state)
-        found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit)
+        rows = batch_sizes(self.graph)
+        even = max(
+            (n for n in left if all(x % (n * self.cluster.num_devices) == 0 for x in rows)),
+            default=0,
+        )
+        found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit, even)
         if found is not None or not nothing_fits:
             return found
         layers = self.known.one_mesh.get(counts[-1])  # says what is missing
-        return OneMeshBound(counts[-1], only=None if layers is None else layers.smallest)
+        small = (
+            (layers.smallest(), layers.smallest(keeps=False)) if layers is not None else ((), ())
+        )
+        return OneMeshBound(counts[-1], {}, *small)
 
     def recomputing(self, layout: StageLayout) -> list[int]:
         """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""

@@ -37,13 +37,13 @@ class SearchSoFar(NamedTuple):
     """What is known when meshes are planned: a step that fits takes so long elsewhere.
 
     Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
-    some of the meshes; the `only` mesh that is worth planning.
+    some of the meshes; the `only` meshes that are worth planning, if not all are.
     """
 
     seconds: float = math.inf
     more_microbatches: bool = False
     expected: ExpectedSeconds = MappingProxyType({})
-    only: tuple[int, ...] | None = None
+    only: tuple[tuple[int, ...], ...] = ()
 
 
 NOTHING_SO_FAR = SearchSoFar()

@@ -28,12 +28,14 @@ class OneMeshBound(NamedTuple):
 
     And what a step is expected to take with them, by logical shape, where that is known: within the
     memory on shapes on which it is expected to fit, on others with any. Where it is not expected to
-    fit at all, the `only` shape that is worth trying: that on which layers need least.
+    fit at all, the `only` shapes that are worth trying, those on which layers need least; and those
+    `only_again` where values are computed again.
     """
 
     fewest: int
     expected: ExpectedSeconds = MappingProxyType({})
-    only: tuple[int, ...] | None = None
+    only: tuple[tuple[int, ...], ...] = ()
+    only_again: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,17 @@ class OneMeshCosts:
         """What each way of running them costs and needs, with its logical shape."""
         return self.costs.totals(self.num_devices)
 
-    @property
-    def smallest(self) -> tuple[int, ...]:
-        """The logical shape on which a microbatch needs least."""
-        return min(self.by_way, key=lambda way: way[1].bytes_for_one)[0]
+    def smallest(self, keeps: bool = True) -> tuple[tuple[int, ...], ...]:
+        """The logical shapes on which a microbatch needs least, or hardly more; may be none.
+
+        Unless it `keeps` nothing for its backward pass.
+        """
+        least: dict[tuple[int, ...], int] = {}
+        for mesh, total in self.by_way:
+            need = total.bytes_for_one if keeps else total.bytes_fixed + total.bytes_working
+            least[mesh] = min(least.get(mesh, need), need)
+        enough = MAY_MEET * min(least.values(), default=0)
+        return tuple(mesh for mesh, need in least.items() if need <= enough)
 
     @property
     def totals(self) -> list[UnitCost]:
@@ -87,21 +96,24 @@ def find_bound(
     best_seconds: float,
     layers: Callable[[int], OneMeshCosts | None],
     limit: int,
+    even: int = 0,
 ) -> OneMeshBound | None:
     """The microbatches with which one mesh may fit and be quicker than what fits elsewhere.
 
     From one number that does not fit to the first that may; what is told of twice as many by fewer
     rows is not priced again where it surely fits (not by the whole batch at once, which has no
-    gradients to add up). Where nothing fits elsewhere, so that no number is too slow, the most are
-    priced next, and then those in the middle. Where layers meet better than each has it alone, a
-    whole plan takes less, hence the margin; that of the whole batch is larger. More microbatches
-    only take longer.
+    gradients to add up). Where nothing fits elsewhere, so that no number is too slow, the largest
+    `even` number is priced next, or the most, and then those in the middle. Where layers meet
+    better than each has it alone, a whole plan takes less, hence the margin; that of the whole
+    batch is larger. More microbatches only take longer.
 
     Args:
       counts: numbers of microbatches, ascending.
       best_seconds: of a step elsewhere.
       layers: what layers cost with so many microbatches; None: that is not known.
       limit: bytes that a device may hold.
+      even: the most microbatches of which each device has a row. With fewer rows less is cut, so
+        that more microbatches may need more memory.
 
     Returns:
       None where there is no such number.
@@ -126,29 +138,36 @@ def find_bound(
             if near and min(near.values()) <= longest:
                 return OneMeshBound(counts[0], {**free, **near})
         if math.isinf(best_seconds):
-            return _first_that_fits(counts, layers, limit)
+            return _first_that_fits(counts, layers, limit, even)
     return None
 
 
 def _first_that_fits(
-    counts: Sequence[int], layers: Callable[[int], OneMeshCosts | None], limit: int
+    counts: Sequence[int],
+    layers: Callable[[int], OneMeshCosts | None],
+    limit: int,
+    even: int,
 ) -> OneMeshBound | None:
-    """The same where time does not matter: a microbatch of fewer rows needs no more memory."""
-    found, low, high = None, 0, len(counts) - 1
-    middle = high
-    while low <= high:
-        costs = layers(counts[middle])
+    """The same where time does not matter: up to even ones, more microbatches need less memory."""
+
+    def bound(count: int) -> OneMeshBound | None:
+        costs = layers(count)
         if costs is None:
-            return OneMeshBound(counts[middle])
-        if fitting := costs.fitting(counts[middle], limit):
-            found = OneMeshBound(counts[middle], {**costs.by_mesh(math.inf), **fitting})
-            high = middle - 1
-        elif found is None:
-            return None
-        else:
-            low = middle + 1
-        middle = (low + high) // 2
-    return found
+            return OneMeshBound(count)
+        fitting = costs.fitting(count, limit)
+        return OneMeshBound(count, {**costs.by_mesh(math.inf), **fitting}) if fitting else None
+
+    for most in dict.fromkeys(x for x in (even, *counts[-1:]) if x in counts):
+        if found := bound(most):
+            low, high = 0, counts.index(most) - 1
+            while low <= high:
+                middle = (low + high) // 2
+                if less := bound(counts[middle]):
+                    found, high = less, middle - 1
+                else:
+                    low = middle + 1
+            return found
+    return None
 
 
 def worth_pricing(

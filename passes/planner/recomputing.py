@@ -25,7 +25,7 @@ def recomputed_plans(
     cluster: Cluster,
     report: Callable[[str], None],
     counts: Iterable[int],
-    only: tuple[int, ...] | None = None,
+    only: tuple[tuple[int, ...], ...] = (),
 ) -> list[PlannedStep]:
     """Plans for one mesh that compute again what they cannot keep.
 
@@ -39,7 +39,7 @@ def recomputed_plans(
       cluster: all devices.
       report: takes a line of progress.
       counts: numbers of microbatches that are tried, ascending.
-      only: the logical shape that is worth trying, if it is one.
+      only: the logical shapes that are worth trying, if not all are.
     """
     made: list[PlannedStep] = []
     state = state_on_devices(graph, options, cluster)

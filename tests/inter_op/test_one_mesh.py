@@ -93,17 +93,21 @@ def test_what_surely_fits_with_half_the_rows_is_not_priced_again(
 
 
 @pytest.mark.parametrize(
-    ("needs", "fewest", "priced"),
+    ("needs", "even", "fewest", "priced"),
     [
         # 64 bytes for each microbatch of the first, and what no number of them changes.
-        (lambda count: 64 // count, 8, [1, 16, 4, 8]),
-        (lambda count: 64 // count + 4, 16, [1, 16, 4, 8]),
-        (lambda count: 64 // count + 9, None, [1, 16]),  # not even with the most
-        (lambda count: 9 if count == 1 else 0, 2, [1, 16, 4, 2]),
+        (lambda count: 64 // count, 0, 8, [1, 16, 4, 8]),
+        (lambda count: 64 // count + 4, 0, 16, [1, 16, 4, 8]),
+        (lambda count: 64 // count + 9, 0, None, [1, 16]),  # not even with the most
+        (lambda count: 9 if count == 1 else 0, 0, 2, [1, 16, 4, 2]),
+        # More than four leave devices without rows, and may need more.
+        (lambda count: 8 if count == 4 else 9, 4, 4, [1, 4, 2]),
+        (lambda count: 8 if count == 16 else 9, 4, 16, [1, 4, 16, 4, 8]),
+        (lambda count: 9, 4, None, [1, 4, 16]),
     ],
 )
 def test_where_nothing_fits_elsewhere_the_most_are_priced_next(
-    needs: Any, fewest: int | None, priced: list[int]
+    needs: Any, even: int, fewest: int | None, priced: list[int]
 ) -> None:
     asked: list[int] = []
 
@@ -119,10 +123,18 @@ def test_where_nothing_fits_elsewhere_the_most_are_priced_next(
         one.count = count  # type: ignore[attr-defined]
         return OneMeshCosts(cast(UnitCosts, one), math.prod(MESH))
 
-    found = find_bound([1, 2, 4, 8, 16], math.inf, layers, 8)
+    found = find_bound([1, 2, 4, 8, 16], math.inf, layers, 8, even)
     assert (None if found is None else found.fewest) == fewest
     assert asked == priced
-    assert layers(16).smallest == MESH
+    assert layers(16).smallest() == (MESH,)
+
+
+def test_where_no_state_fits_no_shape_is_smallest() -> None:
+    class Nothing(Priced):
+        def totals(self, size: int) -> list[tuple[tuple[int, ...], UnitCost]]:
+            return []
+
+    assert OneMeshCosts(cast(UnitCosts, Nothing(1)), 8).smallest() == ()
 
 
 def test_layers_that_are_not_known_bound_nothing() -> None:

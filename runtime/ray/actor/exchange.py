@@ -102,14 +102,19 @@ class Exchange:
         """What gives the bytes of moves, or what they take on its devices, when it is there."""
         pairs = list(zip(arrays, moves, strict=True))
         if self._is_staged and self._transfers is None:
+            # Of what is cut, no more is held than the pieces.
             pieces = [x for pair in pairs for x in cut_out(*pair, self._devices)]
+
+            def of_pieces() -> Iterable[np.ndarray]:
+                jax.block_until_ready(pieces)
+                return copied_out(pieces)
+
+            return of_pieces
 
         def data() -> Iterable[np.ndarray] | list[jax.Array]:
             jax.block_until_ready(arrays)
             if self._transfers is not None:
                 return [copy(x) for pair in pairs for x in parts_of(*pair, self._devices)]
-            if self._is_staged:
-                return copied_out(pieces)
             return itertools.chain.from_iterable(taken(*pair, self._devices) for pair in pairs)
 
         return data

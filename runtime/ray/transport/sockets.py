@@ -306,18 +306,10 @@ class Sockets:
     def _read(self, source: int, connection: socket.socket) -> None:
         try:
             while True:
-                step, tag, size, start, count = read_frame(connection, FRAME)
-                arrival = self._arrival(source, step, tag, size)
-                if arrival is None:
-                    fill(connection, aligned(count))
-                    continue
-                for view in arrival.views(start, start + count):
-                    fill(connection, view)
-                with self._changed:
-                    arrival.note(start, count)
-                    if arrival.until >= arrival.wanted:
-                        self._changed.notify_all()
+                self._take(source, connection)
         except OSError:
+            pass  # the peer is gone, or this end is closed
+        finally:
             with self._changed:
                 self._open[source] -= 1
                 # What the others still bring was sent before the peer was gone.
@@ -325,12 +317,27 @@ class Sockets:
                     self._lost.add(source)
                 self._changed.notify_all()
 
+    def _take(self, source: int, connection: socket.socket) -> None:
+        """One chunk; whoever waits for the next one holds nothing of it."""
+        step, tag, size, start, count = read_frame(connection, FRAME)
+        arrival = self._arrival(source, step, tag, size)
+        if arrival is None:
+            fill(connection, aligned(count))
+            return
+        for view in arrival.views(start, start + count):
+            fill(connection, view)
+        with self._changed:
+            arrival.note(start, count)
+            if arrival.until >= arrival.wanted:
+                self._changed.notify_all()
+
     def _arrival(self, source: int, step: int, tag: int, size: int) -> Arrival | None:
         """The message to which a chunk belongs; None: to a step that is over."""
-        with self._changed:
-            if step < self._first_step:
-                return None
-            key = source, step, tag
-            if key not in self._inbox:
-                self._inbox[key] = Arrival(size, self.pinned)
-            return self._inbox[key]
+        key, made = (source, step, tag), None
+        while True:
+            with self._changed:
+                if step < self._first_step:
+                    return None
+                if made is not None or key in self._inbox:
+                    return self._inbox.setdefault(key, made) if made else self._inbox[key]
+            made = Arrival(size, self.pinned)  # which may take a while, of pinned memory
