@@ -44,9 +44,8 @@ out v12:float32[8,8][-|-] v11:float32[8,8][-|-]"""
 ZERO1 = f"""\
 in  v0:float32[8,8][-|-] v1:float32[8,8][x|-] v2:float32[16,8][x|-] v3:float32[16,8][x|-]
 {FORWARD}\
-v9:float32[8,8][-|-] = all-reduce(x) v9:float32[8,8][-|-] +sum(x)  # gradient
-v10:float32[8,8][-|-] = transpose v9:float32[8,8][-|-]
-v10:float32[8,8][x|-] = slice(x) v10:float32[8,8][-|-]  # state
+v10:float32[8,8][-|-] +sum(x) = transpose v9:float32[8,8][-|-] +sum(x)
+v10:float32[8,8][x|-] = all-reduce(x), slice(x) v10:float32[8,8][-|-] +sum(x)  # gradient
 v11:float32[8,8][x|-] = add v1:float32[8,8][x|-] v10:float32[8,8][x|-]
 v11:float32[8,8][-|-] = all-gather(x) v11:float32[8,8][x|-]  # state
 v12:float32[8,8][-|-] = sub v0:float32[8,8][-|-] v11:float32[8,8][-|-]
