@@ -43,6 +43,8 @@ from autopar.passes.planner.one_mesh import (
     OneMeshBound,
     OneMeshCosts,
     find_bound,
+    largest_even,
+    last_try,
     working_within,
     worth_pricing,
 )
@@ -265,19 +267,11 @@ class LayoutSearch:
             stages = next(iter(self.known.stages.values())).search
             state = state_on_devices(self.graph, self.options, self.cluster)
             left = worth_pricing(left, self.best_seconds, stages, limit, state)
-        rows = batch_sizes(self.graph)
-        even = max(
-            (n for n in left if all(x % (n * self.cluster.num_devices) == 0 for x in rows)),
-            default=0,
-        )
+        even = largest_even(left, batch_sizes(self.graph), self.cluster.num_devices)
         found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit, even)
         if found is not None or not nothing_fits:
             return found
-        layers = self.known.one_mesh.get(counts[-1])  # says what is missing
-        small = (
-            (layers.smallest(), layers.smallest(keeps=False)) if layers is not None else ((), ())
-        )
-        return OneMeshBound(counts[-1], {}, *small)
+        return last_try(counts[-1], self.known.one_mesh.get(counts[-1]))  # says what is missing
 
     def recomputing(self, layout: StageLayout) -> list[int]:
         """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -168,6 +168,18 @@ def _first_that_fits(
                     low = middle + 1
             return found
     return None
+
+
+def largest_even(counts: Sequence[int], rows: Collection[int], num_devices: int) -> int:
+    """The most microbatches that have as many rows for each device, of every batch; 0: none."""
+    return max((n for n in counts if all(x % (n * num_devices) == 0 for x in rows)), default=0)
+
+
+def last_try(count: int, layers: OneMeshCosts | None) -> OneMeshBound:
+    """So many microbatches, on the logical shapes on which they may need least."""
+    if layers is None:
+        return OneMeshBound(count)
+    return OneMeshBound(count, {}, layers.smallest(), layers.smallest(keeps=False))
 
 
 def worth_pricing(
