@@ -73,7 +73,6 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
-
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
@@ -123,10 +122,8 @@ class LayoutSearch:
         for found in rewritten_steps(self.graph, self.rules, self.options, self.cluster):
             self.report(str(found))
             rules = populate(found.graph.jaxpr)
-            other = replace(
-                self, graph=found.graph, rules=rules, rewriting=found.rewriting, only=()
-            )
-            yield replace(other, known=KnownCosts.nothing())
+            other = replace(self, graph=found.graph, rules=rules, rewriting=found.rewriting)
+            yield replace(other, known=KnownCosts.nothing(), only=())
 
     def following(self, plan: Plan) -> LayoutSearch:
         """The search for the program that a plan was made for.
@@ -269,9 +266,8 @@ class LayoutSearch:
             left = worth_pricing(left, self.best_seconds, stages, limit, state)
         even = largest_even(left, batch_sizes(self.graph), self.cluster.num_devices)
         found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit, even)
-        if found is not None or not nothing_fits:
-            return found
-        return last_try(counts[-1], self.known.one_mesh.get(counts[-1]))  # says what is missing
+        last = last_try(counts[-1], self.known.one_mesh.get(counts[-1]))  # says what is missing
+        return last if found is None and nothing_fits else found
 
     def recomputing(self, layout: StageLayout) -> list[int]:
         """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""
