@@ -17,6 +17,7 @@ from autopar.passes.planner.unit_costs import UnitCosts
 MARGIN = 1.06  # times what fits elsewhere: more than the layers of one mesh must take
 ONE_BATCH_MARGIN = 1.25  # the same without microbatches
 MAY_MEET = 1.1  # times the limit that layers alone may need: where they meet, there is less of it
+HARDLY_MORE = 1.02  # times the least memory of all shapes: as good, for all that is known
 KEPT_AT_LEAST = 0.5  # of an even part of the activations that stages keep; one mesh may keep less
 NEEDED_AT_LEAST = 0.8  # of an even part of all that units need on smaller meshes
 NEAR = 2  # times the microbatches that were priced: what these tell needs no pricing of its own
@@ -63,7 +64,7 @@ class OneMeshCosts:
         for mesh, total in self.by_way:
             need = total.bytes_for_one if keeps else total.bytes_fixed + total.bytes_working
             least[mesh] = min(least.get(mesh, need), need)
-        enough = MAY_MEET * min(least.values(), default=0)
+        enough = HARDLY_MORE * min(least.values(), default=0)
         return tuple(mesh for mesh, need in least.items() if need <= enough)
 
     @property
