@@ -58,14 +58,16 @@ class OneMeshCosts:
     def smallest(self, keeps: bool = True) -> tuple[tuple[int, ...], ...]:
         """The logical shapes on which a microbatch needs least, or hardly more; may be none.
 
-        Unless it `keeps` nothing for its backward pass.
+        The two quickest of these; or one, if nothing is kept for the backward pass.
         """
-        least: dict[tuple[int, ...], int] = {}
-        for mesh, total in self.by_way:
-            need = total.bytes_for_one if keeps else total.bytes_fixed + total.bytes_working
-            least[mesh] = min(least.get(mesh, need), need)
-        enough = HARDLY_MORE * min(least.values(), default=0)
-        return tuple(mesh for mesh, need in least.items() if need <= enough)
+        needs = [
+            (total.bytes_for_one if keeps else total.bytes_fixed + total.bytes_working, total, mesh)
+            for mesh, total in self.by_way
+        ]
+        enough = HARDLY_MORE * min((need for need, _, _ in needs), default=0)
+        near = [(total.seconds, mesh) for need, total, mesh in needs if need <= enough]
+        shapes = dict.fromkeys(mesh for _, mesh in sorted(near))
+        return tuple(shapes)[: 2 if keeps else 1]
 
     @property
     def totals(self) -> list[UnitCost]:
