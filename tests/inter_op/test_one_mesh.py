@@ -211,3 +211,22 @@ def test_meshes_go_in_the_order_of_what_they_are_expected_to_take(
     monkeypatch.setattr(mesh_choice, "ENOUGH_OF_LARGE", 1e-6)
     assert planned(expected) == meshes
     assert "4 x 2" in begun[0] and "mesh of 8," in begun[1]
+
+
+def test_of_shapes_that_need_as_little_the_two_quickest_are_tried_last() -> None:
+    def way(mesh: tuple[int, ...], seconds: float, kept: int, working: int) -> Any:
+        return mesh, UnitCost(seconds, 0.0, 0.0, 0.0, 10, kept, working, 0)
+
+    class Ways(Priced):
+        def totals(self, size: int) -> list[tuple[tuple[int, ...], UnitCost]]:
+            return [
+                way((8,), 1.0, 700, 500),  # quick, and large
+                way((8,), 9.0, 500, 490),
+                way((4, 2), 7.0, 500, 491),
+                way((2, 4), 8.0, 500, 490),
+                way((1, 8), 2.0, 900, 400),  # small, if nothing is kept
+            ]
+
+    costs = OneMeshCosts(cast(UnitCosts, Ways(1)), 8)
+    assert costs.smallest() == ((4, 2), (2, 4))
+    assert costs.smallest(keeps=False) == ((1, 8),)
