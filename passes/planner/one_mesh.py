@@ -91,7 +91,8 @@ class OneMeshCosts:
 
     def may_do(self, priced: int, count: int, limit: int, longest: float) -> bool:
         """Whether `count` microbatches may fit and be quick enough, where fewer were `priced`."""
-        return min(self.fitting(count, limit, priced).values(), default=math.inf) <= longest
+        fitting = self.fitting(count, limit, priced).values()
+        return bool(fitting) and min(fitting) <= longest
 
 
 def find_bound(
@@ -134,8 +135,9 @@ def find_bound(
         if fitting:
             known = {**free, **fitting}
             return None if min(fitting.values()) > longest else OneMeshBound(count, known)
-        longest = MARGIN * best_seconds
-        counts = [more for more in counts[1:] if costs.may_do(count, more, limit, longest)]
+        longest, counts = MARGIN * best_seconds, counts[1:]
+        if count > 1:  # layers of the whole batch at once say too much of seconds and bytes
+            counts = [more for more in counts if costs.may_do(count, more, limit, longest)]
         if count > 1 and counts and counts[0] <= NEAR * count:  # one has no sums
             near = costs.fitting(counts[0], int(SURELY * limit), count)
             if near and min(near.values()) <= longest:
