@@ -213,7 +213,7 @@ def test_pinned_memory_is_used_again_when_nobody_holds_it() -> None:
     first, second, last = pinned.pieces(20)
     assert [x.data.size for x in (first, second, last)] == [8, 8, 4]
     places = [x.data.ctypes.data for x in (first, second)]
-    part, copy = first.data[2:], second.on(jax.devices()[1])
+    part, copy = first.data[2:], second.on(jax.devices()[1]).block_until_ready()
     second.data[:] = 7
     assert second.on(jax.devices()[1]) is copy and not np.asarray(copy).any()
     del first, second, last
