@@ -29,10 +29,10 @@ from autopar.passes.graph.logical import no_mesh
 AXIS = "devices"
 SHORT, LONG = 2, 10
 """How often a program repeats its operation."""
-MAIN_TYPES = ("bfloat16", "float16", "float32")
-"""Whose share of the datasheet's rate is that of the device, the first that was measured."""
 FEW_KERNELS, MANY_KERNELS = 20, 220
 """The same of kernels that do nothing, a dozen of which a GPU runs while the host waits."""
+MAIN_TYPES = ("bfloat16", "float16", "float32")
+"""Whose share of the datasheet's rate is that of the device, the first that was measured."""
 
 _NAMES = {"float8": "float8_e4m3fn"}
 _LARGEST = {"cpu": 512, "gpu": 8192, "tpu": 8192}

@@ -124,13 +124,13 @@ def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
     total = sum(size for _, size in parts)
     whole = limit if limit and total >= MUCH * limit else total
     _heading(axes, "Memory of a device", above=22)
-    if whole > total:
-        axes.barh(0, whole - total, left=total, color=WAITING, height=1, label="free")
     left = 0.0
     for (name, size), color in zip(parts, PARTS, strict=False):
         label = f"{name}  {format_bytes(size)}"
         axes.barh(0, size, left=left, color=color, height=1, label=label, edgecolor="white")
         left += size
+    if whole > total:
+        axes.barh(0, whole - total, left=total, color=WAITING, height=1, label="free")
     axes.set_ylim(-0.5, 0.5)
     axes.set_xlim(0, max(whole * 1.02, 1))
     axes.axis("off")
@@ -139,10 +139,7 @@ def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
         share = plan.estimates.peak_bytes_per_device / limit
         caption += f", {f'{share:.1%}' if share >= 0.001 else 'little'} of {format_bytes(limit)}"
     _write(axes, caption, (0, 1), (0, 6), fontsize=10, color=QUIET)
-    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(
-        [shown[name] for name in sorted(shown, key="free".__eq__)],
-        sorted(shown, key="free".__eq__),
         loc="upper left",
         bbox_to_anchor=(-0.01, -0.08),
         ncols=2,

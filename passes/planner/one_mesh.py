@@ -91,8 +91,7 @@ class OneMeshCosts:
 
     def may_do(self, priced: int, count: int, limit: int, longest: float) -> bool:
         """Whether `count` microbatches may fit and be quick enough, where fewer were `priced`."""
-        fitting = self.fitting(count, limit, priced).values()
-        return bool(fitting) and min(fitting) <= longest
+        return min(self.fitting(count, limit, priced).values(), default=math.inf) <= longest
 
 
 def find_bound(

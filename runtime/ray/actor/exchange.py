@@ -19,7 +19,7 @@ from autopar.passes.pipeline.instructions import Buffer, Send
 from autopar.runtime.ray.actor.actor_plan import PASSED_ON, ActorPlan
 from autopar.runtime.ray.transport.host_tiles import as_bytes, numbers, taken
 from autopar.runtime.ray.transport.offers import OFFER_BYTES, Transfers, copy
-from autopar.runtime.ray.transport.pinned import PinnedMemory, has_pinned
+from autopar.runtime.ray.transport.pinned import PinnedMemory, takes_bytes
 from autopar.runtime.ray.transport.routes import Move, Way
 from autopar.runtime.ray.transport.sockets import Sockets, Ticket, TransportError
 from autopar.runtime.ray.transport.staged import Landing, copied_out, cut_out, parts_of
@@ -48,8 +48,9 @@ class Exchange:
         self._transfers = transfers
         # The memory of CPUs is the host's: there is nothing to copy.
         self._is_staged = jax.default_backend() != "cpu"
-        if self._is_staged and transfers is None and has_pinned(next(iter(devices))):
-            transport.pinned = PinnedMemory(next(iter(devices)))
+        first = next(iter(devices))
+        if self._is_staged and transfers is None and takes_bytes(first):
+            transport.pinned = PinnedMemory(first)
         self.tickets: dict[int, list[Ticket]] = {}
         self.handed_on: list[Ticket] = []
         self._passed_on: list[Ticket] = []

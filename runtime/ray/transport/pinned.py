@@ -39,6 +39,11 @@ def lies_plainly(device: jax.Device, dtype: np.dtype) -> bool:
     return device.platform in _PLAIN_LAYOUTS and np.dtype(dtype).name not in _PACKED
 
 
+def takes_bytes(device: jax.Device) -> bool:
+    """Whether a device has pinned memory in which what arrives may lie as it comes."""
+    return has_pinned(device) and lies_plainly(device, np.dtype(np.uint32))
+
+
 class _Memory:
     """The memory of an array in the host, for NumPy, which then keeps the array."""
 

@@ -137,11 +137,10 @@ class Landing:
         """A part that is on its way, which begins at this byte of a message."""
         _, dtype = plain(self._shape, self._dtype)
         stop = start + math.prod(move.shape) * dtype.itemsize
-        if not (arrival.pinned and self._is_staged):
-            (view,) = arrival.views(start, stop)
-            self.take(move, view.view(dtype), lambda count: until(start + count))
-            return
         views = arrival.views(start, stop)
+        if not arrival.pinned:
+            self.take(move, views[0].view(dtype), lambda count: until(start + count))
+            return
         self.parts.append((move, views))
         device = self.device_of(move)
         if dtype.kind not in "iufV" or not lies_plainly(device, dtype):
