@@ -39,7 +39,9 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
+from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
+from autopar.runtime.turned_arrays import TurnedArray
 
 Env = dict[ShardedValue, Any]
 
@@ -106,6 +108,7 @@ class _Device:
         waiting = ties(block, self.mesh, self.rules.keeps_order)
         orders = turned_sums(block, self.rules.turns_scatters) if self.rules.turns_sums else {}
         turned = {reads(block.instructions[n])[0]: order for n, order in orders.items()}
+        as_gathered = turned_gathers(block) if self.rules.turns_gathers else ()
         postponed = after_ties(block, waiting)
         later: dict[int, list[int]] = {}
         for number, after in postponed.items():
@@ -117,7 +120,9 @@ class _Device:
                 self.one(env, block.instructions[place], orders.get(place))
             if number in postponed:
                 continue
-            if isinstance(instruction, (Relayout, Compute)):
+            if isinstance(instruction, Relayout) and instruction.target in as_gathered:
+                env[instruction.target] = self.gathered(env, instruction)
+            elif isinstance(instruction, (Relayout, Compute)):
                 self.one(env, instruction, orders.get(number))
                 for value in writes(instruction):
                     if value in turned:  # at once, so that what waits for it does not part them
@@ -148,6 +153,10 @@ class _Device:
         env.update(zip(values, passed, strict=True))
 
     def read(self, env: Env, version: ShardedValue) -> Any:
+        value = self.as_it_lies(env, version)
+        return value.value if isinstance(value, TurnedArray) else value
+
+    def as_it_lies(self, env: Env, version: ShardedValue) -> Any:
         if not isinstance(version.atom, jex_core.Literal):
             return env[version]
         value = version.atom.val
@@ -186,19 +195,27 @@ class _Device:
     def loop(self, env: Env, instruction: Loop) -> None:
         params = instruction.eqn.params
         scan = ScanParts.of(instruction.eqn)
-        operands = [self.read(env, version) for version in instruction.operands]
-        consts, starts, stacked = scan.operands(operands)
+        operands = [self.as_it_lies(env, version) for version in instruction.operands]
+        consts, starts, stacks_read = scan.operands(operands)
+        turned = [x for x in stacks_read if isinstance(x, TurnedArray)]
+        stacked = [x for x in stacks_read if not isinstance(x, TurnedArray)]
+        trips = jnp.arange(params["length"]) if turned else None
 
-        def body(carry: Any, xs: Any) -> Any:
-            results = self.block(instruction.body, [*consts, *carry, *xs])
-            carried, rows = scan.results(results)
-            return list(map(_like, carried, carry)), rows
+        def body(carry: Any, trip_and_rows: Any) -> Any:
+            trip, xs = trip_and_rows
+            rows = iter(xs)
+            slices = [
+                x.row(trip) if isinstance(x, TurnedArray) else next(rows) for x in stacks_read
+            ]
+            results = self.block(instruction.body, [*consts, *carry, *slices])
+            carried, made = scan.results(results)
+            return list(map(_like, carried, carry)), made
 
         with source_context(instruction.eqn):
             carried, stacks = lax.scan(
                 body,
                 [jnp.asarray(x) for x in starts],
-                stacked,
+                (trips, stacked),
                 length=params["length"],
                 reverse=params["reverse"],
                 unroll=params["unroll"],
@@ -233,6 +250,15 @@ class _Device:
         for step, dtype, _ in instruction.moves():
             value = self.step(step, value.astype(dtype))
         return value.astype(own)
+
+    def gathered(self, env: Env, instruction: Relayout) -> TurnedArray:
+        """What gathers make, each along the outermost dimension."""
+        value = TurnedArray.of(jnp.asarray(self.read(env, instruction.source)))
+        for step in instruction.steps:
+            turned = value.with_first(step.dim)
+            first = lax.all_gather(turned.array, self.axes(step.axes), axis=0, tiled=True)
+            value = dataclasses.replace(turned, array=first)
+        return value
 
     def turned(self, instruction: Relayout, value: Any, order: Sequence[int]) -> Any:
         """The same, of a value whose dimensions are in another order, and back in its own."""

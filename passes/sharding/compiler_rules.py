@@ -55,7 +55,8 @@ it was found.
   filled by one kernel when the first is needed (`copy_fusion.cc`), and stay until each is. Found on
   an LSTM of four layers, whose loops had 27 stacks alike, and on DeepSeek's routed experts.
 - What was gathered along another dimension than the first lies in that order. Products take it so;
-  a loop that reads slices has a copy in the usual order, beside what a later loop will read.
+  a loop that reads slices would have a copy in the usual order, beside what a later loop will read.
+  So what only loops read is laid in that order for them (`turned_gathers.py`).
 - A gather waits for nothing but the parameter, and may be there as soon as it is let: after the
   loop or product for which it is made to wait (`run_order.py`).
 - Gradients that a piece of a pipeline is given and adds over devices take the place of what was
@@ -233,8 +234,8 @@ class CompilerRules:
         they are.
       keeps_order: programs are compiled so that they run in the order of the plan.
       counts_operations: arithmetic that is done again costs time, beside the bytes that it reads.
-      turns_operands: gradients of filters, and what was gathered along another dimension than the
-        first, lie in an order of dimensions that their readers do not take.
+      turns_gathers: what was gathered along another dimension than the first lies in an order that
+        loops do not take (`turned_gathers.py`).
       fills_together: buffers that begin as the same constant are filled when the first is needed.
       product_kernels: products compute operands that one operation makes, and convolutions add a
         buffer to their result (`product_kernels.py`).
@@ -267,7 +268,7 @@ class CompilerRules:
     fuses_anywhere: bool = False
     keeps_order: bool = False
     counts_operations: bool = True
-    turns_operands: bool = True
+    turns_gathers: bool = False
     fills_together: bool = True
     product_kernels: bool = False
     products_take_in: bool = False
@@ -336,6 +337,7 @@ RULES = {
         heap_orders=(SIZE, LIFE),
         results_hold=True,
         combined_bytes=COMBINED_BYTES,
+        turns_gathers=True,
         turns_sums=True,
     ),
     CPU: CompilerRules(CPU),
@@ -343,7 +345,6 @@ RULES = {
         TPU,
         fuses_anywhere=True,
         counts_operations=False,
-        turns_operands=False,
         fills_together=False,
         products_take_in=True,
         products_write_epilogues=True,
