@@ -413,7 +413,8 @@ def pipelined(setting: Setting, **place: Any) -> dict[str, Any]:
         **place,
     )
     compiled = time.perf_counter() - start
-    with step if hasattr(step, "__exit__") else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.callback(getattr(step, "shutdown", lambda: None))
         state, found = step.initialize(built.make), []
         for _ in range(2):
             state, loss = step(state, built.batch)

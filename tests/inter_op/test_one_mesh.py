@@ -35,6 +35,7 @@ class Priced:
     """What all layers cost with some microbatches: in two ways on a mesh, and a guess beside."""
 
     def __init__(self, count: int) -> None:
+        self.count = count
         self.total = ALL_ROWS.with_rows(1 / count)
         self.seconds = count * self.total.seconds + self.total.once_seconds
 
@@ -121,7 +122,6 @@ def test_where_nothing_fits_elsewhere_the_most_are_priced_next(
     def layers(count: int) -> OneMeshCosts:
         asked.append(count)
         one = One(count)
-        one.count = count  # type: ignore[attr-defined]
         return OneMeshCosts(cast(UnitCosts, one), math.prod(MESH))
 
     found = find_bound([1, 2, 4, 8, 16], math.inf, layers, 8, even)

@@ -16,7 +16,7 @@ from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.sharding import run_order
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.passes.sharding.run_order import Tie, after_ties, ties
-from autopar.passes.sharding.spmd_program import Relayout, reads, writes
+from autopar.passes.sharding.spmd_program import Compute, Relayout, reads, writes
 from sharding.steps import CLUSTER, compiled, graph_of, shaped, sharded
 
 WIDTH, DEPTH = 16, 4
@@ -173,7 +173,8 @@ def test_what_a_product_is_turned_into_is_waited_for() -> None:
     made = compile_graph(graph_of(experts_step, *EXPERT_SHAPES), Options(microbatches=1), one)
     program = sharded(made)
     found = ties(program.block, program.mesh)
-    makers = {v: x for x in program.block.instructions for v in writes(x)}
+    computed = [x for x in program.block.instructions if isinstance(x, Compute)]
+    makers = {v: x for x in computed for v in writes(x)}
     waited = [makers[value].eqn for tie in found.values() for value in tie.results]
     kinds = [eqn.primitive.name for eqn in waited]
     assert kinds.count("transpose") >= DEPTH - 1
@@ -204,7 +205,7 @@ def test_what_is_fused_as_a_multiplication_is_no_product() -> None:
     dots = [
         x
         for x in program.block.instructions
-        if getattr(x, "eqn", None) is not None and x.eqn.primitive.name == "dot_general"
+        if isinstance(x, Compute) and x.eqn.primitive.name == "dot_general"
     ]
     products = [x for x in dots if run_order._is_product(x)]
     assert len(products) == 3 * DEPTH - 1  # of x there is no gradient

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.passes.sharding import turned_gathers as turning
+from autopar.passes.graph.scans import ScanParts
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.passes.sharding.spmd_program import Block, Loop
 from autopar.passes.sharding.turned_gathers import turned_gathers
@@ -103,7 +103,7 @@ def test_only_what_loops_alone_read_is_turned() -> None:
         v
         for x in block.instructions
         if isinstance(x, Loop)
-        for v in turning.ScanParts.of(x.eqn).operands(x.operands)[1]
+        for v in ScanParts.of(x.eqn).operands(x.operands)[1]
     ]
     assert not found.intersection(carried)
 
