@@ -11,7 +11,7 @@ by an integer linear program and run on every device of a cluster:
 `parallelize` decorates a step, `compile` prepares one ahead of time, `plan` decides without any
 device, `scaling` compares clusters, `verify` asks the compiler of devices that are not there,
 `verify_numerics` compares a plan's numbers with the plain function's, and `Checkpoints` keeps
-states in files.
+states in files. `tracing_for` traces what only the devices of a cluster can run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .base import lazy as _lazy
 
 if TYPE_CHECKING:
     from . import errors
+    from .absent_devices import tracing_for
     from .api import compile, parallelize, plan
     from .base.cluster import Cluster
     from .base.errors import AutoparError
@@ -59,6 +60,7 @@ else:
             "parallelize": ".api",
             "plan": ".api",
             "scaling": ".scaling_study",
+            "tracing_for": ".absent_devices",
             "verify": ".step_verification",
             "verify_numerics": ".step_numerics",
         },
@@ -67,6 +69,6 @@ else:
 __all__ = [
     "AutoparError", "Checkpoints", "Cluster", "Executable", "Plan", "Ray", "Stage", "__version__",
     "check_rule", "compile", "errors", "follow", "interruptible",
-    "local", "parallelize", "plan", "scaling",
+    "local", "parallelize", "plan", "scaling", "tracing_for",
     "verify", "verify_numerics",
 ]  # fmt: skip

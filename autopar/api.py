@@ -328,7 +328,8 @@ def plan(
     """
     fn, request, kwargs = read_arguments(fn, cluster, None, options_and_kwargs, "plan")
     with Progress(f"planning {name_of(fn)}", request.progress) as progress:
-        traced = trace_step(fn, args, kwargs, request, progress)
-        made = plan_traced(traced, request, *request.load(), progress).plan
+        on, known = request.load()
+        traced = trace_step(fn, args, kwargs, request, on, progress)
+        made = plan_traced(traced, request, on, known, progress).plan
         progress.conclude(in_brief(made))
         return made.knowing(Verifier(traced, request, name_of(fn)))

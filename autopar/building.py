@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autopar.absent_devices import tracing_for
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError
 from autopar.base.progress import Progress
@@ -34,15 +35,17 @@ def trace_step(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     request: PlanRequest,
+    cluster: Cluster,
     progress: Progress,
     is_smaller: bool = False,
 ) -> Traced:
-    """The traced step; of a smaller batch than was planned for nobody asks how it divides."""
+    """The step, traced for a cluster; nobody asks how a smaller batch than planned divides."""
     from autopar.passes.trace.trace import trace
 
     progress.report("tracing")
     options = request.options
-    with objects_apart(Convention.of(fn, options.static_argnums), args, kwargs) as call:
+    convention = Convention.of(fn, options.static_argnums)
+    with tracing_for(cluster), objects_apart(convention, args, kwargs) as call:
         if call is not None:
             fn, args, kwargs = call.pure(fn), call.args, call.kwargs
         return trace(
@@ -98,7 +101,7 @@ def build(
             request = for_processes(request, made, name_of(fn))
         elif made is None:
             cluster = as_carried(cluster, runtime)
-        traced = trace_step(fn, args, kwargs, request, progress)
+        traced = trace_step(fn, args, kwargs, request, cluster, progress)
         compiled = plan_traced(traced, request, cluster, made, progress)
         progress.conclude(in_brief(compiled.plan))
         if isinstance(runtime, Ray):

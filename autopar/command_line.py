@@ -21,8 +21,10 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 from typer.core import TyperGroup
 
+from autopar.absent_devices import tracing_for
 from autopar.base.errors import AutoparError, MemoryLimitError, OptionError, did_you_mean
 from autopar.base.user_code import is_users, shorten
+from autopar.requests import ClusterOrName
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -211,14 +213,19 @@ def _load_module(where: str, what: str) -> types.ModuleType:
     return module
 
 
-def read_example(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_example(
+    name: str, cluster: ClusterOrName | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that `--args MODULE:NAME` means, by position and by keyword.
+
+    They are for a `cluster`, which may be elsewhere.
 
     Raises:
       OptionError: it is neither a tuple, a list nor a dict.
     """
-    found = find_object(name, "--args")
-    made = found() if callable(found) else found
+    with contextlib.nullcontext() if cluster is None else tracing_for(cluster):
+        found = find_object(name, "--args")
+        made = found() if callable(found) else found
     if isinstance(made, Mapping):
         return (), dict(made)
     if isinstance(made, (tuple, list)):

@@ -17,6 +17,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
+from autopar.base.cluster import Cluster
 from autopar.base.errors import OptionError
 from autopar.base.methods import METHODS
 from autopar.base.options import SCHEDULES, Options
@@ -145,7 +146,7 @@ def plan(
     if quiet:
         options["progress"] = False
     check_folder(output)
-    args, kwargs = read_example(example)
+    args, kwargs = read_example(example, cluster)
     made = autopar.plan(find_object(step, "the step"), *args, cluster=cluster, **options, **kwargs)
     if output is not None:
         made.save(output)
@@ -187,7 +188,8 @@ def verify(
     import autopar
 
     made = None if file is None else Plan.load(file)
-    args, kwargs = read_example(example)
+    there = cluster if made is None or cluster else Cluster.from_dict(made.cluster)
+    args, kwargs = read_example(example, there)
     options = {} if made is None else vars(Options.from_dict(made.options))
     found = autopar.verify(
         find_object(step, "the step"),

@@ -65,7 +65,7 @@ def follow(
     assert rows is not None, guide
     cluster, _ = request.load()
     with Progress(f"compiling {name} for a smaller batch", request.progress) as progress:
-        traced = trace(progress, is_smaller=True)
+        traced = trace(cluster, progress, is_smaller=True)
         if traced.graph.inputs != guide.traced.graph.inputs:
             return None  # they are taken for something else now
         with no_mesh():

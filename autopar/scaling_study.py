@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.absent_devices import capability_of
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, OptionError, TraceError
 from autopar.base.progress import Progress
@@ -65,7 +66,8 @@ def scaling(
     with Progress(
         f"planning {name_of(fn)} for {len(found)} clusters", request.progress
     ) as progress:
-        traced = trace_step(fn, args, kwargs, request, progress)
+        first = next((each for each in asked if capability_of(each.device.name)), asked[0])
+        traced = trace_step(fn, args, kwargs, request, first, progress)
         for cluster in asked:
             started = time.monotonic()
             try:

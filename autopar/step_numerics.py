@@ -117,7 +117,7 @@ def _planned(
 ) -> tuple[Traced, Compiled, Any]:
     """The step's trace, its plan, and what that computes."""
     on, made = request.load()
-    traced = trace_step(fn, args, kwargs, request, progress)
+    traced = trace_step(fn, args, kwargs, request, on, progress)
     compiled = plan_traced(traced, request, on, made, progress)
     step = Executable(fn, traced, compiled, progress)
     return traced, compiled, step(*_copied(args), **_copied(kwargs))

@@ -61,7 +61,7 @@ def verify(
     name = name_of(fn)
     on, made = request.load()
     with Progress(f"planning {name}", request.progress) as progress:
-        traced = trace_step(fn, args, kwargs, request, progress)
+        traced = trace_step(fn, args, kwargs, request, on, progress)
         if made is None:
             made = plan_traced(traced, request, on, None, progress).plan
     verifier = Verifier(traced, request, name)

@@ -1,4 +1,4 @@
-"""The one place that touches `jax._src`: everything else uses JAX's public names.
+"""What touches `jax._src`, with `absent_cudnn.py`: everything else uses JAX's public names.
 
 Each function here says what it needs and why no public name serves.
 """

@@ -1,0 +1,108 @@
+"""Attention by cuDNN is planned where neither a GPU nor cuDNN is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.passes.graph import absent_cudnn
+from autopar.passes.graph.absent_cudnn import ASSUMED_CUDNN, answering_for
+
+assert absent_cudnn.ATTENTION is not None
+CUDNN: Any = absent_cudnn.ATTENTION
+
+
+def attended(weights: Any, x: Any) -> Any:
+    q, k, v = (jnp.einsum("btm,mhd->bthd", x, w) for w in weights)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def train_step(weights: Any, x: Any) -> Any:
+    def loss_fn(weights: Any) -> Any:
+        return jnp.mean(attended(weights, x).astype(jnp.float32) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def shapes(size: int = 64) -> tuple[Any, Any]:
+    weight = jax.ShapeDtypeStruct((256, 4, size), jnp.bfloat16)
+    return (weight,) * 3, jax.ShapeDtypeStruct((32, 128, 256), jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed, also where it is."""
+
+    def absent() -> Any:
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(CUDNN, "check_cudnn_version", absent)
+    monkeypatch.setattr(CUDNN, "check_compute_capability", lambda least: False)
+
+
+def test_a_step_is_planned_for_gpus_that_are_elsewhere() -> None:
+    plan = autopar.plan(train_step, *shapes(), cluster="8xh100", method="data")
+    assert plan.stages[0].num_devices == 8
+    assert {x.kind for x in plan.stages[0].collectives} <= {"all-reduce"}, "attention is cut"
+
+
+def test_on_cpus_jax_refuses_as_before() -> None:
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        autopar.plan(train_step, *shapes(), cluster=autopar.Cluster.preset("cpu"))
+
+
+def test_larger_heads_need_a_newer_gpu() -> None:
+    """JAX allows them from compute capability 9.0 on, which the cluster tells."""
+    autopar.plan(train_step, *shapes(256), cluster="8xh100", method="data")
+    with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+        autopar.plan(train_step, *shapes(256), cluster="8xa100", method="data")
+
+
+def test_shapes_are_found_for_gpus_that_are_elsewhere() -> None:
+    with autopar.tracing_for("2x8 h100"):
+        found = jax.eval_shape(attended, *shapes())
+    assert found.shape == (32, 128, 4, 64)
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        jax.eval_shape(lambda *args: attended(*args), *shapes())  # JAX remembers functions
+    with pytest.raises(autopar.errors.OptionError, match="is not possible"), autopar.tracing_for(8):  # type: ignore[arg-type]
+        pass
+
+
+def test_what_was_asked_before_is_asked_after() -> None:
+    """Also from an error, within itself, and by threads beside each other."""
+    before = CUDNN.check_cudnn_version, CUDNN.check_compute_capability
+    with pytest.raises(ZeroDivisionError), answering_for(9), answering_for(8):
+        assert CUDNN.check_cudnn_version() == ASSUMED_CUDNN
+        raise ZeroDivisionError
+    failed: list[BaseException] = []
+
+    def asks(capability: int) -> None:
+        try:
+            for _ in range(50):
+                with answering_for(capability):
+                    assert CUDNN.check_compute_capability("9.0") == (capability >= 9)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=asks, args=(n,)) for n in (8, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not failed
+    assert (CUDNN.check_cudnn_version, CUDNN.check_compute_capability) == before
+
+
+def test_a_gpu_that_is_there_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CUDNN, "check_cudnn_version", lambda: 90500)
+    monkeypatch.setattr(CUDNN, "check_compute_capability", lambda least: least == "8.0")
+    with answering_for(9):
+        assert CUDNN.check_cudnn_version() == 90500
+        assert CUDNN.check_compute_capability("8.0")
+        assert not CUDNN.check_compute_capability("9.0")
