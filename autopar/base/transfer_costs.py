@@ -17,6 +17,7 @@ each of its nodes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -125,13 +126,20 @@ def seconds_to_next(cluster: Cluster, size: int, num_bytes: float) -> float:
 
     Of the meshes of one node only the last has a neighbour elsewhere.
     """
+    links = _links_to_next(cluster, size)
+    return sum(x.latency + num_bytes / x.bandwidth for x in links) / max(len(links), 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _links_to_next(cluster: Cluster, size: int) -> tuple[Link, ...]:
+    """The links over which neighbours in a row of meshes send; none: there is only one."""
     within = max(cluster.devices_per_node // size, 1)
     count = min(3 * within, cluster.num_devices // size)
     if count < 2:  # what follows is smaller: it lies in the same node, or in another one
         rest = cluster.num_devices - size
-        return MeshLinks(cluster, [size, rest]).seconds(0, 1, num_bytes) if rest else 0.0
+        return (MeshLinks(cluster, [size, rest]).link(0, 1),) if rest else ()
     forwards = [(i, i + 1) for i in range(count - 1)]
     links = MeshLinks(cluster, [size] * count, [*forwards, *((j, i) for i, j in forwards)])
     # Of three nodes the one in the middle, whose card sends both ways.
     pairs = forwards[within : 2 * within] if count > 2 * within else forwards[:within]
-    return sum(links.seconds(*pair, num_bytes) for pair in pairs) / len(pairs)
+    return tuple(links.link(*pair) for pair in pairs)

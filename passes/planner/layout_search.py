@@ -25,7 +25,6 @@ from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
-from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.candidates import Keep, PlannedStep, Report, plan_layout
 from autopar.passes.planner.known_costs import KnownCosts, PricedStages
 from autopar.passes.planner.layer_units import units_of
@@ -56,6 +55,7 @@ from autopar.passes.planner.rewritings import (
     rewritten_steps,
 )
 from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_pricing import price_stages
 from autopar.passes.planner.stage_shardings import memory_limit_of
 from autopar.passes.planner.stages_within import (
     WORTH_PLANNING,
@@ -346,7 +346,7 @@ class LayoutSearch:
                 except (InexactMicrobatchError, BatchArgumentError):
                     self.known.inexact.append(count - 1)
                     continue
-                search = StageSearch.of(split, self.options, self.cluster, self.report)
+                search = price_stages(split, self.options, self.cluster, self.report)
                 if search is None:
                     return None
                 first = search.within(self._limit)

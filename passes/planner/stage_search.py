@@ -54,7 +54,7 @@ def best_path(problem: StageProblem, at_most: float = math.inf) -> StagePath | N
     >>> [(step.start, step.stop) for step in path.steps], path.cost
     ([(0, 1), (1, 3)], 18.0)
     """
-    tables = tabulate(problem)
+    tables = tabulate(problem, at_most * (1 + 1e-12))
     value = sweep(tables, bottleneck_cost, np.maximum)
     if math.isinf(least(tables, value)[0]):
         return None
@@ -89,8 +89,7 @@ def _in_ticks(
         costs = cell.summed, cell.bottleneck
         possible = (np.add(*costs) <= largest) & (cell.bottleneck <= largest_bottleneck)
         summed, bottleneck = (np.rint(np.where(possible, x, 0.0) / tick) for x in costs)
-        bottleneck = np.where(possible, bottleneck, np.inf)
-        return cell._replace(summed=summed + STAGE_TICKS, bottleneck=bottleneck)
+        return cell._replace(summed=summed + STAGE_TICKS, bottleneck=bottleneck).only(possible)
 
     cells = tuple(tuple(rounded(cell) for cell in row) for row in tables.cells)
     return tables._replace(cells=cells)

@@ -7,6 +7,7 @@ so the microbatches that it holds in flight are known when it is chosen, and mem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,12 +20,30 @@ from autopar.passes.planner.stage_problem import Floats, PathStep, StageProblem
 class StageCosts(NamedTuple):
     """The stages of one kind that begin at one state, as arrays `[options, successors]`.
 
-    `room` is the largest number of microbatches in flight that fits; -1: not even none.
+    `room` is the largest number of microbatches in flight that fits; -1: not even none. `options`
+    and `after` say which options and successors there are, ascending; what else is possible for
+    none of them is left out, so that there may be none.
     """
 
     summed: Floats
     bottleneck: Floats
     room: Floats
+    options: NDArray[np.intp]
+    after: NDArray[np.intp]
+
+    def only(self, possible: NDArray[np.bool_]) -> StageCosts:
+        """These stages alone: others cost infinitely much."""
+        options = np.flatnonzero(possible.any(axis=1))
+        stops = np.flatnonzero(possible.any(axis=0))
+        span = slice(stops[0], stops[-1] + 1) if stops.size else slice(0, 0)
+        left = possible[options, span]
+        return StageCosts(
+            np.where(left, self.summed[options, span], np.inf),
+            np.where(left, self.bottleneck[options, span], np.inf),
+            self.room[options, span],
+            self.options[options],
+            self.after[span],
+        )
 
 
 class StageTables(NamedTuple):
@@ -46,8 +65,11 @@ Join = np.ufunc
 """How a stage's cost joins that of the stages after it: `np.add` or `np.maximum`."""
 
 
-def tabulate(problem: StageProblem) -> StageTables:
-    """Arranges a problem's costs by the state at which a stage begins."""
+def tabulate(problem: StageProblem, at_most: float = math.inf) -> StageTables:
+    """Arranges a problem's costs by the state at which a stage begins.
+
+    Without stages that never fit, or alone cost more than `at_most`.
+    """
     in_flight = []
     for kind in problem.kinds:
         counts = range(kind.weight, problem.max_count + 1)
@@ -55,7 +77,7 @@ def tabulate(problem: StageProblem) -> StageTables:
     cells = []
     for state, after in enumerate(problem.successors):
         row = []
-        for kind in problem.kinds:
+        for kind, flights in zip(problem.kinds, in_flight, strict=True):
             bottleneck = kind.bottleneck[:, state, after]
             nothing = np.zeros_like(bottleneck)
             summed, fixed, per_microbatch = (
@@ -63,7 +85,10 @@ def tabulate(problem: StageProblem) -> StageTables:
                 for array in (kind.summed, kind.bytes_fixed, kind.bytes_per_microbatch)
             )
             room = _room(fixed, per_microbatch, problem.memory_limit)
-            row.append(StageCosts(summed, bottleneck, room))
+            places = np.arange(len(bottleneck))
+            possible = np.isfinite(summed + bottleneck) & (summed + bottleneck <= at_most)
+            possible &= room >= flights.min(initial=np.inf)
+            row.append(StageCosts(summed, bottleneck, room, places, after).only(possible))
         cells.append(tuple(row))
     longest = np.full(len(problem.successors), -1)
     longest[-1] = 0
@@ -120,10 +145,11 @@ def sweep(tables: StageTables, cost: Cost, join: Join) -> Floats:
     for state in reversed(range(num_states - 1)):
         # No path from here can have a larger count.
         counts = min(problem.max_count, max(0, tables.longest[state]) * heaviest) + 1
-        after = problem.successors[state]
         for kind, cell, in_flight in zip(
             problem.kinds, tables.cells[state], tables.in_flight, strict=True
         ):
+            if not cell.options.size:
+                continue
             rest_counts = counts - kind.weight
             rest_devices = problem.num_devices + 1 - kind.devices
             if rest_counts <= 0 or rest_devices <= 0:
@@ -133,7 +159,7 @@ def sweep(tables: StageTables, cost: Cost, join: Join) -> Floats:
             if not possible.size:
                 continue
             stage = stage[possible[0] : possible[-1] + 1]
-            later = _as_slice(after[possible[0] : possible[-1] + 1])
+            later = _as_slice(cell.after[possible[0] : possible[-1] + 1])
             rest = value[later, :rest_counts, :rest_devices]
             best = join(stage[:, :, None], rest).min(axis=0)
             here = value[state, kind.weight : counts, kind.devices :]
@@ -164,19 +190,19 @@ def trace(tables: StageTables, value: Floats, cost: Cost, join: Join) -> tuple[P
     state, devices = 0, problem.num_devices
     steps: list[PathStep] = []
     while state != len(problem.successors) - 1:
-        after = problem.successors[state]
         found: list[tuple[int, int, int, float]] = []
         for index, kind in enumerate(problem.kinds):
-            if kind.weight > count or kind.devices > devices:
+            cell = tables.cells[state][index]
+            if kind.weight > count or kind.devices > devices or not cell.options.size:
                 continue
             in_flight = tables.in_flight[index][count - kind.weight :][:1]
-            stages = cost(tables.cells[state][index], in_flight)[:, :, 0]
-            rest = value[after, count - kind.weight, devices - kind.devices]
+            stages = cost(cell, in_flight)[:, :, 0]
+            rest = value[cell.after, count - kind.weight, devices - kind.devices]
             # `<=` alone would hold between two infinite values.
             fits = np.isfinite(stages) & (join(stages, rest) <= target)
             for position in np.flatnonzero(fits.any(axis=0))[:1]:
-                option = int(fits[:, position].argmax())
-                found.append((int(after[position]), index, option, float(rest[position])))
+                option = int(cell.options[fits[:, position].argmax()])
+                found.append((int(cell.after[position]), index, option, float(rest[position])))
         stop, index, option, rest_value = min(found)
         steps.append(PathStep(state, stop, index, option))
         state = stop
@@ -191,9 +217,8 @@ def costs_of(tables: StageTables, steps: Sequence[PathStep]) -> tuple[float, flo
     """What adds up over the stages of a plan, and its largest bottleneck."""
     summed = bottleneck = 0.0
     for step in steps:
-        after = tables.problem.successors[step.start]
-        position = int(np.searchsorted(after, step.stop))
         cell = tables.cells[step.start][step.kind]
-        summed += float(cell.summed[step.option, position])
-        bottleneck = max(bottleneck, float(cell.bottleneck[step.option, position]))
+        place = np.searchsorted(cell.options, step.option), np.searchsorted(cell.after, step.stop)
+        summed += float(cell.summed[place])
+        bottleneck = max(bottleneck, float(cell.bottleneck[place]))
     return summed, bottleneck

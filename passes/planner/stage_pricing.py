@@ -1,0 +1,169 @@
+"""Prices units on sizes of submesh, as far as stages on them may be quick.
+
+One size after the other, those first on which equal stages may fit: with any memory, then at prices
+of it, and casting in every microbatch, unless it is slower so than what fits elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import NamedTuple
+
+from autopar.base.cluster import Cluster
+from autopar.base.options import Options
+from autopar.passes.graph.casts_again import casts_again
+from autopar.passes.planner.auto_stages import OptionsKey, StageSearch
+from autopar.passes.planner.layer_units import FinerUnits, units_of
+from autopar.passes.planner.layouts import chunks_of
+from autopar.passes.planner.split_step import SplitStep
+from autopar.passes.planner.stage_choice import StageOptions
+from autopar.passes.planner.stage_costs import Mesh, Way, with_halfway, without_memory
+from autopar.passes.planner.unit_costs import UnitCosts
+from autopar.passes.slicing.stage_graphs import Stages
+
+# Times what stages of fewer devices take that fit: larger submeshes on which units take longer with
+# any memory are not looked at further.
+LONGER = 1.02
+SLOWER = 1.1  # times what fits elsewhere, what units are guessed to take: they are not priced
+HARDLY_LESS = 1.001  # times what stages may take with no memory: else prices of it are not tried
+
+
+def price_stages(
+    split: SplitStep, options: Options, cluster: Cluster, report: Callable[[str], None]
+) -> StageSearch | None:
+    """The search for a step; None where it cannot be cut.
+
+    Args:
+      split: the program with its batch split.
+      options: method, pins, memory limit and so on; `stages` is "auto".
+      cluster: all devices.
+      report: takes a line of progress.
+    """
+    units = units_of(split, report)
+    if units is None or cluster.num_devices < 2:
+        return None
+    finer, once = FinerUnits(units), Counter[tuple[int, int]]()
+    for link in units.links:
+        if not link.per_microbatch:
+            once[finer.first_of(link.source), finer.first_of(link.target)] += link.bytes
+    costs = UnitCosts(units, options, cluster, split.num_microbatches)
+
+    @cache
+    def again() -> _Casting:
+        return _casting_again(units)
+
+    @cache
+    def casting() -> UnitCosts:
+        return UnitCosts(again().units, options, cluster, split.num_microbatches, costs)
+
+    priced, best = dict[int, list[tuple[Mesh, Way]]](), math.inf
+    costed: dict[OptionsKey, StageOptions] = {}
+
+    def made(hoped: Collection[int] = ()) -> StageSearch:
+        """The search among what is priced; on some submeshes as if plans needed no memory."""
+        alone = {
+            size: [*with_halfway(ways), *(without_memory(ways) if size in hoped else ())]
+            for size, ways in sorted(priced.items())
+        }
+        ways = {
+            size: [(mesh, finer.shared_out(way)) for mesh, way in found]
+            for size, found in alone.items()
+        }
+        return StageSearch(
+            starts=tuple(finer.starts),
+            crossing=tuple(finer.crossing),
+            inside=tuple(finer.inside),
+            once=tuple((*ends, size) for ends, size in sorted(once.items())),
+            ways={size: [way for _, way in found] for size, found in ways.items()},
+            num_microbatches=split.num_microbatches,
+            cluster=cluster,
+            remat=options.remat,
+            schedules=_schedules(options),
+            meshes={size: [mesh for mesh, _ in found] for size, found in ways.items()},
+            known=costed,
+        )
+
+    def seconds(hoped: Collection[int] = ()) -> float:
+        found = made(hoped).within(costs.limit, best)
+        return math.inf if found is None else found[1]
+
+    def price(size: int) -> None:
+        """At prices of memory, and casting in every microbatch where equal stages do not fit.
+
+        Not where that takes longer than what fits elsewhere.
+        """
+        longest = LONGER * best
+        priced[size] = costs.ways(size, longest)
+        least = costs.least_that_fits(size, priced[size])
+        may_cast = math.isinf(least) and costs.may_take(size, longest) and again().kept_bytes
+        if may_cast and costs.may_fit_casting(size, priced[size], again().kept_bytes):
+            report(f"costs of layers that cast in every microbatch on {size} devices")
+            ways = casting().ways(size, longest)
+            more = [(mesh, tuple(x._replace(casts=True) for x in way)) for mesh, way in ways]
+            priced[size] = [*priced[size], *more]
+
+    def is_hopeful(size: int) -> bool:
+        if costs.may_fit(size, crossed):
+            return True
+        return costs.may_fit(size, crossed, again().kept_bytes)
+
+    sizes = _sizes(cluster)[:-1]
+    crossed = min(filter(None, finer.crossing), default=0)
+    hopeful, free = [size for size in sizes if is_hopeful(size)], list[int]()
+    for size in (*hopeful, *(size for size in sizes if size not in hopeful)):
+        if size not in hopeful and math.isfinite(best):
+            break  # something fits elsewhere
+        known = max((x for x in priced if priced[x]), default=None)
+        if known is not None and costs.guess(size, known) > SLOWER * best:
+            continue
+        report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
+        priced[size] = costs.free_ways(size, LONGER * best)
+        if not costs.may_take(size, LONGER * best):
+            continue
+        best = min(best, seconds())
+        if seconds([size]) * HARDLY_LESS < best:
+            price(size)
+            best = min(best, seconds())
+        else:
+            free.append(size)
+    if free and seconds(free) * HARDLY_LESS < best:  # together
+        for size in free:
+            price(size)
+    return made()
+
+
+class _Casting(NamedTuple):
+    """Units that cast parameters in every microbatch, and the bytes of copies that they spare.
+
+    They are none where nothing is cast.
+    """
+
+    units: Stages
+    kept_bytes: int
+
+
+def _casting_again(units: Stages) -> _Casting:
+    again = [casts_again(unit.step) for unit in units.graphs]
+    pairs = zip(units.graphs, again, strict=True)
+    graphs = (unit if x is None else dataclasses.replace(unit, step=x.step) for unit, x in pairs)
+    kept = sum(x.kept_bytes for x in again if x is not None)
+    return _Casting(dataclasses.replace(units, graphs=tuple(graphs)), kept)
+
+
+def _schedules(options: Options) -> tuple[str, ...]:
+    """By what stages are chosen: 1F1B stands for all that hold about as much."""
+    if options.schedule in ("auto", None) and chunks_of(options) == 1:
+        return ("1f1b", "eager_1f1b")
+    return ("eager_1f1b",) if options.schedule == "eager_1f1b" else ("1f1b",)
+
+
+def _sizes(cluster: Cluster) -> list[int]:
+    """Powers of two within a node, and whole nodes."""
+    inside = {2**i for i in range(cluster.devices_per_node.bit_length())}
+    nodes = (2**i for i in range(1, cluster.num_nodes.bit_length()))
+    whole = {n * cluster.devices_per_node for n in nodes}
+    return sorted(inside | whole | {cluster.num_devices})
