@@ -530,6 +530,7 @@ class Executable(Displayed, AroundStep):
 
         For printing, exporting and small computations: JAX cannot mix arrays of different meshes.
         `jax.device_get` brings a tree to the host instead, and takes no device memory.
+        What it returns outlives the next step, which consumes the state: arrays are copies.
 
         Args:
           tree: such as a state that the step returned. Leaves that are no arrays stay as they are,

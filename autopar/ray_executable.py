@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from autopar.arrays.buffers import copy_to
 from autopar.arrays.ray_array import LeafPlace, RayArray, RaySharding
+from autopar.arrays.split_array import SplitArray
 from autopar.base.errors import TraceError
 from autopar.base.progress import Progress
 from autopar.base.ray_options import Ray
@@ -168,7 +170,8 @@ class RayExecutable(Executable):
         """A tree with every array that lives on actors brought to the driver's default device.
 
         Args:
-          tree: such as a state that the step returned. Other leaves stay as they are.
+          tree: such as a state that the step returned. Other arrays are copied where they are, for
+            the next step consumes them as well; leaves that are no arrays stay.
         """
         return super().gather(tree)
 
@@ -176,7 +179,14 @@ class RayExecutable(Executable):
         for leaf in jax.tree.leaves(tree):
             if isinstance(leaf, RayArray):
                 leaf.copy_to_host_async()
-        return jax.tree.map(lambda x: x.__jax_array__() if isinstance(x, RayArray) else x, tree)
+
+        def fetched(leaf: Any) -> Any:
+            if isinstance(leaf, RayArray):
+                return leaf.__jax_array__()
+            is_here = isinstance(leaf, jax.Array | SplitArray)
+            return copy_to(leaf, leaf.sharding) if is_here else leaf
+
+        return jax.tree.map(fetched, tree)
 
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
         """`fn(state, *args)`, computed in the driver's process on its default device.

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.arrays.buffers import copy_to
 from autopar.arrays.split_array import DEVICES, SplitArray, mesh_of, put
 from autopar.passes.graph import jax_compat
 
@@ -41,9 +42,12 @@ def _of_stages(places: list[frozenset[jax.Device]]) -> str:
 
 
 def gather(tree: Any, mesh: Mesh) -> Any:
-    """The tree with every array whole on every device of `mesh`; other leaves as they are."""
+    """The tree with every array whole on every device of `mesh`; other leaves as they are.
+
+    Arrays have memory of their own: the next step takes over that of the state.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: put(x, whole) if _is_array(x) else x, tree)
+    return jax.tree.map(lambda x: copy_to(x, whole) if _is_array(x) else x, tree)
 
 
 def apply(fn: Callable[..., Any], tree: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:

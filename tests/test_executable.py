@@ -210,6 +210,26 @@ def test_a_kept_state_can_be_used_again() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("method", ["data", "zero3"])
+def test_what_is_gathered_outlives_the_next_step(method: str, num_devices: int) -> None:
+    def noisy_step(state: Any, batch: Any) -> Any:
+        new, metrics = train_step({k: v for k, v in state.items() if k in made}, batch)
+        return {**new, "key": jax.random.split(state["key"])[0], "none": state["none"]}, metrics
+
+    made, batch = make_state(), make_batch()
+    state: Any = {**made, "key": jax.random.key(0), "none": jnp.zeros((0, 4))}
+    devices = jax.devices()[:num_devices]
+    step = autopar.compile(noisy_step, state, batch, method=method, microbatches=1, devices=devices)
+    state, _ = step(state, batch)
+    gathered = step.gather(state)
+    step(state, batch)
+    assert state["params"]["w"].is_deleted()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(gathered))
+    assert_equal(gathered["params"], plain()[0]["params"])
+    assert gathered["params"]["w"].sharding.spec == P()
+
+
 def average_step(state: Any, x: Any) -> Any:
     gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
     w = state["w"] - 0.1 * gradient

@@ -302,6 +302,13 @@ def test_gather_and_apply_on_a_distributed_state(decorated: bool) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a // 2, b), host, halved)
     mixed = step.apply(lambda tree, scale: tree["step"] * scale, state, np.float32(3))
     assert mixed == 3
+    state, _ = step(state, BATCH)
+    made = step.gather(state), step.apply(lambda tree: tree, state)
+    step(state, BATCH)  # consumes the state, not what was made of it
+    assert state["step"].is_deleted()
+    expected = run(jax.jit(train_step), steps=2)[0]
+    for tree in made:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), tree, expected)
 
 
 def test_every_piece_is_compiled_and_readable() -> None:

@@ -303,6 +303,17 @@ def test_gather_and_apply(step: RayExecutable) -> None:
     assert step.apply(lambda tree: tree["step"] + 1, state) == 2
 
 
+def test_what_is_gathered_outlives_the_next_step(step: RayExecutable) -> None:
+    """Also of a state that is on the driver still, whose arrays the first step deletes."""
+    state: Any = init(jax.random.key(0))
+    for _ in range(2):
+        gathered, before = step.gather(state), jax.device_get(state["params"])
+        consumed, (state, _) = state, step(state, BATCH)
+        assert consumed["params"][0]["w"].is_deleted()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(gathered))
+        jax.tree.map(np.testing.assert_array_equal, gathered["params"], before)
+
+
 def test_what_a_loop_does_around_a_step(step: RayExecutable) -> None:
     """Weights from a file, batches read ahead, metrics; what only JAX's own arrays can have."""
     plain, told = init(jax.random.key(0)), list[int]()

@@ -118,6 +118,13 @@ def test_gather_and_apply(step: autopar.Executable) -> None:
     state, _ = step({**state, "params": halved}, *BATCH)
 
 
+def test_what_is_gathered_outlives_the_next_step(step: autopar.Executable) -> None:
+    state, _ = step(step.initialize(init, jax.random.key(0)), *BATCH)
+    whole = step.gather(state)
+    step(state, *BATCH)
+    assert_close(jax.device_get(whole), expected(1)[0])
+
+
 def test_functions_of_jax_say_what_brings_arrays_together(step: autopar.Executable) -> None:
     state, _ = step(step.initialize(init, jax.random.key(0)), *BATCH)
     split = next(x for x in jax.tree.leaves(state) if isinstance(x, SplitArray))

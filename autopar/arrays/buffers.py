@@ -96,7 +96,8 @@ def copy_to(leaf: Any, sharding: Sharding | SplitSharding) -> Any:
         parts = [copy_to(part, where) for part, where in zip(given, sharding.parts, strict=True)]
         return SplitArray(parts, sharding.axis)
     placed = put(leaf, sharding)
-    if set(memory_of(leaf)).isdisjoint(memory_of(placed)):
+    # What is empty has no memory to tell it by, and is deleted all the same.
+    if placed.size and set(memory_of(leaf)).isdisjoint(memory_of(placed)):
         return placed
     # On the devices that it comes from, JAX may keep the old buffer; for one sharding it copies.
     return jax.device_put(placed, sharding, may_alias=False)
