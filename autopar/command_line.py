@@ -22,6 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from autopar.absent_devices import tracing_for
+from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, MemoryLimitError, OptionError, did_you_mean
 from autopar.base.user_code import is_users, shorten
 from autopar.requests import ClusterOrName
@@ -61,6 +62,14 @@ def show_json(plain: Any) -> None:
 def note(text: str) -> None:
     """Says something beside the answer, on standard error."""
     console(stderr=True).print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def note_local_devices() -> None:
+    """Says for which devices a step is planned where none are named, and how others are."""
+    from autopar.report.summaries import describe_cluster
+
+    here = describe_cluster(Cluster.local().to_dict())
+    note(f'Planning for what is here, {here}; for others: --cluster "8x8 h100".')
 
 
 def answers(command: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -31,6 +31,7 @@ from autopar.command_line import (
     check_folder,
     find_object,
     note,
+    note_local_devices,
     read_example,
     read_options,
     read_value,
@@ -75,7 +76,8 @@ OtherCluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME|FILE",
-        help='Devices, such as "8x8 h100", 64xh100 or cluster.toml.',
+        help='Devices, such as "8x8 h100", 64xh100 or cluster.toml; by default '
+        "those of the plan, or what is here.",
         autocompletion=preset_names,
     ),
 ]
@@ -147,7 +149,10 @@ def plan(
         options["progress"] = False
     check_folder(output)
     args, kwargs = read_example(example, cluster)
-    made = autopar.plan(find_object(step, "the step"), *args, cluster=cluster, **options, **kwargs)
+    fn = find_object(step, "the step")
+    if cluster is None and not as_json:  # which names it
+        note_local_devices()
+    made = autopar.plan(fn, *args, cluster=cluster, **options, **kwargs)
     if output is not None:
         made.save(output)
     if as_json:
@@ -191,8 +196,11 @@ def verify(
     there = cluster if made is None or cluster else Cluster.from_dict(made.cluster)
     args, kwargs = read_example(example, there)
     options = {} if made is None else vars(Options.from_dict(made.options))
+    fn = find_object(step, "the step")
+    if cluster is None and made is None and not as_json:
+        note_local_devices()
     found = autopar.verify(
-        find_object(step, "the step"),
+        fn,
         *args,
         target=target,
         plan=made,

@@ -85,6 +85,23 @@ def test_a_plan_is_what_the_library_plans(folder: Path) -> None:
     assert answer("show", f"{folder}/two.json")["step_seconds"] == saved.estimates.step_seconds
 
 
+def test_it_says_for_which_devices_it_plans_where_none_are_named(folder: Path) -> None:
+    """On standard error: the table, and the answer for programs, have them as well."""
+    step = f"{folder}/small_train.py"
+    asked = [f"{step}:train_step", "--args", f"{step}:shapes"]
+    said = 'Planning for what is here, 1 node of 8 x CPU; for others: --cluster "8x8 h100".\n'
+    assert run("plan", *asked).stderr == said
+    assert run("plan", *asked, "--json").stderr == ""
+    assert run("plan", *asked, "--cluster", "h100").stderr == ""
+    refused = run("plan", *asked, "--memory-limit", "1KiB")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(said)
+    # A plan from a file has devices; without one, those that are here are planned for.
+    nowhere = [*asked, "--target", "tpu:v9"]
+    assert run("verify", *nowhere).stderr.startswith(said)
+    assert said not in run("verify", *nowhere, "--plan", f"{folder}/one.json").stderr
+
+
 @pytest.mark.parametrize("columns", [60, 120])
 def test_everything_fits_the_terminal(folder: Path, columns: int) -> None:
     one, two = f"{folder}/one.json", f"{folder}/two.json"
