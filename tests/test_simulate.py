@@ -258,6 +258,19 @@ def test_impossible_questions(plan: Plan) -> None:
     assert own.simulate(schedule="1f1b").timeline == plan.simulate().timeline
 
 
+def test_an_option_that_is_not_there_is_named(plan: Plan) -> None:
+    anything: Any = plan
+    with pytest.raises(OptionError, match="There is no option 'num_microbatches'") as caught:
+        anything.simulate(num_microbatches=4)
+    assert caught.value.where == "Plan.simulate"
+    assert caught.value.why == (
+        "the options are schedule, microbatches, cluster, link_scale, compute_scale."
+    )
+    assert caught.value.hint == "did you mean 'microbatches'?"
+    with pytest.raises(OptionError, match="There is no option 'cahce'"):
+        anything.verify("cpu", cahce=False)
+
+
 def test_it_prints_and_becomes_a_trace(plan: Plan) -> None:
     simulation = plan.simulate()
     assert str(simulation).startswith("1f1b: ")

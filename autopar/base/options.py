@@ -12,6 +12,7 @@ from typing import Any
 from autopar.base import option_values as values
 from autopar.base.errors import OptionError, PinError, did_you_mean
 from autopar.base.methods import check_method
+from autopar.base.option_names import no_such_option
 from autopar.base.option_values import auto_or, count, impossible, integer
 from autopar.base.ray_options import Ray
 from autopar.base.stage_request import Asked, Stage, parse_stages
@@ -193,11 +194,7 @@ class Options:
         known = ("cluster", "plan", *cls.names())  # these two are taken beside options
         for name in options:
             if name not in cls.names():
-                raise OptionError(
-                    f"There is no option {name!r}.",
-                    why=f"the options are {', '.join(known)}.",
-                    hint=did_you_mean(name, known),
-                )
+                raise no_such_option(name, known)
         return cls(**options)
 
     @classmethod

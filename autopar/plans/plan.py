@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import AutoparError, OptionError
+from autopar.base.option_names import names_options
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import Differences, dump_json
 from autopar.base.run_flags import RunFlag, run_flags
 from autopar.base.units import format_bytes, format_mesh, format_microbatches, format_seconds
-from autopar.base.user_code import shortens
 from autopar.passes.pipeline.what_if import Simulation, what_if
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Plan(PlanRecord):
     Its fields are those of `PlanRecord`.
     """
 
+    @names_options
     def simulate(
         self,
         *,
@@ -68,8 +69,9 @@ class Plan(PlanRecord):
           and a `timeline` that prints and has `to_chrome_trace()`. A plan of one stage has one run.
 
         Raises:
-          OptionError: the batch or the devices do not divide, a scale is not positive, or a plan of
-            one stage is asked for another schedule or number of microbatches.
+          OptionError: the batch or the devices do not divide, a scale is not positive, a plan of
+            one stage is asked for another schedule or number of microbatches, or there is no such
+            option (says which there are, and the closest).
           ScheduleError: there is no such schedule, or it needs what the plan does not have.
           PlanMismatchError: the plan was saved without what a simulation needs.
         """
@@ -103,7 +105,7 @@ class Plan(PlanRecord):
 
         return explain(self, name)
 
-    @shortens
+    @names_options
     def verify(
         self,
         target: str,
