@@ -1,5 +1,6 @@
 """Tables say what the plan says, and in pictures no two texts overlap."""
 
+import dataclasses
 import functools
 import io
 import itertools
@@ -36,6 +37,7 @@ from autopar.base.units import format_bytes
 from autopar.passes.schedules.make import make_schedule
 from autopar.plans.plan import Plan
 from autopar.report import palette, plot_plan, plot_timeline, print_plan, save_plot, save_timeline
+from autopar.report.candidate_labels import label_candidates
 from autopar.report.tensor_tiles import _name_lines
 
 
@@ -364,6 +366,45 @@ def test_a_picture_tells_what_is_where() -> None:
     assert "Communication in a step" in shown
     assert any(text.endswith(", chosen") for text in shown)
     assert "and 2 slower, 1 not possible" in shown
+
+
+def considered(*notes: str) -> list[Candidate]:
+    return [
+        Candidate("auto", (8,), 4, 1.0 + i, 1000, chosen=i == 0, note=note)
+        for i, note in enumerate(notes)
+    ]
+
+
+def test_what_was_considered_is_told_apart() -> None:
+    few, one = considered("2 stages, 1f1b", "2 stages, zb_h2"), considered("")
+    assert label_candidates(few, 26) == ("auto, 2 stages, x=8, 4 microbatches", ["1f1b", "zb_h2"])
+    assert label_candidates(one, 26) == ("", ["auto, x=8, 4 microbatches"])
+    mixed = considered("", "12 padded to 16", "2 stages, 1f1b, remat on 1", "2 stages, zb_h2")
+    _, labels = label_candidates(mixed, 26)
+    assert labels == [
+        "1 stage",
+        "1 stage, 12 padded to 16",
+        "2 stages, 1f1b, remat on 1",
+        "2 stages, zb_h2",
+    ]
+    padded = considered("", "12 padded to 16, exceeds the memory limit")
+    assert label_candidates(padded, 26)[1] == ["as it is", "12 padded to 16"]
+    # A plan of one mesh, beside which stages were considered.
+    stages = considered("", "2 stages, 1f1b", "2 stages, zb_h1", "2 stages, zb_h2")
+    plan = dataclasses.replace(sample("one axis"), candidates=tuple(stages))
+    shown = [text.get_text() for text in texts(plot_plan(plan))]
+    assert {"1 stage", "2 stages, 1f1b", "2 stages, zb_h1", "2 stages, zb_h2"} <= set(shown)
+
+
+def test_a_picture_is_as_high_as_what_it_shows() -> None:
+    many = plot_plan(sample("one axis"))
+    plan = sample("one axis")
+    few = plot_plan(dataclasses.replace(plan, inputs=plan.inputs[:3], candidates=()))
+    assert few.get_figheight() < 0.6 * many.get_figheight()
+    for figure in (few, many):
+        assert_legible(figure)
+        lowest = min(text.get_window_extent().y0 for text in texts(figure))
+        assert lowest < 0.8 * figure.dpi
 
 
 def test_device_0_holds_its_share_of_each_tile() -> None:

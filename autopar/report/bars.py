@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.base.plan_records import Candidate, PlanRecord
-from autopar.base.units import format_bytes, format_microbatches, format_seconds
+from autopar.base.units import format_bytes, format_seconds
+from autopar.report.candidate_labels import label_candidates
 from autopar.report.palette import DARK, GREY, INK, KINDS, MINE, PARTS, QUIET, WAITING
 from autopar.report.path_folding import short_path, shortened
 from autopar.report.state_parts import input_categories
@@ -40,9 +42,7 @@ def _footnote(axes: Axes, text: str) -> None:
     _write(axes, text, (0, 0), (4, -6), fontsize=9, color=QUIET, va="top")
 
 
-def draw_communication(
-    axes: Axes, groups: Sequence[CollectiveGroup], title: str, *, rows: int = MAX_BARS
-) -> None:
+def draw_communication(axes: Axes, groups: Sequence[CollectiveGroup], title: str) -> None:
     """Draws collectives that were added up, by their seconds where these are known."""
     by_seconds = any(group.seconds for group in groups)
     bars = []
@@ -53,59 +53,56 @@ def draw_communication(
         label = f"{group.purpose}\n{group.kind} {','.join(group.axes)} {group.dtype}".rstrip()
         length = group.seconds if by_seconds else float(group.bytes)
         bars.append((length, label, value, KINDS[group.kind]))
-    _draw_largest(axes, title, bars, "none", rows)
+    _draw_largest(axes, title, bars, "none")
 
 
-def draw_transfers(axes: Axes, groups: Sequence[TransferGroup], *, rows: int) -> None:
+def draw_transfers(axes: Axes, groups: Sequence[TransferGroup]) -> None:
     """Draws what crosses between stages, by its bytes."""
     bars = []
     for group in sorted(groups, key=lambda group: -group.bytes):
         label = f"{shortened(short_path(group.what), 24)}\n{group.routes}"
         value = f"{format_bytes(group.bytes)}, {group.count} x"
         bars.append((float(group.bytes), label, value, MINE))
-    _draw_largest(axes, "Sent between stages in a step", bars, "nothing", rows)
+    _draw_largest(axes, "Sent between stages in a step", bars, "nothing")
 
 
-def _draw_largest(axes: Axes, title: str, bars: Sequence[_Bar], nothing: str, rows: int) -> None:
+def _draw_largest(axes: Axes, title: str, bars: Sequence[_Bar], nothing: str) -> None:
     """Draws the first bars, with a title and the number of the others."""
     _heading(axes, title, above=10)
     if not bars:
         axes.axis("off")
         axes.text(0, 0.9, nothing, fontsize=11, color=QUIET, transform=axes.transAxes, va="top")
         return
-    _draw_bars(axes, bars[:MAX_BARS], rows=rows)
+    _draw_bars(axes, bars[:MAX_BARS])
     if len(bars) > MAX_BARS:
         _footnote(axes, f"and {len(bars) - MAX_BARS} smaller")
 
 
-def draw_candidates(axes: Axes, plan: PlanRecord, *, rows: int = MAX_BARS) -> None:
-    """Draws the plans that were considered, by their seconds, the chosen one first."""
+def draw_candidates(axes: Axes, plan: PlanRecord, *, width: int) -> None:
+    """Draws the plans that were considered, by their seconds, the chosen one first.
+
+    A line of a label has room for `width` letters. What all bars have in common is said once.
+    """
     possible = [(item.step_seconds, item) for item in plan.candidates if item.step_seconds]
     possible = sorted(possible, key=lambda pair: (not pair[1].chosen, pair[0]))
     if not possible:
         axes.axis("off")
         return
-    _heading(axes, "Considered", above=10)
     limit = memory_limit(plan)
+    shown = possible[:MAX_BARS]
+    common, labels = label_candidates([item for _, item in shown], width)
     bars = []
-    for seconds, item in possible[:MAX_BARS]:
-        label, value = _candidate_label(item, plan), _candidate_value(item, limit)
-        bars.append((seconds, label, value, MINE if item.chosen else GREY))
-    _draw_bars(axes, bars, rows=rows)
+    for (seconds, item), label in zip(shown, labels, strict=True):
+        bars.append((seconds, label, _candidate_value(item, limit), MINE if item.chosen else GREY))
+    _heading(axes, "Considered", above=22 if common else 10)
+    if common:
+        _write(axes, common, (0, 1), (0, 6), fontsize=10, color=QUIET)
+    _draw_bars(axes, bars)
     slower, impossible = len(possible) - len(bars), len(plan.candidates) - len(possible)
     notes = [f"{slower} slower"] if slower else []
     notes += [f"{impossible} not possible"] if impossible else []
     if notes:
         _footnote(axes, "and " + ", ".join(notes))
-
-
-def _candidate_label(item: Candidate, plan: PlanRecord) -> str:
-    mesh = "x".join(map(str, item.logical_mesh))
-    parts = format_microbatches(item.num_microbatches)
-    if plan.is_pipeline and item.note:
-        stages = ", ".join(item.note.split(", ")[:2])
-        return f"{item.method} {mesh}, {parts}\n{stages}"
-    return f"{item.method} {mesh}\n{parts}"
 
 
 def _candidate_value(item: Candidate, limit: int | None) -> str:
@@ -115,6 +112,11 @@ def _candidate_value(item: Candidate, limit: int | None) -> str:
         if limit is not None and item.peak_bytes_per_device > limit:
             parts.append("too large")
     return ", ".join([*parts, "chosen"] if item.chosen else parts)
+
+
+def memory_key_rows(plan: PlanRecord) -> int:
+    """How many rows of names are below the bar of what fills a device."""
+    return math.ceil((len(_memory_parts(plan)) + 1) / 2)
 
 
 def draw_memory_parts(axes: Axes, plan: PlanRecord) -> None:
@@ -165,11 +167,8 @@ def _memory_parts(plan: PlanRecord) -> list[tuple[str, int]]:
     return [*large, *((name, size) for name, size in rest if size)]
 
 
-def _draw_bars(axes: Axes, bars: Sequence[_Bar], *, rows: int) -> None:
-    """Horizontal bars with their values written beside them, or inside where they are long.
-
-    There is room for so many `rows`.
-    """
+def _draw_bars(axes: Axes, bars: Sequence[_Bar]) -> None:
+    """Horizontal bars with their values written beside them, or inside where they are long."""
     sizes, labels, _, colors = zip(*bars, strict=True)
     longest = max(max(sizes), 1e-300)
     axes.barh(range(len(bars)), sizes, color=colors, height=0.62)
@@ -180,7 +179,7 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], *, rows: int) -> None:
         axes.text(x, position, value, ha=side, va="center", fontsize=9, color=ink)
     axes.set_yticks(range(len(bars)), labels, fontsize=9, color=INK)
     axes.set_xlim(0, longest)
-    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xticks([])
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)

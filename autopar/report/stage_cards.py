@@ -41,7 +41,7 @@ def draw_cards(axes: Axes, plan: PlanRecord) -> None:
     axes.axis("off")
     in_row = min(len(plan.stages), _CARDS_IN_ROW)
     gap = 0.95 if in_row <= 5 else 0.45
-    width = min((across - gap * (in_row - 1)) / in_row, 4.4)
+    width = (across - gap * (in_row - 1)) / in_row
     shown = min(len(plan.stages), _CARDS_IN_ROW * _MAX_ROWS)
     for stage in range(shown):
         row, column = divmod(stage, _CARDS_IN_ROW)

@@ -25,19 +25,17 @@ _CUT: dict[str, Any] = {"linewidth": 1.4, "solid_capstyle": "butt"}
 
 
 def tiles_height(plan: PlanRecord) -> float:
-    """How many rows high the tiles of a plan are, with their headings."""
+    """How many rows high the tiles of a plan are, with their headings; one at least."""
     bands = _bands(plan)
-    return len(bands) + _HEADING * sum(any(title for title, _, _ in band) for band in bands)
+    headings = sum(any(title for title, _, _ in band) for band in bands)
+    return max(len(bands) + _HEADING * headings, 1.0)
 
 
-def draw_tiles(axes: Axes, plan: PlanRecord, *, height: float = 3.2) -> None:
-    """Draws the state and the batch of a plan as rows of tiles, with a legend above them.
-
-    Few tiles stay at the top instead of growing: the axes are at least so many rows high.
-    """
+def draw_tiles(axes: Axes, plan: PlanRecord) -> None:
+    """Draws the state and the batch of a plan as rows of tiles, with a legend above them."""
     bands = _bands(plan)
     axes.set_xlim(0, _COLUMNS)
-    axes.set_ylim(max(tiles_height(plan), height), 0)
+    axes.set_ylim(tiles_height(plan), 0)
     axes.axis("off")
     _draw_legend(axes, plan)
     shown = [group for band in bands for _, groups, _ in band for group in groups]
@@ -210,7 +208,7 @@ def _draw_legend(axes: Axes, plan: PlanRecord) -> None:
         for name, size in zip(stage.axis_names, stage.logical_mesh, strict=True):
             ways.setdefault(name, {})[str(size)] = None
     for name, sizes in ways.items():
-        if plan.is_pipeline and list(sizes) == ["1"]:
+        if list(sizes) == ["1"]:
             continue
         label = f"cut along {name} ({' or '.join(sizes)} ways)"
         handles.append(Line2D([], [], color=colors[name], linewidth=2, label=label))
