@@ -190,11 +190,11 @@ def _fits(argument: Argument, leaves: Sequence[Any], paths: Sequence[str], prefi
 def _fits_nothing(traced: Traced, made: _MadeLeaves) -> TraceError:
     inputs = traced.graph.inputs
     states = [a for a in traced.arguments if any(inputs[i].role == "state" for i, *_ in a.arrays())]
-    got = dict(zip(made.paths, made.leaves, strict=True))
     lines = []
     for argument in states or traced.arguments:
-        wanted = dict(zip(suffixes(argument), argument.leaves, strict=True))
-        differing = leaf_differences(wanted, got)
+        wanted = dict(zip(argument.paths, argument.leaves, strict=True))
+        paths = (argument.name + path for path in made.paths)
+        differing = leaf_differences(wanted, dict(zip(paths, made.leaves, strict=True)))
         lines += [f"{argument.name}, as the step takes it and as it was made:", *differing[:4]]
         if len(differing) > 4:
             lines.append(f"- ... {len(differing)} differences in all")

@@ -190,7 +190,7 @@ def _errors(found: Any, wanted: Any, tolerance: float) -> list[LeafError]:
     with_paths, _ = jax.tree_util.tree_flatten_with_path(found)
     pairs = zip(with_paths, jax.tree.leaves(wanted), strict=True)
     return [
-        LeafError(jax.tree_util.keystr(path), largest_error(one, other), tolerance)
+        LeafError(f"result{jax.tree_util.keystr(path)}", largest_error(one, other), tolerance)
         for (path, one), other in pairs
         if hasattr(other, "dtype") or isinstance(other, (int, float))
     ]

@@ -406,7 +406,7 @@ def test_initialize_several_arguments_and_static_leaves() -> None:
 def test_initialize_something_else(sharded: autopar.Executable) -> None:
     with pytest.raises(TraceError, match="none of the step's arguments") as caught:
         sharded.initialize(lambda: {**make_state(), "step": jnp.zeros(3)})
-    assert "['step']: int32[], float32[3]" in str(caught.value)
+    assert "state['step']: int32[], float32[3]" in str(caught.value)
     with pytest.raises(ZeroDivisionError):
         sharded.initialize(lambda: 1 / 0)
 

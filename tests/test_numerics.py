@@ -73,10 +73,12 @@ def test_a_plan_computes_what_the_function_does() -> None:
         half_step, weights, normal(32, 16, seed=1), method="zero3", microbatches=2
     )
     assert found.agrees, str(found)
-    assert [x.path for x in found.float64] == ["[0]['layers']", "[1]['loss']"]
+    assert [x.path for x in found.float64] == ["result[0]['layers']", "result[1]['loss']"]
     assert max(x.error for x in found.float64) < 1e-12
     assert max(x.error for x in found.own) > 1e-8, "nothing was rounded"
     assert "computes what the function does" in str(found)
+    rows = [line.split()[0] for line in str(found).splitlines() if line.startswith("  result")]
+    assert sorted(rows) == ["result/0/layers", "result/1/loss"]  # as in tables of plans
     np.testing.assert_array_equal(weights["layers"], normal(3, 16, 16))  # nothing was donated
 
 
@@ -85,7 +87,7 @@ def test_a_planted_defect_is_found_with_its_line() -> None:
         planted_step, normal(16, 16), normal(32, 16, seed=1), method="data", microbatches=1
     )
     assert not found.agrees
-    assert found.differing == ("[0]", "[1]")
+    assert found.differing == ("result[0]", "result[1]")
     first = found.first_difference
     assert first is not None and first.operation == "local_call"
     assert first.source.startswith(line_of_defect(planted_step))

@@ -12,7 +12,7 @@ class LeafError(Record):
     """The largest difference of an output leaf, over the largest number that it has.
 
     Args:
-      path: of the leaf in what the step returns.
+      path: of the leaf in what the step returns, as plans spell it: `result[1]['loss']`.
       error: of the plan's numbers; infinite where only one of both has a NaN or an infinity.
       tolerance: what rounding explains.
     """

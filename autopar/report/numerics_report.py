@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from autopar.base.numerics_records import NumericsRecord
+from autopar.report.path_folding import short_path
 from autopar.report.rich_parts import add_row, as_text, captioned, new_table
 
 _MOST_LEAVES = 20
@@ -40,7 +41,7 @@ class Numerics(NumericsRecord):
             is_same = x.agrees and _agrees(other)
             add_row(
                 table,
-                x.path or "the result",
+                short_path(x.path),
                 f"{x.error:.1e}",
                 "-" if other is None else f"{other.error:.1e}",
                 "" if is_same else "differs",
