@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ def test_failed_steps_leave_no_arrays_behind(
     assert num_arrays(step) == expected
     assert np.isfinite(float(loss))
     check_one_step(step)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_step_that_is_shut_down_by_another_thread() -> None:
+    step = on_actors(autopar.Ray(deadline=60), stages=1)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(run_forever, step)
+        while step.actors.running.steps.serial < 5:
+            threading.Event().wait(0.01)
+        step.shutdown()
+        with pytest.raises(LostActorError, match="are gone") as found:
+            running.result(60)
+    assert found.value.why is not None and "shutdown()" in found.value.why
 
 
 class Unreachable:

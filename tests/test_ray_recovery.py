@@ -241,6 +241,29 @@ def test_more_losses_than_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until_gone(pids)
 
 
+def test_a_step_that_is_shut_down_by_another_thread_while_it_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay, pids = Lineage.replay, list[int]()
+
+    def ended(self: Lineage, running: Any) -> Any:
+        pids.extend(running.pool.pids)
+        other = threading.Thread(target=made.shutdown)
+        other.start()
+        other.join()
+        return replay(self, running)
+
+    monkeypatch.setattr(Lineage, "replay", ended)
+    made = on_actors(autopar.Ray(deadline=60, max_restarts=2), stages=1)
+    state, _ = made(init(), BATCH)
+    kill(made.actor_pids[0])
+    with pytest.raises(LostActorError):
+        np.asarray(state[0]["w"])
+    wait_until_gone(pids)
+    with pytest.raises(LostActorError, match="are gone"):
+        made(init(), BATCH)
+
+
 def test_checkpoints_while_an_actor_is_lost(
     step: RayExecutable, undisturbed: tuple[list[float], Any], tmp_path: Path
 ) -> None:

@@ -29,12 +29,18 @@ if "leaves" in sys.argv:
     raise SystemExit(7)
 jax.block_until_ready(state)
 ray.shutdown()
+if "again" in sys.argv:  # one of the script's own, in which there are no such actors
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 for look in (lambda: step(state, BATCH), lambda: jax.device_get(loss)):
     try:
         look()
     except LostActorError as error:
         assert "Ray was shut down" in str(error), error
-    assert not ray.is_initialized()
+    else:
+        raise AssertionError("the actors are gone")
+    assert ray.is_initialized() == ("again" in sys.argv)
+step.shutdown()
+assert ray.is_initialized() == ("again" in sys.argv)
 raise SystemExit(8)
 """
 
@@ -55,8 +61,13 @@ def test_a_script_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
     assert autopar.Checkpoints(tmp_path / "run").steps == (3,)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["once", "recovers"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("once", "recovers", "again")),
+        "recovers again",
+    ],
+)
 def test_ray_is_shut_down_by_the_script_itself(tmp_path: Path, how: str) -> None:
-    done = run(tmp_path / "run", how)
+    done = run(tmp_path / "run", *how.split())
     assert done.returncode == 8, done.stderr

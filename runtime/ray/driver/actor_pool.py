@@ -97,6 +97,7 @@ class ActorPool:
         self.closed: str | None = None
         self.handles: list[Any] = []
         connection = Connection(options.address, gpus_of(plans, options), self.deadline)
+        self._connection = connection
         self._finalizer = weakref.finalize(self, _end, self.handles, connection)
         try:
             self.is_local = connection.is_local
@@ -195,6 +196,11 @@ class ActorPool:
                 raise stage_error(result, self.name)
         return [results[ref] for ref in refs]
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether Ray is the one that the actors were started in; a call would start another."""
+        return self._connection.is_there
+
     def lost(self, actor: int, doing: str, why: str) -> StageError:
         """End all actors, because one was found dead; the error that says so."""
         spot = Spot(actor, self.plans[actor].label, None, doing)
@@ -272,7 +278,7 @@ def contents(
 
 def _end(handles: list[Any], connection: Connection) -> None:
     """End actors, and give back their CPUs."""
-    if ray.is_initialized():
+    if connection.is_there:
         for actor in handles:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)

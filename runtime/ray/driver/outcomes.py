@@ -94,6 +94,17 @@ def ended_well(refs: Sequence[Any]) -> bool:
         return False
 
 
+def is_exit_of_ray(error: BaseException) -> bool:
+    """Whether Ray ends this thread, which waited for it while another one shut it down.
+
+    A `SystemExit` of the user's own, of a signal's handler say, comes from elsewhere.
+    """
+    trace = error.__traceback__ if isinstance(error, SystemExit) else None
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.endswith("_raylet.pyx")
+
+
 def reason_of(error: RayActorError) -> str:
     """Why an actor died, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -27,7 +27,20 @@ _users = 0
 """Pipelines that use the Ray which this module started, or connected this process to."""
 _is_own = False
 """Whether this module started it, for this process alone."""
+_counted: tuple[str, str] | None = None
+"""The `session` that they use."""
 _lock = threading.Lock()
+
+
+def session() -> tuple[str, str] | None:
+    """What tells Ray from one that this process has used before or will use; None: it uses none."""
+    if not ray.is_initialized():
+        return None
+    try:
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_job_id()
+    except Exception:  # another thread shuts it down
+        return None
 
 
 OWN_SECONDS = 10.0
@@ -49,13 +62,13 @@ class Connection:
     def __init__(
         self, address: str | None, gpus: Sequence[int], deadline: float, reserve: bool = True
     ) -> None:
-        global _users, _is_own
+        global _users, _is_own, _counted
         self._is_counted = False
         self._group: PlacementGroup | None = None
         with _lock:
             if ray.is_initialized():
                 _check_same(address)
-                self._is_counted = _users > 0
+                self._is_counted = _users > 0 and session() == _counted
             else:
                 _is_own = address is None and not os.environ.get("RAY_ADDRESS")
                 if _is_own:
@@ -64,8 +77,9 @@ class Connection:
                     start_local(max(os.cpu_count() or 1, 2 * len(gpus)), **found)
                 else:
                     _connect(address, deadline)
-                _users, self._is_counted = 0, True
+                _users, self._is_counted, _counted = 0, True, session()
             _users += self._is_counted
+            self._session = session()
         try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             self.is_local = all(n["NodeManagerAddress"] == LOOPBACK for n in nodes)
@@ -129,10 +143,15 @@ class Connection:
             for number, (argument, name) in enumerate(zip(arguments, names, strict=True))
         ]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether Ray was not shut down meanwhile, also if this process uses another one now."""
+        return self._session == session()
+
     def close(self) -> None:
         """Give back what was reserved."""
         global _users
-        if not ray.is_initialized():
+        if not self.is_there:
             return
         if self._group is not None:
             remove_placement_group(self._group)

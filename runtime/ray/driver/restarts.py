@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-import ray
 
 from autopar.arrays.ray_array import Keeper
 from autopar.base.errors import AutoparError, LostActorError
@@ -82,8 +81,8 @@ class RestartedActors(Keeper):
         self._shapes, self._constants = shapes, constants
         self._prepare(pipeline)
         self._config = settings()  # actors that start later are to be like the first
-        self._lock = threading.RLock()
-        self._is_shut = False
+        self._lock, self._ending = threading.RLock(), threading.RLock()
+        self._is_shut = threading.Event()
         self.recoveries: tuple[Recovery, ...] = ()
         self._restarts, self._is_recovering = 0, False
         self._lineage: Lineage | None = None
@@ -155,7 +154,7 @@ class RestartedActors(Keeper):
           StageError: a step that is run again fails.
         """
         log, lost = self._lineage, error
-        if log is None or self._is_shut or not ray.is_initialized():
+        if log is None or self._is_shut.is_set() or not self.running.pool.is_connected:
             raise error
         assert self._snapshots is not None
         begin = time.perf_counter()
@@ -192,7 +191,11 @@ class RestartedActors(Keeper):
                     final.add_note(f"This was met after the loss of an actor:\n{lost}")
                     raise
                 self._restarts -= 1  # none was started
-        self.running = running
+        with self._ending:
+            if self._is_shut.is_set():  # by another thread, which knew the old ones
+                running.pool.close()
+                raise error
+            self.running = running
         num_steps = sum(entry.serial is not None for entry in log.entries)
         seconds = time.perf_counter() - begin
         # They would keep alive whatever the caller's functions hold.
@@ -238,10 +241,12 @@ class RestartedActors(Keeper):
         )
 
     def close(self) -> None:
-        """End all actors."""
-        self._is_shut = True
-        self.running.steps.rest()
-        self.running.pool.close()
+        """End all actors, also while another thread calls what has to do with them."""
+        with self._ending:  # not `_lock`: who ends a step that hangs is not to wait for it
+            self._is_shut.set()
+            running = self.running
+        running.steps.rest()
+        running.pool.close()
         self._release()
 
     def _release(self) -> None:

@@ -35,6 +35,7 @@ from autopar.runtime.ray.driver.outcomes import (
     Watch,
     ended_well,
     first_error,
+    is_exit_of_ray,
     is_over,
     outcome_of,
     overdue,
@@ -66,6 +67,7 @@ class StepQueue:
         self._teller = Teller()
         self._telling: Future[None] | None = None
         self._lost: list[tuple[int, int]] = []
+        self._has_given_up = False  # an interruption ended the actors
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -75,10 +77,15 @@ class StepQueue:
                 self.check_open()
                 self._have_told()
                 yield
-            except (StageError, TypeError, RuntimeError):
-                raise  # looked into already, or raised before anything was sent
+            except StageError:
+                raise  # looked into already
             except BaseException as error:
-                self._interrupted(error)
+                is_fault = isinstance(error, Exception) or is_exit_of_ray(error)
+                gone = self._gone() if is_fault else None
+                if gone is not None and not self._has_given_up:
+                    raise gone from None  # another thread ended them, or Ray, meanwhile
+                if not isinstance(error, (TypeError, RuntimeError)):  # else nothing was sent
+                    self._interrupted(error)
                 raise
             finally:
                 if self._pool.closed is not None:
@@ -90,18 +97,25 @@ class StepQueue:
         Raises:
           LostActorError: they have.
         """
+        gone = self._gone()
+        if gone is not None:
+            raise gone
+
+    def _gone(self) -> LostActorError | None:
+        """The error that says that the actors have been ended; None: they have not."""
         pool = self._pool
-        if pool.closed is None and not ray.is_initialized():  # a call would start another Ray
+        if pool.closed is None and not pool.is_connected:
             pool.close("Ray was shut down in this process, and they with it.")
-        if pool.closed is not None:
-            error = pool.error
-            raise LostActorError(
-                f"The actors of {pool.name} are gone.",
-                where=None if error is None else error.where,
-                why=pool.closed,
-                hint="compile the step again, and start from a saved state.",
-                spot=None if error is None else error.spot,
-            )
+        if pool.closed is None:
+            return None
+        error = pool.error
+        return LostActorError(
+            f"The actors of {pool.name} are gone.",
+            where=None if error is None else error.where,
+            why=pool.closed,
+            hint="compile the step again, and start from a saved state.",
+            spot=None if error is None else error.spot,
+        )
 
     # What is asked for
 
@@ -330,7 +344,7 @@ class StepQueue:
     def _interrupted(self, error: BaseException) -> None:
         """Call off what runs, after Ctrl-C or an error that nobody expected."""
         pool, name = self._pool, type(error).__name__
-        if pool.closed is not None or not self._running:
+        if pool.closed is not None or not pool.is_connected or not self._running:
             return
         with contextlib.suppress(BaseException):
             is_told = self.rest(GRACE_SECONDS)
@@ -345,4 +359,5 @@ class StepQueue:
                 )
                 self._begin_anew(first, told)
                 return
+        self._has_given_up = True
         pool.close(f"{name} interrupted a step.")
