@@ -26,6 +26,7 @@ stage whose one piece is the whole step.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster
@@ -51,11 +52,12 @@ from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout, asked_layout
 from autopar.passes.planner.model_flops import model_flops
-from autopar.passes.planner.one_mesh import OneMeshBound
+from autopar.passes.planner.one_mesh import OneMeshBound, largest_even
 from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
+from autopar.passes.planner.stage_shardings import HOPELESS_AS_EXPECTED, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
@@ -185,6 +187,9 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         search, again = replace(search, only=bound.only), bound.only_again
         try:
             first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
+            if bound.hoped and any(candidate.fits for candidate in first[0]):
+                search = replace(search, only=())
+                first[0].extend(search.candidates(layout, at_least=bound.hoped)[0])
             fewest = min([bound.fewest, *(x.split.num_microbatches for x in first[0])])
         except BatchArgumentError:
             # The devices of one mesh are too many for a microbatch; a stage has fewer.
@@ -194,7 +199,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
                 raise
             return pipelines, ""
     candidates, reason = first
-    for other in search.rewritten():
+    for other in () if _are_refuted(candidates, search) else search.rewritten():
         best = quickest(candidates)
         candidates += other.candidates(layout, optional=True, at_least=fewest)[0]
         search = search if quickest(candidates) is best else other
@@ -203,7 +208,16 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.remat in ("auto", "override") and not search.are_slower(candidates):
         counts = search.recomputing(layout)
         made = recomputed_plans(
-            search.graph, search.split, layout, options, cluster, search.report, counts, again
+            search.graph,
+            search.split,
+            layout,
+            options,
+            cluster,
+            search.report,
+            counts,
+            largest_even(counts, batch_sizes(search.graph), cluster.num_devices),
+            again,
+            candidates,
         )
         search.keep(made)
         candidates += made
@@ -211,6 +225,12 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     if options.stages == "auto" and not stages_first and not fits:
         pipelines = search.automatic_pipelines()
     return candidates + pipelines, reason
+
+
+def _are_refuted(candidates: Sequence[PlannedStep], search: LayoutSearch) -> bool:
+    """Whether one mesh needs far too much, as its layers said: no other program of it fits."""
+    enough = HOPELESS_AS_EXPECTED * memory_limit_of(search.options, search.cluster)
+    return bool(search.only) and all(min(c.peak_bytes) > enough for c in candidates)
 
 
 def one_mesh_first(

@@ -42,8 +42,8 @@ from autopar.passes.planner.one_mesh import (
     OneMeshBound,
     OneMeshCosts,
     find_bound,
+    hoped_at_most,
     largest_even,
-    last_try,
     working_within,
     worth_pricing,
 )
@@ -266,8 +266,9 @@ class LayoutSearch:
             left = worth_pricing(left, self.best_seconds, stages, limit, state)
         even = largest_even(left, batch_sizes(self.graph), self.cluster.num_devices)
         found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit, even)
-        last = last_try(counts[-1], self.known.one_mesh.get(counts[-1]))  # says what is missing
-        return last if found is None and nothing_fits else found
+        if nothing_fits and (found is None or found.expected):
+            return hoped_at_most(found, counts[-1], self.known.one_mesh, self._limit)
+        return found
 
     def recomputing(self, layout: StageLayout) -> list[int]:
         """The microbatches with which one mesh may fit that keeps nothing for its backward pass."""
@@ -391,9 +392,8 @@ class LayoutSearch:
             first = min(waiting, key=lambda each: each.promise)
             waiting.remove(first)
             assert first.first is not None
-            planner = self._planner(first.split)
             fits = any(candidate.fits for candidate in made)
-            asked = first.search, first.first, self._limit, planner
+            asked = first.search, first.first, self._limit, self._planner(first.split)
             planned = pipelines_within(*asked, must_fit=fits)
             made += planned
             if any(candidate.fits for candidate in planned):

@@ -20,6 +20,7 @@ from autopar.passes.planner.stage_shardings import (
     DEAR,
     ENOUGH_OF_LARGE,
     HOPELESS,
+    HOPELESS_AS_EXPECTED,
     LARGE_PROBLEM,
     Allowed,
     MeshSearch,
@@ -255,7 +256,8 @@ def plan_meshes(
     with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
     same devices need about the same at the least: where more microbatches can be tried and two
     meshes of a large program do not fit with these, the others are not planned within the limit
-    either. Nor are they planned at all where two need far too much, also chosen for their bytes.
+    either. Nor are they planned at all where two need far too much, also chosen for their bytes; or
+    one needs too much, where nothing was expected to fit and `others.only` are tried.
 
     Args:
       split: the whole step.
@@ -292,7 +294,7 @@ def plan_meshes(
 
     def hopeless(i: int) -> bool:
         """Whether a large program needs far too much on a mesh, also if chosen for its bytes."""
-        far = HOPELESS * limit
+        far = (HOPELESS_AS_EXPECTED if others.only else HOPELESS) * limit
         if not searches[i].is_large or found[i].peak.bytes <= far:
             return False
         return min(x.peak.bytes for x in small(i)) > far
@@ -316,7 +318,8 @@ def plan_meshes(
             if found[i].fits:
                 fits(found[i])
                 left.remove(i)
-            may_stop = len(found) == MESHES_TRIED and not others.more_microbatches
+            enough = 1 if others.only else MESHES_TRIED
+            may_stop = len(found) == enough and not others.more_microbatches
             if may_stop and all(i in left and hopeless(i) for i in found):
                 return [least_of(i) for i in found]
             continue

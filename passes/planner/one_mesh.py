@@ -30,13 +30,15 @@ class OneMeshBound(NamedTuple):
     And what a step is expected to take with them, by logical shape, where that is known: within the
     memory on shapes on which it is expected to fit, on others with any. Where it is not expected to
     fit at all, the `only` shapes that are worth trying, those on which layers need least; and those
-    `only_again` where values are computed again.
+    `only_again` where values are computed again. If it may fit all the same, with the most
+    microbatches, `hoped` are the fewest with which it may then.
     """
 
     fewest: int
     expected: ExpectedSeconds = MappingProxyType({})
     only: tuple[tuple[int, ...], ...] = ()
     only_again: tuple[tuple[int, ...], ...] = ()
+    hoped: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,11 +181,30 @@ def largest_even(counts: Sequence[int], rows: Collection[int], num_devices: int)
     return max((n for n in counts if all(x % (n * num_devices) == 0 for x in rows)), default=0)
 
 
-def last_try(count: int, layers: OneMeshCosts | None) -> OneMeshBound:
-    """So many microbatches, on the logical shapes on which they may need least."""
+def hoped_at_most(
+    found: OneMeshBound | None,
+    most: int,
+    known: Mapping[int, OneMeshCosts | None],
+    limit: int,
+) -> OneMeshBound:
+    """What is tried where nothing fits elsewhere, and layers need about as much as there is.
+
+    Where they may need more with any number of microbatches, the most are tried first, on the
+    logical shapes on which they may need least: that says what is missing.
+
+    Args:
+      found: what may fit with a little more memory than the limit.
+      most: microbatches.
+      known: what layers cost with some numbers of microbatches.
+      limit: bytes that a device may hold.
+    """
+    surely = any(x and x.fitting(count, limit) for count, x in known.items())
+    if found is not None and (surely or found.fewest == most):
+        return found
+    layers, hoped = known.get(most), 0 if found is None else found.fewest
     if layers is None:
-        return OneMeshBound(count)
-    return OneMeshBound(count, {}, layers.smallest(), layers.smallest(keeps=False))
+        return OneMeshBound(most, hoped=hoped)
+    return OneMeshBound(most, {}, layers.smallest(), layers.smallest(keeps=False), hoped)
 
 
 def worth_pricing(
@@ -227,21 +248,22 @@ def working_within(
 ) -> list[int]:
     """The numbers of microbatches with which one mesh may fit that keeps nothing of them.
 
-    It holds its state and works on one microbatch, as far as layers were priced with any number. At
-    the least the most of these numbers: two layers that read one leaf are counted with it each.
+    It holds its state and works on one microbatch, as far as layers were priced: with every number
+    that was, for the worst moment of few rows says little of many. At the least the most of these
+    numbers: two layers that read one leaf are counted with it each.
     """
     priced = {count: costs for count, costs in known.items() if costs is not None}
     if not priced:
         return [*counts]
-    most = max(priced)
-    fitting = [
-        count
-        for count in counts
-        if any(
-            total.bytes_fixed + total.with_rows(most / count).bytes_working <= MAY_MEET * limit
-            for total in priced[most].totals
+
+    def may_fit(count: int, known: int) -> bool:
+        needs = (
+            total.bytes_fixed + total.with_rows(known / count).bytes_working
+            for total in priced[known].totals
         )
-    ]
+        return any(need <= MAY_MEET * limit for need in needs)
+
+    fitting = [count for count in counts if all(may_fit(count, known) for known in priced)]
     return fitting or [*counts[-1:]]
 
 

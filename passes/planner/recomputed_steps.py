@@ -84,23 +84,26 @@ class RecomputedSteps:
         values = KeptValues.of(split.step, split.rules, seconds, price, at_once, writing)
         return cls(split, values, cluster.num_devices)
 
-    def least_that_fits(
+    def smallest_fits(
         self, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
     ) -> bool:
-        """Whether any of the steps fits; then asks for those around the first that does."""
-        high = len(self) - 1
+        """Whether the step that keeps least fits."""
+        return len(self) > 0 and self._fits(len(self) - 1, fits, report)
 
-        def asked(place: int) -> bool:
-            report(f"computing values again: choice {place + 1} of {len(self)}")
-            return fits(self[place])
-
-        if high < 0 or not asked(high):
-            return False
-        low = -1
+    def least_that_fits(
+        self, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
+    ) -> None:
+        """Where the step that keeps least fits, asks for those around the first that does."""
+        low, high = -1, len(self) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if asked(middle) else (middle, high)
-        return True
+            low, high = (low, middle) if self._fits(middle, fits, report) else (middle, high)
+
+    def _fits(
+        self, place: int, fits: Callable[[SplitStep], bool], report: Callable[[str], None]
+    ) -> bool:
+        report(f"computing values again: choice {place + 1} of {len(self)}")
+        return fits(self[place])
 
     @property
     def most_saved_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, OptionError
@@ -16,6 +17,8 @@ from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 
+SAVED_AT_MOST = 2  # times what devices would save that share it evenly: some is cut less
+
 
 def recomputed_plans(
     graph: Graph,
@@ -24,12 +27,16 @@ def recomputed_plans(
     options: Options,
     cluster: Cluster,
     report: Callable[[str], None],
-    counts: Iterable[int],
+    counts: Sequence[int],
+    even: int = 0,
     only: tuple[tuple[int, ...], ...] = (),
+    others: Sequence[PlannedStep] = (),
 ) -> list[PlannedStep]:
     """Plans for one mesh that compute again what they cannot keep.
 
-    With the fewest microbatches with which any fits; of these what computes least again.
+    With the fewest microbatches with which any fits; of these what computes least again. Where the
+    fewest of all do not fit, the largest `even` number is tried next and the most, and where none
+    of these fits, nothing does; else those in the middle.
 
     Args:
       graph: the traced step.
@@ -38,8 +45,10 @@ def recomputed_plans(
       options: memory limit, method and so on.
       cluster: all devices.
       report: takes a line of progress.
-      counts: numbers of microbatches that are tried, ascending.
+      counts: numbers of microbatches that may be tried, ascending.
+      even: the most of them of which each device has a row: with more, less is cut.
       only: the logical shapes that are worth trying, if not all are.
+      others: plans that keep all, of which none fits: what more than they keep cannot be saved.
     """
     made: list[PlannedStep] = []
     state = state_on_devices(graph, options, cluster)
@@ -52,12 +61,48 @@ def recomputed_plans(
         made.extend(planned)
         return any(candidate.fits for candidate in planned)
 
-    for count in counts:
+    @lru_cache(maxsize=2)
+    def steps(count: int) -> RecomputedSteps | None:
         try:
-            hosting = options.offload == "auto"
-            steps = RecomputedSteps.of(split(count, True), cluster, hosting)
+            return RecomputedSteps.of(split(count, True), cluster, options.offload == "auto")
         except (InexactMicrobatchError, BatchArgumentError, OptionError):
-            break
-        if steps.least_that_fits(fits, report):
-            break
+            return None
+
+    def may_do(count: int) -> bool:
+        """Whether what keeps least fits."""
+        ways = steps(count)
+        if ways is None:
+            return False
+        alike = (x for x in others if x.split.num_microbatches == count and not x.is_pipeline)
+        peaks = [max(x.peak_bytes) for x in alike]
+        saved = SAVED_AT_MOST * ways.most_saved_bytes // cluster.num_devices
+        if peaks and min(peaks) - saved > memory_limit_of(options, cluster):
+            return False
+        return ways.smallest_fits(fits, report)
+
+    fewest = fewest_that_fit(counts, even, may_do)
+    if ways := steps(fewest) if fewest else None:
+        ways.least_that_fits(fits, report)
     return made
+
+
+def fewest_that_fit(counts: Sequence[int], even: int, fits: Callable[[int], bool]) -> int:
+    """The fewest microbatches that fit, if more take less memory up to an even number; 0: none do.
+
+    >>> asked = []
+    >>> def fits(count):
+    ...     asked.append(count)
+    ...     return count >= 8
+    >>> fewest_that_fit([1, 2, 4, 8, 16, 32, 64, 128], 32, fits), asked
+    (8, [1, 32, 4, 16, 8])
+    """
+    if not counts or fits(counts[0]):
+        return counts[0] if counts else 0
+    for most in dict.fromkeys(x for x in (even, counts[-1]) if x in counts[1:]):
+        if fits(most):
+            low, high = 0, counts.index(most)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if fits(counts[middle]) else (middle, high)
+            return counts[high]
+    return 0

@@ -40,6 +40,7 @@ ENOUGH_MEMORY_GAP = 5e-3  # the same where memory may bind; to prove more takes 
 LARGE_PROBLEM = 300  # nodes; smaller ones are solved to the end
 DEAR = (10.0, 1000.0)  # times a quickest plan's seconds over its bytes: prices of a byte
 HOPELESS = 1.5  # times the limit: where plans chosen for their bytes need more, nothing fits
+HOPELESS_AS_EXPECTED = 1.05  # the same, where layers say so too
 HURRIED_GAP = 2e-3  # what is enough where many problems are solved to choose among them,
 HURRIED_WORK = 0.3  # or so much deterministic work
 PRICE_STEP, PRICE_POWERS = 4.0, 4  # prices of a byte, around what makes memory cost a step's time
