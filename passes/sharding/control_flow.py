@@ -169,7 +169,8 @@ class _LoopWalk:
             return as_it_lies
         if math.prod(aval_shape(var)) <= 1 or var in self.whole:
             return None
-        layouts = walk.restriction.boundary_layouts(var, walk.mesh, is_sum)
+        trips = self.eqn.params["length"] if what == "slice" else 1
+        layouts = walk.restriction.boundary_layouts(var, walk.mesh, is_sum, trips)
         if is_sum:
             layouts = walk.restriction.accumulator_layouts(var, layouts)
         node = walk.boundary(f"{self.label} {what}", user_source(self.eqn), layouts, times)
@@ -200,7 +201,8 @@ class _LoopWalk:
         walk, value = self.walk, self.walk.read(self.env, atom)
         if isinstance(value, Replicated) or math.prod(aval_shape(atom)) <= 1:
             return None
-        layouts = walk.restriction.boundary_layouts(atom, walk.mesh, True)
+        trips = self.eqn.params["length"]
+        layouts = walk.restriction.boundary_layouts(atom, walk.mesh, True, trips)
         source, times = user_source(self.eqn), self.scope.times
         node = walk.boundary(f"{self.label} stack", source, layouts, times)
         walk.link(value, layouts, node, self.inner.times)

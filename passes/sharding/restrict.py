@@ -187,20 +187,24 @@ class Restriction:
         return self.method not in BATCH_METHODS or not any(map(self.batch_dims, eqn.outvars))
 
     def boundary_layouts(
-        self, atom: Atom, mesh: tuple[int, ...], partial: bool
+        self, atom: Atom, mesh: tuple[int, ...], partial: bool, trips: int = 1
     ) -> tuple[Layout, ...]:
-        """Layouts of what enters or leaves a loop or a branch."""
+        """Layouts of what enters or leaves a loop or a branch.
+
+        Of a slice of a stack, and of what a stack is made of, in a loop of so many `trips`: a layer
+        may be small and the stack of all layers large.
+        """
         shape = aval_shape(atom)
         if is_key(atom.aval.dtype):
             return (replicated(len(shape)),)
         partial = partial and _may_be_partial(atom)
         layouts = all_layouts(shape, mesh, partial=partial)
         if self.loops is not None:
-            tiny = value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom)
+            tiny = trips * value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom)
             made = isinstance(atom, Var) and atom in self.from_state
             return self.loops.layouts(atom, layouts, made, tiny)
         if self.method not in BATCH_METHODS:
-            if value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom):
+            if trips * value_bytes(atom) < self.tiny_bytes and not self.batch_dims(atom):
                 layouts = tuple(x for x in layouts if not any(x.dims))
             return layouts
         dims = self.batch_dims(atom)
