@@ -209,3 +209,43 @@ def test_a_batch_that_the_devices_cannot_share(graph: Graph) -> None:
     with pytest.raises(BatchArgumentError, match="16 examples in 4 microbatches") as caught:
         check_batch(graph, "zero2", (8,), 4)
     assert "a multiple of 32" in str(caught.value)
+
+
+def deep_step(weights: Any, x: Any) -> Any:
+    """Many small layers under one scan, and as large an embedding."""
+
+    def loss_fn(weights: Any) -> Any:
+        def layer(y: Any, w: Any) -> Any:
+            return y + jnp.einsum(
+                "bhk,hkd->bd", jnp.einsum("bd,dhk->bhk", y, w["in"]), w["out"]
+            ), None
+
+        y, _ = jax.lax.scan(jax.checkpoint(layer), x, weights["layers"])
+        return jnp.mean(jnp.square(y @ weights["head"]))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def test_a_stack_of_many_small_layers_is_cut_in_its_loop() -> None:
+    """A layer is less than a thousandth of the state, all of them together most of it."""
+    layers, width = 1200, 32768
+    weights = {
+        "layers": {"in": shaped(layers, width, 2, 2), "out": shaped(layers, 2, 2, width)},
+        "head": shaped(width, 8),
+    }
+    x = shaped(8, width)
+    graph = graph_of(deep_step, weights, x)
+    stacks = [
+        node
+        for node in Passes(graph, (8,), "shard").build().nodes
+        if node.label.startswith("scan") and node.label.endswith((" slice", " stack"))
+    ]
+    matrices = [node for node in stacks if len(node.layouts[0].dims) == 3]
+    assert matrices
+    for node in matrices:
+        assert any(any(layout.dims) for layout in node.layouts), node.label
+    # Whole, they would take 1.2 GB of a device.
+    asked = {"method": "shard", "microbatches": 1, "memory_limit": "800MiB"}
+    made = autopar.plan(deep_step, weights, x, cluster=Cluster.preset("dgx-h100"), **asked)
+    assert made.estimates.peak_bytes_per_device <= 800 * 2**20
