@@ -57,7 +57,11 @@ from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
-from autopar.passes.planner.stage_shardings import HOPELESS_AS_EXPECTED, memory_limit_of
+from autopar.passes.planner.stage_shardings import (
+    ENOUGH_OF_LARGE,
+    HOPELESS_AS_EXPECTED,
+    memory_limit_of,
+)
 from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
@@ -201,6 +205,9 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
     candidates, reason = first
     for other in () if _are_refuted(candidates, search) else search.rewritten():
         best = quickest(candidates)
+        if search.is_long:  # what is hardly quicker takes long to find
+            enough = seconds_of_best(candidates) / ENOUGH_OF_LARGE
+            other = replace(other, best_seconds=min(search.best_seconds, enough))
         candidates += other.candidates(layout, optional=True, at_least=fewest)[0]
         search = search if quickest(candidates) is best else other
     if layout.is_pipeline or any(candidate.fits for candidate in candidates):

@@ -17,6 +17,10 @@ from autopar.passes.slicing.accumulators import Terms, absorbed_by, sum_tree
 from autopar.passes.slicing.anatomy import Anatomy, is_small
 from autopar.passes.slicing.placement import Placement
 
+MANY_STAGES = 4
+"""From so many on, one stage adds up what all of them send: messages grow with their number, not
+with its square."""
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -215,7 +219,9 @@ def split_scalar_sums(
     """Replace copied sums (or the like) of scalars from several stages by one partial per stage.
 
     Each stage adds up its own scalars and sends one; the sum of those is copied. It is mostly a
-    global norm, or whether all gradients are finite.
+    global norm, or whether all gradients are finite. Of many stages the first adds them up, whose
+    backward pass ends last, and sends the sum: each of the others receives one scalar, and does the
+    same as the others.
     """
     eqns = [item.eqn for item in after]
     uses, made_by = Counter(v for eqn in eqns for v in variables(eqn.invars)), makers_of(eqns)
@@ -255,6 +261,7 @@ def split_scalar_sums(
                 new += [Placed(eqn, stage) for eqn in _sum_of(adding, group, total)]
                 group = [total]
             rest += group
-        new += [Placed(eqn, None) for eqn in _sum_of(adding, rest, adding.outvars[0])]
+        home = min(groups) if len(groups) >= MANY_STAGES else None
+        new += [Placed(eqn, home) for eqn in _sum_of(adding, rest, adding.outvars[0])]
         instead |= {**{place: [] for place in tree}, root: new}
     return [x for place, item in enumerate(after) for x in instead.get(place, [item])]

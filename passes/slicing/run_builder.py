@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom, variables
+from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.microbatch.run_steps import combine, local_struct
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.factor_rule import Rules
@@ -92,7 +93,10 @@ class RunBuilder:
             self.wanted.setdefault(leaf, (dim, sizes))
 
     def slice(self, atom: Atom, axis: int, start: int, stop: int) -> Atom:
-        """A part of a value along one dimension; of what is broadcast, a smaller broadcast."""
+        """A part of a value along one dimension; of what is broadcast, a smaller broadcast.
+
+        So all parts of one size are made alike, wherever they begin.
+        """
         key = ("slice", atom, axis, start, stop)
         if key in self.known:
             return self.known[key]
@@ -104,11 +108,28 @@ class RunBuilder:
                 changed = {"shape": shape, "sharding": None}
                 self.known[key] = self.bound(made, [made.invars[0]], changed)[0]
                 return self.known[key]
+        elif made is not None and self.is_filled(atom, axis):
+            parts = [self.slice(x, axis, start, stop) if shape_of(x) else x for x in made.invars]
+            self.known[key] = self.bound(made, parts, {})[0]
+            return self.known[key]
         rows = ("slice", axis, start, stop)
         (self.known[key],) = self.emit(
             lambda x: [lax.slice_in_dim(x, start, stop, axis=axis)], [atom], key=rows
         )
         return self.known[key]
+
+    def is_filled(self, atom: Atom, axis: int) -> bool:
+        """Whether a value is made element by element of what is broadcast along a dimension."""
+        if isinstance(atom, Literal) or not shape_of(atom):
+            return True
+        made = self.made_by.get(atom)
+        if made is None:
+            return False
+        if made.primitive.name == "broadcast_in_dim":
+            return axis not in made.params["broadcast_dimensions"]
+        return made.primitive.name in ELEMENTWISE and all(
+            self.is_filled(x, axis) for x in made.invars
+        )
 
     def append(self, eqn: JaxprEqn) -> None:
         """One more equation."""

@@ -19,6 +19,7 @@ from stages.stage_programs import (
 )
 
 from autopar.base.errors import OptionError
+from autopar.passes.graph.alike import pairs_if_alike
 from autopar.passes.microbatch import analyze, split
 from autopar.passes.primitives.populate import populate
 from autopar.passes.slicing.anatomy import dissect
@@ -207,6 +208,34 @@ def test_a_global_norm_sends_one_scalar_from_stage_to_stage() -> None:
     assert not per_step(stages)
     scalars = [(k.source, k.target) for k in stages.links if not k.per_microbatch]
     assert sorted(scalars) == [(s, t) for s in range(3) for t in range(3) if s != t]
+
+
+def test_of_many_stages_the_first_adds_up_a_global_norm() -> None:
+    """So the inner ones do the same, and twice as many scalars are sent as there are others."""
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - y) ** 2)
+
+    stages = cut(train(loss_fn, parameters(12), clip=True), 6)
+    scalars = [(k.source, k.target) for k in stages.links if not k.per_microbatch]
+    assert sorted(scalars) == [*((0, t) for t in range(1, 6)), *((s, 0) for s in range(1, 6))]
+    inner = [stage.graph.jaxpr for stage in stages.graphs[1:-1]]
+    assert all(pairs_if_alike(inner[0], other) for other in inner[1:])
+
+
+def test_stages_of_a_scan_are_alike_wherever_they_begin() -> None:
+    """What is made of a constant for all layers is made for each stage's, not cut out."""
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["in"]) * w["scale"], None), x, params)
+        return jnp.mean((x - y) ** 2)
+
+    layers = {"in": np.ones((12, 16, 16), np.float32), "scale": np.ones((12, 16), np.float32)}
+    stages = cut(train(loss_fn, layers, clip=True), 6)
+    inner = [stage.graph.jaxpr for stage in stages.graphs[1:-1]]
+    assert all(pairs_if_alike(inner[0], other) for other in inner[1:])
 
 
 def test_an_evaluation_is_forward_only() -> None:
