@@ -58,6 +58,7 @@ Report = Callable[[str], None]
 Keep = Callable[["Sequence[PlannedStep]"], None]
 # What schedule="auto" chooses from, by simulated time. The first of equal ones is taken.
 AUTO_SCHEDULES = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
+OFTEN_PLANNED = 2  # stages that are alike, by another schedule that may have less of a bubble
 SMALL_BUBBLE = 0.05
 NEARLY_FULL = 0.95  # of the memory
 
@@ -185,8 +186,10 @@ def plan_layout(
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and training and _may_pay(made[0]):
         known = made[0] if _is_large(made[0]) else None
+        asked = split, splitting[0], layout, options, cluster, report
         with contextlib.suppress(MisfitError):
-            first = _plan_stages(split, splitting[0], layout, options, cluster, report, as_in=known)
+            often = OFTEN_PLANNED if made[0].fits else math.inf
+            first = _plan_stages(*asked, as_in=known, must_fit=made[0].fits, at_most=often)
             made += [first, *(_scheduled(first, name, cluster) for name in splitting[1:])]
     stages = range(len(made[0].planned))
     may = tuple(options.of_stage(number).remat in ("auto", "override") for number in stages)
@@ -235,6 +238,7 @@ def _plan_stages(
     limits: Mapping[int, int] = MappingProxyType({}),
     as_in: PlannedStep | None = None,
     must_fit: bool = False,
+    at_most: float = math.inf,
 ) -> PlannedStep:
     """The stages of a layout by a schedule.
 
@@ -249,9 +253,11 @@ def _plan_stages(
       as_in: the same stages by another schedule, as they are quickest: so they are planned on its
         logical meshes.
       must_fit: each of the stages.
+      at_most: how many stages may be planned though others are alike, which need less memory.
 
     Raises:
-      MisfitError: a stage that must fit does not, or one planned `as_in` another schedule.
+      MisfitError: a stage that must fit does not, or one planned `as_in` another schedule; or more
+        stages do not fit as others do that are alike.
     """
     meshes, chunks, count = len(layout.devices), chunks_of(options), split.num_microbatches
     splits = isinstance(name, str) and name.startswith("zb")
@@ -279,6 +285,9 @@ def _plan_stages(
             if fitting is not None:
                 planned.append(fitting)
                 continue
+            at_most -= 1
+            if at_most < 0:
+                raise MisfitError(known.peak.bytes)
         report(f"planning stage {number + 1} of {len(stages.graphs)}")
         if as_in is not None:
             planned.append(plan_free(place, own, part, as_in.planned[number].mesh))
