@@ -50,6 +50,9 @@ PAPER_DEVICES = {
 }
 """V100s on which the paper trains a model; models that it does not have are on 64 H100s."""
 
+H100_DEVICES = {"llama3-70B": 256, "llama3-405B": 1024}
+"""Of these, what is too large for 64."""
+
 
 @dataclass(frozen=True)
 class PlanningCase:
@@ -128,12 +131,13 @@ def cases(only: str = "", *, everywhere: bool = False) -> Iterator[PlanningCase]
     """Every model on its cluster, by every method and as published; or by "auto" everywhere."""
     plans = published()
     for name in registry.NAMES:
-        devices, preset = PAPER_DEVICES.get(name, 64), V100 if name in PAPER_DEVICES else H100
+        devices = PAPER_DEVICES.get(name, H100_DEVICES.get(name, 64))
+        preset = V100 if name in PAPER_DEVICES else H100
         made = [PlanningCase(name, preset, devices, "auto")]
         if everywhere:
             made += [
                 PlanningCase(name, kind, nodes * IN_A_NODE, "auto")
-                for kind in (V100, H100)
+                for kind in ((H100,) if name.startswith("llama3") else (V100, H100))
                 for nodes in NODE_COUNTS
                 if (kind, nodes * IN_A_NODE) != (preset, devices)
             ]

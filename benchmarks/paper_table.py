@@ -15,6 +15,7 @@ from paper_cases import PlanningCase, cases
 from rich.console import Console
 from rich.table import Table
 
+import autopar
 from autopar.base.errors import AutoparError
 from autopar.base.options import Options
 from autopar.passes.graph.logical import no_mesh
@@ -39,12 +40,13 @@ def measure(case: PlanningCase, layers: int | None) -> Row:
         print(f"{PAUSE} {message}, {seconds()} CPU s", file=sys.stderr, flush=True)
 
     report("tracing")
-    traced = trace(
-        built.step,
-        (built.state, built.batch),
-        microbatches=options.microbatches,
-        method=options.method,
-    )
+    with autopar.tracing_for(case.cluster):
+        traced = trace(
+            built.step,
+            (built.state, built.batch),
+            microbatches=options.microbatches,
+            method=options.method,
+        )
     trace_seconds, row = seconds(), _named(case)
     try:
         with no_mesh():

@@ -7,8 +7,15 @@ import pytest
 from benchmark_modules import deepseek, moe, paper_cases, registry
 
 UNITS = {"M": 10**6, "B": 10**9}
-QUICK = ("gpt-2.6B", "gpt-39B", "moe-70B", "wide-resnet-1B", "llama-7B", "llama-scanned-70B")
-OTHERWISE = {"llama-7B": 6.738e9, "llama-70B": 68.98e9, "deepseek-16B": 16.38e9}
+QUICK = ("gpt-2.6B", "gpt-39B", "moe-70B", "wide-resnet-1B", "llama-7B", "llama3-8B")
+OTHERWISE = {
+    "llama-7B": 6.738e9,
+    "llama-70B": 68.98e9,
+    "llama3-8B": 8.030e9,
+    "llama3-70B": 70.554e9,
+    "llama3-405B": 405.853e9,
+    "deepseek-16B": 16.38e9,
+}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from models import deepseek, gpt, llama, moe, wide_resnet
+import autopar
+from models import deepseek, gpt, llama, llama3, moe, wide_resnet
 
 LOSS_SCALE = 2.0**12  # for float16, whose small gradients would vanish
 
@@ -27,11 +28,13 @@ class Entry:
       size: a dataclass that has `layers`.
       module: makes the Flax module.
       batch: sequences (or images) of a step.
+      clipped: whether gradients are clipped by their global norm.
     """
 
     size: Any
     module: Callable[..., Any]
     batch: int
+    clipped: bool = False
 
 
 class TrainStep(NamedTuple):
@@ -52,8 +55,11 @@ def _entries() -> dict[str, Entry]:
         ("llama", llama.SIZES, llama.Llama, 512),
         ("llama-scanned", llama.SIZES, functools.partial(llama.Llama, scanned=True), 512),
         ("deepseek", deepseek.SIZES, deepseek.DeepSeek, 1024),
+        ("llama3", llama3.SIZES, llama3.Llama3, 2048),
     ):
-        found.update({f"{family}-{key}": Entry(size, module, batch) for key, size in sizes.items()})
+        clipped = family == "llama3"
+        entries = {key: Entry(size, module, batch, clipped) for key, size in sizes.items()}
+        found.update({f"{family}-{key}": entry for key, entry in entries.items()})
     return found
 
 
@@ -91,6 +97,8 @@ def build(
     module = entry.module(size=size, dtype=dtype, remat=remat, **fields)
     shapes, tokens = _batch(size, count)
     optimizer = optax.adamw(1e-4)
+    if entry.clipped:
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
     def init(key: jax.Array) -> TrainState:
         example = jnp.zeros((1, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
@@ -113,7 +121,8 @@ def build(
             loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
         return state.apply_gradients(grads=grads), {"loss": loss}
 
-    return TrainStep(step, jax.eval_shape(init, jax.random.key(0)), shapes, tokens)
+    with autopar.tracing_for("h100"):  # attention by cuDNN, which need not be here
+        return TrainStep(step, jax.eval_shape(init, jax.random.key(0)), shapes, tokens)
 
 
 def num_parameters(name: str) -> int:
