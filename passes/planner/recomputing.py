@@ -94,7 +94,7 @@ def fewest_that_fit(counts: Sequence[int], even: int, fits: Callable[[int], bool
     ...     asked.append(count)
     ...     return count >= 8
     >>> fewest_that_fit([1, 2, 4, 8, 16, 32, 64, 128], 32, fits), asked
-    (8, [1, 32, 4, 16, 8])
+    (8, [1, 32, 4, 8])
     """
     if not counts or fits(counts[0]):
         return counts[0] if counts else 0
