@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autopar.base import hardware
 from autopar.requests import ClusterOrName, make_request
 
+CAPABILITIES = {
+    7: ("V100", "T4"),
+    8: ("A100", "A10", "A30", "A40", "L4", "L40", "L40S"),
+    9: ("H100", "H200", "H800", "H20", "GH200"),
+    10: ("B100", "B200", "GB200"),
+}
+"""The major compute capability of kinds of GPUs (NVIDIA, CUDA GPU Compute Capability)."""
+
 OLDEST_CAPABILITY = 8
-"""Of the GPUs for which cuDNN has attention, for those of which no table says what they can do."""
+"""Of the GPUs for which cuDNN has attention, and of those that no table has."""
 
 
 @contextmanager
@@ -44,15 +52,18 @@ def tracing_for(cluster: ClusterOrName) -> Iterator[None]:
 
 
 def capability_of(device_name: str) -> int:
-    """The major compute capability of a kind of NVIDIA's GPUs; 0 of others.
+    """The major compute capability of NVIDIA's GPUs for which cuDNN has attention; 0 of others.
 
-    >>> capability_of("H100 SXM5 80GB"), capability_of("A100 SXM4 80GB"), capability_of("TPU v5e")
-    (9, 8, 0)
+    >>> [capability_of(x) for x in ("nvidia h100", "A100 SXM4 80GB", "NVIDIA GB200", "mine")]
+    [9, 8, 10, 8]
+    >>> [capability_of(x) for x in ("V100 SXM2 16GB", "AMD Instinct MI300X", "TPU v5e", "cpu")]
+    [0, 0, 0, 0]
     """
     from autopar.passes.sharding.compiler_rules import GPU, backend_of
 
-    if backend_of(device_name) != GPU:
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if backend_of(device_name) != GPU or words & {"AMD", "INSTINCT", "INTEL"}:
         return 0
-    known = hardware.gpu_targets()["gpus"].items()
-    majors = (x["compute_capability_major"] for kind, x in known if kind.upper() in device_name)
-    return int(next(majors, OLDEST_CAPABILITY))
+    known = (major for major, names in CAPABILITIES.items() if words.intersection(names))
+    found = next(known, OLDEST_CAPABILITY)
+    return found if found >= OLDEST_CAPABILITY else 0

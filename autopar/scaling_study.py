@@ -66,8 +66,10 @@ def scaling(
     with Progress(
         f"planning {name_of(fn)} for {len(found)} clusters", request.progress
     ) as progress:
-        first = next((each for each in asked if capability_of(each.device.name)), asked[0])
-        traced = trace_step(fn, args, kwargs, request, first, progress)
+        # What the oldest of GPUs can do, all can; JAX remembers what was traced.
+        gpus = [each for each in asked if capability_of(each.device.name)]
+        oldest = min(gpus or asked, key=lambda each: capability_of(each.device.name))
+        traced = trace_step(fn, args, kwargs, request, oldest, progress)
         for cluster in asked:
             started = time.monotonic()
             try:

@@ -214,7 +214,7 @@ class _Device:
         with source_context(instruction.eqn):
             carried, stacks = lax.scan(
                 body,
-                [jnp.asarray(x) for x in starts],
+                [jnp.asarray(x.value if isinstance(x, TurnedArray) else x) for x in starts],
                 (trips, stacked),
                 length=params["length"],
                 reverse=params["reverse"],

@@ -8,11 +8,15 @@ them. No public name does that (`jax_compat.py` has what else has none).
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
+
+from jax.extend import backend
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo
@@ -25,38 +29,47 @@ ASSUMED_CUDNN = 91000
 """The release 9.10, the first that has all that JAX's attention can ask for."""
 
 _QUESTIONS = ("check_cudnn_version", "check_compute_capability")
-_lock = threading.RLock()
+_capability: ContextVar[int] = ContextVar("capability", default=0)
+_lock = threading.Lock()
 
 
 @contextmanager
 def answering_for(capability: int) -> Iterator[None]:
     """Within it, JAX traces attention by cuDNN as where GPUs have this major compute capability.
 
-    Where there is a GPU, it answers. One thread at a time.
+    Where this process has a GPU, that answers. Other threads are not concerned.
     """
-    if ATTENTION is None or not all(hasattr(ATTENTION, name) for name in _QUESTIONS):
+    _ask_here_first()
+    token = _capability.set(capability)
+    try:
         yield
-        return
+    finally:
+        _capability.reset(token)
+
+
+def has_gpu() -> bool:
+    """Whether JAX has an NVIDIA GPU in this process, as its attention asks."""
+    return "cuda" in backend.get_backend().platform_version
+
+
+def _ask_here_first() -> None:
+    """JAX's two questions are asked here from now on: outside of `answering_for`, it answers."""
     with _lock:
-        asked: list[Any] = [getattr(ATTENTION, name) for name in _QUESTIONS]
+        if ATTENTION is None or not all(hasattr(ATTENTION, name) for name in _QUESTIONS):
+            return
+        asked_version, asked_capability = (getattr(ATTENTION, name) for name in _QUESTIONS)
+        if hasattr(asked_version, "__wrapped__"):
+            return
 
+        @functools.wraps(asked_version)
         def version() -> Any:
-            try:
-                return asked[0]()
-            except RuntimeError:  # cuDNN is not there
-                return ASSUMED_CUDNN
+            return ASSUMED_CUDNN if _capability.get() and not has_gpu() else asked_version()
 
+        @functools.wraps(asked_capability)
         def is_capable(least: str) -> bool:
-            try:
-                asked[0]()
-            except RuntimeError:
-                return tuple(map(int, least.split("."))) <= (capability, 0)
-            return bool(asked[1](least))
+            if _capability.get() and not has_gpu():
+                return tuple(map(int, least.split("."))) <= (_capability.get(), 0)
+            return bool(asked_capability(least))
 
         for name, answer in zip(_QUESTIONS, (version, is_capable), strict=True):
             setattr(ATTENTION, name, answer)
-        try:
-            yield
-        finally:
-            for name, answer in zip(_QUESTIONS, asked, strict=True):
-                setattr(ATTENTION, name, answer)

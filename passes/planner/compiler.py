@@ -58,7 +58,6 @@ from autopar.passes.planner.recomputing import recomputed_plans
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
 from autopar.passes.planner.stage_shardings import (
-    ENOUGH_OF_LARGE,
     HOPELESS_AS_EXPECTED,
     memory_limit_of,
 )
@@ -191,7 +190,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         search, again = replace(search, only=bound.only), bound.only_again
         try:
             first = search.candidates(layout, at_least=bound.fewest, expected=bound.expected)
-            if bound.hoped and any(candidate.fits for candidate in first[0]):
+            if bound.hoped and not _are_refuted(first[0], search):
                 search = replace(search, only=())
                 first[0].extend(search.candidates(layout, at_least=bound.hoped)[0])
             fewest = min([bound.fewest, *(x.split.num_microbatches for x in first[0])])
@@ -203,11 +202,11 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
                 raise
             return pipelines, ""
     candidates, reason = first
-    for other in () if _are_refuted(candidates, search) else search.rewritten():
+    refuted = _are_refuted(candidates, search)
+    for other in search.rewritten():
+        if refuted and not other.rewriting.padding:  # padded, more of it may be cut
+            continue
         best = quickest(candidates)
-        if search.is_long:  # what is hardly quicker takes long to find
-            enough = seconds_of_best(candidates) / ENOUGH_OF_LARGE
-            other = replace(other, best_seconds=min(search.best_seconds, enough))
         candidates += other.candidates(layout, optional=True, at_least=fewest)[0]
         search = search if quickest(candidates) is best else other
     if layout.is_pipeline or any(candidate.fits for candidate in candidates):
@@ -235,7 +234,7 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
 
 
 def _are_refuted(candidates: Sequence[PlannedStep], search: LayoutSearch) -> bool:
-    """Whether one mesh needs far too much, as its layers said: no other program of it fits."""
+    """Whether one mesh needs too much, as its layers said: no program fits that is cut alike."""
     enough = HOPELESS_AS_EXPECTED * memory_limit_of(search.options, search.cluster)
     return bool(search.only) and all(min(c.peak_bytes) > enough for c in candidates)
 

@@ -267,7 +267,7 @@ class LayoutSearch:
         even = largest_even(left, batch_sizes(self.graph), self.cluster.num_devices)
         found = find_bound(left, self.best_seconds, self._layers_on_one_mesh, limit, even)
         if nothing_fits and (found is None or found.expected):
-            return hoped_at_most(found, counts[-1], self.known.one_mesh, self._limit)
+            return hoped_at_most(found, (even, counts[-1]), self.known.one_mesh, self._limit)
         return found
 
     def recomputing(self, layout: StageLayout) -> list[int]:

@@ -307,7 +307,7 @@ def plan_meshes(
     while left:
         i = min(left, key=least)
         fitting = (_whole_seconds(x, cluster) for x in found.values() if x.fits)
-        if found and least(i) > min([others.seconds, *fitting]):
+        if found and least(i) > min(fitting, default=others.seconds):
             break
         if i not in found:
             of = f", {len(found) + 1} of {len(meshes)}" if len(meshes) > 1 else ""

@@ -183,28 +183,37 @@ def largest_even(counts: Sequence[int], rows: Collection[int], num_devices: int)
 
 def hoped_at_most(
     found: OneMeshBound | None,
-    most: int,
+    most: tuple[int, int],
     known: Mapping[int, OneMeshCosts | None],
     limit: int,
 ) -> OneMeshBound:
     """What is tried where nothing fits elsewhere, and layers need about as much as there is.
 
     Where they may need more with any number of microbatches, the most are tried first, on the
-    logical shapes on which they may need least: that says what is missing.
+    logical shapes on which they may need least: that says what is missing. With fewer it is tried
+    where that needs hardly more than there is.
 
     Args:
       found: what may fit with a little more memory than the limit.
-      most: microbatches.
+      most: the most microbatches of which each device has a row, and the most of all.
       known: what layers cost with some numbers of microbatches.
       limit: bytes that a device may hold.
     """
+    even, last = most
     surely = any(x and x.fitting(count, limit) for count, x in known.items())
-    if found is not None and (surely or found.fewest == most):
+    if found is None:
+        return last_try(last, known.get(last))
+    first = even if even > found.fewest else last
+    if surely or found.fewest == first:
         return found
-    layers, hoped = known.get(most), 0 if found is None else found.fewest
+    return last_try(first, known.get(first))._replace(hoped=found.fewest)
+
+
+def last_try(count: int, layers: OneMeshCosts | None) -> OneMeshBound:
+    """So many microbatches, on the logical shapes on which they may need least."""
     if layers is None:
-        return OneMeshBound(most, hoped=hoped)
-    return OneMeshBound(most, {}, layers.smallest(), layers.smallest(keeps=False), hoped)
+        return OneMeshBound(count)
+    return OneMeshBound(count, {}, layers.smallest(), layers.smallest(keeps=False))
 
 
 def worth_pricing(

@@ -17,7 +17,7 @@ from autopar.passes.planner.recomputed_steps import RecomputedSteps
 from autopar.passes.planner.split_step import SplitStep
 from autopar.passes.planner.stage_shardings import memory_limit_of
 
-SAVED_AT_MOST = 2  # times what devices would save that share it evenly: some is cut less
+SAVED_AT_MOST = 4  # times what devices would save that share it evenly: some is cut less
 
 
 def recomputed_plans(
@@ -89,6 +89,8 @@ def recomputed_plans(
 def fewest_that_fit(counts: Sequence[int], even: int, fits: Callable[[int], bool]) -> int:
     """The fewest microbatches that fit, if more take less memory up to an even number; 0: none do.
 
+    Where no number but the fewest is even, those in the middle may do as well as the most.
+
     >>> asked = []
     >>> def fits(count):
     ...     asked.append(count)
@@ -98,7 +100,8 @@ def fewest_that_fit(counts: Sequence[int], even: int, fits: Callable[[int], bool
     """
     if not counts or fits(counts[0]):
         return counts[0] if counts else 0
-    for most in dict.fromkeys(x for x in (even, counts[-1]) if x in counts[1:]):
+    likely = even if even in counts[1:] else counts[len(counts) // 2]
+    for most in dict.fromkeys(x for x in (likely, counts[-1]) if x in counts[1:]):
         if fits(most):
             low, high = 0, counts.index(most)
             while high - low > 1:

@@ -25,7 +25,10 @@ from autopar.passes.sharding.spmd_program import (
 
 
 def turned_gathers(block: Block) -> frozenset[ShardedValue]:
-    """What was gathered along another dimension than the first, and only loops read, as it is."""
+    """What was gathered along another dimension than the first, and scans read slice by slice.
+
+    Nothing else reads it, nor a loop's constant that it is.
+    """
     found = {
         instruction.target
         for instruction in block.instructions
@@ -35,10 +38,21 @@ def turned_gathers(block: Block) -> frozenset[ShardedValue]:
         and any(step.dim for step in instruction.steps)
         and not is_key(instruction.target.atom.aval.dtype)
     }
-    for instruction in block.instructions if found else ():
-        if isinstance(instruction, Loop):
-            _, carried, _ = ScanParts.of(instruction.eqn).operands(instruction.operands)
-            found.difference_update(v for v in carried if not is_literal(v))
-        else:
-            found.difference_update(reads(instruction))
-    return frozenset(found.difference(v for v in block.outputs if not is_literal(v)))
+    return frozenset(_only_sliced(block, found) if found else ())
+
+
+def _only_sliced(block: Block, values: set[ShardedValue]) -> set[ShardedValue]:
+    """Those of a block's values that only scans read, slice by slice."""
+    left = values.difference(v for v in block.outputs if not is_literal(v))
+    for instruction in block.instructions:
+        if not isinstance(instruction, Loop):
+            left.difference_update(reads(instruction))
+            continue
+        scan = ScanParts.of(instruction.eqn)
+        consts, carried, _ = scan.operands(instruction.operands)
+        left.difference_update(v for v in carried if not is_literal(v))
+        inside = dict(zip(instruction.body.inputs, consts, strict=False))
+        of_these = {name for name, v in inside.items() if not is_literal(v) and v in left}
+        sliced = _only_sliced(instruction.body, of_these) if of_these else set()
+        left.difference_update(inside[name] for name in of_these - sliced)
+    return left

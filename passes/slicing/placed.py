@@ -219,9 +219,9 @@ def split_scalar_sums(
     """Replace copied sums (or the like) of scalars from several stages by one partial per stage.
 
     Each stage adds up its own scalars and sends one; the sum of those is copied. It is mostly a
-    global norm, or whether all gradients are finite. Of many stages the first adds them up, whose
-    backward pass ends last, and sends the sum: each of the others receives one scalar, and does the
-    same as the others.
+    global norm, or whether all gradients are finite. Of many stages the first that has any adds
+    them up, whose backward pass ends last, and sends the sum: each of the others receives one
+    scalar, and does the same as the others.
     """
     eqns = [item.eqn for item in after]
     uses, made_by = Counter(v for eqn in eqns for v in variables(eqn.invars)), makers_of(eqns)

@@ -48,6 +48,7 @@ class RunBuilder:
         self.eqns: list[JaxprEqn] = []
         self.made_by: dict[Var, JaxprEqn] = {}
         self.known: dict[Hashable, Atom] = {}  # slices and concatenations that were made
+        self.filled: dict[tuple[Var, int], bool] = {}
         self.traced: dict[Hashable, ClosedJaxpr] = {}
         self.current: JaxprEqn | None = None
 
@@ -122,14 +123,15 @@ class RunBuilder:
         """Whether a value is made element by element of what is broadcast along a dimension."""
         if isinstance(atom, Literal) or not shape_of(atom):
             return True
-        made = self.made_by.get(atom)
+        made, key = self.made_by.get(atom), (atom, axis)
         if made is None:
             return False
         if made.primitive.name == "broadcast_in_dim":
             return axis not in made.params["broadcast_dimensions"]
-        return made.primitive.name in ELEMENTWISE and all(
-            self.is_filled(x, axis) for x in made.invars
-        )
+        if key not in self.filled:
+            is_made_so = made.primitive.name in ELEMENTWISE
+            self.filled[key] = is_made_so and all(self.is_filled(x, axis) for x in made.invars)
+        return self.filled[key]
 
     def append(self, eqn: JaxprEqn) -> None:
         """One more equation."""
