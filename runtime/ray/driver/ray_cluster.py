@@ -146,7 +146,7 @@ class Connection:
     @property
     def is_there(self) -> bool:
         """Whether Ray was not shut down meanwhile, also if this process uses another one now."""
-        return self._session == session()
+        return self._session is not None and self._session == session()
 
     def close(self) -> None:
         """Give back what was reserved."""
