@@ -394,3 +394,36 @@ def test_large_stages_with_divided_backward_passes_are_planned_as_they_are_quick
     assert any("zb" in c.note for c in plan.candidates) == fits
     if fits:
         assert plan.estimates.step_seconds == small.estimates.step_seconds
+
+
+def uneven_step(weights: Any, tokens: Any) -> Any:
+    """Tied embeddings and layers of which eight devices divide no dimension."""
+
+    def loss_fn(weights: Any) -> Any:
+        x = weights["embedding"][tokens]
+        for layer in weights["layers"]:
+            x = x + jnp.tanh(x @ layer)
+        logits = x @ weights["embedding"].T
+        chosen = jnp.take_along_axis(logits, tokens[:, None], 1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def test_a_padded_program_is_tried_where_the_state_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers say that nothing fits, and the plan says so too; padded, its state is cut, and fits."""
+    monkeypatch.setattr("autopar.passes.planner.layout_search.LONG_PROGRAM", 50)
+
+    def shaped(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.float32)
+
+    width, vocabulary = 509, 100_003
+    layers = [shaped(width, width) for _ in range(4)]
+    weights = {"embedding": shaped(vocabulary, width), "layers": layers}
+    tokens = jax.ShapeDtypeStruct((64,), np.int32)
+    asked: dict[str, Any] = {"cluster": "8xh100", "memory_limit": "620MiB"}
+    plan = autopar.plan(uneven_step, weights, tokens, **asked)
+    assert plan.padding

@@ -51,6 +51,7 @@ from autopar.passes.planner.edited_plans import (
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout, asked_layout
+from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.one_mesh import OneMeshBound, largest_even
 from autopar.passes.planner.plan_writer import leaf_types, write_plan
@@ -66,7 +67,10 @@ from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost
 from autopar.passes.sharding.host_leaves import check_offload
 from autopar.passes.sharding.pins import check_pins
+from autopar.passes.sharding.spmd_program import local_bytes
 from autopar.plans.plan import Plan
+
+NEARLY_EVEN = 1.1  # times an even share of the state: what is cut so is cut as much as it can be
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,8 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
             return pipelines, ""
     candidates, reason = first
     refuted = _are_refuted(candidates, search)
-    for other in search.rewritten():
-        if refuted and not other.rewriting.padding:  # padded, more of it may be cut
-            continue
+    refuted = refuted and any(_is_cut_evenly(candidate, search) for candidate in candidates)
+    for other in () if refuted else search.rewritten():
         best = quickest(candidates)
         candidates += other.candidates(layout, optional=True, at_least=fewest)[0]
         search = search if quickest(candidates) is best else other
@@ -237,6 +240,16 @@ def _are_refuted(candidates: Sequence[PlannedStep], search: LayoutSearch) -> boo
     """Whether one mesh needs too much, as its layers said: no program fits that is cut alike."""
     enough = HOPELESS_AS_EXPECTED * memory_limit_of(search.options, search.cluster)
     return bool(search.only) and all(min(c.peak_bytes) > enough for c in candidates)
+
+
+def _is_cut_evenly(candidate: PlannedStep, search: LayoutSearch) -> bool:
+    """Whether devices share the state nearly evenly: padded, they would hold no less of it."""
+    (planned,) = candidate.planned
+    leaves = zip(planned.program.block.inputs, planned.split.graph.inputs, strict=True)
+    mesh = planned.program.mesh
+    held = sum(local_bytes(value, mesh) for value, label in leaves if label.role == "state")
+    whole = state_on_devices(search.graph, search.options, search.cluster)
+    return held <= NEARLY_EVEN * whole / search.cluster.num_devices
 
 
 def one_mesh_first(
