@@ -414,16 +414,16 @@ def uneven_step(weights: Any, tokens: Any) -> Any:
 def test_a_padded_program_is_tried_where_the_state_is_not_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Layers say that nothing fits, and the plan says so too; padded, its state is cut, and fits."""
+    """Layers say that nothing fits, and a plan says so too; padded, the state is cut, and fits."""
     monkeypatch.setattr("autopar.passes.planner.layout_search.LONG_PROGRAM", 50)
 
     def shaped(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.float32)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     width, vocabulary = 509, 100_003
     layers = [shaped(width, width) for _ in range(4)]
     weights = {"embedding": shaped(vocabulary, width), "layers": layers}
-    tokens = jax.ShapeDtypeStruct((64,), np.int32)
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32)
     asked: dict[str, Any] = {"cluster": "8xh100", "memory_limit": "620MiB"}
     plan = autopar.plan(uneven_step, weights, tokens, **asked)
     assert plan.padding
