@@ -6,15 +6,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autopar.base import hardware
+from autopar.base.errors import OptionError
 from autopar.requests import ClusterOrName, make_request
-
-CAPABILITIES = {
-    7: ("V100", "T4"),
-    8: ("A100", "A10", "A30", "A40", "L4", "L40", "L40S"),
-    9: ("H100", "H200", "H800", "H20", "GH200"),
-    10: ("B100", "B200", "GB200"),
-}
-"""The major compute capability of kinds of GPUs (NVIDIA, CUDA GPU Compute Capability)."""
 
 OLDEST_CAPABILITY = 8
 """Of the GPUs for which cuDNN has attention, and of those that no table has."""
@@ -43,8 +37,13 @@ def tracing_for(cluster: ClusterOrName) -> Iterator[None]:
     from autopar.passes.graph.absent_cudnn import answering_for
 
     found = make_request({}, cluster, None).cluster
-    name = "cpu" if found is None else found.device.name
-    if capability := capability_of(name):
+    if found is None:
+        raise OptionError(
+            "tracing_for(None) is not possible.",
+            why="it traces for devices that are named; without it JAX traces for those here.",
+            hint='use a name such as "8x8 h100".',
+        )
+    if capability := capability_of(found.device.name):
         with answering_for(capability):
             yield
     else:
@@ -64,6 +63,6 @@ def capability_of(device_name: str) -> int:
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if backend_of(device_name) != GPU or words & {"AMD", "INSTINCT", "INTEL"}:
         return 0
-    known = (major for major, names in CAPABILITIES.items() if words.intersection(names))
-    found = next(known, OLDEST_CAPABILITY)
+    known = hardware.gpu_targets()["capabilities"]
+    found = next((known[word] for word in sorted(words) if word in known), OLDEST_CAPABILITY)
     return found if found >= OLDEST_CAPABILITY else 0

@@ -70,8 +70,12 @@ def test_shapes_are_found_for_gpus_that_are_elsewhere() -> None:
     assert found.shape == (32, 128, 4, 64)
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
         jax.eval_shape(lambda *args: attended(*args), *shapes())  # JAX remembers functions
-    with pytest.raises(autopar.errors.OptionError, match="is not possible"), autopar.tracing_for(8):  # type: ignore[arg-type]
-        pass
+    for wrong in (8, None):
+        with (
+            pytest.raises(autopar.errors.OptionError, match="is not possible"),
+            autopar.tracing_for(wrong),  # type: ignore[arg-type]
+        ):
+            pass
 
 
 def test_outside_jax_answers_as_before() -> None:

@@ -20,7 +20,10 @@ def table() -> dict[str, Any]:
 
 @functools.cache
 def gpu_targets() -> dict[str, Any]:
-    """What XLA's GPU compiler is told of GPUs: `gpus` by their names, and `limits` of all."""
+    """What XLA's GPU compiler is told of GPUs: `gpus` by their names, and `limits` of all.
+
+    And the `capabilities` of kinds of GPUs.
+    """
     return _plain_numbers("gpu_targets.toml")
 
 

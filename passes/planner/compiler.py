@@ -58,10 +58,7 @@ from autopar.passes.planner.plan_writer import leaf_types, write_plan
 from autopar.passes.planner.recomputing import recomputed_plans
 from autopar.passes.planner.refusals import out_of_memory
 from autopar.passes.planner.remedies import SECONDS, remedies
-from autopar.passes.planner.stage_shardings import (
-    HOPELESS_AS_EXPECTED,
-    memory_limit_of,
-)
+from autopar.passes.planner.stage_shardings import HOPELESS_AS_EXPECTED, memory_limit_of
 from autopar.passes.planner.stages_within import seconds_of_best
 from autopar.passes.planner.watch import PlanningTimeOutError, PlanningWatch
 from autopar.passes.sharding.constraint_axes import warn_of_lost

@@ -47,7 +47,7 @@ from autopar.passes.sharding.spmd_program import (
     writes,
 )
 from autopar.passes.sharding.tiles import convolved_shapes, parts_of_vectors, tiled_elements
-from autopar.passes.sharding.turned_gathers import turned_gathers
+from autopar.passes.sharding.turned_gathers import copied_for_loops
 
 LARGE_BYTES = 1 << 20
 """What is smaller lies in tiles that are not counted."""
@@ -169,13 +169,7 @@ class _Moments:
             if self.runs(instruction):
                 self.last.update(dict.fromkeys(self.read(instruction), time))
         self.rows = RowKernels.of(self.block.instructions, self.held)
-        self.turned = {
-            x.target
-            for x in block.instructions
-            if rules.turns_gathers
-            and isinstance(x, Relayout)
-            and any(s.kind == "all-gather" and s.dim for s in x.steps)
-        }.difference(turned_gathers(block) if rules.turns_gathers else ())
+        self.turned = copied_for_loops(block) if rules.turns_gathers else frozenset()
         self.early: dict[int, list[ShardedValue]] = defaultdict(list)  # by when they may be there
         made = {v: t for t, x in enumerate(block.instructions) for v in writes(x)}
         for time, after in after_ties(block, waiting).items():

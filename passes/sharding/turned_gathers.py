@@ -5,12 +5,14 @@ that this is the outermost, and products take it so. Loops do not: XLA lays what
 usual order, and transposes the stacked weights of a scan whole. Where its pipeliner peels the
 backward loop's first trip (`collective_pipeliner.cc`), that trip reads the other order, so that
 both are there from the first loop to the last: of a Llama by `zero3`, all layers' weights once more
-(found at sizes of Llama 3, 8 of 32 layers, with JAX 0.10.2: 24.4 GB for 21.1 planned). So
+(found at sizes of Llama 3, 8 of 32 layers, with JAX 0.10.2: 24.4 GiB for 21.1 planned). So
 such values keep the order in which they came, with the gathered dimension first
 (`runtime/turned_arrays.py`), and a scan takes its slices along the dimension of its layers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.scans import ScanParts
@@ -31,14 +33,26 @@ def turned_gathers(block: Block) -> frozenset[ShardedValue]:
     """
     found = {
         instruction.target
-        for instruction in block.instructions
-        if isinstance(instruction, Relayout)
-        and not instruction.sum_dtype
+        for instruction in _gathers_across(block)
+        if not instruction.sum_dtype
         and all(step.kind == "all-gather" for step in instruction.steps)
-        and any(step.dim for step in instruction.steps)
         and not is_key(instruction.target.atom.aval.dtype)
     }
     return frozenset(_only_sliced(block, found) if found else ())
+
+
+def copied_for_loops(block: Block) -> frozenset[ShardedValue]:
+    """What was gathered so and is not `turned_gathers`: loops that read it have a copy."""
+    return frozenset(x.target for x in _gathers_across(block)) - turned_gathers(block)
+
+
+def _gathers_across(block: Block) -> Iterator[Relayout]:
+    """What gathers along another dimension than the first."""
+    for instruction in block.instructions:
+        if isinstance(instruction, Relayout) and any(
+            step.kind == "all-gather" and step.dim for step in instruction.steps
+        ):
+            yield instruction
 
 
 def _only_sliced(block: Block, values: set[ShardedValue]) -> set[ShardedValue]:

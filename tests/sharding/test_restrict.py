@@ -212,7 +212,7 @@ def test_a_batch_that_the_devices_cannot_share(graph: Graph) -> None:
 
 
 def deep_step(weights: Any, x: Any) -> Any:
-    """Many small layers under one scan, and as large an embedding."""
+    """Many small layers under one scan."""
 
     def loss_fn(weights: Any) -> Any:
         def layer(y: Any, w: Any) -> Any:

@@ -195,15 +195,16 @@ def body(stage: StageGraph) -> Jaxpr:
     return stage.loop.body
 
 
+def perceptron_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - y) ** 2)
+
+
 def test_a_global_norm_sends_one_scalar_from_stage_to_stage() -> None:
     """Each stage adds up its own squares first."""
 
-    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - y) ** 2)
-
-    stages = cut(train(loss_fn, parameters(6), clip=True), 3)
+    stages = cut(train(perceptron_loss, parameters(6), clip=True), 3)
     assert crossing(stages) == one_each_way(3)
     assert not per_step(stages)
     scalars = [(k.source, k.target) for k in stages.links if not k.per_microbatch]
@@ -213,12 +214,7 @@ def test_a_global_norm_sends_one_scalar_from_stage_to_stage() -> None:
 def test_of_many_stages_the_first_adds_up_a_global_norm() -> None:
     """So the inner ones do the same, and twice as many scalars are sent as there are others."""
 
-    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - y) ** 2)
-
-    stages = cut(train(loss_fn, parameters(12), clip=True), 6)
+    stages = cut(train(perceptron_loss, parameters(12), clip=True), 6)
     scalars = [(k.source, k.target) for k in stages.links if not k.per_microbatch]
     assert sorted(scalars) == [*((0, t) for t in range(1, 6)), *((s, 0) for s in range(1, 6))]
     inner = [stage.graph.jaxpr for stage in stages.graphs[1:-1]]
