@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.scans import ScanParts
-from autopar.passes.primitives.cuts import DimCut
+from autopar.passes.primitives.cuts import DimCut, bind_with
+from autopar.passes.primitives.group_tiles import (
+    GROUPED,
+    has_parts,
+    product_by_parts,
+    product_in_tiles,
+    tiling_of,
+)
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
@@ -177,10 +184,19 @@ class _Device:
                 operands,
                 [self.cuts(v.layout) for v in instruction.operands],
                 [self.cuts(v.layout) for v in instruction.results],
+                self.bind,
             )
         if self.rules.keeps_order and is_filter_gradient(eqn):
             results = [with_layout_constraint(x, Order(tuple(range(x.ndim)))) for x in results]
         env.update(zip(instruction.results, results, strict=True))
+
+    def bind(self, eqn: Any, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+        if eqn.primitive.name in GROUPED and not changes:
+            if tiling_of(eqn, self.rules.grouped_kernel) is not None:
+                return [product_in_tiles(eqn, operands)]
+            if self.rules.grouped_kernel and has_parts(eqn):
+                return [product_by_parts(eqn, operands)]
+        return bind_with(eqn, operands, changes)
 
     def once(self, eqn: Any, operands: Sequence[Any]) -> None:
         """An equation with an effect (jax.debug.print): the first device alone runs it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,14 +81,19 @@ def positions(size: int, cut: DimCut | None, dtype: Any = np.int32) -> Any:
     return place.reshape(cut.major * rest)
 
 
+Binder = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any]], list[Any]]
+"""Evaluates an equation on operands and with some params changed."""
+
+
 @dataclass(frozen=True)
 class LocalCall:
-    """An equation, its local operands, and how each operand and each result is cut."""
+    """An equation, its local operands, how each operand and each result is cut, what evaluates."""
 
     eqn: JaxprEqn
     operands: Sequence[Any]
     operand_cuts: Sequence[Cuts]
     result_cuts: Sequence[Cuts]
+    binder: Binder
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -97,7 +102,7 @@ class LocalCall:
 
     def bind(self, **changes: Any) -> list[Any]:
         """Its results on the local operands, with some params changed."""
-        return bind_with(self.eqn, self.operands, changes)
+        return self.binder(self.eqn, self.operands, changes)
 
 
 def bind_with(eqn: JaxprEqn, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.base.errors import AutoparError
-from autopar.passes.primitives.cuts import Cuts, LocalCall, NotLocalError, bind_with, local_shape
+from autopar.passes.primitives.cuts import (
+    Binder,
+    Cuts,
+    LocalCall,
+    NotLocalError,
+    bind_with,
+    local_shape,
+)
 from autopar.passes.primitives.kernels import KERNEL_REWRITES
 from autopar.passes.primitives.local_rewrites import REWRITES
 from autopar.passes.primitives.shardings import shape_of, whole_dims
@@ -25,6 +32,7 @@ def bind_local(
     operands: Sequence[Any],
     operand_cuts: Sequence[Cuts],
     result_cuts: Sequence[Cuts],
+    binder: Binder = bind_with,
 ) -> list[Any]:
     """Evaluate an equation on slices.
 
@@ -33,6 +41,7 @@ def bind_local(
       operands: its local operands, a literal as its value.
       operand_cuts: how each operand is cut, one entry per dimension.
       result_cuts: how each result shall be cut.
+      binder: evaluates it, as it is or with some params changed.
 
     Returns:
       The local results. Where a reduced dimension is cut, they are partial: combining those of
@@ -42,7 +51,7 @@ def bind_local(
       NotLocalError: these slices do not determine the local results.
     """
     if not any(cut for cuts in (*operand_cuts, *result_cuts) for cut in cuts):
-        return bind_with(eqn, operands, {})
+        return binder(eqn, operands, {})
     whole_operands, whole_results = whole_dims(eqn)
     for cuts, dims in zip(
         (*operand_cuts, *result_cuts), (*whole_operands, *whole_results), strict=True
@@ -55,7 +64,7 @@ def bind_local(
         local_shape(shape_of(var), cuts) for var, cuts in zip(eqn.outvars, result_cuts, strict=True)
     ]
     try:
-        call = LocalCall(eqn, operands, operand_cuts, result_cuts)
+        call = LocalCall(eqn, operands, operand_cuts, result_cuts, binder)
         results = call.bind() if rewrite is None else rewrite(call)
     except AutoparError:  # what is wrong there is the user's to know
         raise

@@ -7,6 +7,7 @@ rows has group sizes of its own, and a slice of the groups has its rows somewher
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class RaggedDims:
     """Where the loops of a grouped product are in its operands, of these ranks."""
 
     def __init__(self, numbers: lax.RaggedDotDimensionNumbers, left_rank: int, right_rank: int):
+        self.left_rank, self.right_rank = left_rank, right_rank
         contracted, batch = numbers.dot_dimension_numbers
         (self.left_contracted, self.right_contracted), (self.left_batch, self.right_batch) = (
             contracted,
@@ -33,14 +35,58 @@ class RaggedDims:
         (self.rows,) = numbers.lhs_ragged_dimensions
         self.groups: int | None = next(iter(numbers.rhs_group_dimensions), None)
         self.sums_rows = self.rows in self.left_contracted
-        self.right_rows = (
-            self.right_contracted[self.left_contracted.index(self.rows)] if self.sums_rows else None
-        )
+        self.right_rows = self.in_right(self.rows) if self.sums_rows else None
         gone = (*self.left_contracted, *self.left_batch)
         self.left_kept = [dim for dim in range(left_rank) if dim not in gone]
         groups = () if self.groups is None else (self.groups,)
         gone = (*self.right_contracted, *self.right_batch, *groups)
         self.right_kept = [dim for dim in range(right_rank) if dim not in gone]
+        among = next(
+            x for x in (self.left_contracted, self.left_kept, self.left_batch) if self.rows in x
+        )
+        outer = () if among is self.left_batch else self.left_batch
+        # Of the rows, what has groups of its own, if their sizes have several dimensions.
+        self.prefix = [*outer, *among[: among.index(self.rows)]]
+
+    def in_right(self, dim: int) -> int:
+        """The dimension of the right operand with which one of the left is contracted."""
+        return self.right_contracted[self.left_contracted.index(dim)]
+
+    def folded(self, own: Sequence[int]) -> RaggedDims:
+        """Once these dimensions and the rows are one, the first; in the right operand as well."""
+        if self.rows in self.left_batch or {*own} & {*self.left_batch}:
+            raise ValueError("what is a batch has matrices of its own")
+        gone = (*own, self.rows)
+
+        def after(dim: int, first: Sequence[int]) -> int:
+            return dim + 1 - sum(x < dim for x in first)
+
+        right_gone = [self.in_right(dim) for dim in gone] if self.sums_rows else []
+        contracted = [d for d in self.left_contracted if d not in gone]
+        left = [after(d, gone) for d in contracted]
+        right = [self.in_right(d) for d in contracted]
+        if self.sums_rows:
+            left, right = [0, *left], [0, *(after(d, right_gone) for d in right)]
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=((left, right), ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[] if self.groups is None else [self.groups],
+        )
+        less = len(own) if self.sums_rows else 0
+        return RaggedDims(numbers, self.left_rank - len(own), self.right_rank - less)
+
+    def without(self, own: Sequence[int]) -> lax.RaggedDotDimensionNumbers:
+        """For rows that have none of these dimensions, which are of the result."""
+
+        def after(dim: int) -> int:
+            return dim - sum(x < dim for x in own)
+
+        contracted = ([*map(after, self.left_contracted)], [*self.right_contracted])
+        return lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(contracted, ((), ())),
+            lhs_ragged_dimensions=[after(self.rows)],
+            rhs_group_dimensions=[self.groups],
+        )
 
     @classmethod
     def of(cls, eqn: JaxprEqn) -> RaggedDims:
@@ -53,7 +99,7 @@ def ragged_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
     """The rule of a grouped product; None where its rows are a batch, or groups are shared out."""
     left, right, sizes = map(shape_of, eqn.invars)
     dims = RaggedDims.of(eqn)
-    if dims.rows in dims.left_batch or len(sizes) != 1 or eqn.params["group_offset"] is not None:
+    if dims.rows in dims.left_batch or eqn.params["group_offset"] is not None:
         return None
     return ragged_rule_of(dims, left, right, sizes)
 
@@ -61,10 +107,15 @@ def ragged_rule(eqn: JaxprEqn, _: frozenset[int]) -> FactorRule | None:
 def ragged_rule_of(
     dims: RaggedDims, left: Sequence[int], right: Sequence[int], sizes: Sequence[int]
 ) -> FactorRule:
-    """The rule of a grouped product of operands of these shapes."""
+    """The rule of a grouped product of operands of these shapes.
+
+    Rows that have groups of their own, and such groups, stay whole; what they are of is a loop.
+    """
     loops = Loops()
     # Where rows are summed every group has a result; else every row has one, from its group alone.
-    groups = loops.new(sizes[0], "pass" if dims.sums_rows else "sum")
+    own = dims.prefix if len(sizes) > 1 else []
+    of_groups: FactorKind = "pass" if dims.sums_rows else "sum"
+    groups = loops.new(sizes[-1], "replicated" if own else of_groups)
     left_dims: list[DimFactors] = [()] * len(left)
     right_dims: list[DimFactors] = [()] * len(right)
     kinds: list[tuple[FactorKind, Any, Any]] = [
@@ -73,9 +124,10 @@ def ragged_rule_of(
     ]
     for kind, ours, theirs in kinds:
         for i, j in zip(ours, theirs, strict=True):
-            left_dims[i] = right_dims[j] = loops.new(left[i], kind)
+            is_whole = own and i == dims.rows
+            left_dims[i] = right_dims[j] = loops.new(left[i], "replicated" if is_whole else kind)
     for i in dims.left_kept:
-        left_dims[i] = loops.new(left[i])
+        left_dims[i] = loops.new(left[i], "replicated" if own and i == dims.rows else "pass")
     for j in dims.right_kept:
         right_dims[j] = loops.new(right[j])
     if dims.groups is not None:
@@ -85,11 +137,14 @@ def ragged_rule_of(
         *(left_dims[i] for i in (*dims.left_batch, *dims.left_kept)),
         *(right_dims[j] for j in dims.right_kept),
     ]
-    return loops.rule([left_dims, right_dims, [loops.new(sizes[0], "replicated")]], [result])
+    sizes_dims = [*(left_dims[i] for i in own), loops.new(sizes[-1], "replicated")]
+    return loops.rule([left_dims, right_dims, sizes_dims], [result])
 
 
 def ragged_on_slices(call: LocalCall) -> list[Any]:
     """A grouped product on slices: of its rows, its groups, or what `dot_general` has as well."""
+    if len(shape_of(call.eqn.invars[2])) > 1:
+        return call.bind()  # slices of what has groups of its own
     dims = RaggedDims.of(call.eqn)
     left, right, sizes = call.operands
     left_cuts, right_cuts, _ = call.operand_cuts
@@ -121,7 +176,7 @@ def ragged_on_slices(call: LocalCall) -> list[Any]:
 
 
 def _bind(call: LocalCall, *operands: Any) -> list[Any]:
-    return LocalCall(call.eqn, operands, call.operand_cuts, call.result_cuts).bind()
+    return dataclasses.replace(call, operands=operands).bind()
 
 
 def _spread(value: Any, dim: int, cut: DimCut, size: int) -> Any:

@@ -262,6 +262,8 @@ class CompilerRules:
       combined_bytes: sums of less are combined in an array of their own, and not done in place.
       copies_in: some arguments and results are held in another order inside (`boundary_copies.py`).
       has_tiles: arrays lie in whole tiles (`tiles.py`).
+      grouped_kernel: there is one for grouped products of rows and matrices; the others are
+        computed by a loop (`group_tiles.py`).
     """
 
     backend: str
@@ -289,6 +291,7 @@ class CompilerRules:
     combined_bytes: int = 0
     copies_in: bool = False
     has_tiles: bool = False
+    grouped_kernel: bool = False
 
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
         """Whether an equation can compute its operand at a place itself."""
@@ -361,6 +364,7 @@ RULES = {
         turns_scatters=True,
         copies_in=True,
         has_tiles=True,
+        grouped_kernel=True,
     ),
 }
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
+from autopar.passes.primitives.group_tiles import GROUPED, tiling_of
 from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
@@ -347,17 +348,27 @@ class _Moments:
         twice = self.rows.read_twice(self.read(instruction), result, self.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
+    def _beside(self, instruction: Compute) -> tuple[int, str]:
+        """What one equation needs beside its operands and results, and for what."""
+        eqn = instruction.eqn
+        if is_filter_gradient(eqn):
+            size = sum(map(self.size, instruction.results))
+            return size, "the gradient of a filter in cuDNN's order"
+        if eqn.primitive.name in GROUPED:
+            values = *instruction.operands[:2], *instruction.results
+            shapes = [local_shape(aval_shape(v.atom), v.layout, self.mesh) for v in values]
+            tiling = tiling_of(eqn, self.rules.grouped_kernel, shapes)
+            return tiling.held_bytes if tiling else 0, "a tile of a grouped product"
+        return 0, ""
+
     def _inside(self, instruction: Instruction) -> tuple[int, Alive, list[HeapBuffer]]:
         """What a loop's or branch's body, or a sum in another dtype, needs beside its results.
 
         The buffers are from 0 to 1.
         """
         if isinstance(instruction, Compute):
-            if not is_filter_gradient(instruction.eqn):
-                return 0, {}, []
-            size = sum(map(self.size, instruction.results))
-            there: Alive = {"the gradient of a filter in cuDNN's order": size}
-            return size, there, [HeapBuffer(size, 0, 0)]
+            size, name = self._beside(instruction)
+            return size, {name: size} if size else {}, [HeapBuffer(size, 0, 0)] if size else []
         if isinstance(instruction, Relayout):
             size = sum_bytes(instruction, self.mesh)
             sums: Alive = {f"sums of a gradient in {instruction.sum_dtype}": size} if size else {}

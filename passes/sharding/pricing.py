@@ -16,6 +16,8 @@ from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.primitives.exchanges import EXPECTED_ROUNDS
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
+from autopar.passes.primitives.group_tiles import GROUPED, KERNELS_OF_VISIT, Tiling, tiling_of
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.exchange_rounds import exchange_round
 from autopar.passes.sharding.layout import Layout
 from autopar.passes.sharding.reshard import (
@@ -63,6 +65,7 @@ class Pricing:
         # By the ids of lists of layouts, which the tables keep.
         self.resharding = self.tables.resharding.setdefault((cluster, reduce_scatter), {})
         self._compute: dict[Any, float] = {}
+        self._grouped_kernel = rules_of(cluster.device.name).grouped_kernel
 
     def reshard(
         self,
@@ -130,7 +133,17 @@ class Pricing:
 
     def start(self, eqn: JaxprEqn) -> float:
         """Seconds of starting an equation's kernel, however its work is divided."""
-        return self._traffic_of(eqn).kernels * self.cluster.device.kernel_seconds
+        kernels = self._traffic_of(eqn).kernels
+        tiling = self._tiling(eqn)
+        if tiling is not None:
+            kernels += KERNELS_OF_VISIT * tiling.visits
+        return kernels * self.cluster.device.kernel_seconds
+
+    def _tiling(self, eqn: JaxprEqn) -> Tiling | None:
+        """How a grouped product is computed, if devices have rows of their own, or blocks."""
+        if eqn.primitive.name not in GROUPED:
+            return None
+        return tiling_of(eqn, self._grouped_kernel, parts=math.prod(self.mesh))
 
     def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule, moved: float) -> float:
         is_matmul = eqn.primitive.name in PRODUCTS | KERNELS
@@ -138,7 +151,11 @@ class Pricing:
         typed = eqn.invars if is_matmul else eqn.outvars
         dtypes = {str(atom.aval.dtype) for atom in typed if jnp.issubdtype(atom.aval.dtype, _FLOAT)}
         dtypes = dtypes or {str(eqn.outvars[0].aval.dtype)}
-        count = flops(eqn, rule)
+        count: float = flops(eqn, rule)
+        tiling = self._tiling(eqn)
+        if tiling is not None:
+            count *= tiling.repeats
+            moved += tiling.moved_bytes * math.prod(self.mesh)
         return max(
             roofline_seconds(count, moved, dtype, self.cluster, is_matmul=is_matmul)
             for dtype in sorted(dtypes)

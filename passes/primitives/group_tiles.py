@@ -1,0 +1,316 @@
+"""Grouped products in tiles of rows, where a compiler has no kernel for them.
+
+XLA:TPU (libtpu 0.0.42) has one for rows that meet the matrices of their groups, none for the sums
+over rows that are these matrices' gradients, nor for sizes of several dimensions; XLA:GPU and
+XLA:CPU (jax 0.10 and 0.11) have none. They write the rows once for each group, with zeros where
+they are in another, and multiply them all: with 8 experts 8 times the operations, and 8 copies of
+the activations: found by compiling for an H100 and a v5e. Here a loop visits each group's tiles of
+rows, as the kernels of MegaBlocks (Gale et al., MLSys '23) do: a tile in which groups meet is
+visited for each of them, and of its rows those of the group count. Tiles have about as many rows as
+groups have, so at most twice the operations are done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from autopar.passes.graph.primitives import BLOCK_PRODUCT
+from autopar.passes.primitives.ragged_products import RaggedDims
+from autopar.passes.primitives.shardings import shape_of
+
+GROUPED = frozenset({"ragged_dot_general", BLOCK_PRODUCT})
+
+FEWEST_ROWS = 128
+"""Of a tile: what keeps a GPU's tensor cores busy with weights of usual sizes."""
+KERNELS_OF_VISIT = 5
+"""A tile is cut out, and its matrix; they are multiplied; rows are written; the loop counts."""
+MOST_ROWS = 4096
+"""Of a tile: more make a product no quicker, and are more that groups share."""
+
+
+class Tiling(NamedTuple):
+    """How a device computes a grouped product.
+
+    Args:
+      rows: those of a tile.
+      visits: of tiles, at most, if as many rows are here as in the other groups' places.
+      repeats: how many times the operations are done of which the product consists.
+      held_bytes: beside operands and result.
+      moved_bytes: read and written in memory beside them.
+    """
+
+    rows: int
+    visits: int
+    repeats: float
+    held_bytes: int
+    moved_bytes: int
+
+
+def tiling_of(
+    eqn: JaxprEqn,
+    has_kernel: bool,
+    shapes: Sequence[Sequence[int]] | None = None,
+    parts: int = 1,
+) -> Tiling | None:
+    """Of a grouped product, or one in blocks; None: that is not how it is computed.
+
+    Args:
+      eqn: any equation.
+      has_kernel: the compiler has one for rows that meet matrices.
+      shapes: of a device's parts of both operands and of the result; whole ones.
+      parts: in which rows are cut beside that, or blocks, or what has groups of its own.
+    """
+    if eqn.primitive.name not in GROUPED or eqn.params.get("group_offset") is not None:
+        return None
+    *whole, sizes = (shape_of(atom) for atom in eqn.invars)
+    left, right, result = shapes or (*whole, shape_of(eqn.outvars[0]))
+    groups, blocks = sizes[-1], 1
+    if eqn.primitive.name == BLOCK_PRODUCT:
+        left, right, result = left[1:], right[1:], result[1:]
+        groups, sizes, parts = math.prod(sizes), sizes[1:], 1
+    dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], len(left), len(right))
+    own = dims.prefix if len(sizes) > 1 else []
+    if dims.rows in dims.left_batch or 0 in (groups, *left, *right):
+        return None
+    if (has_kernel and not dims.sums_rows) or {*own} & {*dims.left_batch}:
+        return None
+    blocks = math.prod(left[dim] for dim in own)
+    if blocks % parts == 0:
+        blocks, parts = blocks // parts, 1
+    rows = max(left[dims.rows] // parts, 1)
+    tile = tile_rows(rows, groups)
+    here = result[0] if dims.groups is None else right[dims.groups]
+    expected = max(rows * here // groups, 1)
+    visits = blocks * (-(-expected // tile) + here - 1)
+    numbers = [atom.aval.dtype.itemsize for atom in (*eqn.invars[:2], *eqn.outvars)]
+    one, other, made = (
+        math.prod(shape) * size for shape, size in zip((left, right, result), numbers, strict=True)
+    )
+    all_rows = math.prod(left[dim] for dim in (*own, dims.rows))
+    one = one // all_rows * tile
+    if dims.sums_rows:
+        other, matrix = other // all_rows * tile, made // here
+        wide = matrix * max(4 // numbers[2], 1)
+        held, moved = one + other + 2 * wide, 3 * (one + other) + 4 * wide + matrix
+    else:
+        matrix, made = other // here, made // all_rows * tile
+        held, moved = one + matrix + made, 3 * (one + matrix) + 4 * made
+    return Tiling(tile, visits, visits * tile / (blocks * expected), held, visits * moved)
+
+
+def tile_rows(rows: int, groups: int) -> int:
+    """The rows of a tile: a power of two, at most as many as a group has, but for few.
+
+    >>> tile_rows(16384, 8), tile_rows(49152, 64), tile_rows(1000, 100), tile_rows(50, 4)
+    (2048, 512, 128, 50)
+    """
+    each = 1 << max((rows // groups).bit_length() - 1, 0)
+    return min(max(each, FEWEST_ROWS), MOST_ROWS, rows)
+
+
+def product_in_tiles(eqn: JaxprEqn, operands: Sequence[Any], tile: int | None = None) -> Any:
+    """What an equation with a `tiling_of` its own computes of operands that may be cut.
+
+    Args:
+      eqn: a grouped product, or one in blocks.
+      operands: rows, matrices (or rows), and the sizes of the groups that are here.
+      tile: its rows; as many as suit the operands.
+    """
+    if eqn.primitive.name != BLOCK_PRODUCT:
+        return _product(eqn, shape_of(eqn.invars[2])[-1], operands, tile)
+    groups = math.prod(shape_of(eqn.invars[2]))
+    blocks = zip(*operands, strict=True)
+    return jnp.stack([_product(eqn, groups, block, tile) for block in blocks])
+
+
+def has_parts(eqn: JaxprEqn) -> bool:
+    """Whether rows of a grouped product that meet matrices have parts with groups of their own."""
+    if eqn.primitive.name != "ragged_dot_general" or len(shape_of(eqn.invars[2])) == 1:
+        return False
+    dims = RaggedDims.of(eqn)
+    return dims.rows in dims.left_kept and not dims.left_batch
+
+
+def product_by_parts(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    """A grouped product by a compiler's kernel, for one after another that has its own groups.
+
+    Args:
+      eqn: whose rows meet matrices, with sizes of several dimensions.
+      operands: rows, matrices, and sizes, which may be cut.
+    """
+    left, right, sizes = operands
+    dims = RaggedDims.of(eqn)
+    own = dims.prefix
+    parts = jnp.moveaxis(left, own, range(len(own)))
+    parts = parts.reshape(-1, *parts.shape[len(own) :])
+    one = dims.without(own)
+    kept = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+
+    def product(part_and_sizes: Any) -> Any:
+        part, its = part_and_sizes
+        return lax.ragged_dot_general(part, right, its, one, **kept)
+
+    made = lax.map(product, (parts, sizes.reshape(-1, sizes.shape[-1])))
+    made = made.reshape(*(left.shape[dim] for dim in own), *made.shape[1:])
+    return _as_kept(made, dims, own)
+
+
+def _as_kept(made: Any, dims: RaggedDims, first: Sequence[int]) -> Any:
+    """A result that has these dimensions of the left operand first, in the usual order."""
+    kept = [*first, *(dim for dim in dims.left_kept if dim not in first)]
+    places = [kept.index(dim) for dim in dims.left_kept]
+    return jnp.transpose(made, (*places, *range(len(kept), made.ndim)))
+
+
+def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | None) -> Any:
+    """Of groups that may be a part of so many."""
+    left, right, sizes = operands
+    dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], left.ndim, right.ndim)
+    rows = left.shape[dims.rows]
+    tile = min(tile or tile_rows(rows, groups), rows)
+    if sizes.ndim == 1:
+        visits = _Visits(sizes[None], rows, tile, is_part=sizes.shape[0] < groups)
+        return (_sums if dims.sums_rows else _rows)(eqn, dims, visits, left, right)
+    # Dimensions that have groups of their own become one with the rows.
+    own = dims.prefix
+    sizes = sizes.reshape(-1, sizes.shape[-1])
+    visits = _Visits(sizes, rows, tile, is_part=sizes.shape[-1] < groups)
+    left = _folded(left, (*own, dims.rows))
+    if dims.sums_rows:
+        right = _folded(right, [dims.in_right(dim) for dim in (*own, dims.rows)])
+        return _sums(eqn, dims.folded(own), visits, left, right)
+    made = _rows(eqn, dims.folded(own), visits, left, right)
+    first = (*own, dims.rows)
+    shape = [operands[0].shape[dim] for dim in first]
+    return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, first)
+
+
+def _folded(value: Any, dims: Sequence[int]) -> Any:
+    """With these dimensions as one, the first."""
+    value = jnp.moveaxis(value, dims, range(len(dims)))
+    return value.reshape(-1, *value.shape[len(dims) :])
+
+
+class _Visits:
+    """The tiles of each group, in order: the `number`th visit is of a group and a tile.
+
+    Args:
+      sizes: of the groups of each part of the rows, [parts, groups].
+      rows: of each part.
+      tile: its rows.
+      is_part: rows of groups that are not here are.
+    """
+
+    def __init__(self, sizes: Any, rows: int, tile: int, is_part: bool):
+        self.parts, groups = sizes.shape
+        self.rows, self.tile = self.parts * rows, tile
+        self.most = -(-self.rows // tile) + self.parts * groups - 1
+        ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32), axis=1), rows)
+        starts = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+        place = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * rows
+        # All parts of a group, one after another.
+        self.starts, self.ends = ((place + x).T.reshape(-1) for x in (starts, ends))
+        first = self.starts // tile
+        tiles = jnp.where(self.ends > self.starts, (self.ends - 1) // tile - first + 1, 0)
+        until = jnp.cumsum(tiles)
+        number = jnp.arange(self.most, dtype=jnp.int32)
+        after = jnp.sum(number[:, None] >= until[None, :], axis=1, dtype=jnp.int32)
+        self.piece = jnp.minimum(after, self.parts * groups - 1)
+        begins = until - tiles
+        self.at = (first[self.piece] + number - begins[self.piece]) * tile
+        self.group = self.piece // self.parts
+        self.is_first = number == begins[self.group * self.parts]
+        # Where rows of others are here as well, they are not visited.
+        self.trips = until[-1] if is_part else self.most
+
+    def place(self, number: Any) -> tuple[Any, Any, Any]:
+        """Group and first row of a visit, and which of the tile's rows are the group's."""
+        piece, at = self.piece[number], self.at[number]
+        start = jnp.clip(at, 0, self.rows - self.tile)  # the last tile begins earlier
+        row = start + jnp.arange(self.tile, dtype=jnp.int32)
+        mine = (row >= jnp.maximum(at, self.starts[piece])) & (row < self.ends[piece])
+        return self.group[number], start, mine
+
+
+def _rows(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: Any) -> Any:
+    """Every row with the matrix of its group."""
+    groups, dtype = dims.groups, eqn.outvars[0].aval.dtype
+    assert groups is not None
+    place = len(dims.left_batch) + dims.left_kept.index(dims.rows)
+
+    def in_matrix(numbers: Sequence[int]) -> list[int]:
+        return [dim - (dim > groups) for dim in numbers]
+
+    numbers = (
+        (dims.left_contracted, in_matrix(dims.right_contracted)),
+        (dims.left_batch, in_matrix(dims.right_batch)),
+    )
+
+    def visit(number: Any, made: Any) -> Any:
+        group, start, mine = visits.place(number)
+        tile = lax.dynamic_slice_in_dim(left, start, visits.tile, dims.rows)
+        matrix = lax.dynamic_index_in_dim(right, group, groups, keepdims=False)
+        product = _multiply(eqn, tile, matrix, numbers, eqn.params["preferred_element_type"])
+        there = lax.dynamic_slice_in_dim(made, start, visits.tile, place)
+        new = jnp.where(_along(mine, place, made.ndim), product.astype(dtype), there)
+        return lax.dynamic_update_slice_in_dim(made, new, start, place)
+
+    made = jnp.zeros(_kept_shape(dims, left, right), dtype)
+    return lax.fori_loop(0, visits.trips, visit, made)
+
+
+def _sums(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: Any) -> Any:
+    """Of each group the product of its rows with its rows of the other operand.
+
+    They are added in float32 where the result has fewer bits, as one product adds them.
+    """
+    dtype, right_rows = eqn.outvars[0].aval.dtype, dims.right_rows
+    assert right_rows is not None
+    is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    wide = jnp.dtype(jnp.float32) if is_short else dtype
+    numbers = (
+        (dims.left_contracted, dims.right_contracted),
+        (dims.left_batch, dims.right_batch),
+    )
+
+    def own_rows(value: Any, start: Any, mine: Any, dim: int) -> Any:
+        tile = lax.dynamic_slice_in_dim(value, start, visits.tile, dim)
+        return jnp.where(_along(mine, dim, value.ndim), tile, jnp.zeros((), value.dtype))
+
+    def visit(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        added, made = carry
+        group, start, mine = visits.place(number)
+        tile = own_rows(left, start, mine, dims.rows)
+        other = own_rows(right, start, mine, right_rows)
+        before = jnp.where(visits.is_first[number], jnp.zeros((), wide), added)
+        added = before + _multiply(eqn, tile, other, numbers, wide)
+        new = added.astype(dtype)[None]
+        return added, lax.dynamic_update_slice_in_dim(made, new, group, 0)
+
+    shape = _kept_shape(dims, left, right)
+    groups = visits.ends.shape[0] // visits.parts
+    start = jnp.zeros(shape, wide), jnp.zeros((groups, *shape), dtype)
+    return lax.fori_loop(0, visits.trips, visit, start)[1]
+
+
+def _multiply(eqn: JaxprEqn, left: Any, right: Any, numbers: Any, dtype: Any) -> jax.Array:
+    return lax.dot_general(
+        left, right, numbers, precision=eqn.params["precision"], preferred_element_type=dtype
+    )
+
+
+def _kept_shape(dims: RaggedDims, left: Any, right: Any) -> tuple[int, ...]:
+    kept = [left.shape[dim] for dim in (*dims.left_batch, *dims.left_kept)]
+    return (*kept, *(right.shape[dim] for dim in dims.right_kept))
+
+
+def _along(rows: Any, dim: int, ndim: int) -> Any:
+    """A vector along a dimension of so many."""
+    return rows.reshape([-1 if d == dim else 1 for d in range(ndim)])

@@ -1,0 +1,184 @@
+"""Grouped products in tiles of rows are those of `jax.lax.ragged_dot_general`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import JaxprEqn
+from plain_jit import equals_plain_jit
+
+from autopar.passes.primitives.group_tiles import (
+    has_parts,
+    product_by_parts,
+    product_in_tiles,
+    tile_rows,
+    tiling_of,
+)
+
+SIZES = np.array(
+    [
+        [10, 10, 10, 20],
+        [0, 0, 50, 0],
+        [50, 0, 0, 0],
+        [0, 0, 0, 50],
+        [1, 2, 3, 4],  # rows that are in no group
+        [0, 0, 0, 0],
+        [13, 0, 37, 0],
+        [30, 30, 30, 30],  # more rows than there are
+        [7, 8, 9, 26],
+    ],
+    np.int32,
+)
+OF_PARTS = SIZES.reshape(3, 3, 4)
+OF_MANY_PARTS = np.stack([OF_PARTS, OF_PARTS[:, ::-1]], 2)
+TILES = (1, 3, 8, 50, None)
+
+
+def array(*shape: int, dtype: Any = np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), dtype)
+
+
+def numbers(
+    contracted: Any, rows: int, groups: Sequence[int], batch: Any = ((), ())
+) -> lax.RaggedDotDimensionNumbers:
+    return lax.RaggedDotDimensionNumbers((contracted, batch), [rows], groups)
+
+
+ROWS = numbers(((1,), (1,)), 0, [0])
+SUMS = numbers(((0,), (0,)), 0, [])
+HALF = jnp.bfloat16
+CASES: dict[str, tuple[Any, jax.Array, jax.Array, np.ndarray, dict[str, Any]]] = {
+    "rows": (ROWS, array(50, 6), array(4, 6, 5), SIZES, {}),
+    "back to rows": (numbers(((1,), (2,)), 0, [0]), array(50, 5), array(4, 6, 5), SIZES, {}),
+    "sums": (SUMS, array(50, 6), array(50, 5), SIZES, {}),
+    "groups last": (numbers(((0,), (1,)), 1, [2]), array(6, 50), array(5, 6, 4), SIZES, {}),
+    "a batch": (
+        numbers(((2,), (2,)), 1, [0], ((0,), (1,))),
+        *(array(3, 50, 6), array(4, 3, 6, 5), SIZES, {}),
+    ),
+    "sums of a batch": (
+        numbers(((1,), (1,)), 1, [], ((0,), (0,))),
+        *(array(3, 50, 6), array(3, 50, 5), SIZES, {}),
+    ),
+    "short sums": (SUMS, array(50, 6, dtype=HALF), array(50, 5, dtype=HALF), SIZES, {}),
+    "wide results": (
+        *(ROWS, array(50, 6, dtype=HALF), array(4, 6, 5, dtype=HALF), SIZES),
+        {"preferred_element_type": np.float32},
+    ),
+    "parts": (numbers(((2,), (1,)), 1, [0]), array(3, 50, 6), array(4, 6, 5), OF_PARTS, {}),
+    "sums of parts": (
+        numbers(((0, 1), (0, 1)), 1, []),
+        *(array(3, 50, 6), array(3, 50, 5), OF_PARTS, {}),
+    ),
+    "many parts": (
+        numbers(((3,), (1,)), 2, [0]),
+        *(array(3, 2, 50, 6), array(4, 6, 5), OF_MANY_PARTS, {}),
+    ),
+    "parts around": (
+        numbers(((1,), (1,)), 2, [0]),
+        *(array(3, 6, 50, 2), array(4, 6, 5), OF_PARTS, {}),
+    ),
+    "sums of parts and more": (
+        numbers(((0, 2, 1), (2, 0, 3)), 2, []),
+        *(array(3, 2, 50, 6), array(50, 5, 3, 2), OF_PARTS, {}),
+    ),
+}
+
+
+def product_of(
+    case: str,
+) -> tuple[Callable[..., Any], JaxprEqn, jax.Array, jax.Array, np.ndarray]:
+    dimensions, left, right, sizes, params = CASES[case]
+
+    def product(left: Any, right: Any, sizes: Any) -> Any:
+        return lax.ragged_dot_general(left, right, sizes, dimensions, **params)
+
+    (eqn,) = jax.make_jaxpr(product)(left, right, sizes[0]).jaxpr.eqns
+    return product, eqn, left, right, sizes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiles_make_up_the_product(case: str) -> None:
+    product, eqn, left, right, all_sizes = product_of(case)
+    assert tiling_of(eqn, has_kernel=False) is not None
+    error = 2e-2 if left.dtype == HALF else 1e-5
+    for tile in TILES:
+        in_tiles = jax.jit(lambda *xs, tile=tile: product_in_tiles(eqn, xs, tile))
+        for sizes in all_sizes:
+            made, wanted = in_tiles(left, right, sizes), product(left, right, sizes)
+            assert made.dtype == wanted.dtype
+            np.testing.assert_allclose(made, wanted, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("case", ["parts", "many parts", "parts around"])
+def test_a_kernel_computes_part_by_part(case: str) -> None:
+    product, eqn, left, right, all_sizes = product_of(case)
+    assert has_parts(eqn) and tiling_of(eqn, has_kernel=True) is None
+    by_parts = jax.jit(lambda *xs: product_by_parts(eqn, xs))
+    for sizes in all_sizes:
+        np.testing.assert_allclose(
+            by_parts(left, right, sizes), product(left, right, sizes), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_rows_of_other_groups_cost_nothing_and_spoil_nothing() -> None:
+    """What is in no group may be anything; rows of groups that are elsewhere are not visited."""
+    _, eqn, left, right, _ = product_of("sums")
+    some = jnp.asarray([5, 6, 0, 7], jnp.int32)
+    left, right = left.at[18:].set(jnp.nan), right.at[18:].set(jnp.inf)
+    made = product_in_tiles(eqn, (left, right, some), 8)
+    assert np.isfinite(made).all()
+    _, eqn, left, right, _ = product_of("rows")
+    made = product_in_tiles(eqn, (left.at[18:].set(jnp.nan), right[:2], some[:2]), 8)
+    np.testing.assert_allclose(made[:5], left[:5] @ right[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(made[11:], 0)
+
+
+def test_at_most_twice_the_operations() -> None:
+    for rows, groups in [(16384, 8), (49152, 64), (131072, 8), (32768, 128)]:
+        left, right = (jax.ShapeDtypeStruct(s, HALF) for s in ((rows, 64), (groups, 64, 32)))
+        sizes = jax.ShapeDtypeStruct((groups,), np.int32)
+        (eqn,) = jax.make_jaxpr(lax.ragged_dot)(left, right, sizes).eqns
+        tiling = tiling_of(eqn, has_kernel=False)
+        assert tiling is not None
+        assert tiling.rows == tile_rows(rows, groups)
+        assert 1 < tiling.repeats <= 2 and tiling.held_bytes < left.size * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "data"},
+        {"logical_mesh": (2, 4), "pins": {"*in": (None, None, "y")}},
+        {"microbatches": 2, "stages": 2},
+    ],
+    ids=str,
+)
+def test_parts_with_groups_of_their_own_are_cut(options: dict[str, Any]) -> None:
+    dimensions = CASES["parts"][0]
+    router = array(6, 4)
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            choice = jnp.argmax(x @ router, axis=-1)
+            order = jnp.argsort(choice, axis=-1)
+            sizes = jnp.sum(choice[..., None] == jnp.arange(4), axis=1, dtype=jnp.int32)
+            rows = jnp.take_along_axis(x, order[..., None], axis=1)
+            made = lax.ragged_dot_general(rows, weights["in"], sizes, dimensions)
+            again = lax.ragged_dot_general(jnp.tanh(made), weights["out"], sizes, dimensions)
+            return jnp.mean(again**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    weights = {"in": array(4, 6, 8), "out": array(4, 8, 6)}
+    compiled = equals_plain_jit(step, weights, array(8, 50, 6), **options)
+    if options.get("method") == "data":  # gradients alone
+        (stage,) = compiled.plan.stages
+        assert {c.kind for c in stage.collectives} == {"all-reduce"}, compiled.plan
