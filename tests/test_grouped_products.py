@@ -37,7 +37,7 @@ SIZES = np.array(
 )
 OF_PARTS = SIZES.reshape(3, 3, 4)
 OF_MANY_PARTS = np.stack([OF_PARTS, OF_PARTS[:, ::-1]], 2)
-TILES = (1, 3, 8, 50, None)
+TILES = (1, 3, 8, 50, 120, None)
 
 
 def array(*shape: int, dtype: Any = np.float32) -> jax.Array:

@@ -57,7 +57,7 @@ def in_blocks(graph: Graph, blocks: int) -> Graph:
     """The same step, with its grouped products in so many blocks."""
     jaxpr = graph.jaxpr
     program = _InBlocks(blocks).program(jaxpr)
-    made = flatten(_traced(program, jaxpr.invars)).jaxpr
+    made = flatten(traced(program, jaxpr.invars)).jaxpr
     return dataclasses.replace(graph, jaxpr=eliminate_dead_code(merge_equal_equations(made)))
 
 
@@ -124,7 +124,7 @@ class _InBlocks:
     def scan(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """A loop with its body rewritten."""
         scan = ScanParts.of(eqn)
-        body = _traced(self.program(scan.body), scan.body.invars)
+        body = traced(self.program(scan.body), scan.body.invars)
         kept = eliminate_dead_code(merge_equal_equations(flatten(body).jaxpr))
         closed = ClosedJaxpr(kept, [])
         params = jax_compat.scan_params(eqn.params, closed, scan.num_consts, scan.num_carry)
@@ -344,7 +344,7 @@ def _is_key(atom: Atom) -> bool:
     return jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.extended)
 
 
-def _traced(function: Callable[..., Any], variables: Sequence[Var]) -> ClosedJaxpr:
+def traced(function: Callable[..., Any], variables: Sequence[Var]) -> ClosedJaxpr:
     structs = [
         jax.ShapeDtypeStruct(
             var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False)

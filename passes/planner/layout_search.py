@@ -16,12 +16,9 @@ from autopar.base.errors import (
     InexactMicrobatchError,
     PlanMismatchError,
 )
-from autopar.base.methods import WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
-from autopar.passes.graph.casts_after import with_casts_after
-from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.graph.microbatched import in_phases
 from autopar.passes.planner.asked_loops import with_asked_loops
@@ -52,6 +49,7 @@ from autopar.passes.planner.rewritings import (
     AS_WRITTEN,
     Rewriting,
     check_splits,
+    planned_graphs,
     rewritten_steps,
 )
 from autopar.passes.planner.split_step import SplitStep
@@ -66,8 +64,6 @@ from autopar.passes.planner.stages_within import (
 from autopar.passes.planner.unit_costs import UnitCosts
 from autopar.passes.primitives.factor_rule import Rules
 from autopar.passes.primitives.populate import populate
-from autopar.passes.recompute.override import without_checkpoints
-from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.host_leaves import may_leave
 from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
@@ -80,7 +76,8 @@ REALIZED = 1.03  # times what is promised, what a planned step takes without tha
 class LayoutSearch:
     """What is tried for one graph; `best_seconds` is what a step takes that fits elsewhere.
 
-    Of the logical shapes of one mesh, it may be `only` some.
+    Of the logical shapes of one mesh, it may be `only` some. Where the graph sorts rows for each
+    example, `sorted_whole` is the step that sorts those of the whole batch.
     """
 
     graph: Graph
@@ -93,19 +90,15 @@ class LayoutSearch:
     best_seconds: float = math.inf
     known: KnownCosts = field(default_factory=KnownCosts.nothing, compare=False)
     only: tuple[tuple[int, ...], ...] = ()
+    sorted_whole: Graph | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, graph: Graph, options: Options, cluster: Cluster, report: Report) -> LayoutSearch:
-        """The search for a traced step; where parameters may be stored cut, they are cast so."""
-        if options.remat == "override":
-            graph = without_checkpoints(graph)
-        if not options.methods.issubset(WHOLE_PARAMETERS):
-            graph = with_casts_ahead(graph)
-        if rules_of(cluster.device.name).gathers_read_buffers:
-            graph = with_casts_after(graph)
+        """The search for a traced step."""
+        graph, sorted_whole = planned_graphs(graph, options, cluster)
         rules = populate(graph.jaxpr)
         graph = with_asked_loops(graph, rules, options, cluster)
-        return cls(graph, rules, options, cluster, report)
+        return cls(graph, rules, options, cluster, report, sorted_whole=sorted_whole)
 
     @property
     def is_long(self) -> bool:
@@ -119,7 +112,8 @@ class LayoutSearch:
 
     def rewritten(self) -> Iterator[LayoutSearch]:
         """Searches for other programs of the same step."""
-        for found in rewritten_steps(self.graph, self.rules, self.options, self.cluster):
+        asked = self.options, self.cluster
+        for found in rewritten_steps(self.graph, self.rules, *asked, self.sorted_whole):
             self.report(str(found))
             rules = populate(found.graph.jaxpr)
             other = replace(self, graph=found.graph, rules=rules, rewriting=found.rewriting)

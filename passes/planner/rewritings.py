@@ -8,14 +8,19 @@ from dataclasses import dataclass
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import InexactMicrobatchError
-from autopar.base.methods import BATCH_METHODS
+from autopar.base.methods import BATCH_METHODS, WHOLE_PARAMETERS
 from autopar.base.options import Options
 from autopar.passes.experts.blocks import in_blocks, num_groups
+from autopar.passes.experts.by_example import by_example
+from autopar.passes.graph.casts_after import with_casts_after
+from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph
 from autopar.passes.padding.pad import padded_graph
 from autopar.passes.padding.uneven import loops_to_pad
 from autopar.passes.planner.layouts import asked_layout, logical_meshes, submesh
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.recompute.override import without_checkpoints
+from autopar.passes.sharding.compiler_rules import rules_of
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,29 @@ class RewrittenStep:
         return f"the step with {self.rewriting}"
 
 
+def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Graph, Graph | None]:
+    """A traced step as it is planned, and the one whose rows may be sent to blocks of experts.
+
+    Where parameters may be stored cut, they are cast so; rows are sorted for each example. None:
+    that changes nothing.
+    """
+    if options.remat == "override":
+        graph = without_checkpoints(graph)
+    made = by_example(graph)
+    kept = [made] if made is graph else [made, graph]
+    if not options.methods.issubset(WHOLE_PARAMETERS):
+        kept = [*map(with_casts_ahead, kept)]
+    if rules_of(cluster.device.name).gathers_read_buffers:
+        kept = [*map(with_casts_after, kept)]
+    return kept[0], kept[1] if len(kept) > 1 else None
+
+
 def rewritten_steps(
-    graph: Graph, rules: Rules, options: Options, cluster: Cluster
+    graph: Graph,
+    rules: Rules,
+    options: Options,
+    cluster: Cluster,
+    sorted_whole: Graph | None = None,
 ) -> Iterator[RewrittenStep]:
     """The programs that are worth planning as well."""
     if options.methods.issubset(BATCH_METHODS):
@@ -59,6 +85,7 @@ def rewritten_steps(
         padding = tuple((loop.size, loop.padded) for loop in loops)
         dims = {place: size for loop in loops for place, size in loop.dims.items()}
         yield RewrittenStep(padded_graph(graph, rules, dims), Rewriting(padding))
+    graph = sorted_whole or graph
     blocks = _expert_blocks(graph, options, cluster)
     if blocks > 1:
         yield RewrittenStep(in_blocks(graph, blocks), Rewriting(expert_blocks=blocks))

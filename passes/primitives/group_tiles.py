@@ -71,7 +71,7 @@ def tiling_of(
         return None
     *whole, sizes = (shape_of(atom) for atom in eqn.invars)
     left, right, result = shapes or (*whole, shape_of(eqn.outvars[0]))
-    groups, blocks = sizes[-1], 1
+    groups = sizes[-1]
     if eqn.primitive.name == BLOCK_PRODUCT:
         left, right, result = left[1:], right[1:], result[1:]
         groups, sizes, parts = math.prod(sizes), sizes[1:], 1
@@ -81,19 +81,16 @@ def tiling_of(
         return None
     if (has_kernel and not dims.sums_rows) or {*own} & {*dims.left_batch}:
         return None
-    blocks = math.prod(left[dim] for dim in own)
-    if blocks % parts == 0:
-        blocks, parts = blocks // parts, 1
-    rows = max(left[dims.rows] // parts, 1)
+    all_rows = math.prod(left[dim] for dim in (*own, dims.rows))
+    rows = max(all_rows // parts, 1)
     tile = tile_rows(rows, groups)
     here = result[0] if dims.groups is None else right[dims.groups]
     expected = max(rows * here // groups, 1)
-    visits = blocks * (-(-expected // tile) + here - 1)
+    visits = -(-expected // tile) + here - 1
     numbers = [atom.aval.dtype.itemsize for atom in (*eqn.invars[:2], *eqn.outvars)]
     one, other, made = (
         math.prod(shape) * size for shape, size in zip((left, right, result), numbers, strict=True)
     )
-    all_rows = math.prod(left[dim] for dim in (*own, dims.rows))
     one = one // all_rows * tile
     if dims.sums_rows:
         other, matrix = other // all_rows * tile, made // here
@@ -102,7 +99,7 @@ def tiling_of(
     else:
         matrix, made = other // here, made // all_rows * tile
         held, moved = one + matrix + made, 3 * (one + matrix) + 4 * made
-    return Tiling(tile, visits, visits * tile / (blocks * expected), held, visits * moved)
+    return Tiling(tile, visits, visits * tile / expected, held, visits * moved)
 
 
 def tile_rows(rows: int, groups: int) -> int:
@@ -173,15 +170,17 @@ def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | No
     """Of groups that may be a part of so many."""
     left, right, sizes = operands
     dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], left.ndim, right.ndim)
-    rows = left.shape[dims.rows]
-    tile = min(tile or tile_rows(rows, groups), rows)
+    rows, parts = left.shape[dims.rows], math.prod(sizes.shape[:-1])
+    tile = min(tile or tile_rows(parts * rows, groups), parts * rows)
+    is_part = sizes.shape[-1] < groups
     if sizes.ndim == 1:
-        visits = _Visits(sizes[None], rows, tile, is_part=sizes.shape[0] < groups)
+        visits = _Visits(sizes, rows, tile, is_part)
         return (_sums if dims.sums_rows else _rows)(eqn, dims, visits, left, right)
     # Dimensions that have groups of their own become one with the rows.
     own = dims.prefix
     sizes = sizes.reshape(-1, sizes.shape[-1])
-    visits = _Visits(sizes, rows, tile, is_part=sizes.shape[-1] < groups)
+    index, sizes = _by_group(sizes, rows)
+    visits = _Visits(sizes, parts * rows, tile, is_part, index)
     left = _folded(left, (*own, dims.rows))
     if dims.sums_rows:
         right = _folded(right, [dims.in_right(dim) for dim in (*own, dims.rows)])
@@ -190,6 +189,28 @@ def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | No
     first = (*own, dims.rows)
     shape = [operands[0].shape[dim] for dim in first]
     return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, first)
+
+
+def _by_group(sizes: Any, rows: int) -> tuple[Any, Any]:
+    """The rows of all parts in the order of their groups, and how many each group has.
+
+    Args:
+      sizes: of the groups of each part, [parts, groups].
+      rows: of each part.
+    """
+    parts, groups = sizes.shape
+    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32), axis=1), rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+    sizes = ends - starts
+    before = jnp.cumsum(sizes, axis=0) - sizes
+    total = jnp.sum(sizes, axis=0)
+    offset = jnp.cumsum(total) - total + before - starts  # of a row's place, by part and group
+    row = jnp.arange(rows, dtype=jnp.int32)
+    group = jnp.sum(row[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)
+    place = row + jnp.take_along_axis(offset, jnp.minimum(group, groups - 1), axis=1)
+    place = jnp.where(group < groups, place, parts * rows).reshape(-1)
+    count = jnp.arange(parts * rows, dtype=jnp.int32)
+    return jnp.zeros_like(count).at[place].set(count, mode="drop"), total
 
 
 def _folded(value: Any, dims: Sequence[int]) -> Any:
@@ -202,41 +223,55 @@ class _Visits:
     """The tiles of each group, in order: the `number`th visit is of a group and a tile.
 
     Args:
-      sizes: of the groups of each part of the rows, [parts, groups].
-      rows: of each part.
+      sizes: of the groups, [groups].
+      rows: how many there are.
       tile: its rows.
       is_part: rows of groups that are not here are.
+      index: where the rows are, in the order of their groups; None: they are in that order.
     """
 
-    def __init__(self, sizes: Any, rows: int, tile: int, is_part: bool):
-        self.parts, groups = sizes.shape
-        self.rows, self.tile = self.parts * rows, tile
-        self.most = -(-self.rows // tile) + self.parts * groups - 1
-        ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32), axis=1), rows)
-        starts = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
-        place = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * rows
-        # All parts of a group, one after another.
-        self.starts, self.ends = ((place + x).T.reshape(-1) for x in (starts, ends))
+    def __init__(self, sizes: Any, rows: int, tile: int, is_part: bool, index: Any = None):
+        self.rows, self.tile, self.index = rows, tile, index
+        (groups,) = sizes.shape
+        most = -(-rows // tile) + groups - 1
+        self.ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), rows)
+        self.starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), self.ends[:-1]])
         first = self.starts // tile
         tiles = jnp.where(self.ends > self.starts, (self.ends - 1) // tile - first + 1, 0)
         until = jnp.cumsum(tiles)
-        number = jnp.arange(self.most, dtype=jnp.int32)
+        number = jnp.arange(most, dtype=jnp.int32)
         after = jnp.sum(number[:, None] >= until[None, :], axis=1, dtype=jnp.int32)
-        self.piece = jnp.minimum(after, self.parts * groups - 1)
-        begins = until - tiles
-        self.at = (first[self.piece] + number - begins[self.piece]) * tile
-        self.group = self.piece // self.parts
-        self.is_first = number == begins[self.group * self.parts]
+        self.group = jnp.minimum(after, groups - 1)
+        before = number - (until - tiles)[self.group]
+        self.at = (first[self.group] + before) * tile
+        self.is_first = before == 0
         # Where rows of others are here as well, they are not visited.
-        self.trips = until[-1] if is_part else self.most
+        self.trips = until[-1] if is_part else most
 
     def place(self, number: Any) -> tuple[Any, Any, Any]:
         """Group and first row of a visit, and which of the tile's rows are the group's."""
-        piece, at = self.piece[number], self.at[number]
+        group, at = self.group[number], self.at[number]
         start = jnp.clip(at, 0, self.rows - self.tile)  # the last tile begins earlier
         row = start + jnp.arange(self.tile, dtype=jnp.int32)
-        mine = (row >= jnp.maximum(at, self.starts[piece])) & (row < self.ends[piece])
-        return self.group[number], start, mine
+        mine = (row >= jnp.maximum(at, self.starts[group])) & (row < self.ends[group])
+        return group, start, mine
+
+    def read(self, value: Any, start: Any, dim: int) -> Any:
+        """A tile of a value whose rows are along a dimension."""
+        if self.index is None:
+            return lax.dynamic_slice_in_dim(value, start, self.tile, dim)
+        rows = lax.dynamic_slice_in_dim(self.index, start, self.tile)
+        return jnp.take(value, rows, axis=dim, mode="clip")
+
+    def write(self, value: Any, tile: Any, start: Any, mine: Any, dim: int) -> Any:
+        """A value with these rows of a tile."""
+        if self.index is None:
+            there = lax.dynamic_slice_in_dim(value, start, self.tile, dim)
+            new = jnp.where(_along(mine, dim, value.ndim), tile, there)
+            return lax.dynamic_update_slice_in_dim(value, new, start, dim)
+        rows = lax.dynamic_slice_in_dim(self.index, start, self.tile)
+        nowhere = self.rows + jnp.arange(self.tile, dtype=rows.dtype)
+        return value.at[jnp.where(mine, rows, nowhere)].set(tile, mode="drop", unique_indices=True)
 
 
 def _rows(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: Any) -> Any:
@@ -255,12 +290,10 @@ def _rows(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: An
 
     def visit(number: Any, made: Any) -> Any:
         group, start, mine = visits.place(number)
-        tile = lax.dynamic_slice_in_dim(left, start, visits.tile, dims.rows)
+        tile = visits.read(left, start, dims.rows)
         matrix = lax.dynamic_index_in_dim(right, group, groups, keepdims=False)
         product = _multiply(eqn, tile, matrix, numbers, eqn.params["preferred_element_type"])
-        there = lax.dynamic_slice_in_dim(made, start, visits.tile, place)
-        new = jnp.where(_along(mine, place, made.ndim), product.astype(dtype), there)
-        return lax.dynamic_update_slice_in_dim(made, new, start, place)
+        return visits.write(made, product.astype(dtype), start, mine, place)
 
     made = jnp.zeros(_kept_shape(dims, left, right), dtype)
     return lax.fori_loop(0, visits.trips, visit, made)
@@ -281,7 +314,7 @@ def _sums(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: An
     )
 
     def own_rows(value: Any, start: Any, mine: Any, dim: int) -> Any:
-        tile = lax.dynamic_slice_in_dim(value, start, visits.tile, dim)
+        tile = visits.read(value, start, dim)
         return jnp.where(_along(mine, dim, value.ndim), tile, jnp.zeros((), value.dtype))
 
     def visit(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -295,7 +328,7 @@ def _sums(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: An
         return added, lax.dynamic_update_slice_in_dim(made, new, group, 0)
 
     shape = _kept_shape(dims, left, right)
-    groups = visits.ends.shape[0] // visits.parts
+    groups = visits.ends.shape[0]
     start = jnp.zeros(shape, wide), jnp.zeros((groups, *shape), dtype)
     return lax.fori_loop(0, visits.trips, visit, start)[1]
 

@@ -1,0 +1,427 @@
+"""What is known of values row by row: constants, functions of one number for each row, counts.
+
+Rows are told apart by numbers: a row's own place, its key, where a sort put it. An index that is
+computed from such a number is a function of it alone, which is evaluated here, for all numbers that
+there can be: so it is proven, not guessed, that `order // 2` names the token of a choice, that a
+wrapped index is the index, that a scatter's mask is all true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.lax import GatherScatterMode
+
+from autopar.passes.graph.graph import Atom
+from autopar.passes.graph.primitives import ELEMENTWISE, RESHAPES
+from autopar.passes.primitives.shardings import shape_of
+
+LARGEST_CONSTANT = 4096
+"""Elements of a constant that is kept as an array."""
+MOST_KEYS = 1 << 16
+"""Of how many keys it is tried what becomes of them."""
+
+Evaluate = Callable[[Any], Any]
+"""From numbers [D] to values [D, ...]; dimensions along which all is equal may have size 1."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What tells rows apart: "place" (their own), "keys" of a sort, "order" and "rank" by one.
+
+    A sort's order has, at each place, the row that it puts there; its rank has, for each row, the
+    place to which it is put.
+    """
+
+    kind: str
+    of: Hashable = None
+
+
+@dataclass(frozen=True)
+class RowFunction:
+    """A value each row of which is a function of a number of the row.
+
+    Args:
+      numbers: which.
+      lead: how many first dimensions are those of rows.
+      rows: how many rows.
+      key: equal for equal functions.
+      evaluate: the function, for any numbers.
+    """
+
+    numbers: Numbers
+    lead: int
+    rows: int
+    key: Hashable
+    evaluate: Evaluate
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is the number itself, wherever there is one."""
+        return _known(("number", self.key, self.rows), self._is_number)
+
+    def _is_number(self) -> bool:
+        places = np.arange(self.rows)
+        found = np.asarray(self.evaluate(places))
+        return found.size == self.rows and bool((found.reshape(-1) == places).all())
+
+    def local(self, parts: int, rows: int) -> bool:
+        """Whether each part of the numbers is sent into the same part of so many rows, as others.
+
+        If so, its values on the numbers of the first part are those within every part.
+        """
+        return rows % parts == 0 and _known(
+            ("local", self.key, self.rows, parts, rows), lambda: self._local(parts, rows // parts)
+        )
+
+    def _local(self, parts: int, each: int) -> bool:
+        found = np.asarray(self.evaluate(np.arange(self.rows)))
+        if found.size != self.rows:
+            return False
+        found = found.reshape(parts, -1) - each * np.arange(parts)[:, None]
+        return bool((found == found[:1]).all() and (found >= 0).all() and (found < each).all())
+
+    def constant(self) -> np.ndarray | None:
+        """What it is for all rows, with a first dimension of 1; None: not the same."""
+        return _known(("constant", self.key, self.rows), self._constant)
+
+    def _constant(self) -> np.ndarray | None:
+        found = np.asarray(self.evaluate(np.arange(self.rows)))
+        return found[:1] if (found == found[:1]).all() else None
+
+
+_results: dict[Hashable, Any] = {}
+
+
+def _known(key: Hashable, find: Callable[[], Any]) -> Any:
+    """Found once: layers have the same functions."""
+    if key not in _results:
+        with jax.ensure_compile_time_eval():
+            _results[key] = find()
+    return _results[key]
+
+
+def numbers_themselves(numbers: Numbers, lead: int, rows: int) -> RowFunction:
+    """The number of each row."""
+    return RowFunction(numbers, lead, rows, "number", lambda x: x)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers that rows with keys are counted by; `function` of a key: for which it counts."""
+
+    keys: Var
+    function: RowFunction
+
+    def are_of(self, groups: int, bounds: tuple[int, int]) -> bool:
+        """Whether they are the counts of keys 0, 1, ... for keys within bounds (last excluded)."""
+        first, last = bounds
+        if first < 0 or last > MOST_KEYS:
+            return False
+        key = ("counts", self.function.key, groups, last)
+        return bool(_known(key, lambda: self._are_of(groups, last)))
+
+    def _are_of(self, groups: int, last: int) -> bool:
+        found = np.asarray(self.function.evaluate(np.arange(last)))
+        wanted = np.arange(last)[:, None] == np.arange(groups)
+        return found.shape == wanted.shape and bool((found == wanted).all())
+
+
+class Facts:
+    """What is known of the values of a program, or of a body."""
+
+    def __init__(self) -> None:
+        self.constants: dict[Var, np.ndarray] = {}
+        """Values whose elements are known; dimensions along which all is equal have size 1."""
+        self.functions: dict[Var, RowFunction] = {}
+        self.counts: dict[Var, Counts] = {}
+        self.bounds: dict[Var, tuple[int, int]] = {}
+        """The least integer, and one more than the greatest."""
+
+    def passed(self, pairs: Sequence[tuple[Atom, Var]]) -> Facts:
+        """For a body: of its variables that are these values outside."""
+        inner = Facts()
+        for atom, var in pairs:
+            if (constant := self.constant(atom)) is not None:
+                inner.constants[var] = constant
+            if isinstance(atom, Literal):
+                continue
+            if atom in self.functions and self.functions[atom].numbers.kind == "place":
+                inner.functions[var] = self.functions[atom]
+            if atom in self.bounds:
+                inner.bounds[var] = self.bounds[atom]
+        return inner
+
+    def constant(self, atom: Atom) -> np.ndarray | None:
+        """The elements of a value, if they are known."""
+        if isinstance(atom, Literal):
+            value = np.asarray(atom.val)
+            return value if value.size <= LARGEST_CONSTANT else None
+        return self.constants.get(atom)
+
+    def function(self, atom: Atom) -> RowFunction | None:
+        return None if isinstance(atom, Literal) else self.functions.get(atom)
+
+    def learn(self, eqn: JaxprEqn) -> None:
+        """What follows for an equation's results from what is known of its operands."""
+        if len(eqn.outvars) == 1:
+            self._constant_of(eqn)
+            function = self._function_of(eqn)
+            if function is not None:
+                self.functions[eqn.outvars[0]] = function
+            counts = self._counts_of(eqn)
+            if counts is not None:
+                self.counts[eqn.outvars[0]] = counts
+        for var, bounds in _bounds_of(eqn, self._bounds).items():
+            self.bounds[var] = bounds
+
+    def _bounds(self, atom: Atom) -> tuple[int, int] | None:
+        known = self.constant(atom)
+        if known is not None and known.size and jnp.issubdtype(known.dtype, jnp.integer):
+            return int(known.min()), int(known.max()) + 1
+        return None if isinstance(atom, Literal) else self.bounds.get(atom)
+
+    def _constant_of(self, eqn: JaxprEqn) -> None:
+        (var,) = eqn.outvars
+        if eqn.primitive.name == "iota":
+            self._iota(eqn)
+            return
+        known = [self.constant(atom) for atom in eqn.invars]
+        if not known or any(x is None for x in known):
+            return
+        made = evaluated(eqn, known, 0, None)
+        if made is not None and made.size <= LARGEST_CONSTANT:
+            self.constants[var] = np.asarray(made)
+
+    def _iota(self, eqn: JaxprEqn) -> None:
+        (var,), shape = eqn.outvars, eqn.params["shape"]
+        dim = eqn.params["dimension"]
+        if shape[dim] <= LARGEST_CONSTANT:
+            lazy = [size if d == dim else 1 for d, size in enumerate(shape)]
+            self.constants[var] = np.arange(shape[dim]).astype(var.aval.dtype).reshape(lazy)
+        if dim == 0:
+            dtype, rest = var.aval.dtype, (1,) * (len(shape) - 1)
+            self.functions[var] = RowFunction(
+                Numbers("place"),
+                1,
+                shape[0],
+                ("iota", str(dtype), rest),
+                lambda x: np.asarray(x).astype(dtype).reshape(-1, *rest),
+            )
+
+    def _function_of(self, eqn: JaxprEqn) -> RowFunction | None:
+        if eqn.primitive.name == "iota":
+            return self.functions.get(eqn.outvars[0])
+        functions = [self.function(atom) for atom in eqn.invars]
+        found = [f for f in functions if f is not None]
+        if not found or any(f.numbers != found[0].numbers for f in found):
+            return None
+        if any(f.lead != found[0].lead for f in found):
+            return None
+        lead, rows = found[0].lead, found[0].rows
+        after = _lead_after(eqn, lead, rows)
+        if after is None:
+            return None
+        operands: list[Any] = []
+        keys: list[Hashable] = []
+        for atom, function in zip(eqn.invars, functions, strict=True):
+            if function is not None:
+                operands.append(function.evaluate)
+                keys.append(function.key)
+                continue
+            known = self.constant(atom)
+            if known is None or (known.ndim and any(n > 1 for n in known.shape[:lead])):
+                return None
+            if known.ndim:
+                known = known.reshape(1, *known.shape[lead:])
+            operands.append(lambda _, known=known: known)
+            keys.append((known.tobytes(), str(known.dtype), known.shape))
+
+        def evaluate(numbers: Any) -> Any:
+            made = evaluated(eqn, [x(numbers) for x in operands], lead, len(numbers))
+            assert made is not None
+            return made
+
+        if evaluated(eqn, [x(np.arange(2)) for x in operands], lead, 2) is None:
+            return None
+        name = eqn.primitive.name, str(eqn.params), shape_of(eqn.outvars[0])[after:]
+        return RowFunction(found[0].numbers, after, rows, (name, *keys), evaluate)
+
+    def _counts_of(self, eqn: JaxprEqn) -> Counts | None:
+        name = eqn.primitive.name
+        if name in ("convert_element_type", "reshape", "copy"):
+            known = None if isinstance(eqn.invars[0], Literal) else self.counts.get(eqn.invars[0])
+            is_same = shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0])
+            return known if is_same else None
+        if name == "reduce_sum":
+            function = self.function(eqn.invars[0])
+            if function is None or function.numbers.kind != "keys":
+                return None
+            if tuple(eqn.params["axes"]) != tuple(range(function.lead)):
+                return None
+            rest = shape_of(eqn.invars[0])[function.lead :]
+
+            def table(keys: Any) -> Any:
+                return np.broadcast_to(function.evaluate(keys), (len(keys), *rest))
+
+            own = function.key, rest
+            return Counts(
+                function.numbers.of,
+                RowFunction(function.numbers, 1, function.rows, own, table),
+            )
+        return self._scattered_counts(eqn) if name == "scatter-add" else None
+
+    def _scattered_counts(self, eqn: JaxprEqn) -> Counts | None:
+        """Ones that are added where each row's index says: `jnp.bincount`."""
+        base, indices, updates = eqn.invars
+        zeros, ones = self.constant(base), self.constant(updates)
+        function, numbers = self.function(indices), eqn.params["dimension_numbers"]
+        is_plain = (
+            zeros is not None
+            and ones is not None
+            and not zeros.any()
+            and bool((ones == 1).all())
+            and function is not None
+            and function.numbers.kind == "keys"
+            and len(shape_of(base)) == 1
+            and numbers.update_window_dims == ()
+            and numbers.inserted_window_dims == (0,)
+            and shape_of(indices) == (*shape_of(updates), 1)
+            and math.prod(shape_of(updates)) == function.rows
+        )
+        if not is_plain:
+            return None
+        assert function is not None
+        groups, mode = shape_of(base)[0], eqn.params["mode"]
+
+        def table(keys: Any) -> Any:
+            index = np.asarray(function.evaluate(keys)).reshape(len(keys), 1)
+            if mode == GatherScatterMode.CLIP:
+                index = np.clip(index, 0, groups - 1)
+            return index == np.arange(groups)
+
+        own = function.key, groups, str(mode)
+        return Counts(
+            function.numbers.of,
+            RowFunction(function.numbers, 1, function.rows, own, table),
+        )
+
+
+def _lead_after(eqn: JaxprEqn, lead: int, rows: int) -> int | None:
+    """How many first dimensions of the result are those of rows; None: it mixes them."""
+    name, (result,) = eqn.primitive.name, eqn.outvars
+    shape = shape_of(result)
+    if name in ELEMENTWISE:
+        return lead
+    if name == "broadcast_in_dim":
+        dims = tuple(eqn.params["broadcast_dimensions"])
+        is_kept = dims[:lead] == tuple(range(lead))
+        return lead if is_kept and math.prod(shape[:lead]) == rows else None
+    if name in ("reshape", "squeeze"):
+        rest = math.prod(shape_of(eqn.invars[0])[lead:])
+        for after in range(1, len(shape) + 1):
+            if math.prod(shape[:after]) == rows and math.prod(shape[after:]) == rest:
+                return after
+    return None
+
+
+def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | None) -> Any:
+    """An equation on operands with so many rows; None: it is not one of the few kinds.
+
+    Args:
+      eqn: elementwise, or one that only changes the shape.
+      operands: with one dimension of rows in place of the first `lead`, and with dimensions of
+        size 1 where all elements are equal.
+      lead: how many dimensions of the equation's are those of rows.
+      rows: how many there are; None, with `lead` 0: none.
+    """
+    name, shape = eqn.primitive.name, shape_of(eqn.outvars[0])
+    first = 0 if rows is None else 1
+    if name in ELEMENTWISE:
+        ranks = {np.ndim(x) for x in operands if np.ndim(x)}
+        if len(ranks) > 1:
+            return None
+        pairs = zip(operands, eqn.invars, strict=True)
+        arrays = [np.asarray(x).astype(atom.aval.dtype) for x, atom in pairs]
+        with jax.ensure_compile_time_eval():
+            same = map(jnp.asarray, np.broadcast_arrays(*arrays))
+            return np.asarray(eqn.primitive.bind(*same, **_plain(eqn.params)))
+    value = np.asarray(operands[0])
+    if name == "broadcast_in_dim":
+        dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
+        target = [1] * (len(shape) - lead + first)
+        if first:
+            target[0] = value.shape[0] if value.ndim else 1
+        kept = zip(dims[lead:], value.shape[first:] if value.ndim else (), strict=False)
+        for dim, size in kept:
+            target[dim - lead + first] = size
+        return value.reshape(target)
+    if name in ("reshape", "squeeze"):
+        if math.prod(value.shape[first:]) == 1:
+            after = lead if rows is None else _lead_after(eqn, lead, _rows_of(eqn, lead))
+            ones = (1,) * (len(shape) - (after or 0))
+            return value.reshape(*value.shape[:first], *ones)
+        if rows is None and value.shape == shape_of(eqn.invars[0]):
+            return value.reshape(shape)
+    return None
+
+
+def _rows_of(eqn: JaxprEqn, lead: int) -> int:
+    return math.prod(shape_of(eqn.invars[0])[:lead])
+
+
+def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says where a value shall lie."""
+    return {name: None if name in ("sharding", "out_sharding") else x for name, x in params.items()}
+
+
+Bounds = Callable[[Atom], tuple[int, int] | None]
+_SAME = RESHAPES | {"concatenate", "copy", "gather", "name", "rev", "slice", "stop_gradient"}
+"""Their results have elements of their operands, or of the first."""
+
+
+def _bounds_of(eqn: JaxprEqn, bounds: Bounds) -> dict[Var, tuple[int, int]]:
+    """Of integers that an equation makes, between what they are."""
+    name = eqn.primitive.name
+    if name in ("top_k", "argmax", "argmin"):
+        axis = eqn.params["axis"] if name == "top_k" else eqn.params["axes"][0]
+        return {eqn.outvars[-1]: (0, shape_of(eqn.invars[0])[axis])}
+    if name == "iota":
+        return {eqn.outvars[0]: (0, eqn.params["shape"][eqn.params["dimension"]])}
+    if name in ("sort", "optimization_barrier"):
+        pairs = zip(eqn.outvars, map(bounds, eqn.invars), strict=True)
+        return {var: found for var, found in pairs if found is not None}
+    (var, *others) = eqn.outvars
+    if others or not jnp.issubdtype(getattr(var.aval, "dtype", np.float32), jnp.integer):
+        return {}
+    operands = eqn.invars[1:] if name == "select_n" else eqn.invars
+    if name == "gather":
+        if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+            return {}
+        operands = eqn.invars[:1]
+    found = [bounds(atom) for atom in operands]
+    known = [x for x in found if x is not None]
+    if not known or len(known) < len(found):
+        return {}
+    if name in ("max", "min"):
+        pick = max if name == "max" else min
+        return {var: (pick(x[0] for x in known), pick(x[1] for x in known))}
+    if name in _SAME or name == "select_n":
+        return {var: (min(x[0] for x in known), max(x[1] for x in known))}
+    if name == "convert_element_type":
+        info = jnp.iinfo(var.aval.dtype)
+        fits = info.min <= known[0][0] and known[0][1] - 1 <= info.max
+        return {var: known[0]} if fits else {}
+    if name == "clamp":
+        low, value, high = known
+        return {var: (max(low[0], value[0]), min(high[1], max(value[1], low[1])))}
+    if name == "rem" and known[0][0] >= 0 and known[1][0] > 0:
+        return {var: (0, min(known[0][1], known[1][1] - 1))}
+    return {}
