@@ -141,13 +141,13 @@ def test_rows_of_other_groups_cost_nothing_and_spoil_nothing() -> None:
 
 
 def test_at_most_twice_the_operations() -> None:
-    for rows, groups in [(16384, 8), (49152, 64), (131072, 8), (32768, 128)]:
+    for rows, groups in [(16384, 8), (49152, 64), (131072, 8), (65536, 128)]:
         left, right = (jax.ShapeDtypeStruct(s, HALF) for s in ((rows, 64), (groups, 64, 32)))
         sizes = jax.ShapeDtypeStruct((groups,), np.int32)
         (eqn,) = jax.make_jaxpr(lax.ragged_dot)(left, right, sizes).eqns
         tiling = tiling_of(eqn, has_kernel=False)
         assert tiling is not None
-        assert tiling.rows == tile_rows(rows, groups)
+        assert tiling.rows == tile_rows(rows, groups, sums_rows=False)
         assert 1 < tiling.repeats <= 2 and tiling.held_bytes < left.size * 2
 
 

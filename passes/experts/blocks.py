@@ -345,6 +345,7 @@ def _is_key(atom: Atom) -> bool:
 
 
 def traced(function: Callable[..., Any], variables: Sequence[Var]) -> ClosedJaxpr:
+    """The program of a function of arrays like these, which holds none itself."""
     structs = [
         jax.ShapeDtypeStruct(
             var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False)

@@ -1,11 +1,12 @@
 """Rows that a step sorts by expert, the whole batch's at once, sorted for each example by itself.
 
 A mixture without capacities sorts the choices of all tokens by expert (`argsort`), takes the tokens
-in that order, multiplies each group of rows with the matrices of its expert (`ragged_dot`), and puts
-the rows back. So every row meets every other one, and a step that does this has no microbatches, and
-no devices that keep their tokens. But what happens to a row depends on its own expert alone: sorted
-for each example by itself, with the counts of that example, all rows have the same results, and
-gradients are the same sums. That is proven here for what comes between the sort and the way back:
+in that order, multiplies each group of rows with the matrices of its expert (`ragged_dot`), and
+puts the rows back. So every row meets every other one, and a step that does this has no
+microbatches, and no devices that keep their tokens. But what happens to a row depends on its own
+expert alone: sorted for each example by itself, with the counts of that example, all rows have the
+same results, and gradients are the same sums. That is proven here for what comes between the sort
+and the way back:
 
 - rows are sorted by keys of known bounds, and group sizes are the counts of the same keys;
 - an index that is computed from the sort's order takes, from each example's part of an array, rows
@@ -97,20 +98,14 @@ class _Rows:
 
 def _rewritten(jaxpr: Jaxpr, examples: int, known: Callable[[], Facts]) -> Jaxpr | None:
     """A program or a body; None: nothing changes."""
-    stay: set[int] = set()
+    stay: frozenset[int] = frozenset()
     while True:
-        scopes: list[_Scope] = []
-
-        def program(*arrays: Any, scopes: list[_Scope] = scopes) -> list[Any]:
-            scopes.append(_Scope(jaxpr, examples, arrays, known(), frozenset(stay)))
-            return scopes[-1].run()
-
+        scope = _Scope(jaxpr, examples, known(), stay)
         try:
-            closed = traced(program, jaxpr.invars)
+            closed = traced(scope.run, jaxpr.invars)
         except _MixedError as mixed:
-            stay.add(id(mixed.order.eqn))
+            stay |= {id(mixed.order.eqn)}
             continue
-        (scope,) = scopes
         useless = {id(order.eqn) for order in scope.orders} - scope.multiplied
         if useless:
             stay |= useless
@@ -123,16 +118,9 @@ def _rewritten(jaxpr: Jaxpr, examples: int, known: Callable[[], Facts]) -> Jaxpr
 class _Scope:
     """Evaluates the equations of one program or body, while JAX traces that."""
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        examples: int,
-        arrays: Sequence[Any],
-        facts: Facts,
-        stay: frozenset[int],
-    ):
+    def __init__(self, jaxpr: Jaxpr, examples: int, facts: Facts, stay: frozenset[int]):
         self.jaxpr, self.examples, self.facts, self.stay = jaxpr, examples, facts, stay
-        self.whole: dict[Var, Any] = dict(zip(jaxpr.invars, arrays, strict=True))
+        self.whole: dict[Var, Any] = {}
         self.rows: dict[Var, _Rows] = {}
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.orders: list[_Order] = []
@@ -158,7 +146,9 @@ class _Scope:
                 return
             var = before
 
-    def run(self) -> list[Any]:
+    def run(self, *arrays: Any) -> list[Any]:
+        """The results of the program, or body."""
+        self.whole.update(zip(self.jaxpr.invars, arrays, strict=True))
         for var in self.jaxpr.invars:
             self.learn_keys(var)
         for eqn in self.jaxpr.eqns:
@@ -223,12 +213,10 @@ class _Scope:
             raise _MixedError(local[0].order, eqn)
         elif local and _is_grouped(eqn):
             self.product(eqn, local[0].order)
-        elif name == "gather" and local and self.gather(eqn):
-            pass
-        elif name in SCATTERS and local and self.scatter(eqn):
-            pass
         elif local:
-            self.row_by_row(eqn, local[0].order)
+            move = self.gather if name == "gather" else self.scatter if name in SCATTERS else None
+            if move is None or not move(eqn):
+                self.row_by_row(eqn, local[0].order)
         elif all(atom in self.whole for atom in eqn.invars if isinstance(atom, Var)):
             operands = [self.read(atom, eqn) for atom in eqn.invars]
             self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
@@ -319,7 +307,7 @@ class _Scope:
             # What is known of each row of the places, in this order: of each place.
             self.facts.functions[var] = dataclasses.replace(given, numbers=Numbers("place"))
             return True
-        if operand in self.rows or not function.local(self.examples, shape_of(operand)[0]):
+        if operand in self.rows or not function.is_local(self.examples, shape_of(operand)[0]):
             raise _MixedError(order, eqn)
         made = self.in_examples(eqn, [self.read(operand, eqn), self.rows[indices].array])
         self.rows[var] = _Rows(made, order)
@@ -346,7 +334,7 @@ class _Scope:
         if isinstance(base, Var) and base in self.rows:
             raise _MixedError(order, eqn)
         if isinstance(updates, Var) and updates in self.rows and given is None:
-            if not function.local(self.examples, shape_of(base)[0]):
+            if not function.is_local(self.examples, shape_of(base)[0]):
                 raise _MixedError(order, eqn)
             operands = [self.read(base, eqn), own, self.rows[updates].array]
             self.whole[var] = self.in_examples(eqn, operands)

@@ -25,6 +25,9 @@ from autopar.passes.primitives.shardings import shape_of
 
 LARGEST_CONSTANT = 4096
 """Elements of a constant that is kept as an array."""
+LARGEST_NUMBER = 1 << 30
+AT_ONCE = 1 << 16
+"""Numbers that are tried at once."""
 MOST_KEYS = 1 << 16
 """Of how many keys it is tried what becomes of them."""
 
@@ -65,36 +68,49 @@ class RowFunction:
     @property
     def is_number(self) -> bool:
         """Whether it is the number itself, wherever there is one."""
-        return _known(("number", self.key, self.rows), self._is_number)
+        return _known(("number", self.key, self.rows), lambda: self._holds(lambda x, f: f == x))
 
-    def _is_number(self) -> bool:
-        places = np.arange(self.rows)
-        found = np.asarray(self.evaluate(places))
-        return found.size == self.rows and bool((found.reshape(-1) == places).all())
-
-    def local(self, parts: int, rows: int) -> bool:
+    def is_local(self, parts: int, rows: int) -> bool:
         """Whether each part of the numbers is sent into the same part of so many rows, as others.
 
         If so, its values on the numbers of the first part are those within every part.
         """
-        return rows % parts == 0 and _known(
-            ("local", self.key, self.rows, parts, rows), lambda: self._local(parts, rows // parts)
-        )
-
-    def _local(self, parts: int, each: int) -> bool:
-        found = np.asarray(self.evaluate(np.arange(self.rows)))
-        if found.size != self.rows:
+        if rows % parts:
             return False
-        found = found.reshape(parts, -1) - each * np.arange(parts)[:, None]
-        return bool((found == found[:1]).all() and (found >= 0).all() and (found < each).all())
+        size, each = self.rows // parts, rows // parts
+
+        def is_same(numbers: Any, found: Any) -> Any:
+            found = found - each * (numbers // size)
+            first = self.evaluate(numbers % size).reshape(-1)
+            return (found == first) & (found >= 0) & (found < each)
+
+        key = "local", self.key, self.rows, parts, rows
+        return _known(key, lambda: self._holds(is_same))
 
     def constant(self) -> np.ndarray | None:
         """What it is for all rows, with a first dimension of 1; None: not the same."""
         return _known(("constant", self.key, self.rows), self._constant)
 
     def _constant(self) -> np.ndarray | None:
-        found = np.asarray(self.evaluate(np.arange(self.rows)))
-        return found[:1] if (found == found[:1]).all() else None
+        first = np.asarray(self.evaluate(jnp.zeros(1, jnp.int32)))
+        if first.size != 1:
+            return None
+        is_same = self._holds(lambda _, found: found == first.reshape(()))
+        return first if is_same else None
+
+    def _holds(self, claim: Callable[[Any, Any], Any]) -> bool:
+        """Whether something holds for each number and its value."""
+
+        @jax.jit
+        def holds(start: Any) -> Any:
+            numbers = jnp.minimum(start + jnp.arange(AT_ONCE, dtype=jnp.int32), self.rows - 1)
+            found = self.evaluate(numbers)
+            if found.size != AT_ONCE:
+                return jnp.zeros((), bool)
+            return jnp.all(claim(numbers, found.reshape(-1)))
+
+        starts = range(0, self.rows, AT_ONCE)
+        return self.rows < LARGEST_NUMBER and all(bool(holds(start)) for start in starts)
 
 
 _results: dict[Hashable, Any] = {}
@@ -129,7 +145,7 @@ class Counts:
         return bool(_known(key, lambda: self._are_of(groups, last)))
 
     def _are_of(self, groups: int, last: int) -> bool:
-        found = np.asarray(self.function.evaluate(np.arange(last)))
+        found = np.asarray(self.function.evaluate(jnp.arange(last, dtype=jnp.int32)))
         wanted = np.arange(last)[:, None] == np.arange(groups)
         return found.shape == wanted.shape and bool((found == wanted).all())
 
@@ -196,7 +212,8 @@ class Facts:
         known = [self.constant(atom) for atom in eqn.invars]
         if not known or any(x is None for x in known):
             return
-        made = evaluated(eqn, known, 0, None)
+        with jax.ensure_compile_time_eval():
+            made = evaluated(eqn, known, 0, None)
         if made is not None and made.size <= LARGEST_CONSTANT:
             self.constants[var] = np.asarray(made)
 
@@ -213,7 +230,7 @@ class Facts:
                 1,
                 shape[0],
                 ("iota", str(dtype), rest),
-                lambda x: np.asarray(x).astype(dtype).reshape(-1, *rest),
+                lambda x: x.astype(dtype).reshape(-1, *rest),
             )
 
     def _function_of(self, eqn: JaxprEqn) -> RowFunction | None:
@@ -249,8 +266,10 @@ class Facts:
             assert made is not None
             return made
 
-        if evaluated(eqn, [x(np.arange(2)) for x in operands], lead, 2) is None:
-            return None
+        with jax.ensure_compile_time_eval():
+            two = jnp.arange(2, dtype=jnp.int32)
+            if evaluated(eqn, [x(two) for x in operands], lead, 2) is None:
+                return None
         name = eqn.primitive.name, str(eqn.params), shape_of(eqn.outvars[0])[after:]
         return RowFunction(found[0].numbers, after, rows, (name, *keys), evaluate)
 
@@ -269,7 +288,7 @@ class Facts:
             rest = shape_of(eqn.invars[0])[function.lead :]
 
             def table(keys: Any) -> Any:
-                return np.broadcast_to(function.evaluate(keys), (len(keys), *rest))
+                return jnp.broadcast_to(function.evaluate(keys), (len(keys), *rest))
 
             own = function.key, rest
             return Counts(
@@ -302,10 +321,10 @@ class Facts:
         groups, mode = shape_of(base)[0], eqn.params["mode"]
 
         def table(keys: Any) -> Any:
-            index = np.asarray(function.evaluate(keys)).reshape(len(keys), 1)
+            index = function.evaluate(keys).reshape(len(keys), 1)
             if mode == GatherScatterMode.CLIP:
-                index = np.clip(index, 0, groups - 1)
-            return index == np.arange(groups)
+                index = jnp.clip(index, 0, groups - 1)
+            return index == jnp.arange(groups)
 
         own = function.key, groups, str(mode)
         return Counts(
@@ -349,11 +368,9 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | Non
         if len(ranks) > 1:
             return None
         pairs = zip(operands, eqn.invars, strict=True)
-        arrays = [np.asarray(x).astype(atom.aval.dtype) for x, atom in pairs]
-        with jax.ensure_compile_time_eval():
-            same = map(jnp.asarray, np.broadcast_arrays(*arrays))
-            return np.asarray(eqn.primitive.bind(*same, **_plain(eqn.params)))
-    value = np.asarray(operands[0])
+        arrays = [jnp.asarray(x, atom.aval.dtype) for x, atom in pairs]
+        return eqn.primitive.bind(*jnp.broadcast_arrays(*arrays), **_plain(eqn.params))
+    value = jnp.asarray(operands[0])
     if name == "broadcast_in_dim":
         dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
         target = [1] * (len(shape) - lead + first)

@@ -7,7 +7,7 @@ they are in another, and multiply them all: with 8 experts 8 times the operation
 the activations: found by compiling for an H100 and a v5e. Here a loop visits each group's tiles of
 rows, as the kernels of MegaBlocks (Gale et al., MLSys '23) do: a tile in which groups meet is
 visited for each of them, and of its rows those of the group count. Tiles have about as many rows as
-groups have, so at most twice the operations are done.
+groups have, so at most twice the operations are done where these are many (`tile_rows`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ from autopar.passes.primitives.shardings import shape_of
 
 GROUPED = frozenset({"ragged_dot_general", BLOCK_PRODUCT})
 
+ROWS_BESIDE = 512
+"""Rows of a tile that take as long as copying the group's matrix: three passes over 2 bytes an
+element, 2 operations an element and row, on a GPU with 200 to 300 operations a byte (V100 to H200).
+"""
+ROWS_BESIDE_SUMS = 2048
+"""The same for adding to such a matrix in float32."""
 FEWEST_ROWS = 128
 """Of a tile: what keeps a GPU's tensor cores busy with weights of usual sizes."""
 KERNELS_OF_VISIT = 5
@@ -83,7 +89,7 @@ def tiling_of(
         return None
     all_rows = math.prod(left[dim] for dim in (*own, dims.rows))
     rows = max(all_rows // parts, 1)
-    tile = tile_rows(rows, groups)
+    tile = tile_rows(rows, groups, dims.sums_rows)
     here = result[0] if dims.groups is None else right[dims.groups]
     expected = max(rows * here // groups, 1)
     visits = -(-expected // tile) + here - 1
@@ -102,14 +108,18 @@ def tiling_of(
     return Tiling(tile, visits, visits * tile / expected, held, visits * moved)
 
 
-def tile_rows(rows: int, groups: int) -> int:
-    """The rows of a tile: a power of two, at most as many as a group has, but for few.
+def tile_rows(rows: int, groups: int, sums_rows: bool) -> int:
+    """The rows of a tile: a power of two near those with which a product takes least.
 
-    >>> tile_rows(16384, 8), tile_rows(49152, 64), tile_rows(1000, 100), tile_rows(50, 4)
-    (2048, 512, 128, 50)
+    With tiles of t rows, so many visits take rows / t + groups of them, each for t rows and for
+    what it moves beside them.
+
+    >>> tile_rows(16384, 8, False), tile_rows(131072, 8, False), tile_rows(49152, 64, False)
+    (1024, 2048, 512)
     """
-    each = 1 << max((rows // groups).bit_length() - 1, 0)
-    return min(max(each, FEWEST_ROWS), MOST_ROWS, rows)
+    beside = ROWS_BESIDE_SUMS if sums_rows else ROWS_BESIDE
+    best = round(math.log2(rows * beside / groups) / 2)
+    return min(max(2**best, FEWEST_ROWS), MOST_ROWS, rows)
 
 
 def product_in_tiles(eqn: JaxprEqn, operands: Sequence[Any], tile: int | None = None) -> Any:
@@ -171,7 +181,7 @@ def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | No
     left, right, sizes = operands
     dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], left.ndim, right.ndim)
     rows, parts = left.shape[dims.rows], math.prod(sizes.shape[:-1])
-    tile = min(tile or tile_rows(parts * rows, groups), parts * rows)
+    tile = min(tile or tile_rows(parts * rows, groups, dims.sums_rows), parts * rows)
     is_part = sizes.shape[-1] < groups
     if sizes.ndim == 1:
         visits = _Visits(sizes, rows, tile, is_part)
@@ -295,7 +305,7 @@ def _rows(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: An
         product = _multiply(eqn, tile, matrix, numbers, eqn.params["preferred_element_type"])
         return visits.write(made, product.astype(dtype), start, mine, place)
 
-    made = jnp.zeros(_kept_shape(dims, left, right), dtype)
+    made = _zeros(_kept_shape(dims, left, right), dtype, right)
     return lax.fori_loop(0, visits.trips, visit, made)
 
 
@@ -329,8 +339,21 @@ def _sums(eqn: JaxprEqn, dims: RaggedDims, visits: _Visits, left: Any, right: An
 
     shape = _kept_shape(dims, left, right)
     groups = visits.ends.shape[0]
-    start = jnp.zeros(shape, wide), jnp.zeros((groups, *shape), dtype)
+    start = _zeros(shape, wide, right), _zeros((groups, *shape), dtype, right)
     return lax.fori_loop(0, visits.trips, visit, start)[1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """Zeros that XLA takes for no constant.
+
+    Those that loops begin with would be one for all loops, filled when the first needs it, and
+    copied by the others: 3 GiB in a Mixtral 8x7B of 131,072 rows on each device.
+    """
+    bits = like.dtype.itemsize * 8
+    if not jnp.issubdtype(like.dtype, jnp.floating) or like.dtype.itemsize not in (2, 4, 8):
+        return jnp.zeros(shape, dtype)
+    first = lax.bitcast_convert_type(like[(0,) * like.ndim], jnp.dtype(f"uint{bits}"))
+    return jnp.broadcast_to((first == first + 1).astype(dtype), shape)
 
 
 def _multiply(eqn: JaxprEqn, left: Any, right: Any, numbers: Any, dtype: Any) -> jax.Array:

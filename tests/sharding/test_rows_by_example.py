@@ -1,0 +1,278 @@
+"""Mixtures without capacities, as people write them: rows are sorted for each example alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.core import eval_jaxpr
+from plain_jit import equals_plain_jit
+
+import autopar
+from autopar.passes.experts.by_example import by_example
+from autopar.passes.graph.graph import Graph, Input, flatten, from_closed_jaxpr, walk
+from sharding.steps import arrays, shaped
+
+EXPERTS, WIDTH, HIDDEN, TOP = 4, 8, 16, 2
+EXAMPLES, TOKENS = 16, 5
+SHAPES = {
+    "scale": shaped(WIDTH),
+    "router": shaped(WIDTH, EXPERTS),
+    "gate": shaped(EXPERTS, WIDTH, HIDDEN),
+    "up": shaped(EXPERTS, WIDTH, HIDDEN),
+    "down": shaped(EXPERTS, HIDDEN, WIDTH),
+    "bias": shaped(EXPERTS, WIDTH),
+    "hidden_bias": shaped(HIDDEN),
+}
+Weights = dict[str, Any]
+Rows = Any
+
+
+def some_weights() -> Weights:
+    return jax.tree.map(lambda w: 0.3 * w, arrays(SHAPES))
+
+
+def routed(weights: Weights, rows: Rows) -> tuple[Any, Any]:
+    return lax.top_k(jax.nn.softmax(rows @ weights["router"]), TOP)
+
+
+def experts(weights: Weights, rows: Rows, sizes: Any) -> Rows:
+    hidden = jax.nn.silu(lax.ragged_dot(rows, weights["gate"], sizes))
+    hidden = hidden * lax.ragged_dot(rows, weights["up"], sizes)
+    return lax.ragged_dot(hidden, weights["down"], sizes)
+
+
+def back_by_set(weights: Weights, rows: Rows) -> Rows:
+    gates, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes)
+    made = jnp.zeros_like(made).at[order].set(made)
+    return jnp.einsum("rkd,rk->rd", made.reshape(-1, TOP, WIDTH), gates)
+
+
+def back_by_rank(weights: Weights, rows: Rows) -> Rows:
+    """As MaxText permutes and unpermutes."""
+    gates, chosen = routed(weights, rows)
+    flat = jnp.ravel(chosen)
+    order = jnp.argsort(flat)
+    taken = jnp.take(rows, indices=order // TOP, axis=0)
+    made = experts(weights, taken, jnp.bincount(flat, length=EXPERTS))
+    made = jnp.take(made, indices=jnp.argsort(order), axis=0)
+    return jnp.einsum("rkd,rk->rd", made.reshape(-1, TOP, WIDTH), gates)
+
+
+def back_by_sums(weights: Weights, rows: Rows) -> Rows:
+    """Gates on sorted rows, which are added to their tokens; rows are repeated before."""
+    gates, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1), stable=False)
+    sizes = jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=(0, 1))
+    made = experts(weights, jnp.repeat(rows, TOP, axis=0)[order], sizes)
+    made = made * gates.reshape(-1)[order][:, None]
+    return jnp.zeros_like(rows).at[order // TOP].add(made)
+
+
+def with_biases(weights: Weights, rows: Rows) -> Rows:
+    """Biases of experts and of all, normalization of sorted rows, a sum over them."""
+    chosen = jnp.argmax(rows @ weights["router"], axis=-1).astype(jnp.int32)
+    sorted_chosen, order = lax.sort_key_val(chosen, jnp.arange(len(rows)))
+    sizes = (chosen[:, None] == jnp.arange(EXPERTS)).sum(0).astype(jnp.int32)
+    hidden = lax.ragged_dot(rows[order], weights["up"], sizes) + weights["hidden_bias"]
+    hidden = jax.nn.standardize(jnp.concatenate([hidden, -hidden], -1))[:, :HIDDEN]
+    made = lax.ragged_dot(jnp.tanh(hidden), weights["down"], sizes)
+    made = made + weights["bias"][sorted_chosen]
+    return made[jnp.argsort(order)] + 0.1 * jnp.sum(made**2) / rows.size
+
+
+def with_padding(weights: Weights, rows: Rows) -> Rows:
+    """Some tokens go nowhere: their expert is one too many. Counts are used beside."""
+    _, chosen = routed(weights, rows)
+    chosen = jnp.where(rows[:, :1] > 0.5, EXPERTS, chosen).reshape(-1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.zeros(EXPERTS, jnp.int32).at[chosen].add(1, mode="drop")
+    made = experts(weights, rows[order // TOP], sizes)[jnp.argsort(order)]
+    balance = jnp.sum((sizes / len(order)) * jax.nn.softmax(rows @ weights["router"]).mean(0))
+    return made.reshape(-1, TOP, WIDTH).sum(1) + balance
+
+
+FORMS: dict[str, Callable[[Weights, Rows], Rows]] = {
+    form.__name__: form
+    for form in (back_by_set, back_by_rank, back_by_sums, with_biases, with_padding)
+}
+
+
+def loss_of(form: Callable[[Weights, Rows], Rows], layers: str = "one") -> Any:
+    def layer(x: Any, scale: Any, weights: Weights) -> Any:
+        rows = (x * scale).reshape(-1, WIDTH)
+        return x + form(weights, rows).reshape(x.shape)
+
+    def loss(weights: Weights, x: Any) -> Any:
+        scales = jnp.stack([weights["scale"], weights["scale"] + 1])
+        if layers == "one":
+            x = layer(x, weights["scale"], weights)
+        elif layers == "unrolled":
+            for scale in scales:
+                x = layer(x, scale, weights)
+        else:
+
+            def body(x: Any, scale: Any) -> Any:
+                return layer(x, scale, weights), None
+
+            x, _ = lax.scan(jax.checkpoint(body) if layers == "remat" else body, x, scales)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def step_of(loss: Any) -> Any:
+    def step(weights: Weights, x: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    return step
+
+
+def some_rows() -> Any:
+    return arrays(shaped(EXAMPLES, TOKENS, WIDTH))
+
+
+def graph_of(loss: Any) -> Graph:
+    arguments = some_weights(), some_rows()
+    closed = flatten(jax.make_jaxpr(step_of(loss))(*arguments))
+    inputs = [*[Input(name, "state") for name in sorted(SHAPES)], Input("x", "batch", 0)]
+    return from_closed_jaxpr(closed, inputs, ())
+
+
+def ranks_of_sizes(graph: Graph) -> set[int]:
+    return {
+        len(eqn.invars[2].aval.shape)
+        for eqn in walk(graph.jaxpr)
+        if eqn.primitive.name == "ragged_dot_general"
+    }
+
+
+@pytest.mark.parametrize("layers", ["one", "unrolled", "remat"])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_sorted_for_each_example(form: str, layers: str) -> None:
+    graph = graph_of(loss_of(FORMS[form], layers))
+    made = by_example(graph)
+    assert ranks_of_sizes(graph) == {1} and ranks_of_sizes(made) == {2}
+    values = [*jax.tree.leaves((some_weights(), some_rows())), *graph.constants]
+    before, after = (
+        jax.jit(lambda *xs, jaxpr=jaxpr: eval_jaxpr(jaxpr, (), *xs))(*values)
+        for jaxpr in (graph.jaxpr, made.jaxpr)
+    )
+    for one, other in zip(after, before, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "layers", "options"),
+    [
+        ("back_by_set", "remat", {"method": "data"}),
+        ("back_by_set", "unrolled", {"microbatches": 4, "stages": 2}),
+        ("back_by_rank", "remat", {"microbatches": 2, "method": "zero3"}),
+        ("back_by_sums", "one", {"microbatches": 2, "logical_mesh": (2, 2)}),
+        ("with_biases", "unrolled", {"microbatches": 1, "method": "zero2"}),
+        ("with_padding", "remat", {"microbatches": 1, "logical_mesh": (4, 2)}),
+    ],
+)
+def test_they_have_microbatches_and_devices(
+    form: str, layers: str, options: dict[str, Any]
+) -> None:
+    step = step_of(loss_of(FORMS[form], layers))
+    compiled = equals_plain_jit(step, some_weights(), some_rows(), **options)
+    if options.get("method") == "data":  # gradients alone
+        (stage,) = compiled.plan.stages
+        assert {c.kind for c in stage.collectives} == {"all-reduce"}, compiled.plan
+
+
+def by_position(weights: Weights, rows: Rows) -> Rows:
+    """What a sorted row gets depends on where it is among all."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes) * jnp.arange(len(order))[:, None]
+    return made[jnp.argsort(order)].reshape(-1, TOP, WIDTH).sum(1)
+
+
+def with_capacity(weights: Weights, rows: Rows) -> Rows:
+    """Of each group the first rows alone."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.minimum(jnp.bincount(chosen.reshape(-1), length=EXPERTS), 7).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes)[jnp.argsort(order)]
+    return made.reshape(-1, TOP, WIDTH).sum(1)
+
+
+def of_other_counts(weights: Weights, rows: Rows) -> Rows:
+    """Sizes that count something else, as often as there are rows."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    other = (chosen.reshape(-1) + 1) % EXPERTS
+    sizes = jnp.bincount(other, length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes)[jnp.argsort(order)]
+    return made.reshape(-1, TOP, WIDTH).sum(1)
+
+
+def of_unknown_keys(weights: Weights, rows: Rows) -> Rows:
+    """Keys of which nobody knows that they are experts."""
+    chosen = jnp.round(rows[:, 0] * 3).astype(jnp.int32)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=EXPERTS).astype(jnp.int32)
+    return experts(weights, rows[order], sizes)[jnp.argsort(order)]
+
+
+def across_examples(weights: Weights, rows: Rows) -> Rows:
+    """Each row gets what its neighbour's expert made."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[(order // TOP + 1) % len(rows)], sizes)[jnp.argsort(order)]
+    return made.reshape(-1, TOP, WIDTH).sum(1)
+
+
+def of_neighbours(weights: Weights, rows: Rows) -> Rows:
+    """Sorted rows are mixed with those beside them."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, jnp.cumsum(rows[order // TOP], axis=0), sizes)[jnp.argsort(order)]
+    return made.reshape(-1, TOP, WIDTH).sum(1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        by_position,
+        with_capacity,
+        of_other_counts,
+        of_unknown_keys,
+        across_examples,
+        of_neighbours,
+    ],
+)
+def test_what_is_not_proven_stays(form: Any) -> None:
+    graph = graph_of(loss_of(form))
+    assert by_example(graph) is graph
+    step = step_of(loss_of(form))
+    equals_plain_jit(step, some_weights(), some_rows(), microbatches=1)
+
+
+def test_one_mixture_of_two_can_be() -> None:
+    def loss(weights: Weights, x: Any) -> Any:
+        first = loss_of(back_by_set)(weights, x)
+        return first + loss_of(with_capacity)(weights, 2 * x)
+
+    assert ranks_of_sizes(by_example(graph_of(loss))) == {1, 2}
+
+
+def test_what_stays_is_refused_in_microbatches_of_a_loop() -> None:
+    step = step_of(loss_of(with_capacity, "remat"))
+    with pytest.raises(autopar.errors.InexactMicrobatchError, match="scan"):
+        autopar.compile(step, some_weights(), some_rows(), microbatches=2)
