@@ -19,7 +19,8 @@ A sort of which it is not proven stays as it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.passes.experts.blocks import traced
+from autopar.passes.experts.row_by_row import adds_rows, keeps_rows, puts_rows, takes_rows
 from autopar.passes.experts.row_functions import Facts, Numbers, RowFunction, numbers_themselves
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.barriers import is_barrier
@@ -40,7 +42,7 @@ from autopar.passes.graph.graph import (
     merge_equal_equations,
     walk,
 )
-from autopar.passes.graph.primitives import ELEMENTWISE, MONOID_REDUCTIONS, REDUCTIONS, SCATTERS
+from autopar.passes.graph.primitives import ELEMENTWISE, SCATTERS
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.ragged_products import RaggedDims
@@ -53,8 +55,8 @@ def by_example(graph: Graph) -> Graph:
     if len(sizes) != 1 or not any(map(_is_grouped, walk(graph.jaxpr))):
         return graph
     (examples,) = sizes
-    jaxpr = _rewritten(graph.jaxpr, examples, Facts) if examples > 1 else None
-    return graph if jaxpr is None else dataclasses.replace(graph, jaxpr=jaxpr)
+    made = _rewritten(graph.jaxpr, examples, Facts, {}, frozenset()) if examples > 1 else None
+    return graph if made is None else dataclasses.replace(graph, jaxpr=made.jaxpr)
 
 
 def _is_grouped(eqn: JaxprEqn) -> bool:
@@ -74,11 +76,6 @@ class _Order:
     keys: Var
     by_example: Any
 
-    def sizes(self, groups: int) -> Any:
-        """How many rows of each group every example has, [examples, groups]."""
-        is_of = self.by_example[:, :, None] == jnp.arange(groups, dtype=self.by_example.dtype)
-        return jnp.sum(is_of, axis=1, dtype=jnp.int32)
-
 
 class _MixedError(Exception):
     """Rows of different examples meet, for all that is known."""
@@ -96,30 +93,82 @@ class _Rows:
     order: _Order
 
 
-def _rewritten(jaxpr: Jaxpr, examples: int, known: Callable[[], Facts]) -> Jaxpr | None:
-    """A program or a body; None: nothing changes."""
-    stay: frozenset[int] = frozenset()
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What a loop's trip keeps for the same trip of a later loop.
+
+    Rows in an order, perhaps numbers; or, instead of all rows' counts, those of so many groups of
+    each example; or what is the same for all rows.
+    """
+
+    order: _Order | None
+    function: RowFunction | None = None
+    groups: int = 0
+    constant: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewritten:
+    """A body with rows sorted for each example, and what it keeps of them, by its results."""
+
+    jaxpr: Jaxpr
+    kept: Sequence[_Kept | None]
+
+
+def _rewritten(
+    jaxpr: Jaxpr,
+    examples: int,
+    known: Callable[[], Facts],
+    given: Mapping[Var, _Kept],
+    stay: frozenset[int],
+    num_carry: int | None = None,
+) -> _Rewritten | None:
+    """A program or a body; None: nothing changes.
+
+    Args:
+      jaxpr: of either.
+      examples: for each of which rows are sorted.
+      known: what is known of its arguments.
+      given: those that an earlier loop kept.
+      stay: sorts that stay as they are, by identity.
+      num_carry: of a body, how many results are carried; the others may be kept.
+    """
+    own = {id(eqn) for eqn in walk(jaxpr)}
     while True:
-        scope = _Scope(jaxpr, examples, known(), stay)
+        scope = _Scope(jaxpr, examples, known(), given, stay, num_carry)
         try:
-            closed = traced(scope.run, jaxpr.invars)
+            closed = traced(scope.run, [scope.argument(var) for var in jaxpr.invars])
         except _MixedError as mixed:
+            if id(mixed.order.eqn) not in own:
+                raise
             stay |= {id(mixed.order.eqn)}
             continue
         useless = {id(order.eqn) for order in scope.orders} - scope.multiplied
         if useless:
             stay |= useless
             continue
-        if not scope.multiplied and not scope.has_new_bodies:
+        if not scope.multiplied and not scope.has_new_bodies and not given:
             return None
-        return eliminate_dead_code(merge_equal_equations(flatten(closed).jaxpr))
+        made = eliminate_dead_code(merge_equal_equations(flatten(closed).jaxpr))
+        return _Rewritten(made, scope.kept)
 
 
 class _Scope:
     """Evaluates the equations of one program or body, while JAX traces that."""
 
-    def __init__(self, jaxpr: Jaxpr, examples: int, facts: Facts, stay: frozenset[int]):
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        examples: int,
+        facts: Facts,
+        given: Mapping[Var, _Kept],
+        stay: frozenset[int],
+        num_carry: int | None,
+    ):
         self.jaxpr, self.examples, self.facts, self.stay = jaxpr, examples, facts, stay
+        self.given, self.num_carry = given, num_carry
+        self.kept: list[_Kept | None] = []
+        self.stacks: dict[Var, tuple[Any, _Kept]] = {}
         self.whole: dict[Var, Any] = {}
         self.rows: dict[Var, _Rows] = {}
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -127,6 +176,7 @@ class _Scope:
         self.multiplied: set[int] = set()
         self.has_new_bodies = False
         self.sizes: dict[tuple[int, int], Any] = {}
+        self.counted: dict[Var, _Order] = {}
         self.keys: dict[Var, RowFunction] = {}
         for eqn in jaxpr.eqns:
             if self.is_sort(eqn) and isinstance(eqn.invars[0], Var):
@@ -148,8 +198,8 @@ class _Scope:
 
     def run(self, *arrays: Any) -> list[Any]:
         """The results of the program, or body."""
-        self.whole.update(zip(self.jaxpr.invars, arrays, strict=True))
-        for var in self.jaxpr.invars:
+        for var, array in zip(self.jaxpr.invars, arrays, strict=True):
+            self.take(var, array)
             self.learn_keys(var)
         for eqn in self.jaxpr.eqns:
             with jax_compat.source_context(eqn):
@@ -158,10 +208,56 @@ class _Scope:
             for var in eqn.outvars:
                 self.learn_keys(var)
                 self.learn_constant(var)
+        self.kept = [self.keeps(number, atom) for number, atom in enumerate(self.jaxpr.outvars)]
         return [
             jax_compat.with_type_of(jnp.asarray(x), atom.aval) if not _is_key(atom) else x
-            for x, atom in ((self.read(atom, None), atom) for atom in self.jaxpr.outvars)
+            for x, atom in map(self.result, self.jaxpr.outvars, self.kept)
         ]
+
+    def argument(self, var: Var) -> Var:
+        """The variable, or one like it for what a loop kept instead."""
+        kept = self.given.get(var)
+        if kept is None or not kept.groups:
+            return var
+        return jax_compat.new_var(var.aval.update(shape=(self.examples, kept.groups)))
+
+    def take(self, var: Var, array: Any) -> None:
+        """An argument, which may be what an earlier loop kept."""
+        kept = self.given.get(var)
+        if kept is None:
+            self.whole[var] = array
+        elif kept.order is None:
+            self.facts.constants[var] = kept.constant
+        elif kept.groups:
+            self.sizes[id(kept.order), kept.groups] = array
+            self.counted[var] = kept.order
+            self.whole[var] = jnp.sum(array, axis=0, dtype=array.dtype)
+        else:
+            self.rows[var] = _Rows(array, kept.order)
+            if kept.function is not None:
+                self.facts.functions[var] = kept.function
+
+    def keeps(self, number: int, atom: Atom) -> _Kept | None:
+        """What a result is, if a later loop is to know it."""
+        if self.num_carry is None or number < self.num_carry or isinstance(atom, Literal):
+            return None
+        if atom in self.rows:
+            return _Kept(self.rows[atom].order, self.facts.function(atom))
+        constant = self.facts.constant(atom)
+        if constant is not None and constant.size == 1:
+            return _Kept(None, constant=constant)
+        for order in self.orders if atom in self.facts.counts else ():
+            if self.are_counts(atom, order):
+                return _Kept(order, groups=shape_of(atom)[0])
+        return None
+
+    def result(self, atom: Atom, kept: _Kept | None) -> tuple[Any, Atom]:
+        if kept is None or kept.order is None:
+            return self.read(atom, None), atom
+        if kept.groups:
+            made = self.sizes_of(kept.order, kept.groups).astype(atom.aval.dtype)
+            return made, jax_compat.new_var(atom.aval.update(shape=made.shape))
+        return self.rows[atom].array, atom
 
     def learn_keys(self, var: Var) -> None:
         if var in self.keys and var not in self.facts.functions:
@@ -181,6 +277,13 @@ class _Scope:
         if isinstance(atom, Literal):
             return atom.val
         if atom in self.whole:
+            return self.whole[atom]
+        if atom in self.stacks:
+            array, kept = self.stacks[atom]
+            if kept.order is not None and not kept.groups:
+                raise _MixedError(kept.order, eqn)
+            is_sizes = kept.groups > 0  # of each example, for each trip
+            self.whole[atom] = jnp.sum(array, axis=1, dtype=array.dtype) if is_sizes else array
             return self.whole[atom]
         constant = self.facts.constant(atom)
         if constant is not None and constant.size == 1:
@@ -217,11 +320,14 @@ class _Scope:
             move = self.gather if name == "gather" else self.scatter if name in SCATTERS else None
             if move is None or not move(eqn):
                 self.row_by_row(eqn, local[0].order)
-        elif all(atom in self.whole for atom in eqn.invars if isinstance(atom, Var)):
+        elif all(map(self.is_there, eqn.invars)):
             operands = [self.read(atom, eqn) for atom in eqn.invars]
             self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
         else:
             self.of_functions(eqn)
+
+    def is_there(self, atom: Atom) -> bool:
+        return isinstance(atom, Literal) or atom in self.whole or atom in self.stacks
 
     def of_functions(self, eqn: JaxprEqn) -> None:
         """Of an operand nothing is there but what is known: as it is, or as a constant."""
@@ -293,7 +399,7 @@ class _Scope:
         if function is None or not isinstance(indices, Var) or indices not in self.rows:
             return False
         order = self.rows[indices].order
-        if not _takes_rows(eqn) or isinstance(operand, Literal):
+        if not takes_rows(eqn) or isinstance(operand, Literal):
             raise _MixedError(order, eqn)
         given = self.facts.function(operand)
         (var,) = eqn.outvars
@@ -320,7 +426,7 @@ class _Scope:
         if function is None or not isinstance(indices, Var) or indices not in self.rows:
             return False
         order, (var,) = self.rows[indices].order, eqn.outvars
-        if not _puts_rows(eqn):
+        if not puts_rows(eqn):
             raise _MixedError(order, eqn)
         given = self.facts.function(updates)
         own = self.rows[indices].array
@@ -359,10 +465,7 @@ class _Scope:
     def product(self, eqn: JaxprEqn, order: _Order) -> None:
         left, right, sizes = eqn.invars
         groups = shape_of(sizes)[0]
-        counts = self.facts.counts.get(sizes) if isinstance(sizes, Var) else None
-        bounds = self.facts.bounds.get(order.keys)
-        is_proven = counts is not None and counts.keys is order.keys and bounds is not None
-        if not is_proven or not counts.are_of(groups, bounds):  # type: ignore[union-attr,arg-type]
+        if not self.are_counts(sizes, order):
             raise _MixedError(order, eqn)
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         dims = RaggedDims.of(eqn)
@@ -376,23 +479,40 @@ class _Scope:
             operands.append(self.sorted(right, order, eqn))
         else:
             operands.append(self.read(right, eqn))
-        key = id(order), groups
-        if key not in self.sizes:
-            self.sizes[key] = order.sizes(groups)
+        operands.append(self.sizes_of(order, groups))
         parts = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=((contracted, other), batch),
             lhs_ragged_dimensions=[1],
             rhs_group_dimensions=numbers.rhs_group_dimensions,
         )
-        made = bind_with(
-            eqn, [*operands, self.sizes[key]], {"ragged_dot_dimension_numbers": parts}
-        )[0]
+        (made,) = bind_with(eqn, operands, {"ragged_dot_dimension_numbers": parts})
         self.multiplied.add(id(order.eqn))
         (var,) = eqn.outvars
         if dims.sums_rows:
             self.whole[var] = made
         else:
             self.rows[var] = _Rows(made.reshape(shape_of(var)), order)
+
+    def are_counts(self, sizes: Atom, order: _Order) -> bool:
+        """Whether these are the counts of the keys by which an order sorts."""
+        if isinstance(sizes, Literal):
+            return False
+        if sizes in self.counted:
+            return self.counted[sizes] is order
+        counts, bounds = self.facts.counts.get(sizes), self.facts.bounds.get(order.keys)
+        if counts is None or counts.keys is not order.keys or bounds is None:
+            return False
+        return counts.are_of(shape_of(sizes)[0], bounds)
+
+    def sizes_of(self, order: _Order, groups: int) -> Any:
+        """How many rows of each group every example has, [examples, groups]."""
+        key = id(order), groups
+        if key not in self.sizes:
+            if order not in self.orders:  # of another body, which kept no sizes
+                raise _MixedError(order, None)
+            is_of = order.by_example[:, :, None] == jnp.arange(groups, dtype=order.keys.aval.dtype)
+            self.sizes[key] = jnp.sum(is_of, axis=1, dtype=jnp.int32)
+        return self.sizes[key]
 
     def sorted(self, atom: Atom, order: _Order, eqn: JaxprEqn) -> Any:
         """Rows in an order, [examples, rows, ...]."""
@@ -432,10 +552,10 @@ class _Scope:
                 raise _MixedError(order, eqn)
             self.rows[eqn.outvars[0]] = _Rows(self.bound(eqn)[0], order)
             return
-        if self.adds_rows(eqn):
+        if adds_rows(eqn, self.is_local, self.is_same_for_all):
             self.whole[eqn.outvars[0]] = self.bound(eqn)[0]
             return
-        if not self.keeps_rows(eqn):
+        if not keeps_rows(eqn, self.is_local, self.is_same_for_all):
             raise _MixedError(order, eqn)
         for var, made in zip(eqn.outvars, self.bound(eqn), strict=True):
             self.rows[var] = _Rows(made, order)
@@ -449,61 +569,6 @@ class _Scope:
             for atom in eqn.invars
         ]
         return bind_with(eqn, operands, {})
-
-    def adds_rows(self, eqn: JaxprEqn) -> bool:
-        """Whether rows are summed, or combined by another monoid."""
-        name = eqn.primitive.name
-        if name in MONOID_REDUCTIONS and "axes" in eqn.params:
-            return 0 in eqn.params["axes"]
-        if name == "dot_general":
-            (left, right), _ = eqn.params["dimension_numbers"]
-            return (0, 0) in zip(left, right, strict=True) and all(map(self.is_local, eqn.invars))
-        if name == "scatter-add":  # rows to what they name themselves
-            base, indices, updates = eqn.invars
-            numbers = eqn.params["dimension_numbers"]
-            is_plain = 0 not in numbers.update_window_dims and not numbers.operand_batching_dims
-            return (
-                is_plain
-                and not self.is_local(base)
-                and self.is_local(indices)
-                and (self.is_local(updates) or self.is_same_for_all(updates))
-            )
-        return False
-
-    def keeps_rows(self, eqn: JaxprEqn) -> bool:
-        """Whether each row of the results is made of the same rows of operands."""
-        name, params = eqn.primitive.name, eqn.params
-        rows = {shape_of(atom)[0] for atom in eqn.invars if self.is_local(atom)}
-        if any(shape_of(var)[:1] != tuple(rows) for var in eqn.outvars):
-            return False
-        others = [atom for atom in eqn.invars if not self.is_local(atom)]
-        if name == "gather":  # from what rows name themselves
-            operand, indices = eqn.invars
-            numbers = params["dimension_numbers"]
-            is_plain = 0 not in numbers.offset_dims and not numbers.operand_batching_dims
-            return is_plain and not self.is_local(operand) and self.is_local(indices)
-        if name == "dot_general":
-            (contracted, _), (batch, _) = params["dimension_numbers"]
-            first, second = eqn.invars
-            is_left = self.is_local(first) and not self.is_local(second)
-            return is_left and 0 not in contracted and not batch
-        if not all(map(self.is_same_for_all, others)):
-            return False
-        if name in ELEMENTWISE or name in ("reshape", "squeeze"):
-            return True
-        if name == "broadcast_in_dim":
-            return tuple(params["broadcast_dimensions"])[:1] == (0,)
-        if name in REDUCTIONS:
-            return 0 not in params.get("axes", (0,))
-        if name == "concatenate":
-            return bool(params["dimension"] != 0)
-        if name == "split":
-            return bool(params["axis"] != 0)
-        if name == "slice":
-            return params["start_indices"][0] == 0 and (params["strides"] or (1,))[0] == 1
-        if name == "pad":
-            return tuple(params["padding_config"][0]) == (0, 0, 0)
-        return name == "transpose" and params["permutation"][0] == 0
 
     def barrier(self, eqn: JaxprEqn) -> None:
         """Each value passes as it is."""
@@ -524,52 +589,45 @@ class _Scope:
 
     def scan(self, eqn: JaxprEqn) -> None:
         """A loop, with its body rewritten where that can be."""
-        operands = [self.read(atom, eqn) for atom in eqn.invars]
         scan = ScanParts.of(eqn)
-        body = None
-        if any(map(_is_grouped, walk(scan.body))):
+        first = scan.num_consts + scan.num_carry
+        given = {
+            var: self.stacks[atom][1]
+            for atom, var in zip(eqn.invars[first:], scan.body.invars[first:], strict=True)
+            if isinstance(atom, Var) and atom in self.stacks
+        }
+        made = None
+        if given or any(map(_is_grouped, walk(scan.body))):
             consts = slice(scan.num_consts)
             pairs = [*zip(eqn.invars[consts], scan.body.invars[consts], strict=True)]
-            body = _rewritten(scan.body, self.examples, lambda: self.facts.passed(pairs))
-        if body is None:
+            known = functools.partial(self.facts.passed, pairs)
+            asked = scan.body, self.examples, known, given, self.stay
+            made = _rewritten(*asked, scan.num_carry)
+        operands = [
+            self.stacks[atom][0]
+            if number >= first and scan.body.invars[number] in given
+            else self.read(atom, eqn)
+            for number, atom in enumerate(eqn.invars)
+        ]
+        if made is None:
             results = bind_with(eqn, operands, {})
-        else:
-            self.has_new_bodies = True
-            closed = ClosedJaxpr(body, [])
-            params = jax_compat.scan_params(eqn.params, closed, scan.num_consts, scan.num_carry)
-            typed = [
-                jax_compat.with_type_of(x, var.aval) if isinstance(x, jax.Array) else x
-                for x, var in zip(operands, scan.body.invars, strict=True)
-            ]
-            results = list(eqn.primitive.bind(*typed, **params))
-        self.whole.update(zip(eqn.outvars, results, strict=True))
-
-
-def _takes_rows(eqn: JaxprEqn) -> bool:
-    """Whether `x[indices]` takes whole rows of x, one for each index."""
-    numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
-    return bool(
-        numbers.collapsed_slice_dims == (0,)
-        and numbers.start_index_map == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(numbers.offset_dims) == tuple(range(1, len(shape)))
-        and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
-        and len(shape_of(eqn.invars[1])) == 2
-    )
-
-
-def _puts_rows(eqn: JaxprEqn) -> bool:
-    """Whether whole rows are put to, or combined with, what is there, one for each index."""
-    numbers = eqn.params["dimension_numbers"]
-    shape, indices, rows = map(shape_of, eqn.invars)
-    return bool(
-        numbers.inserted_window_dims == (0,)
-        and numbers.scatter_dims_to_operand_dims == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(numbers.update_window_dims) == tuple(range(1, len(shape)))
-        and rows[1:] == shape[1:]
-        and len(indices) == 2
-    )
+            self.whole.update(zip(eqn.outvars, results, strict=True))
+            return
+        self.has_new_bodies = True
+        closed = ClosedJaxpr(made.jaxpr, [])
+        params = jax_compat.scan_params(eqn.params, closed, scan.num_consts, scan.num_carry)
+        typed = [
+            jax_compat.with_type_of(x, var.aval)
+            if isinstance(x, jax.Array) and var not in given
+            else x
+            for x, var in zip(operands, scan.body.invars, strict=True)
+        ]
+        results = eqn.primitive.bind(*typed, **params)
+        for var, array, kept in zip(eqn.outvars, results, made.kept, strict=True):
+            if kept is None:
+                self.whole[var] = array
+            else:
+                self.stacks[var] = array, kept
 
 
 def _is_key(atom: Atom) -> bool:

@@ -156,7 +156,7 @@ def ranks_of_sizes(graph: Graph) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("layers", ["one", "unrolled", "remat"])
+@pytest.mark.parametrize("layers", ["one", "unrolled", "remat", "loop"])
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_sorted_for_each_example(form: str, layers: str) -> None:
     graph = graph_of(loss_of(FORMS[form], layers))
