@@ -50,7 +50,7 @@ PAPER_DEVICES = {
 }
 """V100s on which the paper trains a model; models that it does not have are on 64 H100s."""
 
-H100_DEVICES = {"llama3-70B": 256, "llama3-405B": 1024}
+H100_DEVICES = {"llama3-70B": 256, "llama3-405B": 1024, "mixtral-8x22B": 128, "qwen3-235B": 256}
 """Of these, what is too large for 64."""
 
 
@@ -137,7 +137,7 @@ def cases(only: str = "", *, everywhere: bool = False) -> Iterator[PlanningCase]
         if everywhere:
             made += [
                 PlanningCase(name, kind, nodes * IN_A_NODE, "auto")
-                for kind in ((H100,) if name.startswith("llama3") else (V100, H100))
+                for kind in ((H100,) if name.startswith(registry.TODAY) else (V100, H100))
                 for nodes in NODE_COUNTS
                 if (kind, nodes * IN_A_NODE) != (preset, devices)
             ]

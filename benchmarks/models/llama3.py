@@ -29,12 +29,13 @@ class GroupedAttention(nn.Module):
     key_heads: int
     dtype: Any
     attention: str
+    features: int | None = None  # of a head; by default, heads share the width
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
         dense = functools.partial(nn.DenseGeneral, use_bias=False, dtype=self.dtype)
-        features = width // self.heads
+        features = self.features or width // self.heads
         q = dense((self.heads, features), name="q")(x)
         k, v = (dense((self.key_heads, features), name=name)(x) for name in ("k", "v"))
         kind: Any = self.attention

@@ -15,7 +15,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import autopar
-from models import deepseek, gpt, llama, llama3, moe, wide_resnet
+from models import deepseek, gpt, llama, llama3, moe, sparse, wide_resnet
 
 LOSS_SCALE = 2.0**12  # for float16, whose small gradients would vanish
 
@@ -46,6 +46,10 @@ class TrainStep(NamedTuple):
     tokens_per_step: int  # of images: how many there are
 
 
+TODAY = ("llama3", "mixtral", "qwen3")
+"""Families in the form that their users have: one scan, cuDNN's attention, gradients clipped."""
+
+
 def _entries() -> dict[str, Entry]:
     found = {}
     for family, sizes, module, batch in (
@@ -56,8 +60,10 @@ def _entries() -> dict[str, Entry]:
         ("llama-scanned", llama.SIZES, functools.partial(llama.Llama, scanned=True), 512),
         ("deepseek", deepseek.SIZES, deepseek.DeepSeek, 1024),
         ("llama3", llama3.SIZES, llama3.Llama3, 2048),
+        ("mixtral", sparse.MIXTRAL, sparse.SparseDecoder, 1024),
+        ("qwen3", sparse.QWEN3, sparse.SparseDecoder, 1024),
     ):
-        clipped = family == "llama3"
+        clipped = family in TODAY
         entries = {key: Entry(size, module, batch, clipped) for key, size in sizes.items()}
         found.update({f"{family}-{key}": entry for key, entry in entries.items()})
     return found

@@ -53,6 +53,12 @@ def num_groups(graph: Graph) -> int:
     return math.gcd(*(_groups(eqn) for eqn in walk(graph.jaxpr)))
 
 
+def most_blocks(graph: Graph) -> int:
+    """In how many blocks all rows still have numbers of 32 bits."""
+    rows = (shape_of(eqn.invars[0])[0] for eqn in walk(graph.jaxpr) if _groups(eqn))
+    return int(jnp.iinfo(jnp.int32).max // max(rows, default=1))
+
+
 def in_blocks(graph: Graph, blocks: int) -> Graph:
     """The same step, with its grouped products in so many blocks."""
     jaxpr = graph.jaxpr
@@ -64,6 +70,8 @@ def in_blocks(graph: Graph, blocks: int) -> Graph:
 def _groups(eqn: JaxprEqn) -> int:
     """How many groups a grouped product has that can be in blocks; 0: it cannot, or is none."""
     if eqn.primitive.name != "ragged_dot_general" or ragged_rule(eqn, frozenset()) is None:
+        return 0
+    if len(shape_of(eqn.invars[2])) > 1:
         return 0
     dims = RaggedDims.of(eqn)
     plain = not dims.left_batch and dims.rows == 0

@@ -8,9 +8,18 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.primitives import ELEMENTWISE, MONOID_REDUCTIONS, REDUCTIONS
+from autopar.passes.primitives.ragged_products import RaggedDims
 from autopar.passes.primitives.shardings import shape_of
 
 IsSo = Callable[[Atom], bool]
+
+
+def is_grouped(eqn: JaxprEqn) -> bool:
+    """Whether an equation multiplies rows, sorted in one list, by groups."""
+    if eqn.primitive.name != "ragged_dot_general" or eqn.params["group_offset"] is not None:
+        return False
+    dims = RaggedDims.of(eqn)
+    return len(shape_of(eqn.invars[2])) == 1 and dims.rows == 0 and not dims.left_batch
 
 
 def takes_rows(eqn: JaxprEqn) -> bool:

@@ -28,7 +28,7 @@ LARGEST_CONSTANT = 4096
 """Elements of a constant that is kept as an array."""
 LARGEST_NUMBER = 1 << 30
 AT_ONCE = 1 << 16
-"""Numbers that are tried at once."""
+"""RowNumbers that are tried at once."""
 MOST_KEYS = 1 << 16
 """Of how many keys it is tried what becomes of them."""
 
@@ -37,7 +37,7 @@ Evaluate = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RowNumbers:
     """What tells rows apart: "place" (their own), "keys" of a sort, "order" and "rank" by one.
 
     A sort's order has, at each place, the row that it puts there; its rank has, for each row, the
@@ -60,7 +60,7 @@ class RowFunction:
       evaluate: the function, for any numbers.
     """
 
-    numbers: Numbers
+    numbers: RowNumbers
     lead: int
     rows: int
     key: Hashable
@@ -125,14 +125,14 @@ def _known(key: Hashable, find: Callable[[], Any]) -> Any:
     return _results[key]
 
 
-def numbers_themselves(numbers: Numbers, lead: int, rows: int) -> RowFunction:
+def numbers_themselves(numbers: RowNumbers, lead: int, rows: int) -> RowFunction:
     """The number of each row."""
     return RowFunction(numbers, lead, rows, "number", lambda x: x)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers that rows with keys are counted by; `function` of a key: for which it counts."""
+    """RowNumbers that rows with keys are counted by; `function` of a key: for which it counts."""
 
     keys: Var
     function: RowFunction
@@ -227,7 +227,7 @@ class Facts:
         if dim == 0:
             dtype, rest = var.aval.dtype, (1,) * (len(shape) - 1)
             self.functions[var] = RowFunction(
-                Numbers("place"),
+                RowNumbers("place"),
                 1,
                 shape[0],
                 ("iota", str(dtype), rest),

@@ -10,7 +10,7 @@ from autopar.base.cluster import Cluster
 from autopar.base.errors import InexactMicrobatchError
 from autopar.base.methods import BATCH_METHODS, WHOLE_PARAMETERS
 from autopar.base.options import Options
-from autopar.passes.experts.blocks import in_blocks, num_groups
+from autopar.passes.experts.blocks import in_blocks, most_blocks, num_groups
 from autopar.passes.experts.by_example import by_example
 from autopar.passes.graph.casts_after import with_casts_after
 from autopar.passes.graph.casts_ahead import with_casts_ahead
@@ -87,7 +87,7 @@ def rewritten_steps(
         yield RewrittenStep(padded_graph(graph, rules, dims), Rewriting(padding))
     graph = sorted_whole or graph
     blocks = _expert_blocks(graph, options, cluster)
-    if blocks > 1:
+    if 1 < blocks <= most_blocks(graph):
         yield RewrittenStep(in_blocks(graph, blocks), Rewriting(expert_blocks=blocks))
 
 

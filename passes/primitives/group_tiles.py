@@ -114,7 +114,7 @@ def tile_rows(rows: int, groups: int, sums_rows: bool) -> int:
     With tiles of t rows, so many visits take rows / t + groups of them, each for t rows and for
     what it moves beside them.
 
-    >>> tile_rows(16384, 8, False), tile_rows(131072, 8, False), tile_rows(49152, 64, False)
+    >>> tile_rows(16384, 8, False), tile_rows(65536, 8, False), tile_rows(49152, 64, False)
     (1024, 2048, 512)
     """
     beside = ROWS_BESIDE_SUMS if sums_rows else ROWS_BESIDE

@@ -82,9 +82,7 @@ def _all() -> list[RealStep]:
             "build_by_hand_accumulation",
             one_mesh="accumulates",
         ),
-        RealStep(
-            "experts_grouped", "language", "build_experts", {"kind": "grouped"}, whole="`sort`"
-        ),
+        RealStep("experts_grouped", "language", "build_experts", {"kind": "grouped"}),
         RealStep("experts_balanced", "language", "build_experts", {"kind": "balanced"}),
         RealStep("state_space", "sequences", "build_state_space"),
         RealStep("linear_attention", "sequences", "build_linear_attention"),

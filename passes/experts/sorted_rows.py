@@ -1,0 +1,387 @@
+"""Equations evaluated with rows sorted for each example, and what is proven of each one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.passes.experts.orders import MixedRowsError, Order, SortedRows
+from autopar.passes.experts.row_by_row import (
+    adds_rows,
+    is_grouped,
+    keeps_rows,
+    puts_rows,
+    takes_rows,
+)
+from autopar.passes.experts.row_functions import Facts, RowFunction, RowNumbers, numbers_themselves
+from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.graph import (
+    Atom,
+)
+from autopar.passes.graph.primitives import ELEMENTWISE, SCATTERS
+from autopar.passes.primitives.cuts import bind_with
+from autopar.passes.primitives.ragged_products import RaggedDims
+from autopar.passes.primitives.shardings import shape_of
+
+
+class SortedScope:
+    """Evaluates the equations of one program or body, while JAX traces that.
+
+    Args:
+      jaxpr: the program.
+      examples: for each of which rows are sorted.
+      facts: what is known of its arguments.
+      stay: sorts that stay as they are, by identity.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, examples: int, facts: Facts, stay: frozenset[int]):
+        self.jaxpr, self.examples, self.facts, self.stay = jaxpr, examples, facts, stay
+        self.whole: dict[Var, Any] = {}
+        self.rows: dict[Var, SortedRows] = {}
+        self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.orders: list[Order] = []
+        self.multiplied: set[int] = set()
+        self.sizes: dict[tuple[int, int], Any] = {}
+        self.counted: dict[Var, Order] = {}
+        self.keys: dict[Var, RowFunction] = {}
+        for eqn in jaxpr.eqns:
+            if self.is_sort(eqn) and isinstance(eqn.invars[0], Var):
+                self.know_keys(eqn.invars[0])
+
+    def know_keys(self, keys: Var) -> None:
+        """Rows have these keys, also before they were put into one line."""
+        (rows,), var = shape_of(keys), keys
+        while True:
+            lead = len(shape_of(var))
+            self.keys[var] = numbers_themselves(RowNumbers("keys", keys), lead, rows)
+            maker = self.makers.get(var)
+            if maker is None or maker.primitive.name not in ("reshape", "squeeze"):
+                return
+            (before,) = maker.invars
+            if not isinstance(before, Var):
+                return
+            var = before
+
+    def learn_keys(self, var: Var) -> None:
+        if var in self.keys and var not in self.facts.functions:
+            self.facts.functions[var] = self.keys[var]
+
+    def learn_constant(self, var: Var) -> None:
+        """A mask that is the same for all rows, whatever their numbers are."""
+        function = self.facts.function(var)
+        if function is None or function.numbers.kind == "keys" or var in self.facts.constants:
+            return
+        if var.aval.dtype == jnp.bool_ and (same := function.constant()) is not None:
+            lead = (1,) * function.lead
+            self.facts.constants[var] = same.reshape(*lead, *same.shape[1:])
+
+    def read(self, atom: Atom, eqn: JaxprEqn | None) -> Any:
+        """A value as the program has it, whole."""
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom in self.whole:
+            return self.whole[atom]
+        constant = self.facts.constant(atom)
+        if constant is not None and constant.size == 1:
+            dtype = atom.aval.dtype
+            self.whole[atom] = lax.full(shape_of(atom), constant.astype(dtype).item(), dtype)
+            return self.whole[atom]
+        raise MixedRowsError(self.order_of(atom), eqn)
+
+    def order_of(self, atom: Var) -> Order:
+        if atom in self.rows:
+            return self.rows[atom].order
+        function = self.facts.functions[atom]
+        assert isinstance(function.numbers.of, Order)
+        return function.numbers.of
+
+    def evaluate(self, eqn: JaxprEqn) -> None:
+        name = eqn.primitive.name
+        if self.is_sort(eqn) and self.sort(eqn):
+            return
+        local = [
+            self.rows[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in self.rows
+        ]
+        orders = {id(x.order) for x in local}
+        if local and is_barrier(eqn):
+            self.barrier(eqn)
+        elif len(orders) > 1:
+            raise MixedRowsError(local[0].order, eqn)
+        elif local and is_grouped(eqn):
+            self.product(eqn, local[0].order)
+        elif local:
+            move = self.gather if name == "gather" else self.scatter if name in SCATTERS else None
+            if move is None or not move(eqn):
+                self.row_by_row(eqn, local[0].order)
+        elif all(map(self.is_there, eqn.invars)):
+            operands = [self.read(atom, eqn) for atom in eqn.invars]
+            self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
+        else:
+            self.of_functions(eqn)
+
+    def is_there(self, atom: Atom) -> bool:
+        return isinstance(atom, Literal) or atom in self.whole
+
+    def of_functions(self, eqn: JaxprEqn) -> None:
+        """Of an operand nothing is there but what is known: as it is, or as a constant."""
+        self.facts.learn(eqn)
+        if len(eqn.outvars) == 1 and self.facts.function(eqn.outvars[0]) is not None:
+            return
+        operands = [self.read(atom, eqn) for atom in eqn.invars]
+        self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
+
+    # Sorts.
+
+    def is_sort(self, eqn: JaxprEqn) -> bool:
+        if eqn.primitive.name != "sort" or id(eqn) in self.stay or eqn.params["num_keys"] != 1:
+            return False
+        shape = shape_of(eqn.invars[0])
+        return len(shape) == 1 and shape[0] % self.examples == 0 and len(eqn.invars) > 1
+
+    def sort(self, eqn: JaxprEqn) -> bool:
+        """Each example's rows; False: it is evaluated as it is."""
+        keys, *others = eqn.invars
+        (count,) = shape_of(keys)
+        places = [self.is_place(atom) for atom in others]
+        if isinstance(keys, Literal) or not any(places):
+            return False
+        function = self.facts.function(keys)
+        back = function is not None and function.numbers.kind == "order"
+        if not back and keys in self.rows:
+            return False
+        if any(isinstance(x, Var) and x in self.rows for x in others):
+            return False
+        if back and not all(places):
+            return False
+        shape = self.examples, count // self.examples
+        given = self.rows[keys] if back else None
+        own = self.read(keys, eqn) if given is None else given.array
+        here = lax.broadcasted_iota(others[places.index(True)].aval.dtype, shape, 1)
+        operands = [own.reshape(shape)]
+        operands += [
+            here if is_place else self.read(atom, eqn).reshape(shape)
+            for atom, is_place in zip(others, places, strict=True)
+        ]
+        made = [x.reshape(count) for x in bind_with(eqn, operands, {"dimension": 1})]
+        if given is None:
+            order = Order(eqn, count // self.examples, keys, operands[0])
+            self.orders.append(order)
+            numbers = RowNumbers("order", order)
+        else:
+            order, numbers = given.order, RowNumbers("rank", given.order)
+        for var, array, is_place in zip(eqn.outvars, made, [False, *places], strict=True):
+            self.rows[var] = SortedRows(array, order)
+            if is_place:
+                self.facts.functions[var] = numbers_themselves(numbers, 1, count)
+            elif given is not None:  # the sorted order
+                self.facts.functions[var] = numbers_themselves(RowNumbers("place"), 1, count)
+                del self.rows[var]
+        return True
+
+    def is_place(self, atom: Atom) -> bool:
+        """Whether each element is its own place."""
+        function = self.facts.function(atom)
+        return function is not None and function.numbers.kind == "place" and function.is_number
+
+    # Rows that are taken, and put back.
+
+    def gather(self, eqn: JaxprEqn) -> bool:
+        """Rows by their numbers; False: by something else."""
+        operand, indices = eqn.invars
+        function = self.facts.function(indices)
+        if function is None or not isinstance(indices, Var) or indices not in self.rows:
+            return False
+        order = self.rows[indices].order
+        if not takes_rows(eqn) or isinstance(operand, Literal):
+            raise MixedRowsError(order, eqn)
+        given = self.facts.function(operand)
+        (var,) = eqn.outvars
+        if function.numbers.kind == "rank":
+            known = self.rows.get(operand)
+            if known is None or known.order is not order or not function.is_number or given:
+                raise MixedRowsError(order, eqn)
+            self.whole[var] = self.in_examples(eqn, [known.array, self.rows[indices].array])
+            return True
+        if given is not None and given.numbers == RowNumbers("rank", order) and function.is_number:
+            # What is known of each row of the places, in this order: of each place.
+            self.facts.functions[var] = dataclasses.replace(given, numbers=RowNumbers("place"))
+            return True
+        if operand in self.rows or not function.is_local(self.examples, shape_of(operand)[0]):
+            raise MixedRowsError(order, eqn)
+        made = self.in_examples(eqn, [self.read(operand, eqn), self.rows[indices].array])
+        self.rows[var] = SortedRows(made, order)
+        return True
+
+    def scatter(self, eqn: JaxprEqn) -> bool:
+        """Rows to where their numbers say; False: to where something else does."""
+        base, indices, updates = eqn.invars
+        function = self.facts.function(indices)
+        if function is None or not isinstance(indices, Var) or indices not in self.rows:
+            return False
+        order, (var,) = self.rows[indices].order, eqn.outvars
+        if not puts_rows(eqn):
+            raise MixedRowsError(order, eqn)
+        given = self.facts.function(updates)
+        own = self.rows[indices].array
+        if function.numbers.kind == "rank":
+            is_sorted = isinstance(updates, Var) and updates in self.rows
+            if is_sorted or not function.is_number or not self.is_same_for_all(base):
+                raise MixedRowsError(order, eqn)
+            operands = [self.read(base, eqn), own, self.read(updates, eqn)]
+            self.rows[var] = SortedRows(self.in_examples(eqn, operands), order)
+            return True
+        if isinstance(base, Var) and base in self.rows:
+            raise MixedRowsError(order, eqn)
+        if isinstance(updates, Var) and updates in self.rows and given is None:
+            if not function.is_local(self.examples, shape_of(base)[0]):
+                raise MixedRowsError(order, eqn)
+            operands = [self.read(base, eqn), own, self.rows[updates].array]
+            self.whole[var] = self.in_examples(eqn, operands)
+            return True
+        is_numbered = given is not None and given.numbers.kind == "place"
+        if is_numbered and eqn.primitive.name == "scatter" and function.is_number:
+            # Every row gets what is known of the place to which it was put.
+            assert given is not None
+            numbers = RowNumbers("rank", order)
+            self.facts.functions[var] = dataclasses.replace(given, numbers=numbers)
+            return True
+        raise MixedRowsError(order, eqn)
+
+    def in_examples(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> Any:
+        """An equation for each example: all operands' rows, and the result's, are of all."""
+        parts = [x.reshape(self.examples, -1, *x.shape[1:]) for x in arrays]
+        made = jax.vmap(lambda *xs: bind_with(eqn, xs, {})[0])(*parts)
+        return made.reshape(shape_of(eqn.outvars[0]))
+
+    # Products, loops, barriers, and what is computed of each row.
+
+    def product(self, eqn: JaxprEqn, order: Order) -> None:
+        left, right, sizes = eqn.invars
+        groups = shape_of(sizes)[0]
+        if not self.are_counts(sizes, order):
+            raise MixedRowsError(order, eqn)
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        dims = RaggedDims.of(eqn)
+        (contracted, other), batch = numbers.dot_dimension_numbers
+        contracted = [dim + 1 for dim in contracted]
+        operands = [self.sorted(left, order, eqn)]
+        if dims.sums_rows:
+            if dims.right_rows != 0:
+                raise MixedRowsError(order, eqn)
+            contracted, other = [0, *contracted], [0, *(dim + 1 for dim in other)]
+            operands.append(self.sorted(right, order, eqn))
+        else:
+            operands.append(self.read(right, eqn))
+        operands.append(self.sizes_of(order, groups))
+        parts = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=((contracted, other), batch),
+            lhs_ragged_dimensions=[1],
+            rhs_group_dimensions=numbers.rhs_group_dimensions,
+        )
+        (made,) = bind_with(eqn, operands, {"ragged_dot_dimension_numbers": parts})
+        self.multiplied.add(id(order.eqn))
+        (var,) = eqn.outvars
+        if dims.sums_rows:
+            self.whole[var] = made
+        else:
+            self.rows[var] = SortedRows(made.reshape(shape_of(var)), order)
+
+    def are_counts(self, sizes: Atom, order: Order) -> bool:
+        """Whether these are the counts of the keys by which an order sorts."""
+        if isinstance(sizes, Literal):
+            return False
+        if sizes in self.counted:
+            return self.counted[sizes] is order
+        counts, bounds = self.facts.counts.get(sizes), self.facts.bounds.get(order.keys)
+        if counts is None or counts.keys is not order.keys or bounds is None:
+            return False
+        return counts.are_of(shape_of(sizes)[0], bounds)
+
+    def sizes_of(self, order: Order, groups: int) -> Any:
+        """How many rows of each group every example has, [examples, groups]."""
+        key = id(order), groups
+        if key not in self.sizes:
+            if order not in self.orders:  # of another body, which kept no sizes
+                raise MixedRowsError(order, None)
+            is_of = order.by_example[:, :, None] == jnp.arange(groups, dtype=order.keys.aval.dtype)
+            self.sizes[key] = jnp.sum(is_of, axis=1, dtype=jnp.int32)
+        return self.sizes[key]
+
+    def sorted(self, atom: Atom, order: Order, eqn: JaxprEqn) -> Any:
+        """Rows in an order, [examples, rows, ...]."""
+        if isinstance(atom, Var) and atom in self.rows:
+            if self.facts.function(atom) is not None:
+                raise MixedRowsError(order, eqn)
+            array = self.rows[atom].array
+        elif self.is_same_for_all(atom):
+            array = jnp.broadcast_to(self.read(atom, eqn), shape_of(atom))
+        else:
+            raise MixedRowsError(order, eqn)
+        return array.reshape(self.examples, order.rows, *array.shape[1:])
+
+    def is_same_for_all(self, atom: Atom) -> bool:
+        """Whether all rows of a value are equal."""
+        shape = shape_of(atom)
+        if not shape or shape[0] == 1:
+            return True
+        known = self.facts.constant(atom)
+        if known is not None and (not known.ndim or known.shape[0] == 1):
+            return True
+        maker = None if isinstance(atom, Literal) else self.makers.get(atom)
+        if maker is None or atom in self.rows:
+            return False
+        if maker.primitive.name == "broadcast_in_dim":
+            dims = tuple(maker.params["broadcast_dimensions"])
+            return 0 not in dims or shape_of(maker.invars[0])[dims.index(0)] == 1
+        is_one = maker.primitive.name in ELEMENTWISE
+        return is_one and all(map(self.is_same_for_all, maker.invars))
+
+    def row_by_row(self, eqn: JaxprEqn, order: Order) -> None:
+        """What is computed of each row alone, or a sum over all of them."""
+        functions = [self.facts.function(a) for a in eqn.invars if self.is_local(a)]
+        if any(f is not None for f in functions):  # numbers of rows
+            self.facts.learn(eqn)
+            if len(eqn.outvars) != 1 or self.facts.function(eqn.outvars[0]) is None:
+                raise MixedRowsError(order, eqn)
+            self.rows[eqn.outvars[0]] = SortedRows(self.bound(eqn)[0], order)
+            return
+        if adds_rows(eqn, self.is_local, self.is_same_for_all):
+            self.whole[eqn.outvars[0]] = self.bound(eqn)[0]
+            return
+        if not keeps_rows(eqn, self.is_local, self.is_same_for_all):
+            raise MixedRowsError(order, eqn)
+        for var, made in zip(eqn.outvars, self.bound(eqn), strict=True):
+            self.rows[var] = SortedRows(made, order)
+
+    def is_local(self, atom: Atom) -> bool:
+        return isinstance(atom, Var) and atom in self.rows
+
+    def bound(self, eqn: JaxprEqn) -> list[Any]:
+        operands = [
+            self.rows[atom].array if self.is_local(atom) else self.read(atom, eqn)
+            for atom in eqn.invars
+        ]
+        return bind_with(eqn, operands, {})
+
+    def barrier(self, eqn: JaxprEqn) -> None:
+        """Each value passes as it is."""
+        arrays = [
+            self.rows[atom].array if self.is_local(atom) else self.read(atom, eqn)
+            for atom in eqn.invars
+        ]
+        for atom, var, made in zip(
+            eqn.invars, eqn.outvars, bind_with(eqn, arrays, {}), strict=True
+        ):
+            if self.is_local(atom):
+                self.rows[var] = SortedRows(made, self.rows[atom].order)
+            else:
+                self.whole[var] = made
+            function = self.facts.function(atom)
+            if function is not None:
+                self.facts.functions[var] = function
