@@ -64,7 +64,7 @@ def everything(
 
 def in_turn(patch: pytest.MonkeyPatch) -> None:
     """All numbers of microbatches, and all meshes, one after the other."""
-    patch.setattr(layout_search.LayoutSearch, "_too_few", lambda self, counts: [])
+    patch.setattr(layout_search.LayoutSearch, "too_few", lambda self, counts: [])
     patch.setattr(candidates, "plan_meshes", everything)
 
 
@@ -111,14 +111,14 @@ def test_the_bound_is_below_every_plan(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LeastMemory] = []
-    real = layout_search.LayoutSearch._too_few
+    real = layout_search.LayoutSearch.too_few
 
     def kept(self: Any, counts: Sequence[int]) -> list[int]:
         name = CLUSTER.device.name
         seen.append(LeastMemory.of(self.graph, self.rules, name, self.analysis))
         return real(self, counts)
 
-    monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", kept)
+    monkeypatch.setattr(layout_search.LayoutSearch, "too_few", kept)
     with pytest.raises(autopar.errors.MemoryLimitError):
         planned(name, 300, method=method)
     bounds = {count: seen[0].bytes(count, CLUSTER.num_devices) for count in (1, 4)}
@@ -205,7 +205,7 @@ def test_the_bound_of_a_loop_is_below_the_least_plan(
         seen.append(LeastMemory.of(self.graph, self.rules, name, self.analysis))
         return []
 
-    monkeypatch.setattr(layout_search.LayoutSearch, "_too_few", none)
+    monkeypatch.setattr(layout_search.LayoutSearch, "too_few", none)
     options: dict[str, Any] = {"cluster": CLUSTER, "stages": 1, "remat": "none"}
     for count in (1, 4, 16) if name in ("correlated", "scanned_in_place") else (4,):
         # Too little: the error says what the smallest plan needs.

@@ -9,19 +9,18 @@ wrapped index is the index, that a scatter's mask is all true.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
 
 from autopar.passes.experts.bounds import bounds_of
+from autopar.passes.experts.row_arithmetic import evaluated, lead_after
 from autopar.passes.graph.graph import Atom
-from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.primitives.shardings import shape_of
 
 LARGEST_CONSTANT = 4096
@@ -93,7 +92,7 @@ class RowFunction:
         return _known(("constant", self.key, self.rows), self._constant)
 
     def _constant(self) -> np.ndarray | None:
-        first = np.asarray(self.evaluate(jnp.zeros(1, jnp.int32)))
+        first = self.evaluate(np.zeros(1, np.int32))
         if first.size != 1:
             return None
         is_same = self._holds(lambda _, found: found == first.reshape(()))
@@ -101,17 +100,14 @@ class RowFunction:
 
     def _holds(self, claim: Callable[[Any, Any], Any]) -> bool:
         """Whether something holds for each number and its value."""
-
-        @jax.jit
-        def holds(start: Any) -> Any:
-            numbers = jnp.minimum(start + jnp.arange(AT_ONCE, dtype=jnp.int32), self.rows - 1)
+        if self.rows >= LARGEST_NUMBER:
+            return False
+        for start in range(0, self.rows, AT_ONCE):
+            numbers = np.arange(start, min(start + AT_ONCE, self.rows), dtype=np.int32)
             found = self.evaluate(numbers)
-            if found.size != AT_ONCE:
-                return jnp.zeros((), bool)
-            return jnp.all(claim(numbers, found.reshape(-1)))
-
-        starts = range(0, self.rows, AT_ONCE)
-        return self.rows < LARGEST_NUMBER and all(bool(holds(start)) for start in starts)
+            if found.size != numbers.size or not np.all(claim(numbers, found.reshape(-1))):
+                return False
+        return True
 
 
 _results: dict[Hashable, Any] = {}
@@ -120,8 +116,7 @@ _results: dict[Hashable, Any] = {}
 def _known(key: Hashable, find: Callable[[], Any]) -> Any:
     """Found once: layers have the same functions."""
     if key not in _results:
-        with jax.ensure_compile_time_eval():
-            _results[key] = find()
+        _results[key] = find()
     return _results[key]
 
 
@@ -146,7 +141,7 @@ class Counts:
         return bool(_known(key, lambda: self._are_of(groups, last)))
 
     def _are_of(self, groups: int, last: int) -> bool:
-        found = np.asarray(self.function.evaluate(jnp.arange(last, dtype=jnp.int32)))
+        found = self.function.evaluate(np.arange(last, dtype=np.int32))
         wanted = np.arange(last)[:, None] == np.arange(groups)
         return found.shape == wanted.shape and bool((found == wanted).all())
 
@@ -213,10 +208,9 @@ class Facts:
         known = [self.constant(atom) for atom in eqn.invars]
         if not known or any(x is None for x in known):
             return
-        with jax.ensure_compile_time_eval():
-            made = evaluated(eqn, known, 0, None)
+        made = evaluated(eqn, known, 0, None)
         if made is not None and made.size <= LARGEST_CONSTANT:
-            self.constants[var] = np.asarray(made)
+            self.constants[var] = made
 
     def _iota(self, eqn: JaxprEqn) -> None:
         (var,), shape = eqn.outvars, eqn.params["shape"]
@@ -244,7 +238,7 @@ class Facts:
         if any(f.lead != found[0].lead for f in found):
             return None
         lead, rows = found[0].lead, found[0].rows
-        after = _lead_after(eqn, lead, rows)
+        after = lead_after(eqn, lead, rows)
         if after is None:
             return None
         operands: list[Any] = []
@@ -267,10 +261,9 @@ class Facts:
             assert made is not None
             return made
 
-        with jax.ensure_compile_time_eval():
-            two = jnp.arange(2, dtype=jnp.int32)
-            if evaluated(eqn, [x(two) for x in operands], lead, 2) is None:
-                return None
+        two = np.arange(2, dtype=np.int32)
+        if evaluated(eqn, [x(two) for x in operands], lead, 2) is None:
+            return None
         name = eqn.primitive.name, str(eqn.params), shape_of(eqn.outvars[0])[after:]
         return RowFunction(found[0].numbers, after, rows, (name, *keys), evaluate)
 
@@ -289,7 +282,7 @@ class Facts:
             rest = shape_of(eqn.invars[0])[function.lead :]
 
             def table(keys: Any) -> Any:
-                return jnp.broadcast_to(function.evaluate(keys), (len(keys), *rest))
+                return np.broadcast_to(function.evaluate(keys), (len(keys), *rest))
 
             own = function.key, rest
             return Counts(
@@ -324,77 +317,11 @@ class Facts:
         def table(keys: Any) -> Any:
             index = function.evaluate(keys).reshape(len(keys), 1)
             if mode == GatherScatterMode.CLIP:
-                index = jnp.clip(index, 0, groups - 1)
-            return index == jnp.arange(groups)
+                index = np.clip(index, 0, groups - 1)
+            return index == np.arange(groups)
 
         own = function.key, groups, str(mode)
         return Counts(
             function.numbers.of,
             RowFunction(function.numbers, 1, function.rows, own, table),
         )
-
-
-def _lead_after(eqn: JaxprEqn, lead: int, rows: int) -> int | None:
-    """How many first dimensions of the result are those of rows; None: it mixes them."""
-    name, (result,) = eqn.primitive.name, eqn.outvars
-    shape = shape_of(result)
-    if name in ELEMENTWISE:
-        return lead
-    if name == "broadcast_in_dim":
-        dims = tuple(eqn.params["broadcast_dimensions"])
-        is_kept = dims[:lead] == tuple(range(lead))
-        return lead if is_kept and math.prod(shape[:lead]) == rows else None
-    if name in ("reshape", "squeeze"):
-        rest = math.prod(shape_of(eqn.invars[0])[lead:])
-        for after in range(1, len(shape) + 1):
-            if math.prod(shape[:after]) == rows and math.prod(shape[after:]) == rest:
-                return after
-    return None
-
-
-def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | None) -> Any:
-    """An equation on operands with so many rows; None: it is not one of the few kinds.
-
-    Args:
-      eqn: elementwise, or one that only changes the shape.
-      operands: with one dimension of rows in place of the first `lead`, and with dimensions of
-        size 1 where all elements are equal.
-      lead: how many dimensions of the equation's are those of rows.
-      rows: how many there are; None, with `lead` 0: none.
-    """
-    name, shape = eqn.primitive.name, shape_of(eqn.outvars[0])
-    first = 0 if rows is None else 1
-    if name in ELEMENTWISE:
-        ranks = {np.ndim(x) for x in operands if np.ndim(x)}
-        if len(ranks) > 1:
-            return None
-        pairs = zip(operands, eqn.invars, strict=True)
-        arrays = [jnp.asarray(x, atom.aval.dtype) for x, atom in pairs]
-        return eqn.primitive.bind(*jnp.broadcast_arrays(*arrays), **_plain(eqn.params))
-    value = jnp.asarray(operands[0])
-    if name == "broadcast_in_dim":
-        dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
-        target = [1] * (len(shape) - lead + first)
-        if first:
-            target[0] = value.shape[0] if value.ndim else 1
-        kept = zip(dims[lead:], value.shape[first:] if value.ndim else (), strict=False)
-        for dim, size in kept:
-            target[dim - lead + first] = size
-        return value.reshape(target)
-    if name in ("reshape", "squeeze"):
-        if math.prod(value.shape[first:]) == 1:
-            after = lead if rows is None else _lead_after(eqn, lead, _rows_of(eqn, lead))
-            ones = (1,) * (len(shape) - (after or 0))
-            return value.reshape(*value.shape[:first], *ones)
-        if rows is None and value.shape == shape_of(eqn.invars[0]):
-            return value.reshape(shape)
-    return None
-
-
-def _rows_of(eqn: JaxprEqn, lead: int) -> int:
-    return math.prod(shape_of(eqn.invars[0])[:lead])
-
-
-def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says where a value shall lie."""
-    return {name: None if name in ("sharding", "out_sharding") else x for name, x in params.items()}

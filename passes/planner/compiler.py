@@ -34,6 +34,7 @@ from autopar.base.errors import (
     AutoparError,
     AutoparWarning,
     BatchArgumentError,
+    InexactMicrobatchError,
     PlanMismatchError,
 )
 from autopar.base.options import Options
@@ -50,7 +51,7 @@ from autopar.passes.planner.edited_plans import (
 )
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
-from autopar.passes.planner.layouts import StageLayout, asked_layout
+from autopar.passes.planner.layouts import StageLayout, asked_layout, microbatch_counts
 from autopar.passes.planner.least_memory import state_on_devices
 from autopar.passes.planner.model_flops import model_flops
 from autopar.passes.planner.one_mesh import OneMeshBound, largest_even
@@ -255,9 +256,16 @@ def one_mesh_first(
     """Plans for one mesh, where the layers of a long program say that it is quicker than stages.
 
     Where that turns out so, stages need not be planned. None if they do not say so, or none fits.
+    A program that is not long, on several nodes, is planned for one mesh with the fewest
+    microbatches, if these may fit: that takes less than to price its layers.
     """
-    if layout.is_pipeline or not search.is_long:
+    if layout.is_pipeline:
         return None
+    if not search.is_long:
+        if search.cluster.num_nodes == 1:  # one mesh comes first in any case
+            return None
+        fewest = _with_fewest(search, layout)
+        return fewest if any(candidate.fits for candidate in fewest[0]) else None
     promise = search.promise_of_stages()
     if math.isinf(promise):
         return None
@@ -270,6 +278,18 @@ def one_mesh_first(
     except BatchArgumentError:
         return None
     return found if any(candidate.fits for candidate in found[0]) else None
+
+
+def _with_fewest(search: LayoutSearch, layout: StageLayout) -> tuple[list[PlannedStep], str]:
+    """Plans for one mesh with the fewest microbatches; none if these cannot fit."""
+    counts = list(microbatch_counts(search.graph, search.options, layout))
+    if search.too_few(counts):
+        return [], ""
+    fewest = replace(search.options, microbatches=counts[0])
+    try:
+        return replace(search, options=fewest).candidates(layout, optional=True)
+    except (InexactMicrobatchError, BatchArgumentError):
+        return [], ""
 
 
 @rare_collections()

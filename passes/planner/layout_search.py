@@ -208,7 +208,7 @@ class LayoutSearch:
         so_far, last = SearchSoFar(self.best_seconds, only=self.only), None
         possible = list(microbatch_counts(self.graph, options, layout))
         counts = [count for count in possible if count >= at_least]
-        passed = self._too_few(counts) if bounded and not layout.is_pipeline else []
+        passed = self.too_few(counts) if bounded and not layout.is_pipeline else []
         for count in counts[len(passed) :]:
             try:
                 if not layout.is_pipeline:
@@ -252,7 +252,7 @@ class LayoutSearch:
         nothing_fits, away = math.isinf(self.best_seconds), self.options.offload != "none"
         if not self.is_long or (nothing_fits and (away or not self.known.stages)):
             return OneMeshBound(counts[0])
-        left = counts[min(len(self._too_few(counts)), len(counts) - 1) :]
+        left = counts[min(len(self.too_few(counts)), len(counts) - 1) :]
         limit = int((MAY_MEET if nothing_fits else 1.0) * self._limit)
         if self.known.stages:
             stages = next(iter(self.known.stages.values())).search
@@ -295,7 +295,7 @@ class LayoutSearch:
         least = [c.planned[0].least_seconds for c in candidates if not c.is_pipeline]
         return bool(least) and min(least) > self.best_seconds
 
-    def _too_few(self, counts: Sequence[int]) -> list[int]:
+    def too_few(self, counts: Sequence[int]) -> list[int]:
         """The first of these numbers of microbatches with which no plan for one mesh can fit."""
         if len(counts) < 2:
             return []
