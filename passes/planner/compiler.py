@@ -68,6 +68,7 @@ from autopar.passes.sharding.pins import check_pins
 from autopar.passes.sharding.spmd_program import local_bytes
 from autopar.plans.plan import Plan
 
+TRIED_FIRST = 3  # numbers of microbatches of a short program, before its stages
 NEARLY_EVEN = 1.1  # times an even share of the state: what is cut so is cut as much as it can be
 
 
@@ -281,15 +282,19 @@ def one_mesh_first(
 
 
 def _with_fewest(search: LayoutSearch, layout: StageLayout) -> tuple[list[PlannedStep], str]:
-    """Plans for one mesh with the fewest microbatches; none if these cannot fit."""
+    """Plans for one mesh with the first few numbers of microbatches that may fit, if one does."""
     counts = list(microbatch_counts(search.graph, search.options, layout))
-    if search.too_few(counts):
-        return [], ""
-    fewest = replace(search.options, microbatches=counts[0])
-    try:
-        return replace(search, options=fewest).candidates(layout, optional=True)
-    except (InexactMicrobatchError, BatchArgumentError):
-        return [], ""
+    made, reason = list[PlannedStep](), ""
+    for count in counts[len(search.too_few(counts)) :][:TRIED_FIRST]:
+        asked = replace(search.options, microbatches=count)
+        try:
+            found, reason = replace(search, options=asked).candidates(layout, optional=True)
+        except (InexactMicrobatchError, BatchArgumentError):
+            break
+        made += found
+        if any(candidate.fits for candidate in found):
+            return made, reason
+    return [], ""
 
 
 @rare_collections()
