@@ -105,7 +105,7 @@ def _rewritten(
         except MixedRowsError as mixed:
             if id(mixed.order.eqn) not in own:
                 raise
-            stay |= {id(mixed.order.eqn)}
+            stay |= {id(eqn) for eqn in walk(jaxpr) if _are_alike(eqn, mixed.order.eqn)}
             continue
         useless = {id(order.eqn) for order in scope.orders} - scope.multiplied
         if useless:
@@ -258,6 +258,14 @@ class ScopeByExample(SortedScope):
                 self.whole[var] = array
             else:
                 self.stacks[var] = array, kept
+
+
+def _are_alike(eqn: JaxprEqn, other: JaxprEqn) -> bool:
+    """Whether two sorts are of one line of the user's: those of layers stay together."""
+    if eqn is other:
+        return True
+    lines = jax_compat.user_frame(eqn), jax_compat.user_frame(other)
+    return eqn.primitive.name == "sort" and lines[0] is not None and lines[0] == lines[1]
 
 
 def _is_key(atom: Atom) -> bool:
