@@ -34,8 +34,10 @@ def bounds_of(eqn: JaxprEqn, bounds: Bounds) -> dict[Var, tuple[int, int]]:
     if name in ("sort", "optimization_barrier"):
         pairs = zip(eqn.outvars, map(bounds, eqn.invars), strict=True)
         return {var: found for var, found in pairs if found is not None}
-    (var, *others) = eqn.outvars
-    if others or not jnp.issubdtype(getattr(var.aval, "dtype", np.float32), jnp.integer):
+    if len(eqn.outvars) != 1:
+        return {}
+    (var,) = eqn.outvars
+    if not jnp.issubdtype(getattr(var.aval, "dtype", np.float32), jnp.integer):
         return {}
     operands = eqn.invars[1:] if name == "select_n" else eqn.invars
     if name == "gather":
@@ -57,7 +59,8 @@ def bounds_of(eqn: JaxprEqn, bounds: Bounds) -> dict[Var, tuple[int, int]]:
         return {var: known[0]} if fits else {}
     if name == "clamp":
         low, value, high = known
-        return {var: (max(low[0], value[0]), min(high[1], max(value[1], low[1])))}
+        least = min(max(low[0], value[0]), high[0])
+        return {var: (least, min(max(low[1], value[1]), high[1]))}
     if name == "rem" and known[0][0] >= 0 and known[1][0] > 0:
         return {var: (0, min(known[0][1], known[1][1] - 1))}
     return {}

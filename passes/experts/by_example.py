@@ -46,15 +46,27 @@ from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.shardings import shape_of
 
+MOST_PARTS, FEWEST_ROWS = 4096, 512
+"""Where a batch has more examples than devices and microbatches ask for, as one of single tokens
+has, each part has so many rows."""
+
 
 def by_example(graph: Graph) -> Graph:
     """The same step, with rows sorted by expert for each example, where that is proven to be."""
     sizes = batch_sizes(graph)
     if len(sizes) != 1 or not any(map(is_grouped, walk(graph.jaxpr))):
         return graph
-    (examples,) = sizes
+    examples = _num_parts(graph, *sizes)
     made = _rewritten(graph.jaxpr, examples, Facts, {}, frozenset()) if examples > 1 else None
     return graph if made is None else dataclasses.replace(graph, jaxpr=made.jaxpr)
+
+
+def _num_parts(graph: Graph, examples: int) -> int:
+    """For how many parts of the batch rows are sorted: its examples, or several small ones."""
+    rows = min(shape_of(eqn.invars[0])[0] for eqn in walk(graph.jaxpr) if is_grouped(eqn))
+    while examples % 2 == 0 and examples > MOST_PARTS and rows < FEWEST_ROWS * examples:
+        examples //= 2
+    return examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +156,12 @@ class ScopeByExample(SortedScope):
     def is_there(self, atom: Atom) -> bool:
         return super().is_there(atom) or atom in self.stacks
 
-    def read(self, atom: Atom, eqn: JaxprEqn | None) -> Any:
+    def read(self, atom: Atom) -> Any:
         if isinstance(atom, Literal) or atom in self.whole or atom not in self.stacks:
-            return super().read(atom, eqn)
+            return super().read(atom)
         array, kept = self.stacks[atom]
         if kept.order is not None and not kept.groups:
-            raise MixedRowsError(kept.order, eqn)
+            raise MixedRowsError(kept.order)
         is_sizes = kept.groups > 0  # of each example, for each trip
         self.whole[atom] = jnp.sum(array, axis=1, dtype=array.dtype) if is_sizes else array
         return self.whole[atom]
@@ -211,7 +223,7 @@ class ScopeByExample(SortedScope):
 
     def result(self, atom: Atom, kept: KeptRows | None) -> tuple[Any, Atom]:
         if kept is None or kept.order is None:
-            return self.read(atom, None), atom
+            return self.read(atom), atom
         if kept.groups:
             made = self.sizes_of(kept.order, kept.groups).astype(atom.aval.dtype)
             return made, jax_compat.new_var(atom.aval.update(shape=made.shape))
@@ -236,7 +248,7 @@ class ScopeByExample(SortedScope):
         operands = [
             self.stacks[atom][0]
             if number >= first and scan.body.invars[number] in given
-            else self.read(atom, eqn)
+            else self.read(atom)
             for number, atom in enumerate(eqn.invars)
         ]
         if made is None:

@@ -21,8 +21,8 @@ class Order:
 class MixedRowsError(Exception):
     """Rows of different examples meet, for all that is known."""
 
-    def __init__(self, order: Order, eqn: JaxprEqn | None):
-        super().__init__(f"{eqn}")
+    def __init__(self, order: Order):
+        super().__init__("rows of several examples meet")
         self.order = order
 
 

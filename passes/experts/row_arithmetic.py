@@ -59,6 +59,10 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[Any], lead: int, rows: int | Non
         is_exact = all(x.dtype.kind in "bui" for x in arrays)
         if not is_exact and name not in _ANY_DTYPE:
             return None
+        if not is_exact and eqn.outvars[0].aval.dtype.kind in "iu":
+            return None  # XLA rounds and saturates in its own way
+        if len(arrays) > MOST_CASES:
+            return None
         with np.errstate(over="ignore", divide="ignore"):  # as XLA wraps
             return np.asarray(compute(*arrays)).astype(eqn.outvars[0].aval.dtype)
     value = np.asarray(operands[0])
@@ -94,6 +98,9 @@ def _quotient(x: np.ndarray, y: np.ndarray) -> Any:
     exact = np.where((x % safe != 0) & (down < 0), down + 1, down)
     return np.where(y == 0, -np.ones_like(exact), exact)
 
+
+MOST_CASES = 30
+"""Of a selection, as NumPy has it."""
 
 _COMPUTE: Mapping[str, Callable[..., Any]] = {
     "add": np.add,

@@ -67,8 +67,10 @@ def adds_rows(eqn: JaxprEqn, is_local: IsSo, is_same_for_all: IsSo) -> bool:
         base, indices, updates = eqn.invars
         numbers = eqn.params["dimension_numbers"]
         is_plain = 0 not in numbers.update_window_dims and not numbers.operand_batching_dims
+        are_rows = len(shape_of(indices)) > 1 and shape_of(indices)[:1] == shape_of(updates)[:1]
         return (
             is_plain
+            and are_rows
             and not is_local(base)
             and is_local(indices)
             and (is_local(updates) or is_same_for_all(updates))
@@ -87,6 +89,7 @@ def keeps_rows(eqn: JaxprEqn, is_local: IsSo, is_same_for_all: IsSo) -> bool:
         operand, indices = eqn.invars
         numbers = params["dimension_numbers"]
         is_plain = 0 not in numbers.offset_dims and not numbers.operand_batching_dims
+        is_plain = is_plain and len(shape_of(indices)) > 1
         return is_plain and not is_local(operand) and is_local(indices)
     if name == "dot_general":
         (contracted, _), (batch, _) = params["dimension_numbers"]

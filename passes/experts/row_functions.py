@@ -25,14 +25,24 @@ from autopar.passes.primitives.shardings import shape_of
 
 LARGEST_CONSTANT = 4096
 """Elements of a constant that is kept as an array."""
-LARGEST_NUMBER = 1 << 30
+LARGEST_NUMBER = 1 << 28
 AT_ONCE = 1 << 16
-"""RowNumbers that are tried at once."""
+"""Numbers that are tried at once."""
 MOST_KEYS = 1 << 16
 """Of how many keys it is tried what becomes of them."""
 
-Evaluate = Callable[[Any], Any]
-"""From numbers [D] to values [D, ...]; dimensions along which all is equal may have size 1."""
+Compute = Callable[[Any, dict[int, Any]], Any]
+"""From numbers [D] to values [D, ...]; dimensions along which all is equal may have size 1.
+
+It is given what is computed already, by the keys of functions.
+"""
+
+_keys: dict[Hashable, int] = {}
+
+
+def key_of(*parts: Hashable) -> int:
+    """A number for what makes up a function, the same for the same parts."""
+    return _keys.setdefault(parts, len(_keys))
 
 
 @dataclass(frozen=True)
@@ -56,14 +66,23 @@ class RowFunction:
       lead: how many first dimensions are those of rows.
       rows: how many rows.
       key: equal for equal functions.
-      evaluate: the function, for any numbers.
+      compute: the function, for any numbers.
+      tried: its values for 0 and 1.
     """
 
     numbers: RowNumbers
     lead: int
     rows: int
-    key: Hashable
-    evaluate: Evaluate
+    key: int
+    compute: Compute
+    tried: Any = None
+
+    def evaluate(self, numbers: Any, known: dict[int, Any] | None = None) -> Any:
+        """Its values for numbers, each part computed once."""
+        known = {} if known is None else known
+        if self.key not in known:
+            known[self.key] = self.compute(numbers, known)
+        return known[self.key]
 
     @property
     def is_number(self) -> bool:
@@ -110,6 +129,8 @@ class RowFunction:
         return True
 
 
+TWO = np.arange(2, dtype=np.int32)
+
 _results: dict[Hashable, Any] = {}
 
 
@@ -122,12 +143,12 @@ def _known(key: Hashable, find: Callable[[], Any]) -> Any:
 
 def numbers_themselves(numbers: RowNumbers, lead: int, rows: int) -> RowFunction:
     """The number of each row."""
-    return RowFunction(numbers, lead, rows, "number", lambda x: x)
+    return RowFunction(numbers, lead, rows, key_of("number"), lambda x, _: x, TWO)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """RowNumbers that rows with keys are counted by; `function` of a key: for which it counts."""
+    """How many rows have each key; by `function`, of a key, which numbers a row with it adds to."""
 
     keys: Var
     function: RowFunction
@@ -135,7 +156,7 @@ class Counts:
     def are_of(self, groups: int, bounds: tuple[int, int]) -> bool:
         """Whether they are the counts of keys 0, 1, ... for keys within bounds (last excluded)."""
         first, last = bounds
-        if first < 0 or last > MOST_KEYS:
+        if first < 0 or last <= first or last > MOST_KEYS:
             return False
         key = ("counts", self.function.key, groups, last)
         return bool(_known(key, lambda: self._are_of(groups, last)))
@@ -220,13 +241,13 @@ class Facts:
             self.constants[var] = np.arange(shape[dim]).astype(var.aval.dtype).reshape(lazy)
         if dim == 0:
             dtype, rest = var.aval.dtype, (1,) * (len(shape) - 1)
-            self.functions[var] = RowFunction(
-                RowNumbers("place"),
-                1,
-                shape[0],
-                ("iota", str(dtype), rest),
-                lambda x: x.astype(dtype).reshape(-1, *rest),
-            )
+            key = key_of("iota", str(dtype), rest)
+
+            def compute(numbers: Any, _: Any = None) -> Any:
+                return numbers.astype(dtype).reshape(-1, *rest)
+
+            own = RowNumbers("place"), 1, shape[0], key, compute, compute(TWO)
+            self.functions[var] = RowFunction(*own)
 
     def _function_of(self, eqn: JaxprEqn) -> RowFunction | None:
         if eqn.primitive.name == "iota":
@@ -242,37 +263,44 @@ class Facts:
         if after is None:
             return None
         operands: list[Any] = []
+        tried: list[Any] = []
         keys: list[Hashable] = []
         for atom, function in zip(eqn.invars, functions, strict=True):
             if function is not None:
                 operands.append(function.evaluate)
-                keys.append(function.key)
+                tried.append(function.tried)
+                keys.append((function.key, str(atom.aval.dtype)))
                 continue
             known = self.constant(atom)
             if known is None or (known.ndim and any(n > 1 for n in known.shape[:lead])):
                 return None
             if known.ndim:
                 known = known.reshape(1, *known.shape[lead:])
-            operands.append(lambda _, known=known: known)
+            operands.append(lambda *_, known=known: known)
+            tried.append(known)
             keys.append((known.tobytes(), str(known.dtype), known.shape))
 
-        def evaluate(numbers: Any) -> Any:
-            made = evaluated(eqn, [x(numbers) for x in operands], lead, len(numbers))
-            assert made is not None
-            return made
+        def compute(numbers: Any, known: dict[int, Any]) -> Any:
+            return evaluated(eqn, [x(numbers, known) for x in operands], lead, len(numbers))
 
-        two = np.arange(2, dtype=np.int32)
-        if evaluated(eqn, [x(two) for x in operands], lead, 2) is None:
+        made = evaluated(eqn, tried, lead, 2)
+        if made is None:
             return None
-        name = eqn.primitive.name, str(eqn.params), shape_of(eqn.outvars[0])[after:]
-        return RowFunction(found[0].numbers, after, rows, (name, *keys), evaluate)
+        (var,) = eqn.outvars
+        kind = eqn.primitive.name, str(eqn.params), str(var.aval.dtype), shape_of(var)[after:]
+        return RowFunction(found[0].numbers, after, rows, key_of(kind, *keys), compute, made)
 
     def _counts_of(self, eqn: JaxprEqn) -> Counts | None:
         name = eqn.primitive.name
         if name in ("convert_element_type", "reshape", "copy"):
             known = None if isinstance(eqn.invars[0], Literal) else self.counts.get(eqn.invars[0])
-            is_same = shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0])
-            return known if is_same else None
+            if known is None or shape_of(eqn.invars[0]) != shape_of(eqn.outvars[0]):
+                return None
+            return known if _holds_counts(eqn.outvars[0], known.function.rows) else None
+        if name in ("reduce_sum", "scatter-add"):
+            rows = math.prod(shape_of(eqn.invars[-1]))
+            if not _holds_counts(eqn.outvars[0], rows):
+                return None
         if name == "reduce_sum":
             function = self.function(eqn.invars[0])
             if function is None or function.numbers.kind != "keys":
@@ -281,10 +309,10 @@ class Facts:
                 return None
             rest = shape_of(eqn.invars[0])[function.lead :]
 
-            def table(keys: Any) -> Any:
-                return np.broadcast_to(function.evaluate(keys), (len(keys), *rest))
+            def table(keys: Any, known: dict[int, Any]) -> Any:
+                return np.broadcast_to(function.evaluate(keys, known), (len(keys), *rest))
 
-            own = function.key, rest
+            own = key_of("summed", function.key, rest)
             return Counts(
                 function.numbers.of,
                 RowFunction(function.numbers, 1, function.rows, own, table),
@@ -314,14 +342,22 @@ class Facts:
         assert function is not None
         groups, mode = shape_of(base)[0], eqn.params["mode"]
 
-        def table(keys: Any) -> Any:
-            index = function.evaluate(keys).reshape(len(keys), 1)
+        def table(keys: Any, known: dict[int, Any]) -> Any:
+            index = function.evaluate(keys, known).reshape(len(keys), 1)
             if mode == GatherScatterMode.CLIP:
                 index = np.clip(index, 0, groups - 1)
             return index == np.arange(groups)
 
-        own = function.key, groups, str(mode)
+        own = key_of("scattered", function.key, groups, str(mode))
         return Counts(
             function.numbers.of,
             RowFunction(function.numbers, 1, function.rows, own, table),
         )
+
+
+def _holds_counts(var: Var, rows: int) -> bool:
+    """Whether a dtype has all numbers up to so many rows."""
+    dtype = var.aval.dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(rows <= jnp.iinfo(dtype).max)
+    return jnp.issubdtype(dtype, jnp.floating) and rows <= 2 ** (jnp.finfo(dtype).nmant + 1)

@@ -50,6 +50,7 @@ class SortedScope:
         self.sizes: dict[tuple[int, int], Any] = {}
         self.counted: dict[Var, Order] = {}
         self.keys: dict[Var, RowFunction] = {}
+        self.without_array: dict[Var, Order] = {}
         for eqn in jaxpr.eqns:
             if self.is_sort(eqn) and isinstance(eqn.invars[0], Var):
                 self.know_keys(eqn.invars[0])
@@ -81,7 +82,7 @@ class SortedScope:
             lead = (1,) * function.lead
             self.facts.constants[var] = same.reshape(*lead, *same.shape[1:])
 
-    def read(self, atom: Atom, eqn: JaxprEqn | None) -> Any:
+    def read(self, atom: Atom) -> Any:
         """A value as the program has it, whole."""
         if isinstance(atom, Literal):
             return atom.val
@@ -92,14 +93,12 @@ class SortedScope:
             dtype = atom.aval.dtype
             self.whole[atom] = lax.full(shape_of(atom), constant.astype(dtype).item(), dtype)
             return self.whole[atom]
-        raise MixedRowsError(self.order_of(atom), eqn)
+        raise MixedRowsError(self.order_of(atom))
 
     def order_of(self, atom: Var) -> Order:
         if atom in self.rows:
             return self.rows[atom].order
-        function = self.facts.functions[atom]
-        assert isinstance(function.numbers.of, Order)
-        return function.numbers.of
+        return self.without_array[atom]
 
     def evaluate(self, eqn: JaxprEqn) -> None:
         name = eqn.primitive.name
@@ -112,7 +111,7 @@ class SortedScope:
         if local and is_barrier(eqn):
             self.barrier(eqn)
         elif len(orders) > 1:
-            raise MixedRowsError(local[0].order, eqn)
+            raise MixedRowsError(local[0].order)
         elif local and is_grouped(eqn):
             self.product(eqn, local[0].order)
         elif local:
@@ -120,7 +119,7 @@ class SortedScope:
             if move is None or not move(eqn):
                 self.row_by_row(eqn, local[0].order)
         elif all(map(self.is_there, eqn.invars)):
-            operands = [self.read(atom, eqn) for atom in eqn.invars]
+            operands = [self.read(atom) for atom in eqn.invars]
             self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
         else:
             self.of_functions(eqn)
@@ -132,8 +131,10 @@ class SortedScope:
         """Of an operand nothing is there but what is known: as it is, or as a constant."""
         self.facts.learn(eqn)
         if len(eqn.outvars) == 1 and self.facts.function(eqn.outvars[0]) is not None:
+            known = (a for a in eqn.invars if isinstance(a, Var) and a in self.without_array)
+            self.without_array[eqn.outvars[0]] = self.without_array[next(known)]
             return
-        operands = [self.read(atom, eqn) for atom in eqn.invars]
+        operands = [self.read(atom) for atom in eqn.invars]
         self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
 
     # Sorts.
@@ -152,7 +153,7 @@ class SortedScope:
         if isinstance(keys, Literal) or not any(places):
             return False
         function = self.facts.function(keys)
-        back = function is not None and function.numbers.kind == "order"
+        back = function is not None and function.numbers.kind == "order" and function.is_number
         if not back and keys in self.rows:
             return False
         if any(isinstance(x, Var) and x in self.rows for x in others):
@@ -161,11 +162,11 @@ class SortedScope:
             return False
         shape = self.examples, count // self.examples
         given = self.rows[keys] if back else None
-        own = self.read(keys, eqn) if given is None else given.array
+        own = self.read(keys) if given is None else given.array
         here = lax.broadcasted_iota(others[places.index(True)].aval.dtype, shape, 1)
         operands = [own.reshape(shape)]
         operands += [
-            here if is_place else self.read(atom, eqn).reshape(shape)
+            here if is_place else self.read(atom).reshape(shape)
             for atom, is_place in zip(others, places, strict=True)
         ]
         made = [x.reshape(count) for x in bind_with(eqn, operands, {"dimension": 1})]
@@ -182,6 +183,7 @@ class SortedScope:
             elif given is not None:  # the sorted order
                 self.facts.functions[var] = numbers_themselves(RowNumbers("place"), 1, count)
                 del self.rows[var]
+                self.whole[var] = lax.iota(var.aval.dtype, count)
         return True
 
     def is_place(self, atom: Atom) -> bool:
@@ -199,22 +201,23 @@ class SortedScope:
             return False
         order = self.rows[indices].order
         if not takes_rows(eqn) or isinstance(operand, Literal):
-            raise MixedRowsError(order, eqn)
+            raise MixedRowsError(order)
         given = self.facts.function(operand)
         (var,) = eqn.outvars
         if function.numbers.kind == "rank":
             known = self.rows.get(operand)
             if known is None or known.order is not order or not function.is_number or given:
-                raise MixedRowsError(order, eqn)
+                raise MixedRowsError(order)
             self.whole[var] = self.in_examples(eqn, [known.array, self.rows[indices].array])
             return True
         if given is not None and given.numbers == RowNumbers("rank", order) and function.is_number:
             # What is known of each row of the places, in this order: of each place.
             self.facts.functions[var] = dataclasses.replace(given, numbers=RowNumbers("place"))
+            self.without_array[var] = order
             return True
         if operand in self.rows or not function.is_local(self.examples, shape_of(operand)[0]):
-            raise MixedRowsError(order, eqn)
-        made = self.in_examples(eqn, [self.read(operand, eqn), self.rows[indices].array])
+            raise MixedRowsError(order)
+        made = self.in_examples(eqn, [self.read(operand), self.rows[indices].array])
         self.rows[var] = SortedRows(made, order)
         return True
 
@@ -226,37 +229,46 @@ class SortedScope:
             return False
         order, (var,) = self.rows[indices].order, eqn.outvars
         if not puts_rows(eqn):
-            raise MixedRowsError(order, eqn)
+            raise MixedRowsError(order)
         given = self.facts.function(updates)
         own = self.rows[indices].array
         if function.numbers.kind == "rank":
             is_sorted = isinstance(updates, Var) and updates in self.rows
-            if is_sorted or not function.is_number or not self.is_same_for_all(base):
-                raise MixedRowsError(order, eqn)
-            operands = [self.read(base, eqn), own, self.read(updates, eqn)]
+            is_whole = shape_of(base)[0] == function.rows and self.is_same_for_all(base)
+            if is_sorted or not function.is_number or not is_whole:
+                raise MixedRowsError(order)
+            operands = [self.read(base), own, self.read(updates)]
             self.rows[var] = SortedRows(self.in_examples(eqn, operands), order)
             return True
         if isinstance(base, Var) and base in self.rows:
-            raise MixedRowsError(order, eqn)
+            raise MixedRowsError(order)
         if isinstance(updates, Var) and updates in self.rows and given is None:
             if not function.is_local(self.examples, shape_of(base)[0]):
-                raise MixedRowsError(order, eqn)
-            operands = [self.read(base, eqn), own, self.rows[updates].array]
+                raise MixedRowsError(order)
+            operands = [self.read(base), own, self.rows[updates].array]
             self.whole[var] = self.in_examples(eqn, operands)
             return True
-        is_numbered = given is not None and given.numbers.kind == "place"
-        if is_numbered and eqn.primitive.name == "scatter" and function.is_number:
+        is_put = eqn.primitive.name == "scatter" and function.is_number
+        if is_put and given is not None and given.numbers.kind == "place" and given.lead == 1:
             # Every row gets what is known of the place to which it was put.
-            assert given is not None
+            if not shape_of(base)[0] == function.rows == given.rows:
+                raise MixedRowsError(order)
             numbers = RowNumbers("rank", order)
             self.facts.functions[var] = dataclasses.replace(given, numbers=numbers)
+            if given.is_number:
+                shape = self.examples, order.rows
+                here = lax.broadcasted_iota(updates.aval.dtype, shape, 1)
+                arrays = [self.read(base), own, here.reshape(shape_of(updates))]
+                self.rows[var] = SortedRows(self.in_examples(eqn, arrays), order)
+            else:
+                self.without_array[var] = order
             return True
-        raise MixedRowsError(order, eqn)
+        raise MixedRowsError(order)
 
     def in_examples(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> Any:
         """An equation for each example: all operands' rows, and the result's, are of all."""
         parts = [x.reshape(self.examples, -1, *x.shape[1:]) for x in arrays]
-        made = jax.vmap(lambda *xs: bind_with(eqn, xs, {})[0])(*parts)
+        made = jax.vmap(lambda *xs: bind_with(eqn, xs, _in_any_order(eqn))[0])(*parts)
         return made.reshape(shape_of(eqn.outvars[0]))
 
     # Products, loops, barriers, and what is computed of each row.
@@ -265,19 +277,19 @@ class SortedScope:
         left, right, sizes = eqn.invars
         groups = shape_of(sizes)[0]
         if not self.are_counts(sizes, order):
-            raise MixedRowsError(order, eqn)
+            raise MixedRowsError(order)
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         dims = RaggedDims.of(eqn)
         (contracted, other), batch = numbers.dot_dimension_numbers
         contracted = [dim + 1 for dim in contracted]
-        operands = [self.sorted(left, order, eqn)]
+        operands = [self.sorted(left, order)]
         if dims.sums_rows:
             if dims.right_rows != 0:
-                raise MixedRowsError(order, eqn)
+                raise MixedRowsError(order)
             contracted, other = [0, *contracted], [0, *(dim + 1 for dim in other)]
-            operands.append(self.sorted(right, order, eqn))
+            operands.append(self.sorted(right, order))
         else:
-            operands.append(self.read(right, eqn))
+            operands.append(self.read(right))
         operands.append(self.sizes_of(order, groups))
         parts = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=((contracted, other), batch),
@@ -308,21 +320,22 @@ class SortedScope:
         key = id(order), groups
         if key not in self.sizes:
             if order not in self.orders:  # of another body, which kept no sizes
-                raise MixedRowsError(order, None)
-            is_of = order.by_example[:, :, None] == jnp.arange(groups, dtype=order.keys.aval.dtype)
+                raise MixedRowsError(order)
+            keys = order.by_example.astype(jnp.int32)[:, :, None]
+            is_of = keys == jnp.arange(groups, dtype=jnp.int32)
             self.sizes[key] = jnp.sum(is_of, axis=1, dtype=jnp.int32)
         return self.sizes[key]
 
-    def sorted(self, atom: Atom, order: Order, eqn: JaxprEqn) -> Any:
+    def sorted(self, atom: Atom, order: Order) -> Any:
         """Rows in an order, [examples, rows, ...]."""
         if isinstance(atom, Var) and atom in self.rows:
             if self.facts.function(atom) is not None:
-                raise MixedRowsError(order, eqn)
+                raise MixedRowsError(order)
             array = self.rows[atom].array
         elif self.is_same_for_all(atom):
-            array = jnp.broadcast_to(self.read(atom, eqn), shape_of(atom))
+            array = jnp.broadcast_to(self.read(atom), shape_of(atom))
         else:
-            raise MixedRowsError(order, eqn)
+            raise MixedRowsError(order)
         return array.reshape(self.examples, order.rows, *array.shape[1:])
 
     def is_same_for_all(self, atom: Atom) -> bool:
@@ -348,14 +361,14 @@ class SortedScope:
         if any(f is not None for f in functions):  # numbers of rows
             self.facts.learn(eqn)
             if len(eqn.outvars) != 1 or self.facts.function(eqn.outvars[0]) is None:
-                raise MixedRowsError(order, eqn)
+                raise MixedRowsError(order)
             self.rows[eqn.outvars[0]] = SortedRows(self.bound(eqn)[0], order)
             return
         if adds_rows(eqn, self.is_local, self.is_same_for_all):
             self.whole[eqn.outvars[0]] = self.bound(eqn)[0]
             return
         if not keeps_rows(eqn, self.is_local, self.is_same_for_all):
-            raise MixedRowsError(order, eqn)
+            raise MixedRowsError(order)
         for var, made in zip(eqn.outvars, self.bound(eqn), strict=True):
             self.rows[var] = SortedRows(made, order)
 
@@ -364,20 +377,13 @@ class SortedScope:
 
     def bound(self, eqn: JaxprEqn) -> list[Any]:
         operands = [
-            self.rows[atom].array if self.is_local(atom) else self.read(atom, eqn)
-            for atom in eqn.invars
+            self.rows[atom].array if self.is_local(atom) else self.read(atom) for atom in eqn.invars
         ]
-        return bind_with(eqn, operands, {})
+        return bind_with(eqn, operands, _in_any_order(eqn))
 
     def barrier(self, eqn: JaxprEqn) -> None:
         """Each value passes as it is."""
-        arrays = [
-            self.rows[atom].array if self.is_local(atom) else self.read(atom, eqn)
-            for atom in eqn.invars
-        ]
-        for atom, var, made in zip(
-            eqn.invars, eqn.outvars, bind_with(eqn, arrays, {}), strict=True
-        ):
+        for atom, var, made in zip(eqn.invars, eqn.outvars, self.bound(eqn), strict=True):
             if self.is_local(atom):
                 self.rows[var] = SortedRows(made, self.rows[atom].order)
             else:
@@ -385,3 +391,8 @@ class SortedScope:
             function = self.facts.function(atom)
             if function is not None:
                 self.facts.functions[var] = function
+
+
+def _in_any_order(eqn: JaxprEqn) -> dict[str, Any]:
+    """Changes of params: indices are no longer in the order of the whole batch."""
+    return {"indices_are_sorted": False} if eqn.params.get("indices_are_sorted") else {}

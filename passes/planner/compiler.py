@@ -34,7 +34,6 @@ from autopar.base.errors import (
     AutoparError,
     AutoparWarning,
     BatchArgumentError,
-    InexactMicrobatchError,
     PlanMismatchError,
 )
 from autopar.base.options import Options
@@ -257,8 +256,8 @@ def one_mesh_first(
     """Plans for one mesh, where the layers of a long program say that it is quicker than stages.
 
     Where that turns out so, stages need not be planned. None if they do not say so, or none fits.
-    A program that is not long, on several nodes, is planned for one mesh with the fewest
-    microbatches, if these may fit: that takes less than to price its layers.
+    A program that is not long, on several nodes, is planned for one mesh with the first numbers of
+    microbatches that may fit: that takes less than to price its layers.
     """
     if layout.is_pipeline:
         return None
@@ -284,17 +283,10 @@ def one_mesh_first(
 def _with_fewest(search: LayoutSearch, layout: StageLayout) -> tuple[list[PlannedStep], str]:
     """Plans for one mesh with the first few numbers of microbatches that may fit, if one does."""
     counts = list(microbatch_counts(search.graph, search.options, layout))
-    made, reason = list[PlannedStep](), ""
-    for count in counts[len(search.too_few(counts)) :][:TRIED_FIRST]:
-        asked = replace(search.options, microbatches=count)
-        try:
-            found, reason = replace(search, options=asked).candidates(layout, optional=True)
-        except (InexactMicrobatchError, BatchArgumentError):
-            break
-        made += found
-        if any(candidate.fits for candidate in found):
-            return made, reason
-    return [], ""
+    left = counts[len(search.too_few(counts)) :][:TRIED_FIRST]
+    if not left:
+        return [], ""
+    return search.candidates(layout, optional=True, at_least=left[0], at_most=left[-1])
 
 
 @rare_collections()

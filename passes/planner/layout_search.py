@@ -76,8 +76,8 @@ REALIZED = 1.03  # times what is promised, what a planned step takes without tha
 class LayoutSearch:
     """What is tried for one graph; `best_seconds` is what a step takes that fits elsewhere.
 
-    Of the logical shapes of one mesh, it may be `only` some. Where the graph sorts rows for each
-    example, `sorted_whole` is the step that sorts those of the whole batch.
+    Of the logical shapes of one mesh, it may be `only` some. Where rows are sorted by example,
+    `sorted_whole` sorts all.
     """
 
     graph: Graph
@@ -98,6 +98,9 @@ class LayoutSearch:
         graph, sorted_whole = planned_graphs(graph, options, cluster)
         rules = populate(graph.jaxpr)
         graph = with_asked_loops(graph, rules, options, cluster)
+        if sorted_whole is not None:
+            its_rules = populate(sorted_whole.jaxpr)
+            sorted_whole = with_asked_loops(sorted_whole, its_rules, options, cluster)
         return cls(graph, rules, options, cluster, report, sorted_whole=sorted_whole)
 
     @property
@@ -191,13 +194,15 @@ class LayoutSearch:
         optional: bool = False,
         bounded: bool = True,
         at_least: int = 1,
+        at_most: int | None = None,
         expected: ExpectedSeconds = MappingProxyType({}),
     ) -> tuple[list[PlannedStep], str]:
         """Plans with a layout, with more microbatches while nothing fits; and why not with more.
 
         If they are `optional`, there may be none. `at_least` so many microbatches are tried, or the
-        most that are possible; with so many a step is `expected` to take so long on logical shapes
-        of one mesh. If `bounded`, numbers that cannot fit one mesh are passed over, but the last.
+        most that are possible, and no more than `at_most`; with the first number a step is
+        `expected` to take so long on logical shapes of one mesh. If `bounded`, numbers that cannot
+        fit one mesh are passed over, but the last.
         """
         made: list[PlannedStep] = []
         options, cluster = self.options, self.cluster
@@ -210,6 +215,8 @@ class LayoutSearch:
         counts = [count for count in possible if count >= at_least]
         passed = self.too_few(counts) if bounded and not layout.is_pipeline else []
         for count in counts[len(passed) :]:
+            if at_most is not None and count > at_most:
+                break
             try:
                 if not layout.is_pipeline:
                     for mesh in logical_meshes(options, cluster, self.graph, of_stage=False):

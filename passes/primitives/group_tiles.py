@@ -146,7 +146,9 @@ def has_parts(eqn: JaxprEqn) -> bool:
 
 
 def product_by_parts(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
-    """A grouped product by a compiler's kernel, for one after another that has its own groups.
+    """A grouped product by a compiler's kernel, of rows with groups of their own.
+
+    The rows of all parts are put in the order of groups, and back.
 
     Args:
       eqn: whose rows meet matrices, with sizes of several dimensions.
@@ -155,18 +157,14 @@ def product_by_parts(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
     left, right, sizes = operands
     dims = RaggedDims.of(eqn)
     own = dims.prefix
-    parts = jnp.moveaxis(left, own, range(len(own)))
-    parts = parts.reshape(-1, *parts.shape[len(own) :])
-    one = dims.without(own)
+    index, place, sizes = _by_group(sizes.reshape(-1, sizes.shape[-1]), left.shape[dims.rows])
+    rows = jnp.take(_folded(left, (*own, dims.rows)), index, axis=0, mode="clip")
     kept = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
-
-    def product(part_and_sizes: Any) -> Any:
-        part, its = part_and_sizes
-        return lax.ragged_dot_general(part, right, its, one, **kept)
-
-    made = lax.map(product, (parts, sizes.reshape(-1, sizes.shape[-1])))
-    made = made.reshape(*(left.shape[dim] for dim in own), *made.shape[1:])
-    return _as_kept(made, dims, own)
+    made = lax.ragged_dot_general(rows, right, sizes, dims.folded(own).numbers, **kept)
+    made = jnp.take(made, place, axis=0, mode="fill", fill_value=0)
+    first = (*own, dims.rows)
+    shape = [left.shape[dim] for dim in first]
+    return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, first)
 
 
 def _as_kept(made: Any, dims: RaggedDims, first: Sequence[int]) -> Any:
@@ -189,7 +187,7 @@ def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | No
     # Dimensions that have groups of their own become one with the rows.
     own = dims.prefix
     sizes = sizes.reshape(-1, sizes.shape[-1])
-    index, sizes = _by_group(sizes, rows)
+    index, _, sizes = _by_group(sizes, rows)
     visits = _Visits(sizes, parts * rows, tile, is_part, index)
     left = _folded(left, (*own, dims.rows))
     if dims.sums_rows:
@@ -201,8 +199,10 @@ def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | No
     return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, first)
 
 
-def _by_group(sizes: Any, rows: int) -> tuple[Any, Any]:
-    """The rows of all parts in the order of their groups, and how many each group has.
+def _by_group(sizes: Any, rows: int) -> tuple[Any, Any, Any]:
+    """The rows of all parts in the order of their groups, each one's place, and groups' sizes.
+
+    Rows that are in no group have a place behind all, and are not among them.
 
     Args:
       sizes: of the groups of each part, [parts, groups].
@@ -220,7 +220,7 @@ def _by_group(sizes: Any, rows: int) -> tuple[Any, Any]:
     place = row + jnp.take_along_axis(offset, jnp.minimum(group, groups - 1), axis=1)
     place = jnp.where(group < groups, place, parts * rows).reshape(-1)
     count = jnp.arange(parts * rows, dtype=jnp.int32)
-    return jnp.zeros_like(count).at[place].set(count, mode="drop"), total
+    return jnp.zeros_like(count).at[place].set(count, mode="drop"), place, total
 
 
 def _folded(value: Any, dims: Sequence[int]) -> Any:

@@ -26,7 +26,7 @@ class RaggedDims:
     """Where the loops of a grouped product are in its operands, of these ranks."""
 
     def __init__(self, numbers: lax.RaggedDotDimensionNumbers, left_rank: int, right_rank: int):
-        self.left_rank, self.right_rank = left_rank, right_rank
+        self.numbers, self.left_rank, self.right_rank = numbers, left_rank, right_rank
         contracted, batch = numbers.dot_dimension_numbers
         (self.left_contracted, self.right_contracted), (self.left_batch, self.right_batch) = (
             contracted,
@@ -74,19 +74,6 @@ class RaggedDims:
         )
         less = len(own) if self.sums_rows else 0
         return RaggedDims(numbers, self.left_rank - len(own), self.right_rank - less)
-
-    def without(self, own: Sequence[int]) -> lax.RaggedDotDimensionNumbers:
-        """For rows that have none of these dimensions, which are of the result."""
-
-        def after(dim: int) -> int:
-            return dim - sum(x < dim for x in own)
-
-        contracted = ([*map(after, self.left_contracted)], [*self.right_contracted])
-        return lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(contracted, ((), ())),
-            lhs_ragged_dimensions=[after(self.rows)],
-            rhs_group_dimensions=[self.groups],
-        )
 
     @classmethod
     def of(cls, eqn: JaxprEqn) -> RaggedDims:
@@ -192,8 +179,8 @@ def _sizes_in(sizes: Any, num_rows: int, cut: DimCut | None) -> Any:
     """How many rows of every group are in a slice of the rows."""
     if cut is None:
         return sizes
-    ends = jnp.cumsum(sizes)
-    here = positions(num_rows, cut, sizes.dtype)  # ascending
+    ends = jnp.cumsum(sizes.astype(jnp.int32))
+    here = positions(num_rows, cut, ends.dtype)  # ascending
     until = jnp.searchsorted(here, ends).astype(sizes.dtype)
     return _from_ends(until)
 

@@ -246,6 +246,68 @@ def of_neighbours(weights: Weights, rows: Rows) -> Rows:
     return made.reshape(-1, TOP, WIDTH).sum(1)
 
 
+def sorted_back(by: Callable[[Any], Any]) -> Any:
+    """The way back is a sort of something else that is made of the order."""
+
+    def form(weights: Weights, rows: Rows) -> Rows:
+        _, chosen = routed(weights, rows)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+        made = experts(weights, rows[order // TOP], sizes)[jnp.argsort(by(order))]
+        return made.reshape(-1, TOP, WIDTH).sum(1)
+
+    return form
+
+
+def backwards(weights: Weights, rows: Rows) -> Rows:
+    return sorted_back(lambda order: -order)(weights, rows)
+
+
+def by_remainders(weights: Weights, rows: Rows) -> Rows:
+    return sorted_back(lambda order: order % 5)(weights, rows)
+
+
+def by_choice_first(weights: Weights, rows: Rows) -> Rows:
+    count = len(rows)
+    return sorted_back(lambda order: (order % TOP) * count + order // TOP)(weights, rows)
+
+
+def into_fewer_places(weights: Weights, rows: Rows) -> Rows:
+    """Rows that find no place are dropped, of all examples together."""
+    made = back_by_rank(weights, rows)
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    places = jnp.zeros((len(order) // 2, WIDTH), rows.dtype)
+    placed = places.at[jnp.argsort(order)].set(jnp.repeat(rows, TOP, 0), mode="drop")
+    return made + (placed**2).sum(0)
+
+
+def into_more_places(weights: Weights, rows: Rows) -> Rows:
+    """A mask of what was put: not all of it is true."""
+    made = back_by_rank(weights, rows)
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    put = jnp.zeros(2 * len(order), jnp.int32).at[order].set(jnp.arange(len(order)) + 1)
+    return made * jnp.where(put > 0, 1.0, 3.0).sum()
+
+
+def of_present_experts(weights: Weights, rows: Rows) -> Rows:
+    """Sizes that say whether there are rows, not how many."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(bool).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes)[jnp.argsort(order)]
+    return made.reshape(-1, TOP, WIDTH).sum(1)
+
+
+def of_no_bounds(weights: Weights, rows: Rows) -> Rows:
+    """Keys that are clamped to nothing: all are -1."""
+    chosen = lax.clamp(0, jnp.argmax(rows @ weights["router"], -1).astype(jnp.int32), -1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.zeros(EXPERTS, jnp.int32).at[jnp.maximum(chosen, 0)].add(1)
+    return experts(weights, rows[order], sizes)[jnp.argsort(order)]
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -255,6 +317,11 @@ def of_neighbours(weights: Weights, rows: Rows) -> Rows:
         of_unknown_keys,
         across_examples,
         of_neighbours,
+        backwards,
+        by_remainders,
+        by_choice_first,
+        of_present_experts,
+        of_no_bounds,
     ],
 )
 def test_what_is_not_proven_stays(form: Any) -> None:
@@ -276,3 +343,78 @@ def test_what_stays_is_refused_in_microbatches_of_a_loop() -> None:
     step = step_of(loss_of(with_capacity, "remat"))
     with pytest.raises(autopar.errors.InexactMicrobatchError, match="scan"):
         autopar.compile(step, some_weights(), some_rows(), microbatches=2)
+
+
+@pytest.mark.parametrize("form", [into_fewer_places, into_more_places])
+def test_what_is_put_into_other_numbers_of_places(form: Any) -> None:
+    equals_plain_jit(step_of(loss_of(form)), some_weights(), some_rows(), microbatches=1)
+
+
+def with_inverse_by_scatter(weights: Weights, rows: Rows) -> Rows:
+    gates, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    made = experts(weights, rows[order // TOP], sizes)[back]
+    return jnp.einsum("rkd,rk->rd", made.reshape(-1, TOP, WIDTH), gates)
+
+
+def with_sorted_order(weights: Weights, rows: Rows) -> Rows:
+    """The sorted order is read: it is that of places."""
+    made = back_by_rank(weights, rows)
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    places, _ = lax.sort_key_val(order, jnp.arange(len(order)))
+    return made * jnp.cos(places[: len(rows)].astype(jnp.float32))[:, None]
+
+
+def with_sorted_promise(weights: Weights, rows: Rows) -> Rows:
+    """Sums by expert, with the promise that indices are sorted, which they are no longer."""
+    gates, chosen = routed(weights, rows)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes)
+    sums = jax.ops.segment_sum(made, flat[order], EXPERTS, indices_are_sorted=True)
+    made = made[jnp.argsort(order)].reshape(-1, TOP, WIDTH)
+    return jnp.einsum("rkd,rk->rd", made, gates) + 0.1 * jnp.tanh(sums.mean(0))
+
+
+@pytest.mark.parametrize("form", [with_inverse_by_scatter, with_sorted_order, with_sorted_promise])
+def test_more_forms_are_sorted_for_each_example(form: Any) -> None:
+    made = by_example(graph_of(loss_of(form)))
+    assert 2 in ranks_of_sizes(made)
+    moves = [e for e in walk(made.jaxpr) if "indices_are_sorted" in e.params]
+    assert moves and not any(e.params["indices_are_sorted"] for e in moves)
+    equals_plain_jit(step_of(loss_of(form)), some_weights(), some_rows(), microbatches=1)
+
+
+def test_other_equations_are_no_hindrance(capsys: pytest.CaptureFixture[str]) -> None:
+    """One without results; numbers that are computed of each other many times."""
+
+    def loss(weights: Weights, x: Any) -> Any:
+        jax.debug.print("mean {}", x.mean())
+        return loss_of(back_by_set)(weights, x)
+
+    def with_numbers(weights: Weights, x: Any) -> Any:
+        number = jnp.arange(EXAMPLES * TOKENS)
+        for _ in range(40):
+            number = (number * number + number) % 101
+        return loss(weights, x) + number.sum() * 1e-9
+
+    assert ranks_of_sizes(by_example(graph_of(with_numbers))) == {2}
+    equals_plain_jit(step_of(loss), some_weights(), some_rows(), microbatches=1)
+
+
+def test_single_tokens_are_sorted_in_larger_parts() -> None:
+    tokens = 2**15
+
+    def loss(weights: Weights, x: Any) -> Any:
+        return jnp.mean(back_by_set(weights, x) ** 2)
+
+    arguments = jax.eval_shape(some_weights), jax.ShapeDtypeStruct((tokens, WIDTH), np.float32)
+    closed = flatten(jax.make_jaxpr(step_of(loss))(*arguments))
+    inputs = [*[Input(name, "state") for name in sorted(SHAPES)], Input("x", "batch", 0)]
+    made = by_example(from_closed_jaxpr(closed, inputs, ()))
+    sizes = {e.invars[2].aval.shape for e in walk(made.jaxpr) if "ragged" in e.primitive.name}
+    assert sizes == {(4096, EXPERTS)}
