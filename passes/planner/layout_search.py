@@ -98,9 +98,6 @@ class LayoutSearch:
         graph, sorted_whole = planned_graphs(graph, options, cluster)
         rules = populate(graph.jaxpr)
         graph = with_asked_loops(graph, rules, options, cluster)
-        if sorted_whole is not None:
-            its_rules = populate(sorted_whole.jaxpr)
-            sorted_whole = with_asked_loops(sorted_whole, its_rules, options, cluster)
         return cls(graph, rules, options, cluster, report, sorted_whole=sorted_whole)
 
     @property

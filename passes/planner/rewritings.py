@@ -17,8 +17,10 @@ from autopar.passes.graph.casts_ahead import with_casts_ahead
 from autopar.passes.graph.graph import Graph
 from autopar.passes.padding.pad import padded_graph
 from autopar.passes.padding.uneven import loops_to_pad
+from autopar.passes.planner.asked_loops import with_asked_loops
 from autopar.passes.planner.layouts import asked_layout, logical_meshes, submesh
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.populate import populate
 from autopar.passes.recompute.override import without_checkpoints
 from autopar.passes.sharding.compiler_rules import rules_of
 
@@ -85,9 +87,11 @@ def rewritten_steps(
         padding = tuple((loop.size, loop.padded) for loop in loops)
         dims = {place: size for loop in loops for place, size in loop.dims.items()}
         yield RewrittenStep(padded_graph(graph, rules, dims), Rewriting(padding))
-    graph = sorted_whole or graph
-    blocks = _expert_blocks(graph, options, cluster)
-    if 1 < blocks <= most_blocks(graph):
+    blocks = _expert_blocks(sorted_whole or graph, options, cluster)
+    if 1 < blocks <= most_blocks(sorted_whole or graph):
+        if sorted_whole is not None:
+            whole_rules = populate(sorted_whole.jaxpr)
+            graph = with_asked_loops(sorted_whole, whole_rules, options, cluster)
         yield RewrittenStep(in_blocks(graph, blocks), Rewriting(expert_blocks=blocks))
 
 
