@@ -3,6 +3,7 @@
 `compile_graph` takes a traced graph (`autopar.passes.trace`) and returns the plan and what the
 meshes run. Each pass is a function from values to values:
 
+    graph      = by_example(graph)                 rows sorted by expert are sorted for each example
     graph      = with_casts_ahead(graph)           parameters are narrowed before they are gathered
     rules      = populate(jaxpr)                   what each equation's dimensions have in common
     graph      = padded_graph(graph, rules, dims)  tried beside it: loops that devices do not divide

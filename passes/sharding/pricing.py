@@ -16,7 +16,13 @@ from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.primitives.exchanges import EXPECTED_ROUNDS
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
-from autopar.passes.primitives.group_tiles import GROUPED, KERNELS_OF_VISIT, Tiling, tiling_of
+from autopar.passes.primitives.group_tiles import (
+    GROUPED,
+    KERNELS_OF_VISIT,
+    Tiling,
+    has_parts,
+    tiling_of,
+)
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.exchange_rounds import exchange_round
 from autopar.passes.sharding.layout import Layout
@@ -27,6 +33,7 @@ from autopar.passes.sharding.reshard import (
     adding,
     reshard_steps,
 )
+from autopar.passes.sharding.scopes import value_bytes
 from autopar.passes.sharding.strategy_tables import MESHES_KEPT, tables_of
 from autopar.passes.sharding.traffic import MemoryTraffic, alone
 
@@ -156,6 +163,9 @@ class Pricing:
         if tiling is not None:
             count *= tiling.repeats
             moved += tiling.moved_bytes * math.prod(self.mesh)
+        elif self._grouped_kernel and eqn.primitive.name in GROUPED and has_parts(eqn):
+            # Rows are put in the order of their groups, and back.
+            moved += 2 * (value_bytes(eqn.invars[0]) + value_bytes(eqn.outvars[0]))
         return max(
             roofline_seconds(count, moved, dtype, self.cluster, is_matmul=is_matmul)
             for dtype in sorted(dtypes)
