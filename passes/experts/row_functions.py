@@ -297,15 +297,13 @@ class Facts:
             if known is None or shape_of(eqn.invars[0]) != shape_of(eqn.outvars[0]):
                 return None
             return known if _holds_counts(eqn.outvars[0], known.function.rows) else None
-        if name in ("reduce_sum", "scatter-add"):
-            rows = math.prod(shape_of(eqn.invars[-1]))
-            if not _holds_counts(eqn.outvars[0], rows):
-                return None
         if name == "reduce_sum":
             function = self.function(eqn.invars[0])
             if function is None or function.numbers.kind != "keys":
                 return None
             if tuple(eqn.params["axes"]) != tuple(range(function.lead)):
+                return None
+            if not _holds_counts(eqn.outvars[0], function.rows):
                 return None
             rest = shape_of(eqn.invars[0])[function.lead :]
 
@@ -336,6 +334,7 @@ class Facts:
             and numbers.inserted_window_dims == (0,)
             and shape_of(indices) == (*shape_of(updates), 1)
             and math.prod(shape_of(updates)) == function.rows
+            and _holds_counts(eqn.outvars[0], function.rows)
         )
         if not is_plain:
             return None

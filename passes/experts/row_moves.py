@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
+from autopar.passes.experts.row_by_row import puts_rows, takes_rows
 from autopar.passes.graph.graph import Atom
 from autopar.passes.primitives.shardings import shape_of
 
@@ -30,21 +31,9 @@ class RowIndices:
 
 def gathered_rows(eqn: JaxprEqn, read: Callable[[Atom], Any]) -> RowIndices | None:
     """What `x[indices]` picks of the rows of x; None if an equation is not of this form."""
-    if eqn.primitive.name != "gather":
+    if eqn.primitive.name != "gather" or not takes_rows(eqn):
         return None
-    numbers, params = eqn.params["dimension_numbers"], eqn.params
-    shape, indices = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
-    rank = len(shape)
-    is_rows = (
-        numbers.collapsed_slice_dims == (0,)
-        and numbers.start_index_map == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(numbers.offset_dims) == tuple(range(1, rank))
-        and tuple(params["slice_sizes"]) == (1, *shape[1:])
-        and len(indices) == 2
-    )
-    if not is_rows:
-        return None
+    params, shape = eqn.params, shape_of(eqn.invars[0])
     fill = params["fill_value"]
     if fill is None:
         dtype = eqn.outvars[0].aval.dtype
@@ -54,19 +43,9 @@ def gathered_rows(eqn: JaxprEqn, read: Callable[[Atom], Any]) -> RowIndices | No
 
 def scattered_rows(eqn: JaxprEqn, read: Callable[[Atom], Any]) -> RowIndices | None:
     """Where `x.at[indices].add(rows)` adds; None if an equation is not of this form."""
-    if eqn.primitive.name != "scatter-add":
+    if eqn.primitive.name != "scatter-add" or not puts_rows(eqn):
         return None
-    numbers = eqn.params["dimension_numbers"]
-    shape, indices, rows = map(shape_of, eqn.invars)
-    is_rows = (
-        numbers.inserted_window_dims == (0,)
-        and numbers.scatter_dims_to_operand_dims == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(numbers.update_window_dims) == tuple(range(1, len(shape)))
-        and rows[1:] == shape[1:]
-        and len(indices) == 2
-    )
-    return _indices(read(eqn.invars[1]), shape[0], eqn.params["mode"], 0) if is_rows else None
+    return _indices(read(eqn.invars[1]), shape_of(eqn.invars[0])[0], eqn.params["mode"], 0)
 
 
 def _indices(indices: Any, rows: int, mode: Any, fill: Any) -> RowIndices:

@@ -21,9 +21,7 @@ from autopar.passes.experts.row_by_row import (
 )
 from autopar.passes.experts.row_functions import Facts, RowFunction, RowNumbers, numbers_themselves
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.graph import (
-    Atom,
-)
+from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.primitives import ELEMENTWISE, SCATTERS
 from autopar.passes.primitives.cuts import bind_with
 from autopar.passes.primitives.ragged_products import RaggedDims
@@ -163,10 +161,11 @@ class SortedScope:
         shape = self.examples, count // self.examples
         given = self.rows[keys] if back else None
         own = self.read(keys) if given is None else given.array
-        here = lax.broadcasted_iota(others[places.index(True)].aval.dtype, shape, 1)
         operands = [own.reshape(shape)]
         operands += [
-            here if is_place else self.read(atom).reshape(shape)
+            lax.broadcasted_iota(atom.aval.dtype, shape, 1)
+            if is_place
+            else self.read(atom).reshape(shape)
             for atom, is_place in zip(others, places, strict=True)
         ]
         made = [x.reshape(count) for x in bind_with(eqn, operands, {"dimension": 1})]
