@@ -16,12 +16,14 @@ import autopar
 from autopar.base.options import Options
 from autopar.base.progress import Progress
 from autopar.passes.planner import candidates, layout_search, mesh_choice, stage_shardings
+from autopar.passes.planner.compiler import compile_graph
 from autopar.passes.planner.layouts import submesh
 from autopar.passes.planner.least_memory import LeastMemory
 from autopar.passes.planner.mesh_choice import plan_mesh
 from autopar.passes.planner.planned_stage import PlannedStage
 from autopar.passes.sharding.compiler_rules import GPU, RULES
 from autopar.passes.sharding.memory_rows import memory_rows, rows_peak
+from autopar.passes.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("no_remedies")
 
@@ -427,3 +429,23 @@ def test_a_padded_program_is_tried_where_the_state_is_not_cut(
     asked: dict[str, Any] = {"cluster": "8xh100", "memory_limit": "620MiB"}
     plan = autopar.plan(uneven_step, weights, tokens, **asked)
     assert plan.padding
+
+
+def test_a_short_program_on_several_nodes_is_planned_for_one_mesh_first() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            made, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+            return jnp.mean(made**2)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * gradient, value
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 512, 512), (256, 512))]
+    traced = trace(step, tuple(shapes))
+    told: list[str] = []
+    cluster = autopar.Cluster.preset("dgx-h100", nodes=2)
+    found = compile_graph(traced.graph, Options.from_kwargs(), cluster, None, told.append)
+    first = next(line for line in told if line.startswith(("choosing", "slicing")))
+    assert first.startswith("choosing shardings on a mesh of 16")
+    assert any(line.startswith("slicing into") for line in told)
+    assert len(found.plan.stages) == 1 and found.plan.num_microbatches == 1

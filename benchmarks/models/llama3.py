@@ -60,6 +60,14 @@ class Llama3Block(nn.Module):
         return x + SwiGLU(size.inner, dtype)(nn.RMSNorm(dtype=dtype)(x)), None
 
 
+def scanned(block: Any, layers: int, remat: bool | str) -> Any:
+    """One scan over so many blocks, whose backward passes compute them again as asked."""
+    if remat:
+        policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
+        block = nn.remat(block, policy=policy, prevent_cse=False)  # a scan needs no barrier
+    return nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=layers)
+
+
 class Llama3(nn.Module):
     """Tokens to logits, with an output layer of its own."""
 
@@ -72,12 +80,6 @@ class Llama3(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         size, dtype = self.size, self.dtype
         x = nn.Embed(size.vocabulary, size.hidden, dtype=dtype)(tokens)
-        axes, keys = {"params": 0}, {"params": True}
-        block: Any = Llama3Block
-        if self.remat:
-            policy = jax.checkpoint_policies.dots_saveable if self.remat == "dots" else None
-            block = nn.remat(block, policy=policy, prevent_cse=False)  # a scan needs no barrier
-        scan = nn.scan(block, axes, split_rngs=keys, length=size.layers)
-        x, _ = scan(size, dtype, self.attention)(x, None)
+        x, _ = scanned(Llama3Block, size.layers, self.remat)(size, dtype, self.attention)(x, None)
         x = nn.RMSNorm(dtype=dtype)(x)
         return nn.Dense(size.vocabulary, use_bias=False, dtype=dtype, name="head")(x)

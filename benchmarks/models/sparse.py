@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.llama3 import GroupedAttention
+from models.llama3 import GroupedAttention, scanned
 
 BALANCE = 1e-3
 
@@ -110,12 +110,7 @@ class SparseDecoder(nn.Module):
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         size, dtype = self.size, self.dtype
         x = nn.Embed(size.vocabulary, size.hidden, dtype=dtype)(tokens)
-        axes, keys = {"params": 0}, {"params": True}
-        block: Any = SparseBlock
-        if self.remat:
-            policy = jax.checkpoint_policies.dots_saveable if self.remat == "dots" else None
-            block = nn.remat(block, policy=policy, prevent_cse=False)  # a scan needs no barrier
-        scan = nn.scan(block, axes, split_rngs=keys, length=size.layers)
+        scan = scanned(SparseBlock, size.layers, self.remat)
         x, balance = scan(size, dtype, self.attention)(x, None)
         x = nn.RMSNorm(dtype=dtype)(x)
         logits = nn.Dense(size.vocabulary, use_bias=False, dtype=dtype, name="head")(x)
