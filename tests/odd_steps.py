@@ -380,3 +380,23 @@ def platforms() -> Made:
         return jnp.mean((h - y) ** 2) + jnp.sum(jnp.diagonal(w) ** 2)
 
     return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))
+
+
+# What is computed of little.
+
+
+@step
+def chains_of_integers() -> Made:
+    """Every link reads the one before it twice: there are more paths than can be walked."""
+
+    def loss(w: Any, x: Any, lengths: Any) -> Any:
+        places = jnp.arange(x.shape[0] * 64)
+        seeds = jnp.broadcast_to(lengths[:, None], (x.shape[0], 64))
+        for _ in range(48):
+            places = (places * places + places + 1) % 101
+            seeds = (seeds * seeds + seeds + 1) % 103
+        h = x @ w
+        mask = places[: x.shape[0], None] % 2 + seeds[:, : h.shape[1]] % 3
+        return jnp.mean((h * mask) ** 2)
+
+    return sgd(loss), (floats(8, 8), floats(16, 8), integers(9, 16))

@@ -36,6 +36,7 @@ from autopar.passes.sharding.sums import starts_of_sums
 SMALL_ELEMENTS = 64  # values computed from scalars alone stay replicated up to this size
 # A result this many times larger than what it is made from is recomputed, not moved.
 FREE_EXPANSION = 4
+LONGEST_CHAIN = 32  # equations computed again, one after another, wherever the last one is read
 
 
 def build(
@@ -145,7 +146,7 @@ class _Walk(ControlFlowBuilder):
         if layouts is not None:
             return self.constrained(scope, eqn, shape, values, layouts)
         if self._is_recomputed(eqn, shape, values, sizes):
-            return Entry("recomputed", eqn, shape), [Recomputed(shape, tuple(values))]
+            return Entry("recomputed", eqn, shape), [Recomputed.of(shape, values)]
         lead = self._lead(eqn, values)
         if lead is None:
             return self.opener(scope, eqn, shape, values)
@@ -182,6 +183,8 @@ class _Walk(ControlFlowBuilder):
         if len(sizes) != 1 or eqn.primitive.name in OPENS_GROUP:
             return False
         if any(f.kind not in ("pass", "replicated") for f in shape.rule.factors):
+            return False
+        if max((v.depth for v in values if isinstance(v, Recomputed)), default=0) >= LONGEST_CHAIN:
             return False
         assigned = sum(math.prod(v.shape) for v in values if isinstance(v, Assigned))
         return FREE_EXPANSION * assigned <= sizes[0]

@@ -18,8 +18,9 @@ holds it. An entry is one of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -91,12 +92,23 @@ class LiveRange:
     copied: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recomputed:
-    """A value that is computed in whatever layout it is read: its equation and operands' values."""
+    """A value that is computed in whatever layout it is read.
+
+    Of its equation's operands, `operands` has those that a node decides, or that are computed of
+    such; the others are None. `depth` counts the equations that it takes, one after another.
+    """
 
     shape: Shape
-    operands: tuple[ScopeValue | None, ...]
+    operands: tuple[Assigned | Recomputed | None, ...]
+    depth: int
+
+    @classmethod
+    def of(cls, shape: Shape, values: Sequence[ScopeValue]) -> Recomputed:
+        """What an equation makes of these operands."""
+        depth = 1 + max((v.depth for v in values if isinstance(v, Recomputed)), default=0)
+        return cls(shape, tuple(v if _is_moved(v) else None for v in values), depth)
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,11 @@ class Replicated:
 
 
 ScopeValue = Assigned | Recomputed | Replicated
+
+
+def _is_moved(value: ScopeValue) -> TypeGuard[Assigned | Recomputed]:
+    """Whether reading a value can move anything between devices."""
+    return isinstance(value, Assigned) or (isinstance(value, Recomputed) and any(value.operands))
 
 
 @dataclass

@@ -168,10 +168,7 @@ class StrategyGraphBuilder:
                     value = replace(value, layouts=self.interned([*map(on_device, value.layouts)]))
             self._link_assigned(value, self.interned(wanted), node, times)
         elif isinstance(value, Recomputed):
-            wanted = self.interned(wanted)
-            for position, operand in enumerate(value.operands):
-                if isinstance(operand, (Assigned, Recomputed)):
-                    self.link(operand, self._projected(value, position, wanted), node, times)
+            self._link_recomputed(value, self.interned(wanted), node, times)
 
     def put_away(
         self, scope: Scope, eqn: JaxprEqn, value: Assigned
@@ -198,6 +195,23 @@ class StrategyGraphBuilder:
     def _projected(self, value: Recomputed, position: int, wanted: Layouts) -> Layouts:
         """In which layouts an operand is read to compute a value again in those that are wanted."""
         return self.tables.projected(self._canonical_of(value.shape), position, wanted)
+
+    def _link_recomputed(self, value: Recomputed, wanted: Layouts, node: int, times: int) -> None:
+        """Price what a value is computed of; each in a layout once, however often it is read."""
+        waiting, seen = [(value, wanted)], {(id(value), id(wanted))}
+        while waiting:
+            value, wanted = waiting.pop()
+            for position, operand in enumerate(value.operands):
+                if operand is None:
+                    continue
+                read = self._projected(value, position, wanted)
+                if (key := (id(operand), id(read))) in seen:
+                    continue
+                seen.add(key)
+                if isinstance(operand, Recomputed):
+                    waiting.append((operand, read))
+                else:
+                    self.link(operand, read, node, times)
 
     def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: int) -> None:
         table = self._table(value, wanted)
