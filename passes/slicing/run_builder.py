@@ -136,7 +136,8 @@ class RunBuilder:
     def append(self, eqn: JaxprEqn) -> None:
         """One more equation."""
         self.eqns.append(eqn)
-        self.made_by.update((var, eqn) for var in eqn.outvars)
+        for var in eqn.outvars:
+            self.made_by[var] = eqn
 
     def bound(
         self, eqn: JaxprEqn, operands: Sequence[Atom], params: Mapping[str, Any]
@@ -154,7 +155,12 @@ class RunBuilder:
         like: JaxprEqn | None = None,
     ) -> list[Atom]:
         """The equations of a traced function of these operands, with its results."""
-        closed = self.trace(function, operands, key)
+        return self.placed(self.trace(function, operands, key), operands, like)
+
+    def placed(
+        self, closed: ClosedJaxpr, operands: Sequence[Atom], like: JaxprEqn | None
+    ) -> list[Atom]:
+        """The equations of what was traced, with these operands, and its results."""
         assert not closed.consts
         env = dict(zip(closed.jaxpr.invars, variables(operands), strict=True))
         origin = like or self.current
@@ -173,11 +179,11 @@ class RunBuilder:
         self, function: Callable[..., Sequence[Any]], operands: Sequence[Atom], key: Hashable
     ) -> ClosedJaxpr:
         """A function of values of these types, traced once for each key."""
-        shapes = tuple(
-            ("literal", str(v.val)) if isinstance(v, Literal) else str(local_struct(v.aval))
+        types = tuple(
+            ("literal", str(v.val)) if isinstance(v, Literal) else _type_key(v.aval)
             for v in operands
         )
-        if (key, shapes) not in self.traced:
+        if (key, types) not in self.traced:
 
             def whole(*arrays: Any) -> Sequence[Any]:
                 given = iter(arrays)
@@ -186,8 +192,8 @@ class RunBuilder:
                 )
 
             structs = [local_struct(var.aval) for var in variables(operands)]
-            self.traced[key, shapes] = jax.make_jaxpr(whole)(*structs)
-        return self.traced[key, shapes]
+            self.traced[key, types] = jax.make_jaxpr(whole)(*structs)
+        return self.traced[key, types]
 
     def by_rule(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value] | None:
         """One equation per run, or None if the equation must see whole values."""
@@ -199,32 +205,24 @@ class RunBuilder:
         if len(changes) < len(found):
             return None
 
-        def fits(size: int, atoms: Sequence[Atom], params: Mapping[str, Any]) -> bool:
-            """Whether the equation with these params takes a run, and gives results of its size.
-
-            It may not if its params hold sizes that `changed_params` does not know of.
-            """
-            key = _bound_key(eqn, params)
-            try:
-                closed = self.trace(lambda *xs: bind_with(eqn, xs, params), atoms, key)
-            except (TypeError, ValueError):
-                return False
-            wanted = [
-                var.aval.shape if dim is None else with_size(var.aval, dim, size * inner).shape
-                for var, (dim, inner) in zip(eqn.outvars, cut.results, strict=True)
-            ]
-            return [atom.aval.shape for atom in closed.jaxpr.outvars] == wanted
-
         split = [
             self.split(value, dim, scaled(cut.sizes, inner)) if dim is not None
             else (self.join(value),) * len(cut.sizes)
             for value, (dim, inner) in zip(operands, cut.operands, strict=True)
         ]  # fmt: skip
         groups = [[atoms[place] for atoms in split] for place in range(len(cut.sizes))]
-        runs = list(zip(cut.sizes, groups, changes, strict=True))
-        if not all(itertools.starmap(fits, runs)):
+        keys = [_bound_key(eqn, change) for change in changes]
+        try:
+            traced = [
+                self.trace(lambda *xs, change=change: bind_with(eqn, xs, change), group, key)
+                for group, change, key in zip(groups, changes, keys, strict=True)
+            ]
+        except (TypeError, ValueError):  # its params hold sizes that are not known of
             return None
-        made = [self.bound(eqn, group, change) for _, group, change in runs]
+        # It may also take a run, and give results of other sizes.
+        if not all(map(cut.fits, itertools.repeat(eqn), traced, cut.sizes)):
+            return None
+        made = [self.placed(*run, eqn) for run in zip(traced, groups, strict=True)]
         results: list[Value] = []
         for parts, (dim, inner) in zip(zip(*made, strict=True), cut.results, strict=True):
             if dim is not None:
@@ -236,6 +234,10 @@ class RunBuilder:
                 (total,) = self.emit(lambda a, b: [combine(cut.kind, a, b)], [total, part], key=key)
             results.append(total)
         return results
+
+
+def _type_key(aval: Any) -> Hashable:
+    return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
 def _bound_key(eqn: JaxprEqn, changes: Mapping[str, Any]) -> Hashable:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.graph import Atom
@@ -55,6 +55,14 @@ class RunCut(LoopPlaces):
     """An equation's cut loop: the sizes of its runs."""
 
     sizes: Sizes
+
+    def fits(self, eqn: JaxprEqn, made: ClosedJaxpr, size: int) -> bool:
+        """Whether what was made of an equation gives results as long as a run of this size."""
+        wanted = [
+            tuple(size * inner if d == dim else n for d, n in enumerate(var.aval.shape))
+            for var, (dim, inner) in zip(eqn.outvars, self.results, strict=True)
+        ]
+        return [atom.aval.shape for atom in made.jaxpr.outvars] == wanted
 
 
 def how_to_cut(eqn: JaxprEqn, rule: FactorRule | None, operands: Sequence[Value]) -> RunCut | None:
