@@ -212,7 +212,7 @@ class ScopeByExample(SortedScope):
         if self.num_carry is None or number < self.num_carry or isinstance(atom, Literal):
             return None
         if atom in self.rows:
-            return KeptRows(self.rows[atom].order, self.facts.function(atom))
+            return KeptRows(self.rows[atom].order, self.number_of(atom))
         constant = self.facts.constant(atom)
         if constant is not None and constant.size == 1:
             return KeptRows(None, constant=constant)

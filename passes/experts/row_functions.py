@@ -50,11 +50,19 @@ class RowNumbers:
     """What tells rows apart: "place" (their own), "keys" of a sort, "order" and "rank" by one.
 
     A sort's order has, at each place, the row that it puts there; its rank has, for each row, the
-    place to which it is put.
+    place to which it is put. "sorted" are the keys in an order.
     """
 
     kind: str
-    of: Hashable = None
+    of: Any = None
+
+    @property
+    def keys(self) -> Var | None:
+        """The keys of rows, in whichever order."""
+        if self.kind not in ("keys", "sorted"):
+            return None
+        keys: Var = self.of if self.kind == "keys" else self.of.keys
+        return keys
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,28 @@ def _known(key: Hashable, find: Callable[[], Any]) -> Any:
 def numbers_themselves(numbers: RowNumbers, lead: int, rows: int) -> RowFunction:
     """The number of each row."""
     return RowFunction(numbers, lead, rows, key_of("number"), lambda x, _: x, TWO)
+
+
+def flattened(function: RowFunction, eqn: JaxprEqn) -> RowFunction | None:
+    """Of places, each of which has several elements: of the places of all these elements.
+
+    So is each row repeated by `jnp.repeat`.
+    """
+    (var,) = eqn.outvars
+    shape = shape_of(eqn.invars[0])[function.lead :]
+    each = math.prod(shape)
+    is_flat = eqn.primitive.name == "reshape" and shape_of(var) == (function.rows * each,)
+    if not is_flat or function.numbers.kind != "place":
+        return None
+
+    def compute(numbers: Any, _: Any = None) -> Any:
+        made = function.evaluate(numbers // each)
+        made = np.broadcast_to(made, (len(numbers), *shape)).reshape(len(numbers), each)
+        return made[np.arange(len(numbers)), numbers % each]
+
+    own = key_of("flattened", function.key, shape)
+    tried = compute(TWO)
+    return RowFunction(function.numbers, 1, function.rows * each, own, compute, tried)
 
 
 @dataclass(frozen=True)
@@ -261,7 +291,7 @@ class Facts:
         lead, rows = found[0].lead, found[0].rows
         after = lead_after(eqn, lead, rows)
         if after is None:
-            return None
+            return flattened(found[0], eqn)
         operands: list[Any] = []
         tried: list[Any] = []
         keys: list[Hashable] = []
@@ -299,7 +329,7 @@ class Facts:
             return known if _holds_counts(eqn.outvars[0], known.function.rows) else None
         if name == "reduce_sum":
             function = self.function(eqn.invars[0])
-            if function is None or function.numbers.kind != "keys":
+            if function is None or function.numbers.keys is None:
                 return None
             if tuple(eqn.params["axes"]) != tuple(range(function.lead)):
                 return None
@@ -312,7 +342,7 @@ class Facts:
 
             own = key_of("summed", function.key, rest)
             return Counts(
-                function.numbers.of,
+                function.numbers.keys,
                 RowFunction(function.numbers, 1, function.rows, own, table),
             )
         return self._scattered_counts(eqn) if name == "scatter-add" else None
@@ -328,7 +358,7 @@ class Facts:
             and not zeros.any()
             and bool((ones == 1).all())
             and function is not None
-            and function.numbers.kind == "keys"
+            and function.numbers.keys is not None
             and len(shape_of(base)) == 1
             and numbers.update_window_dims == ()
             and numbers.inserted_window_dims == (0,)
@@ -338,7 +368,7 @@ class Facts:
         )
         if not is_plain:
             return None
-        assert function is not None
+        assert function is not None and function.numbers.keys is not None
         groups, mode = shape_of(base)[0], eqn.params["mode"]
 
         def table(keys: Any, known: dict[int, Any]) -> Any:
@@ -349,7 +379,7 @@ class Facts:
 
         own = key_of("scattered", function.key, groups, str(mode))
         return Counts(
-            function.numbers.of,
+            function.numbers.keys,
             RowFunction(function.numbers, 1, function.rows, own, table),
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.passes.experts.orders import MixedRowsError, Order, SortedRows
 from autopar.passes.experts.row_by_row import (
@@ -19,7 +19,8 @@ from autopar.passes.experts.row_by_row import (
     puts_rows,
     takes_rows,
 )
-from autopar.passes.experts.row_functions import Facts, RowFunction, RowNumbers, numbers_themselves
+from autopar.passes.experts.row_functions import RowNumbers
+from autopar.passes.experts.row_scope import RowScope
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.graph import Atom
 from autopar.passes.graph.primitives import ELEMENTWISE, SCATTERS
@@ -28,75 +29,8 @@ from autopar.passes.primitives.ragged_products import RaggedDims
 from autopar.passes.primitives.shardings import shape_of
 
 
-class SortedScope:
-    """Evaluates the equations of one program or body, while JAX traces that.
-
-    Args:
-      jaxpr: the program.
-      examples: for each of which rows are sorted.
-      facts: what is known of its arguments.
-      stay: sorts that stay as they are, by identity.
-    """
-
-    def __init__(self, jaxpr: Jaxpr, examples: int, facts: Facts, stay: frozenset[int]):
-        self.jaxpr, self.examples, self.facts, self.stay = jaxpr, examples, facts, stay
-        self.whole: dict[Var, Any] = {}
-        self.rows: dict[Var, SortedRows] = {}
-        self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self.orders: list[Order] = []
-        self.multiplied: set[int] = set()
-        self.sizes: dict[tuple[int, int], Any] = {}
-        self.counted: dict[Var, Order] = {}
-        self.keys: dict[Var, RowFunction] = {}
-        self.without_array: dict[Var, Order] = {}
-        for eqn in jaxpr.eqns:
-            if self.is_sort(eqn) and isinstance(eqn.invars[0], Var):
-                self.know_keys(eqn.invars[0])
-
-    def know_keys(self, keys: Var) -> None:
-        """Rows have these keys, also before they were put into one line."""
-        (rows,), var = shape_of(keys), keys
-        while True:
-            lead = len(shape_of(var))
-            self.keys[var] = numbers_themselves(RowNumbers("keys", keys), lead, rows)
-            maker = self.makers.get(var)
-            if maker is None or maker.primitive.name not in ("reshape", "squeeze"):
-                return
-            (before,) = maker.invars
-            if not isinstance(before, Var):
-                return
-            var = before
-
-    def learn_keys(self, var: Var) -> None:
-        if var in self.keys and var not in self.facts.functions:
-            self.facts.functions[var] = self.keys[var]
-
-    def learn_constant(self, var: Var) -> None:
-        """A mask that is the same for all rows, whatever their numbers are."""
-        function = self.facts.function(var)
-        if function is None or function.numbers.kind == "keys" or var in self.facts.constants:
-            return
-        if var.aval.dtype == jnp.bool_ and (same := function.constant()) is not None:
-            lead = (1,) * function.lead
-            self.facts.constants[var] = same.reshape(*lead, *same.shape[1:])
-
-    def read(self, atom: Atom) -> Any:
-        """A value as the program has it, whole."""
-        if isinstance(atom, Literal):
-            return atom.val
-        if atom in self.whole:
-            return self.whole[atom]
-        constant = self.facts.constant(atom)
-        if constant is not None and constant.size == 1:
-            dtype = atom.aval.dtype
-            self.whole[atom] = lax.full(shape_of(atom), constant.astype(dtype).item(), dtype)
-            return self.whole[atom]
-        raise MixedRowsError(self.order_of(atom))
-
-    def order_of(self, atom: Var) -> Order:
-        if atom in self.rows:
-            return self.rows[atom].order
-        return self.without_array[atom]
+class SortedScope(RowScope):
+    """Evaluates the equations of one program or body, while JAX traces that."""
 
     def evaluate(self, eqn: JaxprEqn) -> None:
         name = eqn.primitive.name
@@ -122,9 +56,6 @@ class SortedScope:
         else:
             self.of_functions(eqn)
 
-    def is_there(self, atom: Atom) -> bool:
-        return isinstance(atom, Literal) or atom in self.whole
-
     def of_functions(self, eqn: JaxprEqn) -> None:
         """Of an operand nothing is there but what is known: as it is, or as a constant."""
         self.facts.learn(eqn)
@@ -135,73 +66,18 @@ class SortedScope:
         operands = [self.read(atom) for atom in eqn.invars]
         self.whole.update(zip(eqn.outvars, bind_with(eqn, operands, {}), strict=True))
 
-    # Sorts.
-
-    def is_sort(self, eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name != "sort" or id(eqn) in self.stay or eqn.params["num_keys"] != 1:
-            return False
-        shape = shape_of(eqn.invars[0])
-        return len(shape) == 1 and shape[0] % self.examples == 0 and len(eqn.invars) > 1
-
-    def sort(self, eqn: JaxprEqn) -> bool:
-        """Each example's rows; False: it is evaluated as it is."""
-        keys, *others = eqn.invars
-        (count,) = shape_of(keys)
-        places = [self.is_place(atom) for atom in others]
-        if isinstance(keys, Literal) or not any(places):
-            return False
-        function = self.facts.function(keys)
-        back = function is not None and function.numbers.kind == "order" and function.is_number
-        if not back and keys in self.rows:
-            return False
-        if any(isinstance(x, Var) and x in self.rows for x in others):
-            return False
-        if back and not all(places):
-            return False
-        shape = self.examples, count // self.examples
-        given = self.rows[keys] if back else None
-        own = self.read(keys) if given is None else given.array
-        operands = [own.reshape(shape)]
-        operands += [
-            lax.broadcasted_iota(atom.aval.dtype, shape, 1)
-            if is_place
-            else self.read(atom).reshape(shape)
-            for atom, is_place in zip(others, places, strict=True)
-        ]
-        made = [x.reshape(count) for x in bind_with(eqn, operands, {"dimension": 1})]
-        if given is None:
-            order = Order(eqn, count // self.examples, keys, operands[0])
-            self.orders.append(order)
-            numbers = RowNumbers("order", order)
-        else:
-            order, numbers = given.order, RowNumbers("rank", given.order)
-        for var, array, is_place in zip(eqn.outvars, made, [False, *places], strict=True):
-            self.rows[var] = SortedRows(array, order)
-            if is_place:
-                self.facts.functions[var] = numbers_themselves(numbers, 1, count)
-            elif given is not None:  # the sorted order
-                self.facts.functions[var] = numbers_themselves(RowNumbers("place"), 1, count)
-                del self.rows[var]
-                self.whole[var] = lax.iota(var.aval.dtype, count)
-        return True
-
-    def is_place(self, atom: Atom) -> bool:
-        """Whether each element is its own place."""
-        function = self.facts.function(atom)
-        return function is not None and function.numbers.kind == "place" and function.is_number
-
     # Rows that are taken, and put back.
 
     def gather(self, eqn: JaxprEqn) -> bool:
         """Rows by their numbers; False: by something else."""
         operand, indices = eqn.invars
-        function = self.facts.function(indices)
+        function = self.number_of(indices)
         if function is None or not isinstance(indices, Var) or indices not in self.rows:
             return False
         order = self.rows[indices].order
         if not takes_rows(eqn) or isinstance(operand, Literal):
             raise MixedRowsError(order)
-        given = self.facts.function(operand)
+        given = self.number_of(operand)
         (var,) = eqn.outvars
         if function.numbers.kind == "rank":
             known = self.rows.get(operand)
@@ -214,6 +90,15 @@ class SortedScope:
             self.facts.functions[var] = dataclasses.replace(given, numbers=RowNumbers("place"))
             self.without_array[var] = order
             return True
+        if self.of_place(operand) is not None and function.is_number and given is not None:
+            # What follows from each place, in this order.
+            if given.rows != function.rows:
+                raise MixedRowsError(order)
+            first = self.read(operand)[: order.rows]
+            (made,) = bind_with(eqn, [first, self.rows[indices].array], _in_any_order(eqn))
+            self.facts.functions[var] = dataclasses.replace(given, numbers=function.numbers)
+            self.rows[var] = SortedRows(made, order)
+            return True
         if operand in self.rows or not function.is_local(self.examples, shape_of(operand)[0]):
             raise MixedRowsError(order)
         made = self.in_examples(eqn, [self.read(operand), self.rows[indices].array])
@@ -223,13 +108,13 @@ class SortedScope:
     def scatter(self, eqn: JaxprEqn) -> bool:
         """Rows to where their numbers say; False: to where something else does."""
         base, indices, updates = eqn.invars
-        function = self.facts.function(indices)
+        function = self.number_of(indices)
         if function is None or not isinstance(indices, Var) or indices not in self.rows:
             return False
         order, (var,) = self.rows[indices].order, eqn.outvars
         if not puts_rows(eqn):
             raise MixedRowsError(order)
-        given = self.facts.function(updates)
+        given = self.number_of(updates)
         own = self.rows[indices].array
         if function.numbers.kind == "rank":
             is_sorted = isinstance(updates, Var) and updates in self.rows
@@ -328,7 +213,7 @@ class SortedScope:
     def sorted(self, atom: Atom, order: Order) -> Any:
         """Rows in an order, [examples, rows, ...]."""
         if isinstance(atom, Var) and atom in self.rows:
-            if self.facts.function(atom) is not None:
+            if self.number_of(atom) is not None:
                 raise MixedRowsError(order)
             array = self.rows[atom].array
         elif self.is_same_for_all(atom):
@@ -356,7 +241,7 @@ class SortedScope:
 
     def row_by_row(self, eqn: JaxprEqn, order: Order) -> None:
         """What is computed of each row alone, or a sum over all of them."""
-        functions = [self.facts.function(a) for a in eqn.invars if self.is_local(a)]
+        functions = [self.number_of(a) for a in eqn.invars if self.is_local(a)]
         if any(f is not None for f in functions):  # numbers of rows
             self.facts.learn(eqn)
             if len(eqn.outvars) != 1 or self.facts.function(eqn.outvars[0]) is None:
@@ -387,7 +272,7 @@ class SortedScope:
                 self.rows[var] = SortedRows(made, self.rows[atom].order)
             else:
                 self.whole[var] = made
-            function = self.facts.function(atom)
+            function = self.number_of(atom)
             if function is not None:
                 self.facts.functions[var] = function
 

@@ -300,6 +300,23 @@ def of_present_experts(weights: Weights, rows: Rows) -> Rows:
     return made.reshape(-1, TOP, WIDTH).sum(1)
 
 
+def of_reversed_tokens(weights: Weights, rows: Rows) -> Rows:
+    """Each choice has another token's number, of another example."""
+    _, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    token = jnp.repeat(len(rows) - 1 - jnp.arange(len(rows)), TOP)[order]
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    return jnp.zeros_like(rows).at[token].add(experts(weights, rows[token], sizes))
+
+
+def of_compared_keys(weights: Weights, rows: Rows) -> Rows:
+    """Which rows have the key that was there before they were sorted."""
+    chosen = jnp.argmax(rows @ weights["router"], axis=-1).astype(jnp.int32)
+    ordered, order = lax.sort_key_val(chosen, jnp.arange(len(rows)))
+    sizes = jnp.sum((ordered == chosen)[:, None] * jax.nn.one_hot(chosen, EXPERTS), 0)
+    return experts(weights, rows[order], sizes.astype(jnp.int32))[jnp.argsort(order)]
+
+
 def of_no_bounds(weights: Weights, rows: Rows) -> Rows:
     """Keys that are clamped to nothing: all are -1."""
     chosen = lax.clamp(0, jnp.argmax(rows @ weights["router"], -1).astype(jnp.int32), -1)
@@ -321,6 +338,8 @@ def of_no_bounds(weights: Weights, rows: Rows) -> Rows:
         by_remainders,
         by_choice_first,
         of_present_experts,
+        of_reversed_tokens,
+        of_compared_keys,
         of_no_bounds,
     ],
 )
@@ -380,13 +399,46 @@ def with_sorted_promise(weights: Weights, rows: Rows) -> Rows:
     return jnp.einsum("rkd,rk->rd", made, gates) + 0.1 * jnp.tanh(sums.mean(0))
 
 
-@pytest.mark.parametrize("form", [with_inverse_by_scatter, with_sorted_order, with_sorted_promise])
+def with_token_numbers(weights: Weights, rows: Rows) -> Rows:
+    """The number of each choice's token, in order: as programs for other frameworks have it."""
+    gates, chosen = routed(weights, rows)
+    order = jnp.argsort(chosen.reshape(-1))
+    token = jnp.take(jnp.repeat(jnp.arange(len(rows)), TOP), order)
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, jnp.take(rows, token, axis=0), sizes)
+    made = made * gates.reshape(-1)[order][:, None]
+    return jnp.zeros_like(rows).at[token].add(made)
+
+
+def with_sorted_tokens(weights: Weights, rows: Rows) -> Rows:
+    """Tokens and gates are sorted with their experts, and the sorted experts are counted."""
+    gates, chosen = routed(weights, rows)
+    token = jnp.repeat(jnp.arange(len(rows)), TOP)
+    sort = chosen.reshape(-1), token, gates.reshape(-1)
+    experts_sorted, token, gate = lax.sort(sort, num_keys=1)
+    sizes = jnp.bincount(experts_sorted, length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[token], sizes) * gate[:, None]
+    made = made + weights["bias"][experts_sorted]
+    return jnp.zeros_like(rows).at[token].add(made)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        with_inverse_by_scatter,
+        with_sorted_order,
+        with_sorted_promise,
+        with_token_numbers,
+        with_sorted_tokens,
+    ],
+)
 def test_more_forms_are_sorted_for_each_example(form: Any) -> None:
     made = by_example(graph_of(loss_of(form)))
     assert 2 in ranks_of_sizes(made)
     moves = [e for e in walk(made.jaxpr) if "indices_are_sorted" in e.params]
     assert moves and not any(e.params["indices_are_sorted"] for e in moves)
-    equals_plain_jit(step_of(loss_of(form)), some_weights(), some_rows(), microbatches=1)
+    for count in (1, 4):
+        equals_plain_jit(step_of(loss_of(form)), some_weights(), some_rows(), microbatches=count)
 
 
 def test_other_equations_are_no_hindrance(capsys: pytest.CaptureFixture[str]) -> None:
