@@ -17,12 +17,12 @@ import pytest
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr
 
+from autopar.passes.graph.fingerprint import fingerprint
 from autopar.passes.graph.graph import (
     Graph,
     Input,
     Output,
     check,
-    fingerprint,
     flatten,
     from_closed_jaxpr,
     inner_jaxprs,

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from traced_steps import PARAMS, B, W, X, Y, check, loss_fn, roles, train
 
 from autopar.base.errors import DonationWarning, OptionError, TraceError
-from autopar.passes.graph import graph
+from autopar.passes.graph.fingerprint import fingerprint
 from autopar.passes.trace.signature import Convention, signature_of
 from autopar.passes.trace.trace import Traced, trace
 
@@ -87,7 +87,7 @@ def test_a_mesh_of_the_user_leaves_no_trace(axis_type: AxisType) -> None:
     check(traced)
     assert "AbstractMesh" not in str(traced.graph)
     expected = trace(plain, (w, X)).graph
-    assert graph.fingerprint(traced.graph.jaxpr) == graph.fingerprint(expected.jaxpr)
+    assert fingerprint(traced.graph.jaxpr) == fingerprint(expected.jaxpr)
     for value in (*traced.graph.jaxpr.invars, *traced.graph.jaxpr.outvars):
         assert value.aval.sharding.mesh.empty
 

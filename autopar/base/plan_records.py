@@ -19,6 +19,7 @@ from autopar.base.errors import PlanMismatchError
 from autopar.base.missing_files import missing_plan
 from autopar.base.new_files import place_for
 from autopar.base.records import Record, differences, dump_json
+from autopar.base.row_sorts import RowSort
 from autopar.base.runner_up import RunnerUp
 from autopar.base.step_model import StepModel
 from autopar.base.units import format_bytes, format_mesh, format_seconds, without_rows
@@ -352,6 +353,7 @@ class PlanRecord(Displayed, Record):
       written: digests of the parts that may be edited in a file, as they were written.
       recomputation: of a plan for one mesh, what is computed again to save memory.
       host: what of the state lies in the hosts' memory.
+      row_sorts: what became of rows that are sorted by expert.
     """
 
     autopar_version: str
@@ -377,6 +379,7 @@ class PlanRecord(Displayed, Record):
     written: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     recomputation: Recomputation | None = None
     host: InHostMemory | None = None
+    row_sorts: tuple[RowSort, ...] = ()
     format_version: int = FORMAT_VERSION
 
     page: ClassVar = ("plan_page", "plan_page")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autopar.base.plan_records import PlanRecord, TensorPlan
+from autopar.base.row_sorts import told
 from autopar.base.units import format_bytes, format_count, format_flops, format_mesh, format_seconds
 from autopar.notebook.page import (
     Cell,
@@ -155,6 +156,7 @@ def _notes(plan: PlanRecord) -> list[str]:
     if plan.padding:
         sizes = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
         notes.append(f"Padded inside the step: {sizes}.")
+    notes += [f"Rows {line}." for line in told(plan.row_sorts)]
     if plan.later_loops:
         notes.append(f"Several loops over the microbatches; later ones {plan.later_loops}.")
     return [f'<div class="q">{text(note)}</div>' for note in notes]

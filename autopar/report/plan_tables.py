@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.base.plan_records import PlanRecord, TensorPlan
+from autopar.base.row_sorts import told
 from autopar.base.run_flags import RunFlag, run_flags
 from autopar.base.units import format_bytes, format_flops, format_seconds
 from autopar.report import drawn_steps, summaries
@@ -111,6 +112,8 @@ class _Tables:
         if plan.padding:
             text = ", ".join(f"{size} to {padded}" for size, padded in plan.padding)
             add_row(grid, "padded", Text(text))
+        for i, line in enumerate(told(plan.row_sorts)):
+            add_row(grid, "rows" if i == 0 else "", line)
         if plan.expert_blocks:
             add_row(grid, "experts", f"rows are sent to {plan.expert_blocks} blocks of experts")
         add_row(grid, "step", self.step())

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from autopar.base.row_sorts import RowSort
 from autopar.passes.experts.blocks import traced
 from autopar.passes.experts.orders import MixedRowsError, Order, SortedRows
 from autopar.passes.experts.row_by_row import is_grouped
@@ -40,6 +41,7 @@ from autopar.passes.graph.graph import (
     eliminate_dead_code,
     flatten,
     merge_equal_equations,
+    user_source,
     walk,
 )
 from autopar.passes.graph.scans import ScanParts
@@ -57,7 +59,11 @@ def by_example(graph: Graph) -> Graph:
     if len(sizes) != 1 or not any(map(is_grouped, walk(graph.jaxpr))):
         return graph
     examples = _num_parts(graph, *sizes)
-    made = _rewritten(graph.jaxpr, examples, Facts, {}, frozenset()) if examples > 1 else None
+    if examples < 2:
+        return graph
+    sorts: Sorts = {}
+    made = _rewritten(graph.jaxpr, examples, Facts, {}, frozenset(), sorts)
+    graph = dataclasses.replace(graph, row_sorts=tuple(sorts.values()))
     return graph if made is None else dataclasses.replace(graph, jaxpr=made.jaxpr)
 
 
@@ -91,12 +97,17 @@ class RewrittenBody:
     kept: Sequence[KeptRows | None]
 
 
+Sorts = dict[int, RowSort]
+"""What became of sorts, by their identity."""
+
+
 def _rewritten(
     jaxpr: Jaxpr,
     examples: int,
     known: Callable[[], Facts],
     given: Mapping[Var, KeptRows],
     stay: frozenset[int],
+    sorts: Sorts,
     num_carry: int | None = None,
 ) -> RewrittenBody | None:
     """A program or a body; None: nothing changes.
@@ -107,22 +118,28 @@ def _rewritten(
       known: what is known of its arguments.
       given: those that an earlier loop kept.
       stay: sorts that stay as they are, by identity.
+      sorts: takes what becomes of them.
       num_carry: of a body, how many results are carried; the others may be kept.
     """
     own = {id(eqn) for eqn in walk(jaxpr)}
     while True:
-        scope = ScopeByExample(jaxpr, examples, known(), given, stay, num_carry)
+        scope = ScopeByExample(jaxpr, examples, known(), given, stay, sorts, num_carry)
         try:
             closed = traced(scope.run, [scope.argument(var) for var in jaxpr.invars])
         except MixedRowsError as mixed:
             if id(mixed.order.eqn) not in own:
                 raise
-            stay |= {id(eqn) for eqn in walk(jaxpr) if _are_alike(eqn, mixed.order.eqn)}
+            alike = {id(eqn) for eqn in walk(jaxpr) if _are_alike(eqn, mixed.order.eqn)}
+            stay |= alike
+            if not scope.sorts_an_order(mixed.order.keys):  # as the way back does
+                sorts.update((key, mixed.told) for key in alike)
             continue
         useless = {id(order.eqn) for order in scope.orders} - scope.multiplied
         if useless:
             stay |= useless
             continue
+        for order in scope.orders:
+            sorts.setdefault(id(order.eqn), RowSort(user_source(order.eqn)))
         if not scope.multiplied and not scope.has_new_bodies and not given:
             return None
         made = eliminate_dead_code(merge_equal_equations(flatten(closed).jaxpr))
@@ -139,10 +156,11 @@ class ScopeByExample(SortedScope):
         facts: Facts,
         given: Mapping[Var, KeptRows],
         stay: frozenset[int],
+        sorts: Sorts,
         num_carry: int | None,
     ):
         super().__init__(jaxpr, examples, facts, stay)
-        self.given, self.num_carry = given, num_carry
+        self.given, self.sorts, self.num_carry = given, sorts, num_carry
         self.kept: list[KeptRows | None] = []
         self.stacks: dict[Var, tuple[Any, KeptRows]] = {}
         self.has_new_bodies = False
@@ -152,6 +170,21 @@ class ScopeByExample(SortedScope):
             self.scan(eqn)
         else:
             super().evaluate(eqn)
+
+    def sorts_an_order(self, keys: Var) -> bool:
+        """Whether keys are themselves what a sort made, perhaps in an earlier loop."""
+        maker = self.makers.get(keys)
+        while maker is not None and len(maker.invars) == 1 and isinstance(maker.invars[0], Var):
+            keys = maker.invars[0]
+            maker = self.makers.get(keys)
+        return keys in self.jaxpr.invars if maker is None else maker.primitive.name == "sort"
+
+    def evaluate_at(self, eqn: JaxprEqn) -> None:
+        try:
+            self.evaluate(eqn)
+        except MixedRowsError as mixed:
+            mixed.at = mixed.at or eqn
+            raise
 
     def is_there(self, atom: Atom) -> bool:
         return super().is_there(atom) or atom in self.stacks
@@ -173,7 +206,7 @@ class ScopeByExample(SortedScope):
             self.learn_keys(var)
         for eqn in self.jaxpr.eqns:
             with jax_compat.source_context(eqn):
-                self.evaluate(eqn)
+                self.evaluate_at(eqn)
             self.facts.learn(eqn)
             for var in eqn.outvars:
                 self.learn_keys(var)
@@ -243,7 +276,7 @@ class ScopeByExample(SortedScope):
             consts = slice(scan.num_consts)
             pairs = [*zip(eqn.invars[consts], scan.body.invars[consts], strict=True)]
             known = functools.partial(self.facts.passed, pairs)
-            asked = scan.body, self.examples, known, given, self.stay
+            asked = scan.body, self.examples, known, given, self.stay, self.sorts
             made = _rewritten(*asked, scan.num_carry)
         operands = [
             self.stacks[atom][0]

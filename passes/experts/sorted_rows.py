@@ -161,7 +161,7 @@ class SortedScope(RowScope):
         left, right, sizes = eqn.invars
         groups = shape_of(sizes)[0]
         if not self.are_counts(sizes, order):
-            raise MixedRowsError(order)
+            raise MixedRowsError(order, self.no_counts(order))
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         dims = RaggedDims.of(eqn)
         (contracted, other), batch = numbers.dot_dimension_numbers
@@ -198,6 +198,12 @@ class SortedScope(RowScope):
         if counts is None or counts.keys is not order.keys or bounds is None:
             return False
         return counts.are_of(shape_of(sizes)[0], bounds)
+
+    def no_counts(self, order: Order) -> str:
+        """Why sizes of groups are not the counts of the keys."""
+        if self.facts.bounds.get(order.keys) is None:
+            return "nothing says that the keys are numbers of groups"
+        return "the groups' sizes are not proven to be the counts of the keys"
 
     def sizes_of(self, order: Order, groups: int) -> Any:
         """How many rows of each group every example has, [examples, groups]."""

@@ -7,7 +7,6 @@ Closed-over arrays are inputs of role "constant", their values are in `Graph.con
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var
 
+from autopar.base.row_sorts import RowSort
 from autopar.passes.graph import jax_compat, primitives
 from autopar.passes.graph.barriers import is_barrier, part_of_barrier, passed_by_barrier
 from autopar.passes.graph.cond_literals import with_literals_inside
@@ -55,12 +55,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """A flat program with labelled inputs and outputs. `constants` are the last inputs' values."""
+    """A flat program with labelled inputs and outputs. `constants` are the last inputs' values.
+
+    `row_sorts` says what became of rows that are sorted by expert.
+    """
 
     jaxpr: Jaxpr
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     constants: tuple[Any, ...] = ()
+    row_sorts: tuple[RowSort, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"graph of {len(self.jaxpr.eqns)} equations"]
@@ -338,52 +342,6 @@ def user_source(eqn: JaxprEqn) -> str:
     if frame is None:
         return str(eqn.source_info.name_stack) or "an unknown line"
     return f"{frame[0]}:{frame[1]} ({frame[2]})"
-
-
-def fingerprint(jaxpr: Jaxpr) -> str:
-    """A content hash of the program: primitives, params, shapes and wiring, not names or lines."""
-    digest = hashlib.sha256()
-    _digest_jaxpr(jaxpr, digest.update)
-    return digest.hexdigest()
-
-
-def _digest_jaxpr(jaxpr: Jaxpr, update: Callable[[bytes], None]) -> None:
-    numbers: dict[Var, int] = {}
-
-    def define(var: Var) -> str:
-        numbers[var] = len(numbers)
-        return f"{numbers[var]}:{var.aval.str_short()}:{getattr(var.aval, 'weak_type', False)}"
-
-    def use(atom: Atom) -> str:
-        if isinstance(atom, jex_core.Literal):
-            return f"={atom.aval.str_short()}:{np.asarray(atom.val).tobytes().hex()}"
-        return str(numbers[atom])
-
-    update(",".join(define(v) for v in (*jaxpr.constvars, *jaxpr.invars)).encode())
-    for eqn in jaxpr.eqns:
-        update(f"\n{eqn.primitive.name}({','.join(map(use, eqn.invars))})".encode())
-        for key in sorted(eqn.params):
-            value = eqn.params[key]
-            inner = jaxprs_in({key: value})
-            update(f" {key}={'' if inner else _param_text(value)}".encode())
-            for body in inner:
-                update(b"{")
-                _digest_jaxpr(body, update)
-                update(b"}")
-        update(f"->{','.join(define(v) for v in eqn.outvars)}".encode())
-    update(f"\nreturn {','.join(map(use, jaxpr.outvars))}".encode())
-
-
-def _param_text(value: Any) -> str:
-    """A param as text that does not depend on this process (no addresses)."""
-    if callable(value) and not isinstance(value, type):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.shape}{value.tobytes().hex()}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(map(_param_text, value)) + ")"
-    text = str(value)
-    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def with_jaxpr(graph: Graph, jaxpr: Jaxpr) -> Graph:

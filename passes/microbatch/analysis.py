@@ -10,6 +10,7 @@ from jax.extend.core import Literal, Var
 
 from autopar.base.errors import InexactMicrobatchError
 from autopar.base.plan_records import OutputCertificate
+from autopar.base.row_sorts import told
 from autopar.passes.graph.graph import Graph, batch_sizes, user_source, walk
 from autopar.passes.graph.microbatched import Microbatched, in_phases
 from autopar.passes.graph.primitives import FOREIGN, KERNELS
@@ -313,6 +314,8 @@ def refusal(analysis: Analysis) -> InexactMicrobatchError:
             " (for instance normalise over features instead of the batch); or allow more batch-wide"
             " work by max_flops_share and max_bytes_share."
         )
+    whole = [sort for sort in analysis.graph.row_sorts if not sort.by_example]
+    why += "".join(f" Rows are {line}." for line in told(whole))
     return InexactMicrobatchError(
         f"the step cannot be split into {analysis.num_microbatches} microbatches without changing"
         f" what it computes: `{culprit.primitive}` needs the whole batch.",

@@ -41,7 +41,8 @@ from autopar.base.options import Options
 from autopar.base.plan_edits import edited_parts
 from autopar.base.rare_collections import rare_collections
 from autopar.base.user_code import warn_at_call
-from autopar.passes.graph.graph import Graph, batch_sizes, fingerprint
+from autopar.passes.graph.fingerprint import fingerprint
+from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.planner.candidates import PlannedStep, Report, quickest
 from autopar.passes.planner.edited_plans import (

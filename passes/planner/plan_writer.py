@@ -103,6 +103,7 @@ def write_plan(
         later_loops=chosen.split.later_loops,
         recomputation=chosen.split.recomputation,
         host=in_host_memory(chosen, cluster),
+        row_sorts=graph.row_sorts,
         estimates=Estimates(
             step_seconds=chosen.step_seconds,
             compute_seconds=compute,

@@ -62,7 +62,7 @@ def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Gr
     if options.remat == "override":
         graph = without_checkpoints(graph)
     made = by_example(graph)
-    kept = [made] if made is graph else [made, graph]
+    kept = [made] if made.jaxpr is graph.jaxpr else [made, graph]
     if not options.methods.issubset(WHOLE_PARAMETERS):
         kept = [*map(with_casts_ahead, kept)]
     if rules_of(cluster.device.name).gathers_read_buffers:

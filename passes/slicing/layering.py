@@ -21,8 +21,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.base.errors import OptionError
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.fingerprint import fingerprint
 from autopar.passes.graph.graph import (
-    fingerprint,
     makers_of,
     readers_of,
     user_source,

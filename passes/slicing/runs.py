@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph import jax_compat
 from autopar.passes.graph.barriers import is_barrier
-from autopar.passes.graph.graph import Atom, Graph, Input, Output
+from autopar.passes.graph.graph import Atom, Input, Output
 from autopar.passes.graph.microbatched import LoopPhase, Microbatched, in_phases
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.factor_rule import Rules
@@ -104,7 +104,8 @@ class _Cutter(RunBuilder):
         )
         new_inputs = _labelled(graph.inputs, inputs, outputs)
         new_outputs = _labelled(graph.outputs, outputs, inputs)
-        step = in_phases(Graph(jaxpr, new_inputs, new_outputs, graph.constants), [self.loop])
+        graph = dataclasses.replace(graph, jaxpr=jaxpr, inputs=new_inputs, outputs=new_outputs)
+        step = in_phases(graph, [self.loop])
         return CutProgram(step, self.sources, tuple(inputs), tuple(outputs))
 
     def append(self, eqn: JaxprEqn) -> None:

@@ -345,7 +345,9 @@ def of_no_bounds(weights: Weights, rows: Rows) -> Rows:
 )
 def test_what_is_not_proven_stays(form: Any) -> None:
     graph = graph_of(loss_of(form))
-    assert by_example(graph) is graph
+    made = by_example(graph)
+    assert made.jaxpr is graph.jaxpr
+    assert not any(sort.by_example for sort in made.row_sorts)
     step = step_of(loss_of(form))
     equals_plain_jit(step, some_weights(), some_rows(), microbatches=1)
 
@@ -360,8 +362,28 @@ def test_one_mixture_of_two_can_be() -> None:
 
 def test_what_stays_is_refused_in_microbatches_of_a_loop() -> None:
     step = step_of(loss_of(with_capacity, "remat"))
-    with pytest.raises(autopar.errors.InexactMicrobatchError, match="scan"):
+    with pytest.raises(autopar.errors.InexactMicrobatchError, match="scan") as refused:
         autopar.compile(step, some_weights(), some_rows(), microbatches=2)
+    assert "the counts of the keys" in str(refused.value)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_plans_say_which_rows_are_sorted_for_each_example(stages: int) -> None:
+    loss = loss_of(back_by_rank, "unrolled")
+    plan = autopar.plan(step_of(loss), some_weights(), some_rows(), stages=stages, microbatches=2)
+    assert {(sort.by_example, sort.reason) for sort in plan.row_sorts} == {(True, "")}
+    assert all("(back_by_rank)" in sort.source for sort in plan.row_sorts)
+    assert "sorted for each example" in str(plan)
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
+def test_plans_say_why_rows_are_sorted_over_the_whole_batch() -> None:
+    step = step_of(loss_of(of_neighbours))
+    plan = autopar.plan(step, some_weights(), some_rows(), method="data")
+    (sort,) = plan.row_sorts
+    assert not sort.by_example
+    assert "cumsum" in sort.reason
+    assert "(of_neighbours)" in sort.where
 
 
 @pytest.mark.parametrize("form", [into_fewer_places, into_more_places])
