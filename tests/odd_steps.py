@@ -177,6 +177,27 @@ def solved_systems() -> Made:
     return sgd(loss), (floats(8, 8), floats(16, 8), floats(16, 8))
 
 
+@step
+def counts_of_layers() -> Made:
+    """How many rows each layer sends where, as mixtures of experts report it."""
+
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            def layer(h: Any, w: Any) -> Any:
+                made = h @ w
+                counts = jnp.bincount(jnp.argmax(made, axis=-1), length=8)
+                return jnp.tanh(made) + h, counts.astype(jnp.float32)
+
+            h, counts = lax.scan(layer, x, weights)
+            return jnp.mean(h**2), counts
+
+        (value, counts), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        biases = 0.1 * jnp.sign(counts.mean(-1, keepdims=True) - counts)
+        return weights - 0.1 * gradients, value, counts, biases
+
+    return train_step, (floats(3, 8, 8), floats(16, 8))
+
+
 # Complex numbers, windows, random numbers.
 
 

@@ -338,7 +338,7 @@ def plan_meshes(
             near = near if hurries else searches[i].tightened(near)
         tried = [first, near]
         if not near.fits:
-            tried += smaller.get(i, []) if hurries else small(i)
+            tried += small(i, 1 if hurries else len(DEAR))
             if searches[i].is_large and any(x.fits for x in tried):
                 tried.append(searches[i].at_least_price(first))
             elif not hurries and not hopeless(i):
