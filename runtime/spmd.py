@@ -34,7 +34,7 @@ from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import HOST_COPIES, ReshardStep
-from autopar.passes.sharding.run_order import Tie, after_ties, ties
+from autopar.passes.sharding.run_order import after_ties, ties
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -48,6 +48,7 @@ from autopar.passes.sharding.spmd_program import (
 )
 from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
+from autopar.passes.sharding.waiting import Tie
 from autopar.runtime.turned_arrays import TurnedArray
 
 Env = dict[ShardedValue, Any]

@@ -23,6 +23,7 @@ from autopar.passes.sharding.epilogues import (
 )
 from autopar.passes.sharding.kernel_times import cycles, kernel_seconds
 from autopar.passes.sharding.product_kernels import mapped, operand_of, sums_of_convolutions
+from autopar.passes.sharding.turned_products import made_together, turned_products
 
 SMALL_BYTES = 4096
 """What is smaller is computed again without asking."""
@@ -118,6 +119,10 @@ def held_values(
 
     if rules.slices_are_read:
         _read_through_parts(program, readers, root)
+    turned: dict[V, V] = {}
+    if rules.product_kernels:
+        turned = turned_products(program, readers, root)
+        refusing.update(turned)
     sums = sums_of_convolutions(program, root, num_elements) if rules.product_kernels else {}
     sums = {
         v: summed
@@ -183,6 +188,9 @@ def held_values(
                 is_again = moves_less(value, sources)
             if is_again:
                 made_of[value], chains[value] = sources, chain
+    if turned:
+        for value, beside in list(made_together(program, made_of, turned, readers, root)):
+            made_of[value] |= beside
     epilogue_of: dict[V, V] = {}
     if rules.products_write_epilogues:
         made_of, epilogue_of = without_epilogues(

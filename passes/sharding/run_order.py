@@ -16,20 +16,18 @@ gathers, would begin with them many layers ahead. Measured with jax 0.10.2 for H
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from autopar.passes.graph.primitives import ELEMENTWISE, PRODUCTS, REDUCTIONS
+from autopar.passes.graph.primitives import ELEMENTWISE, REDUCTIONS
 from autopar.passes.sharding.compiler_rules import SAME_BUFFER, may_be_fused, writes_buffer
 from autopar.passes.sharding.leaf_by_leaf import copies_in_turn
+from autopar.passes.sharding.loop_order import gathers_after_loops, is_large_gather, loops_in_turn
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
     Instruction,
-    Loop,
     Relayout,
     ShardedValue,
     is_literal,
@@ -37,29 +35,13 @@ from autopar.passes.sharding.spmd_program import (
     reads,
     writes,
 )
+from autopar.passes.sharding.waiting import LARGE_BYTES, Tie, is_product
 
 BUCKET_BYTES = 64 << 20
 """Of gradients on a device, whose collectives are waited for together."""
 
-LARGE_BYTES = 1 << 20
-"""What is smaller may stay as long as it likes."""
-
 PRODUCTS_AHEAD = 2
 """A product's result waits if so many further products do not read what is made of it."""
-
-
-class Tie(NamedTuple):
-    """What a product or a gather reads only when other values are there.
-
-    Args:
-      operand: that it reads.
-      results: the values.
-      sources: what is in memory until then, because the collectives that read it may run then.
-    """
-
-    operand: ShardedValue
-    results: tuple[ShardedValue, ...]
-    sources: tuple[ShardedValue, ...]
 
 
 def ties(block: Block, mesh: Sequence[int], keeps_order: bool = True) -> dict[int, Tie]:
@@ -71,8 +53,9 @@ def ties(block: Block, mesh: Sequence[int], keeps_order: bool = True) -> dict[in
     copies = {time: Tie(turn.source, turn.results, turn.stored) for time, turn in turns.items()}
     if not keeps_order:
         return copies
-    gathers = {**_filters_on_time(block, mesh), **_gathers_after_loops(block, mesh)}
-    return {**gathers, **_products_in_order(block, mesh), **copies}
+    gathers = {**_filters_on_time(block, mesh), **gathers_after_loops(block, mesh)}
+    loops = loops_in_turn(block, mesh)
+    return {**gathers, **loops, **_products_in_order(block, mesh), **copies}
 
 
 def after_ties(block: Block, found: Mapping[int, Tie]) -> dict[int, int]:
@@ -120,7 +103,7 @@ def _is_fused(instruction: Instruction) -> bool:
 def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     """What is gathered for a convolution, and waits for an earlier product."""
     instructions = block.instructions
-    products = [t for t, x in enumerate(instructions) if _is_product(x)]
+    products = [t for t, x in enumerate(instructions) if is_product(x)]
     convolved: dict[ShardedValue, int] = {}  # what a convolution reads, and which product it is
     for place, time in enumerate(products):
         eqn = instructions[time].eqn  # type: ignore[union-attr]
@@ -129,7 +112,7 @@ def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
                 convolved.setdefault(value, place)
     found: dict[int, Tie] = {}
     for time, instruction in enumerate(instructions):
-        if not isinstance(instruction, Relayout) or not _is_large_gather(instruction, mesh):
+        if not isinstance(instruction, Relayout) or not is_large_gather(instruction, mesh):
             continue
         place = convolved.get(instruction.target, 0) - PRODUCTS_AHEAD
         if place >= 0 and products[place] < time:
@@ -137,37 +120,10 @@ def _filters_on_time(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     return found
 
 
-def _is_large_gather(relayout: Relayout, mesh: Sequence[int]) -> bool:
-    is_gather = any(step.kind == "all-gather" for step in relayout.steps)
-    is_large = local_bytes(relayout.target, mesh) >= LARGE_BYTES
-    return is_gather and is_large and not is_literal(relayout.source)
-
-
-def _gathers_after_loops(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
-    """What is gathered after a loop, and waits for nothing that the loop makes."""
-    found: dict[int, Tie] = {}
-    after: ShardedValue | None = None  # the smallest result of the last loop that is read
-    since: set[ShardedValue] = set()  # what was made after it
-    used = {v for x in block.instructions for v in reads(x)}
-    for time, instruction in enumerate(block.instructions):
-        if isinstance(instruction, Loop):
-            sizes = {v: local_bytes(v, mesh) for v in instruction.results if v in used}
-            after = min(sizes, key=sizes.__getitem__, default=after)
-            since = set(instruction.results)
-            continue
-        if after is None:
-            continue
-        if not since.isdisjoint(reads(instruction)):
-            since.update(writes(instruction))
-        elif isinstance(instruction, Relayout) and _is_large_gather(instruction, mesh):
-            found[time] = Tie(instruction.source, (after,), ())
-    return found
-
-
 def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
     """Products that read an operand when what nothing else waits for is there."""
     instructions = block.instructions
-    products = [t for t, x in enumerate(instructions) if _is_product(x)]
+    products = [t for t, x in enumerate(instructions) if is_product(x)]
     if len(products) <= PRODUCTS_AHEAD:
         return {}
     readers: dict[ShardedValue, list[int]] = defaultdict(list)
@@ -201,7 +157,7 @@ def _products_in_order(block: Block, mesh: Sequence[int]) -> dict[int, Tie]:
                 for result in writes(instruction)
                 if ahead and not _is_read(result, ahead[-1], instructions, readers)
             ]
-        if not _is_product(instruction):
+        if not is_product(instruction):
             continue
         buffers = [v for v in reads(instruction) if v in ranks and v not in results]
         if results and buffers:
@@ -284,24 +240,6 @@ def _rank(instruction: Instruction, ranks: Mapping[ShardedValue, int]) -> int | 
     return None
 
 
-def _is_product(instruction: Instruction) -> bool:
-    """Whether an instruction is a product of matrices, not one that XLA fuses as a multiplication.
-
-    That is one without a sum, or of a vector: it would write what a barrier holds back for it.
-    """
-    if not isinstance(instruction, Compute) or instruction.eqn.primitive.name not in PRODUCTS:
-        return False
-    if instruction.eqn.primitive.name != "dot_general":
-        return True
-    (summed, batches) = instruction.eqn.params["dimension_numbers"]
-    shapes = [atom.aval.shape for atom in instruction.eqn.invars]
-    free = [
-        math.prod(size for d, size in enumerate(shape) if d not in own and d not in batch)
-        for shape, own, batch in zip(shapes, summed, batches, strict=True)
-    ]
-    return bool(summed[0]) and min(free) > 1
-
-
 def _is_large_sum(instruction: Instruction, mesh: Sequence[int]) -> bool:
     """Whether an instruction reduces something large, as the gradients of biases do."""
     if not isinstance(instruction, Compute) or instruction.eqn.primitive.name not in REDUCTIONS:
@@ -329,7 +267,7 @@ def _is_read(
         for time in readers[waiting.pop()]:
             if time > horizon or time in seen:
                 continue
-            if _is_product(instructions[time]):
+            if is_product(instructions[time]):
                 return True
             seen.add(time)
             waiting += writes(instructions[time])
@@ -363,7 +301,7 @@ def weight_products(block: Block) -> tuple[list[Instruction], set[ShardedValue]]
     found: list[Instruction] = []
     for instruction in reversed(block.instructions):
         is_read = any(value in reaching for value in writes(instruction))
-        if _is_product(instruction):
+        if is_product(instruction):
             reaching.update(reads(instruction))
             if not is_read:
                 found.append(instruction)

@@ -13,10 +13,11 @@ import pytest
 import autopar
 from autopar.base.options import Options
 from autopar.passes.planner.compiler import compile_graph
-from autopar.passes.sharding import run_order
+from autopar.passes.sharding import loop_order, run_order
 from autopar.passes.sharding.compiler_rules import CPU, RULES
-from autopar.passes.sharding.run_order import Tie, after_ties, ties
-from autopar.passes.sharding.spmd_program import Compute, Relayout, reads, writes
+from autopar.passes.sharding.run_order import after_ties, ties
+from autopar.passes.sharding.spmd_program import Compute, Loop, Relayout, reads, writes
+from autopar.passes.sharding.waiting import Tie, is_product
 from sharding.steps import CLUSTER, compiled, graph_of, shaped, sharded
 
 WIDTH, DEPTH = 16, 4
@@ -41,6 +42,7 @@ SHAPES = ({f"layer_{i}": LAYER for i in range(DEPTH)}, shaped(32, WIDTH))
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_order, "BUCKET_BYTES", 1)
     monkeypatch.setattr(run_order, "LARGE_BYTES", 1)
+    monkeypatch.setattr(loop_order, "LARGE_BYTES", 1)
 
 
 def test_weight_gradients_and_their_sums_are_waited_for(small: None) -> None:
@@ -71,6 +73,39 @@ def check_in_order(monkeypatch: pytest.MonkeyPatch, fn: Any, shapes: Any) -> Non
 
 def test_the_numbers_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_in_order(monkeypatch, train_step, SHAPES)
+
+
+def scanned_step(weights: Any, x: Any) -> Any:
+    def loss_fn(weights: Any) -> Any:
+        layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        h, _ = jax.lax.scan(layer, x, weights["layers"])
+        return jnp.mean(jnp.square(jax.nn.softmax(h @ weights["head"]) @ weights["head"].T))
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+SCANNED = (
+    {"layers": shaped(DEPTH, WIDTH, WIDTH), "head": shaped(WIDTH, 4 * WIDTH)},
+    shaped(32, WIDTH),
+)
+
+
+def test_the_backward_loop_waits_for_what_comes_before_it(small: None) -> None:
+    program = sharded(compiled(graph_of(scanned_step, *SCANNED), method="zero3", microbatches=1))
+    instructions = program.block.instructions
+    forward, backward = (t for t, x in enumerate(instructions) if isinstance(x, Loop))
+    tie = ties(program.block, program.mesh)[backward]
+    assert tie.operand in instructions[forward].results  # type: ignore[union-attr]
+    made = {v: t for t, x in enumerate(instructions) for v in writes(x)}
+    assert all(forward < made[v] < backward for v in tie.results)
+    assert set(tie.results) & set(reads(instructions[backward])), "the gradient of the last layer"
+    shapes = [tuple(v.atom.aval.shape) for v in tie.results]
+    assert (4 * WIDTH, WIDTH) in shapes or (WIDTH, 4 * WIDTH) in shapes, "the head's gradient"
+
+
+def test_the_numbers_of_a_scan_stay(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_in_order(monkeypatch, scanned_step, SCANNED)
 
 
 def test_a_reduction_with_two_results(small: None) -> None:
@@ -207,7 +242,7 @@ def test_what_is_fused_as_a_multiplication_is_no_product() -> None:
         for x in program.block.instructions
         if isinstance(x, Compute) and x.eqn.primitive.name == "dot_general"
     ]
-    products = [x for x in dots if run_order._is_product(x)]
+    products = [x for x in dots if is_product(x)]
     assert len(products) == 3 * DEPTH - 1  # of x there is no gradient
     assert len(dots) > len(products)
     for x in products:

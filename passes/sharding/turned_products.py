@@ -1,0 +1,119 @@
+"""What XLA:GPU writes because two products have their results in different orders.
+
+Attention with several query heads for a key head multiplies queries and keys into scores whose last
+dimension is the group (`btkge,bske->bkstg`), and transposes them; the gradient of the
+probabilities has keys last. Elementwise, both meet. XLA's layout assignment computes all that is
+elementwise in the order of the one, and copies the other: found by compiling such layers for an
+H100, where the copy is written in float32, with the cast of its only reader, if several kernels
+read it. The softmax is not over rows then, and what is made of both is written by one kernel with
+what is made of the first alone: the gradient of the scores with the probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from autopar.passes.graph.primitives import ELEMENTWISE
+from autopar.passes.sharding.epilogues import InstructionValues, V, name_of
+
+FEWEST_DIMS = 4
+"""Of what is batched and has rows and columns and groups of them."""
+
+Order = tuple[int, ...]
+
+
+class Ordered(NamedTuple):
+    """A value's dimensions from the outermost to the innermost, as a product wrote them."""
+
+    product: int  # the number of the instruction
+    dims: Order
+
+
+def turned_products(
+    program: Sequence[InstructionValues[V]],
+    readers: Mapping[V, Sequence[InstructionValues[V]]],
+    root: Callable[[V], V],
+) -> dict[V, V]:
+    """Values that are written in another order than a product has them in, and the first product's.
+
+    Args:
+      program: in order.
+      readers: of each buffer.
+      root: the value whose buffer one is.
+    """
+    orders: dict[V, Ordered] = {}
+    turned: dict[int, set[int]] = {}  # products that meet others, and the instructions where
+    firsts: dict[int, int] = {}
+    for number, made in enumerate(program):
+        name = name_of(made)
+        if made.eqn is None or len(made.results) != 1:
+            continue
+        (result,), shape = made.results, made.eqn.outvars[0].aval.shape
+        if name == "dot_general" and len(shape) >= FEWEST_DIMS:
+            orders[result] = Ordered(number, tuple(range(len(shape))))
+        elif name == "transpose" and (known := _get(orders, made.operands[0])) is not None:
+            places = tuple(made.eqn.params["permutation"])
+            orders[result] = Ordered(known.product, tuple(map(places.index, known.dims)))
+        elif name in ELEMENTWISE:
+            found = [x for v in made.operands if (x := _get(orders, v)) is not None]
+            if found:
+                orders[result] = first = min(found)
+                for other in found:
+                    if _innermost(other.dims, shape) != _innermost(first.dims, shape):
+                        turned.setdefault(other.product, set()).add(id(made))
+                        firsts.setdefault(other.product, first.product)
+    written: dict[V, V] = {}
+    for number, meetings in turned.items():
+        value = root(program[number].results[0])
+        while len(readers[value]) == 1:
+            (reader,) = readers[value]
+            if id(reader) in meetings or name_of(reader) not in ELEMENTWISE:
+                break
+            value = root(reader.results[0])
+        if len(readers[value]) > 1:
+            written[value] = root(program[firsts[number]].results[0])
+    return written
+
+
+def made_together(
+    program: Sequence[InstructionValues[V]],
+    made_of: Mapping[V, frozenset[V]],
+    turned: Mapping[V, V],
+    readers: Mapping[V, Sequence[InstructionValues[V]]],
+    root: Callable[[V], V],
+) -> Iterable[tuple[V, frozenset[V]]]:
+    """Operands of kernels that write more than one result, and the other results.
+
+    Args:
+      program: in order.
+      made_of: the buffers that values are computed from.
+      turned: as `turned_products` has them.
+      readers: of each buffer.
+      root: the value whose buffer one is.
+    """
+    first_of: dict[V, V] = {first: first for first in turned.values()}
+    before: dict[V, set[V]] = {first: set() for first in first_of}  # what products read of it
+    for made in program:
+        if name_of(made) not in ELEMENTWISE:
+            continue
+        result, own = root(made.results[0]), [root(v) for v in made.operands if v is not None]
+        sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+        if made_of.get(result) != frozenset((result,)) or result in turned:
+            continue
+        met = sources.intersection(turned)
+        if not met:
+            for first in {first_of[v] for v in sources if v in first_of}:
+                first_of[result] = first
+                if any(name_of(reader) == "dot_general" for reader in readers[result]):
+                    before[first].add(result)
+        elif beside := set[V]().union(*(before[turned[v]] for v in met)):
+            yield next(v for v in own if met & made_of[v]), frozenset(beside)
+
+
+def _get(orders: Mapping[V, Ordered], value: V | None) -> Ordered | None:
+    return None if value is None else orders.get(value)
+
+
+def _innermost(dims: Order, shape: Sequence[int]) -> int | None:
+    return next((d for d in reversed(dims) if shape[d] > 1), None)
