@@ -94,8 +94,8 @@ class PieceCosts:
                 atoms = (*instruction.eqn.invars, *instruction.eqn.outvars)
                 has_rows = any(isinstance(atom, Var) and dims.get(atom) for atom in atoms)
                 whole = self._instruction(instruction)
-                start = self.pricing.start(instruction.eqn)
-                total += min(start, whole) if has_rows else whole
+                least = self._rowless(instruction) if has_rows else whole
+                total += min(least, whole)
         return total
 
     def scalar_sums(self, block: Block) -> float:
@@ -112,6 +112,22 @@ class PieceCosts:
                 total += max(map(self.scalar_sums, instruction.blocks))
         return total
 
+    def _rowless(self, instruction: Compute) -> float:
+        """What an instruction takes with few rows: to start, and groups that are hardly there."""
+        eqn, row_parts = instruction.eqn, self._row_parts(instruction)
+        own = self.pricing.rowless(eqn, self.rules[eqn], row_parts)
+        return self.pricing.start(eqn, row_parts) + own / self._division(instruction)
+
+    def _row_parts(self, instruction: Compute) -> int:
+        if not instruction.operands:
+            return 1
+        return self.pricing.row_parts(instruction.eqn, instruction.operands[0].layout)
+
+    def _division(self, instruction: Compute) -> int:
+        versions = (*instruction.operands, *instruction.results)
+        axes = {axis for version in versions for axis in version.layout.used}
+        return num_parts(axes, self.pricing.mesh)
+
     def _instruction(self, instruction: Instruction) -> float:
         if isinstance(instruction, Relayout):
             total = 0.0
@@ -124,12 +140,11 @@ class PieceCosts:
             eqn = instruction.eqn
             if not eqn.outvars or is_barrier(eqn) or eqn.primitive.name in CONTROL_FLOW:
                 return 0.0
-            versions = (*instruction.operands, *instruction.results)
-            axes = {axis for version in versions for axis in version.layout.used}
-            undivided = self.pricing.compute(eqn, self.rules[eqn])
-            own = undivided / num_parts(axes, self.pricing.mesh)
+            row_parts = self._row_parts(instruction)
+            undivided = self.pricing.compute(eqn, self.rules[eqn], row_parts)
+            own = undivided / self._division(instruction)
             exchanged = sum(self.pricing.exchange(eqn, *instruction.layouts))
-            return self.pricing.start(eqn) + own + exchanged
+            return self.pricing.start(eqn, row_parts) + own + exchanged
         if isinstance(instruction, Loop):
             length: int = instruction.eqn.params["length"]
             return length * self.seconds(instruction.body)

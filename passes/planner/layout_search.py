@@ -33,7 +33,7 @@ from autopar.passes.planner.layouts import (
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
-from autopar.passes.planner.more_microbatches import doubled, worth_trying
+from autopar.passes.planner.more_microbatches import counts_of_stages, worth_trying
 from autopar.passes.planner.one_mesh import (
     MAY_MEET,
     OneMeshBound,
@@ -321,15 +321,14 @@ class LayoutSearch:
     def _stage_counts(self) -> Sequence[int]:
         """The microbatches of automatic stages in the order in which they are tried.
 
-        Those that are asked, else about four for each node (at least eight) and more. A long
-        program begins with a number in the middle, which tells most about the others.
+        Those that are asked, else about four for each node, fewer, and more.
         """
-        options, sizes = self.options, batch_sizes(self.graph)
-        asked, enough = options.microbatches, max(8, 4 * self.cluster.num_nodes)
-        if options.logical_mesh is not None or not sizes:
+        asked, sizes = self.options.microbatches, batch_sizes(self.graph)
+        if self.options.logical_mesh is not None or not sizes:
             return []
-        counts: Sequence[int] = [*doubled(sizes, enough)] if asked == "auto" else [int(asked)]
-        return [counts[len(counts) // 2], *counts] if self.is_long else counts
+        if asked != "auto":
+            return [int(asked)]
+        return counts_of_stages(sizes, self.cluster.num_nodes, is_long=self.is_long)
 
     def _first_stages(self, counts: Sequence[int]) -> PricedStages | None:
         """The stages with the first of some numbers of microbatches into which the batch divides.

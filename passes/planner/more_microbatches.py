@@ -9,6 +9,7 @@ from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layouts import largest_count
 
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
+FEWEST = 8  # microbatches of stages
 WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they are not looked at
 
 
@@ -51,3 +52,15 @@ def doubled(sizes: set[int], enough: int) -> Iterator[int]:
     while largest_count(sizes, 2 * count) > count:
         count *= 2
         yield count
+
+
+def counts_of_stages(sizes: set[int], num_nodes: int, *, is_long: bool) -> list[int]:
+    """The microbatches of automatic stages, first those with which the search begins.
+
+    About four for each node, at least eight; of a long program a number in the middle between that
+    and the batch, which tells most about the others.
+    """
+    counts = [*doubled(sizes, max(FEWEST, 4 * num_nodes))]
+    first = counts[len(counts) // 2] if is_long else counts[0]
+    fewer = [count for count in doubled(sizes, FEWEST) if count < counts[0]]
+    return [first, *fewer, *counts]

@@ -69,7 +69,7 @@ class RecomputedSteps:
         compiler = rules_of(cluster.device.name)
 
         def seconds(eqn: JaxprEqn) -> float:
-            alone = prices.compute(eqn, split.rules[eqn])
+            alone = prices.compute(eqn, split.rules[eqn], cluster.num_devices)
             return FUSED * alone if compiler.may_be_fused(eqn) else alone
 
         def writing(eqn: JaxprEqn) -> float:

@@ -108,6 +108,16 @@ def tiling_of(
     return Tiling(tile, visits, visits * tile / expected, held, visits * moved)
 
 
+def row_dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The dimensions of a grouped product's left operand in which its rows are."""
+    left, right, sizes = (len(shape_of(atom)) for atom in eqn.invars[:3])
+    blocks = eqn.primitive.name == BLOCK_PRODUCT
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    dims = RaggedDims(numbers, left - blocks, right - blocks)
+    own = dims.prefix if sizes - blocks > 1 else []
+    return tuple(dim + blocks for dim in (*own, dims.rows))
+
+
 def tile_rows(rows: int, groups: int, sums_rows: bool) -> int:
     """The rows of a tile: a power of two near those with which a product takes least.
 

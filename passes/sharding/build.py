@@ -14,6 +14,7 @@ from autopar.passes.graph.host_values import is_put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.primitives.factor_rule import Rules
+from autopar.passes.primitives.group_tiles import GROUPED
 from autopar.passes.primitives.own_rules import elementwise
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.control_flow import ControlFlowBuilder
@@ -146,7 +147,7 @@ class _Walk(ControlFlowBuilder):
         if layouts is not None:
             return self.constrained(scope, eqn, shape, values, layouts)
         if self._is_recomputed(eqn, shape, values, sizes):
-            return Entry("recomputed", eqn, shape), [Recomputed.of(shape, values)]
+            return Entry("recomputed", eqn, shape), [Recomputed.of(eqn, shape, values)]
         lead = self._lead(eqn, values)
         if lead is None:
             return self.opener(scope, eqn, shape, values)
@@ -235,11 +236,17 @@ class _Walk(ControlFlowBuilder):
         for position, value in enumerate(values):
             if isinstance(value, (Assigned, Recomputed)):
                 self.link(value, sides.operands[position], node, scope.times)
-        whole = scope.times * self.pricing.compute(eqn, shape.rule)
-        start = scope.times * self.pricing.start(eqn)
         seconds = self.built.nodes[node].seconds
-        for s, division in enumerate(sides.divisions):
-            seconds[s] += start + whole / division
+        if eqn.primitive.name in GROUPED:
+            for s, strategy in enumerate(found):
+                parts = self.pricing.row_parts(eqn, strategy.operands[0])
+                whole = self.pricing.compute(eqn, shape.rule, parts) / strategy.division
+                seconds[s] += scope.times * (self.pricing.start(eqn, parts) + whole)
+        else:
+            whole = scope.times * self.pricing.compute(eqn, shape.rule)
+            start = scope.times * self.pricing.start(eqn)
+            for s, division in enumerate(sides.divisions):
+                seconds[s] += start + whole / division
         results: list[ScopeValue] = [
             self.assigned(node, made, v, eqn.primitive.name not in UNFUSED)
             for made, v in zip(sides.results, eqn.outvars, strict=True)

@@ -21,11 +21,12 @@ from autopar.passes.primitives.group_tiles import (
     KERNELS_OF_VISIT,
     Tiling,
     has_parts,
+    row_dims,
     tiling_of,
 )
 from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.exchange_rounds import exchange_round
-from autopar.passes.sharding.layout import Layout
+from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import (
     COLLECTIVES,
     HOST_COPIES,
@@ -129,40 +130,62 @@ class Pricing:
         alpha, beta = self.step(found[0])
         return EXPECTED_ROUNDS * alpha, EXPECTED_ROUNDS * beta * found[1]
 
-    def compute(self, eqn: JaxprEqn, rule: FactorRule) -> float:
-        """Seconds of one equation on one device, undivided, without starting its kernel."""
+    def compute(self, eqn: JaxprEqn, rule: FactorRule, row_parts: int = 1) -> float:
+        """Seconds of one equation on one device, undivided, without starting its kernel.
+
+        The rows of a grouped product are cut in `row_parts`.
+        """
         traffic = self._traffic_of(eqn)
         moved = traffic.bytes + traffic.inner_bytes / self.cluster.device.fused_speedup
-        key = (id(rule), eqn.primitive, moved)
+        key = (id(rule), eqn.primitive, moved, row_parts)
         if key not in self._compute:
-            self._compute[key] = self._compute_seconds(eqn, rule, moved)
+            self._compute[key] = self._compute_seconds(eqn, rule, moved, row_parts)
         return self._compute[key]
 
-    def start(self, eqn: JaxprEqn) -> float:
+    def start(self, eqn: JaxprEqn, row_parts: int = 1) -> float:
         """Seconds of starting an equation's kernel, however its work is divided."""
         kernels = self._traffic_of(eqn).kernels
-        tiling = self._tiling(eqn)
+        tiling = self._tiling(eqn, row_parts)
         if tiling is not None:
             kernels += KERNELS_OF_VISIT * tiling.visits
         return kernels * self.cluster.device.kernel_seconds
 
-    def _tiling(self, eqn: JaxprEqn) -> Tiling | None:
-        """How a grouped product is computed, if devices have rows of their own, or blocks."""
+    def row_parts(self, eqn: JaxprEqn, left: Layout) -> int:
+        """In how many parts the rows of a grouped product are cut, whose left operand lies so."""
+        if eqn.primitive.name not in GROUPED:
+            return 1
+        return num_parts((axis for dim in row_dims(eqn) for axis in left.dims[dim]), self.mesh)
+
+    def rowless(self, eqn: JaxprEqn, rule: FactorRule, row_parts: int) -> float:
+        """Of `compute`, the seconds that a grouped product takes with fewer rows as well.
+
+        Each group has a tile that is not full, and its matrix is read.
+        """
+        if self._tiling(eqn, row_parts) is None:
+            return 0.0
+        whole, half = (self.compute(eqn, rule, parts) for parts in (row_parts, 2 * row_parts))
+        # Undivided, half of the rows are taken twice: what is read again is what stays.
+        return min(max(half - whole, 0.0), whole)
+
+    def _tiling(self, eqn: JaxprEqn, row_parts: int) -> Tiling | None:
+        """How a grouped product is computed."""
         if eqn.primitive.name not in GROUPED:
             return None
-        return tiling_of(eqn, self._grouped_kernel, parts=math.prod(self.mesh))
+        return tiling_of(eqn, self._grouped_kernel, parts=row_parts)
 
-    def _compute_seconds(self, eqn: JaxprEqn, rule: FactorRule, moved: float) -> float:
+    def _compute_seconds(
+        self, eqn: JaxprEqn, rule: FactorRule, moved: float, row_parts: int
+    ) -> float:
         is_matmul = eqn.primitive.name in PRODUCTS | KERNELS
         # A product is as quick as its operands allow; what it adds up in is free.
         typed = eqn.invars if is_matmul else eqn.outvars
         dtypes = {str(atom.aval.dtype) for atom in typed if jnp.issubdtype(atom.aval.dtype, _FLOAT)}
         dtypes = dtypes or {str(eqn.outvars[0].aval.dtype)}
         count: float = flops(eqn, rule)
-        tiling = self._tiling(eqn)
+        tiling = self._tiling(eqn, row_parts)
         if tiling is not None:
             count *= tiling.repeats
-            moved += tiling.moved_bytes * math.prod(self.mesh)
+            moved += tiling.moved_bytes * row_parts
         elif self._grouped_kernel and eqn.primitive.name in GROUPED and has_parts(eqn):
             # Rows are put in the order of their groups, and back.
             moved += 2 * (value_bytes(eqn.invars[0]) + value_bytes(eqn.outvars[0]))

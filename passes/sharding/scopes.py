@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -96,19 +96,21 @@ class LiveRange:
 class Recomputed:
     """A value that is computed in whatever layout it is read.
 
-    Of its equation's operands, `operands` has those that a node decides, or that are computed of
-    such; the others are None. `depth` counts the equations that it takes, one after another.
+    Of its equation's operands, those that every device has are None. `depth` counts the equations
+    that it takes, one after another.
     """
 
+    eqn: JaxprEqn
     shape: Shape
     operands: tuple[Assigned | Recomputed | None, ...]
     depth: int
 
     @classmethod
-    def of(cls, shape: Shape, values: Sequence[ScopeValue]) -> Recomputed:
+    def of(cls, eqn: JaxprEqn, shape: Shape, values: Sequence[ScopeValue]) -> Recomputed:
         """What an equation makes of these operands."""
         depth = 1 + max((v.depth for v in values if isinstance(v, Recomputed)), default=0)
-        return cls(shape, tuple(v if _is_moved(v) else None for v in values), depth)
+        operands = (None if isinstance(v, Replicated) else v for v in values)
+        return cls(eqn, shape, tuple(operands), depth)
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,6 @@ class Replicated:
 
 
 ScopeValue = Assigned | Recomputed | Replicated
-
-
-def _is_moved(value: ScopeValue) -> TypeGuard[Assigned | Recomputed]:
-    """Whether reading a value can move anything between devices."""
-    return isinstance(value, Assigned) or (isinstance(value, Recomputed) and any(value.operands))
 
 
 @dataclass

@@ -96,6 +96,7 @@ class StrategyGraphBuilder:
         self._shapes: dict[tuple[int, st.LinearSets], st.Shape] = {}
         # By the ids of shapes, each with the shape itself, which so stays.
         self._canonical: dict[int, tuple[st.Shape, st.Shape]] = {}
+        self._computed: dict[int, Recomputed] = {}  # by their ids
         self.last_long = 0  # when the last product or loop was walked
         # Nodes of weights and sums of gradients: what is moved from or to them can be hidden.
         self.in_background: set[int] = set()
@@ -197,10 +198,16 @@ class StrategyGraphBuilder:
         return self.tables.projected(self._canonical_of(value.shape), position, wanted)
 
     def _link_recomputed(self, value: Recomputed, wanted: Layouts, node: int, times: int) -> None:
-        """Price what a value is computed of; each in a layout once, however often it is read."""
+        """Price what a value is computed of, and computing it.
+
+        Each is read in a layout once, however often; and computed where it is read first.
+        """
         waiting, seen = [(value, wanted)], {(id(value), id(wanted))}
         while waiting:
             value, wanted = waiting.pop()
+            if id(value) not in self._computed:
+                self._computed[id(value)] = value
+                self._compute_again(value, wanted, node, times)
             for position, operand in enumerate(value.operands):
                 if operand is None:
                     continue
@@ -212,6 +219,16 @@ class StrategyGraphBuilder:
                     waiting.append((operand, read))
                 else:
                     self.link(operand, read, node, times)
+
+    def _compute_again(self, value: Recomputed, wanted: Layouts, node: int, times: int) -> None:
+        """Price that a value is computed in the layout that a node wants."""
+        whole = times * self.pricing.compute(value.eqn, value.shape.rule)
+        if not whole:
+            return
+        seconds = self.built.nodes[node].seconds
+        divisions = self.tables.divisions(self._canonical_of(value.shape), wanted)
+        for s, division in enumerate(divisions):
+            seconds[s] += whole / division
 
     def _link_assigned(self, value: Assigned, wanted: Layouts, node: int, times: int) -> None:
         table = self._table(value, wanted)

@@ -50,6 +50,7 @@ class StrategyTables:
         self._strategies: dict[tuple[int, st.Choice], st.Strategy] = {}
         self._follow: dict[tuple[int, int, int], st.Strategies] = {}
         self._reads: dict[tuple[int, int, int], Layouts] = {}
+        self._divisions: dict[tuple[int, int], tuple[int, ...]] = {}
         self._interned: dict[Layouts, Layouts] = {}
         self._ids = set[int]()
         self._sides: dict[int, StrategySides] = {}
@@ -118,6 +119,15 @@ class StrategyTables:
             reads = [self.strategy(shape, choice).operands[position] for choice in choices]
             found = self._reads[key] = self.interned(reads)
         return found
+
+    def divisions(self, shape: st.Shape, wanted: Layouts) -> tuple[int, ...]:
+        """In how many parts a result is computed, in each of the layouts that are wanted."""
+        key = (id(shape), id(wanted))
+        if key not in self._divisions:
+            choices = (st.produce(shape, 0, layout, self.mesh) for layout in wanted)
+            found = (self.strategy(shape, choice).division for choice in choices)
+            self._divisions[key] = tuple(found)
+        return self._divisions[key]
 
 
 @lru_cache(maxsize=MESHES_KEPT)
