@@ -20,6 +20,7 @@ from autopar.base.compiled_records import ProgramFinding, ProgramMemory
 from autopar.base.errors import AutoparError, DeviceError, OptionError, PlanMismatchError
 from autopar.base.verification_records import CollectiveCheck, StageCheck
 from autopar.report.verification_report import Verification
+from autopar.runtime.verification import checking
 from autopar.runtime.verification.compile_all import CompiledPrograms, compile_all
 from autopar.runtime.verification.hlo_collectives import collectives
 from autopar.runtime.verification.known_findings import KnownFindings
@@ -343,6 +344,32 @@ def test_what_a_pass_explains_is_no_difference(verified: Verification) -> None:
     assert "changed by some-pass" in str(made)
     made = dataclasses.replace(verified, collectives=(gone, there))
     assert made.verdict == "other collectives than planned"
+
+
+def test_loops_that_were_unrolled_are_no_difference(
+    plan: autopar.Plan, verified: Verification
+) -> None:
+    """A trip of what was planned at once, or the reverse: a step has as many bytes."""
+
+    def checked(trips: int, parts: int) -> tuple[CollectiveCheck, ...]:
+        def unrolled(finding: ProgramFinding | None) -> ProgramFinding | None:
+            if finding is None:
+                return None
+            kept = (
+                dataclasses.replace(x, times=x.times * trips, bytes=x.bytes // parts)
+                for x in finding.collectives
+            )
+            return dataclasses.replace(finding, collectives=tuple(kept), changes=())
+
+        pieces = (dataclasses.replace(x, finding=unrolled(x.finding)) for x in verified.pieces)
+        return checking._collectives(plan, tuple(pieces))
+
+    assert all(x.planned_bytes == x.compiled_bytes for x in checked(1, 1))
+    other_trips = checked(2, 2)
+    assert other_trips and all(x.agrees for x in other_trips)
+    assert {x.changed_by for x in other_trips} == {("unrolling of loops",)}
+    assert sum(x.more_traffic for x in other_trips) == 0
+    assert not any(x.agrees for x in checked(2, 1))
 
 
 @pytest.mark.parametrize("target", ["gpu:h100", "tpu:v5e:2x4"])

@@ -103,6 +103,10 @@ class SortedScope(RowScope):
             raise MixedRowsError(order)
         made = self.in_examples(eqn, [self.read(operand), self.rows[indices].array])
         self.rows[var] = SortedRows(made, order)
+        of_key = self.facts.function(operand)
+        if of_key is not None and of_key.numbers.keys is order.keys and function.is_number:
+            numbers = RowNumbers("sorted", order)
+            self.facts.functions[var] = dataclasses.replace(of_key, numbers=numbers)
         return True
 
     def scatter(self, eqn: JaxprEqn) -> bool:

@@ -444,9 +444,19 @@ def with_sorted_tokens(weights: Weights, rows: Rows) -> Rows:
     return jnp.zeros_like(rows).at[token].add(made)
 
 
+def with_counts_of_sorted(weights: Weights, rows: Rows) -> Rows:
+    gates, chosen = routed(weights, rows)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat[order], length=EXPERTS).astype(jnp.int32)
+    made = experts(weights, rows[order // TOP], sizes)[jnp.argsort(order)]
+    return jnp.einsum("rkd,rk->rd", made.reshape(-1, TOP, WIDTH), gates)
+
+
 @pytest.mark.parametrize(
     "form",
     [
+        with_counts_of_sorted,
         with_inverse_by_scatter,
         with_sorted_order,
         with_sorted_promise,
