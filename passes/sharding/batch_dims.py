@@ -154,3 +154,11 @@ def made_from_state(graph: Graph) -> frozenset[Var]:
     }
     _propagate(graph.jaxpr, found, lambda eqn, facts: [any(facts)] * len(eqn.outvars), False)
     return frozenset(var for var, depends in found.items() if depends)
+
+
+def made_from_batch(graph: Graph) -> frozenset[Var]:
+    """Variables, of inner bodies too, that depend on the batch, or on what a stage received."""
+    labels = zip(graph.jaxpr.invars, graph.inputs, strict=True)
+    found = {var: True for var, label in labels if label.role in ("batch", "received")}
+    _propagate(graph.jaxpr, found, lambda eqn, facts: [any(facts)] * len(eqn.outvars), False)
+    return frozenset(var for var, depends in found.items() if depends)

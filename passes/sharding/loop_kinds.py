@@ -27,7 +27,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs
 from autopar.passes.graph.primitives import ADDS, BLOCK_PRODUCT, CONTROL_FLOW, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
-from autopar.passes.sharding.batch_dims import BatchDims, batch_dims, made_from_state
+from autopar.passes.sharding.batch_dims import BatchDims, batch_dims, made_from_batch, made_from_state
 from autopar.passes.sharding.strategies import outer_factor
 from autopar.passes.sharding.tied_dims import Place, TiedDims, places_of, ties
 
@@ -90,7 +90,7 @@ class _KindsWalk:
     def __init__(self, graph: Graph, rules: Rules):
         self.graph, self.rules = graph, rules
         self.batch: BatchDims = batch_dims(graph, rules)
-        self.from_state = made_from_state(graph)
+        self.from_state, self.from_batch = made_from_state(graph), made_from_batch(graph)
         self.dims = TiedDims()
         self.sizes: dict[Place, int] = defaultdict(int)
         self.marks: dict[Place, set[str]] = defaultdict(set)
@@ -232,7 +232,9 @@ class _KindsWalk:
 
     def is_weight(self, atom: Atom) -> bool:
         """Whether a value is made from the state, without the batch."""
-        return not isinstance(atom, Literal) and atom in self.from_state and not self.batch_of(atom)
+        if isinstance(atom, Literal) or atom in self.from_batch:
+            return False
+        return atom in self.from_state
 
 
 def _deepest(several: list[Depths]) -> Depths:
