@@ -112,6 +112,12 @@ def grouped(experts: int) -> Callable[[Weights, Any], Any]:
     return loss
 
 
+def whole_batch(weights: Weights, x: Any) -> Any:
+    """Experts have places for the rows of all examples together."""
+    rows = (x * weights["scale"]).reshape(1, -1, x.shape[-1])
+    return (mixture(weights, rows) ** 2).mean()
+
+
 def scaled_mixture(experts: int, width: int, hidden: int) -> Weights:
     return {"scale": shaped(width), **mixture_shapes(experts, width, hidden)}
 
@@ -147,6 +153,7 @@ PROGRAMS: dict[str, tuple[Any, Weights, Any]] = {
     "megatron": (gpt_loss, GPT, TOKENS),
     "megatron_sp": (gpt_loss, GPT, TOKENS),
     "expert": (mixture_loss, scaled_mixture(8, 32, 64), FLOATS),
+    "expert, whole batch": (whole_batch, scaled_mixture(8, 32, 64), FLOATS),
     "expert, ragged": (grouped(8), scaled_mixture(8, 32, 64), FLOATS),
 }
 
@@ -160,6 +167,7 @@ PROGRAMS: dict[str, tuple[Any, Weights, Any]] = {
         ("megatron_sp", {"microbatches": 4, "stages": 2}),
         ("expert", {"microbatches": 2}),
         ("expert", {"microbatches": 1, "logical_mesh": (2, 4)}),
+        ("expert, whole batch", {"microbatches": 1}),
         ("expert, ragged", {"microbatches": 1}),
     ],
 )
