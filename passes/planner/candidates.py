@@ -211,6 +211,7 @@ def _plan_one(
     stages, limit = one_stage(split.step, split.rules), memory_limit_of(options, cluster)
     meshes = logical_meshes(options, cluster, split.graph, of_stage=False)
     meshes = tuple(mesh for mesh in meshes if mesh in others.only) or meshes
+    meshes = tuple(mesh for mesh in meshes if mesh not in others.too_small) or meshes
 
     def assembled(planned: PlannedStage) -> PlannedStep:
         return assemble(split, stages, (planned,), ONE_STAGE, cluster, limit, (False,))

@@ -267,7 +267,10 @@ def one_mesh_first(
         if search.cluster.num_nodes == 1:  # one mesh comes first in any case
             return None
         fewest = _with_fewest(search, layout)
-        return fewest if any(candidate.fits for candidate in fewest[0]) else None
+        if any(candidate.fits for candidate in fewest[0]):
+            return fewest
+        search.known.misfits.extend(fewest[0])
+        return None
     promise = search.promise_of_stages()
     if math.isinf(promise):
         return None

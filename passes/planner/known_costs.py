@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from autopar.passes import microbatch
 from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.one_mesh import OneMeshCosts
 from autopar.passes.planner.split_step import SplitStep
@@ -28,15 +29,17 @@ class PricedStages(NamedTuple):
 class KnownCosts(NamedTuple):
     """What layers cost, by microbatches; a batch is not divided into more than `inexact` say.
 
-    `analyses` are of steps that one loop over their microbatches does for.
+    `analyses` are of steps that one loop over their microbatches does for; `misfits` are plans for
+    one mesh that do not fit.
     """
 
     stages: dict[int, PricedStages]
     one_mesh: dict[int, OneMeshCosts | None]
     inexact: list[int]
     analyses: dict[int, microbatch.Analysis]
+    misfits: list[PlannedStep]
 
     @classmethod
     def nothing(cls) -> KnownCosts:
         """Before anything is priced."""
-        return cls({}, {}, [], {})
+        return cls({}, {}, [], {}, [])

@@ -11,11 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.base.cluster import Cluster
-from autopar.base.errors import (
-    BatchArgumentError,
-    InexactMicrobatchError,
-    PlanMismatchError,
-)
+from autopar.base.errors import BatchArgumentError, InexactMicrobatchError, PlanMismatchError
 from autopar.base.options import Options
 from autopar.base.plan_records import OutputCertificate, Recomputation
 from autopar.passes import microbatch
@@ -33,7 +29,7 @@ from autopar.passes.planner.layouts import (
 )
 from autopar.passes.planner.least_memory import LeastMemory, state_on_devices, too_few
 from autopar.passes.planner.mesh_choice import SearchSoFar
-from autopar.passes.planner.more_microbatches import counts_of_stages, worth_trying
+from autopar.passes.planner.more_microbatches import counts_of_stages, too_small, worth_trying
 from autopar.passes.planner.one_mesh import (
     MAY_MEET,
     OneMeshBound,
@@ -201,27 +197,34 @@ class LayoutSearch:
         `expected` to take so long on logical shapes of one mesh. If `bounded`, numbers that cannot
         fit one mesh are passed over, but the last.
         """
-        made: list[PlannedStep] = []
-        options, cluster = self.options, self.cluster
+        made = [] if layout.is_pipeline else [*self.known.misfits]
+        at_least = max([at_least, *(2 * step.split.num_microbatches for step in made)])
+        options, cluster, whole = self.options, self.cluster, not layout.is_pipeline
 
         def planned(split: SplitStep, others: SearchSoFar) -> list[PlannedStep]:
             return plan_layout(split, layout, options, cluster, self.report, self.keep, others)
 
         so_far, last = SearchSoFar(self.best_seconds, only=self.only), None
         possible = list(microbatch_counts(self.graph, options, layout))
+        meshes = logical_meshes(options, cluster, self.graph, of_stage=False) if whole else ()
         counts = [count for count in possible if count >= at_least]
         passed = self.too_few(counts) if bounded and not layout.is_pipeline else []
         for count in counts[len(passed) :]:
             if at_most is not None and count > at_most:
                 break
             try:
-                if not layout.is_pipeline:
-                    for mesh in logical_meshes(options, cluster, self.graph, of_stage=False):
-                        check_batch(self.graph, options.method, mesh, count)
+                for mesh in meshes:
+                    check_batch(self.graph, options.method, mesh, count)
+                if made and meshes and not self.is_long:
+                    small = too_small(made, count, self._limit, options, cluster)
+                    is_last = count == counts[-1] and math.isinf(self.best_seconds)
+                    if small.issuperset(meshes) and not is_last:
+                        continue
+                    so_far = so_far._replace(too_small=small)
                 split = self.split(count, layout.is_pipeline)
             except (InexactMicrobatchError, BatchArgumentError) as error:
-                whole = layout.is_pipeline and options.microbatches == "auto" and not optional
-                if not made and whole and isinstance(error, InexactMicrobatchError):
+                alone = layout.is_pipeline and options.microbatches == "auto" and not optional
+                if not made and alone and isinstance(error, InexactMicrobatchError):
                     return planned(self.split(1, is_pipeline=True), so_far), error.what
                 if passed:  # says what they would need
                     return self.candidates(layout, optional=optional, bounded=False)

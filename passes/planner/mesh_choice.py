@@ -38,13 +38,15 @@ class SearchSoFar(NamedTuple):
     """What is known when meshes are planned: a step that fits takes so long elsewhere.
 
     Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
-    some of the meshes; the `only` meshes that are worth planning, if not all are.
+    some of the meshes; the `only` meshes that are worth planning, if not all are, and those that
+    are `too_small`, if there are others.
     """
 
     seconds: float = math.inf
     more_microbatches: bool = False
     expected: ExpectedSeconds = MappingProxyType({})
     only: tuple[tuple[int, ...], ...] = ()
+    too_small: frozenset[tuple[int, ...]] = frozenset()
 
 
 NOTHING_SO_FAR = SearchSoFar()

@@ -1,12 +1,17 @@
-"""With how many microbatches automatic stages are tried after some number."""
+"""With how many microbatches more is tried after some number."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
+from autopar.base.cluster import Cluster
+from autopar.base.options import Options
 from autopar.passes.planner.auto_stages import StageSearch
+from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.planner.layouts import largest_count
+from autopar.passes.planner.least_memory import state_on_devices
+from autopar.passes.planner.one_mesh import MAY_MEET
 
 ENOUGH = 1.05  # times the least time that is expected with any number of microbatches
 FEWEST = 8  # microbatches of stages
@@ -64,3 +69,19 @@ def counts_of_stages(sizes: set[int], num_nodes: int, *, is_long: bool) -> list[
     first = counts[len(counts) // 2] if is_long else counts[0]
     fewer = [count for count in doubled(sizes, FEWEST) if count < counts[0]]
     return [first, *fewer, *counts]
+
+
+def too_small(
+    made: Sequence[PlannedStep], count: int, limit: int, options: Options, cluster: Cluster
+) -> frozenset[tuple[int, ...]]:
+    """Meshes on which so many microbatches need more than there is, as plans with fewer say.
+
+    With half of the rows a device holds no less than half of what it holds beside the state.
+    """
+    found = dict[tuple[int, ...], bool]()
+    for step in made:  # what is known of a mesh last is of the most microbatches
+        state = state_on_devices(step.split.graph, options, cluster) / cluster.num_devices
+        rows = step.split.num_microbatches / count
+        needed = state + rows * (max(step.peak_bytes) - state)
+        found[step.planned[0].mesh] = needed > MAY_MEET * limit
+    return frozenset(mesh for mesh, is_small in found.items() if is_small)

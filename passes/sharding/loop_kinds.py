@@ -27,7 +27,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.passes.graph.graph import Atom, Graph, inner_jaxprs
 from autopar.passes.graph.primitives import ADDS, BLOCK_PRODUCT, CONTROL_FLOW, PRODUCTS
 from autopar.passes.primitives.factor_rule import FactorRule, Rules
-from autopar.passes.sharding.batch_dims import BatchDims, batch_dims, made_from_batch, made_from_state
+from autopar.passes.sharding.batch_dims import (
+    BatchDims,
+    batch_dims,
+    made_from_batch,
+    made_from_state,
+)
 from autopar.passes.sharding.strategies import outer_factor
 from autopar.passes.sharding.tied_dims import Place, TiedDims, places_of, ties
 
