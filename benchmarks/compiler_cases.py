@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
     """A program, how many sequences (or images) a step has, and the options of its plan.
 
-    Remat "dots": all is computed again but products.
+    Remat "dots": all is computed again but products. `fields` are those of the model's module.
 
     From those `held_out`, no rule of memory was read (`passes/sharding/compiler_rules.py`).
     """
@@ -18,10 +20,12 @@ class Case(NamedTuple):
     remat: bool | str
     options: dict[str, Any]
     held_out: bool = False
+    fields: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def name(self) -> str:
-        more = " ".join(f"{key}={value}" for key, value in self.options.items())
+        named = {**self.fields, **self.options}
+        more = " ".join(f"{key}={value}" for key, value in named.items())
         again = " remat" if self.remat is True else f" {self.remat}" if self.remat else ""
         return f"{self.program}{again} {more}"
 
@@ -29,6 +33,9 @@ class Case(NamedTuple):
 def case(program: str, batch: int, remat: bool | str = False, **options: Any) -> Case:
     return Case(program, batch, remat, {"microbatches": 1, **options})
 
+
+WRITTEN_OUT = {"attention": "xla"}
+"""Attention with several query heads for a key head, as products and a softmax."""
 
 CASES = (
     case("gpt-125M", 64, method="data"),
@@ -63,6 +70,7 @@ CASES = (
     case("unet-130M", 256, remat=True, method="zero3"),
     case("lstm-180M", 256, method="zero3"),
     case("graph-small", 512, method="zero2", microbatches=2),
+    case("llama3-8B", 8, remat=True, method="zero3")._replace(fields=WRITTEN_OUT),
 )
 HELD_OUT = (
     case("gpt-760M", 32, remat=True, method="zero3"),
@@ -99,5 +107,7 @@ HELD_OUT = (
     case("llama-scanned-7B", 8, remat="dots", method="megatron"),
     case("graph-large", 64, method="data"),
     case("gpt-350M", 64, remat=True, method="data", stages=2, microbatches=4),
+    case("llama3-8B", 16, remat=True, method="zero2", microbatches=2)._replace(fields=WRITTEN_OUT),
+    case("llama3-8B", 8, method="zero3")._replace(fields=WRITTEN_OUT),
 )
 ALL = (*CASES, *(item._replace(held_out=True) for item in HELD_OUT))

@@ -78,7 +78,7 @@ def train_step(item: Case, layers: int | None) -> TrainStep:
     if item.program in OTHERS:
         return build_other(item.program, item.batch, item.remat, layers)
     whole = layers if "resnet" not in item.program else None
-    return build(item.program, remat=item.remat, batch=item.batch, layers=whole)
+    return build(item.program, remat=item.remat, batch=item.batch, layers=whole, **item.fields)
 
 
 def tight(target: str, size: int) -> str:

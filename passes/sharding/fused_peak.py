@@ -343,7 +343,7 @@ class _Moments:
         if written is not None:
             own = self.held.read_by([v for v in written if not is_literal(v)])
             return next((v for v in dying if v in own and self.size(v) == size), None)
-        if not self.rules.writes_over_temporaries:
+        if not self.rules.writes_over_temporaries or result in self.held.together:
             dying = [v for v in dying if v in self.entering]
         twice = self.rows.read_twice(self.read(instruction), result, self.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)

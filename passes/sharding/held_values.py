@@ -37,11 +37,13 @@ class HeldValues(Generic[V]):
       buffer_of: a value that is another one's buffer under a new name, and that one.
       made_of: of every buffer, itself; of every other value, the buffers it is computed from.
       epilogue_of: of every buffer that a product writes instead of its result: that result.
+      together: what is written in turn with other results, so over nothing that is read.
     """
 
     buffer_of: Mapping[V, V]
     made_of: Mapping[V, frozenset[V]]
     epilogue_of: Mapping[V, V]
+    together: Collection[V] = ()
 
     def root(self, value: V) -> V:
         """The value whose buffer this one is."""
@@ -188,15 +190,17 @@ def held_values(
                 is_again = moves_less(value, sources)
             if is_again:
                 made_of[value], chains[value] = sources, chain
+    together: set[V] = set()
     if turned:
-        for value, beside in list(made_together(program, made_of, turned, readers, root)):
+        for result, value, beside in list(made_together(program, made_of, turned, readers, root)):
             made_of[value] |= beside
+            together.add(result)
     epilogue_of: dict[V, V] = {}
     if rules.products_write_epilogues:
         made_of, epilogue_of = without_epilogues(
             program, made_of, root, num_elements, rules, softmaxes, outputs
         )
-    return HeldValues(buffer_of, made_of, epilogue_of)
+    return HeldValues(buffer_of, made_of, epilogue_of, together)
 
 
 def _read_through_parts(

@@ -6,7 +6,8 @@ probabilities has keys last. Elementwise, both meet. XLA's layout assignment com
 elementwise in the order of the one, and copies the other: found by compiling such layers for an
 H100, where the copy is written in float32, with the cast of its only reader, if several kernels
 read it. The softmax is not over rows then, and what is made of both is written by one kernel with
-what is made of the first alone: the gradient of the scores with the probabilities.
+what is made of the first alone: the gradient of the scores with the probabilities. That is so too
+where rows are only swapped for columns, as without groups, and nothing is copied then.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def turned_products(
     orders: dict[V, Ordered] = {}
     turned: dict[int, set[int]] = {}  # products that meet others, and the instructions where
     firsts: dict[int, int] = {}
+    swapped: set[int] = set()  # rows for columns: kernels read what they need in tiles
     for number, made in enumerate(program):
         name = name_of(made)
         if made.eqn is None or len(made.results) != 1:
@@ -60,18 +62,21 @@ def turned_products(
             if found:
                 orders[result] = first = min(found)
                 for other in found:
-                    if _innermost(other.dims, shape) != _innermost(first.dims, shape):
+                    own, wanted = (_places(x.dims, shape) for x in (other, first))
+                    if own[-1:] != wanted[-1:]:
                         turned.setdefault(other.product, set()).add(id(made))
                         firsts.setdefault(other.product, first.product)
+                        if own == (*wanted[:-2], *wanted[:-3:-1]):
+                            swapped.add(other.product)
     written: dict[V, V] = {}
     for number, meetings in turned.items():
         value = root(program[number].results[0])
-        while len(readers[value]) == 1:
+        while len(readers[value]) == 1 and number not in swapped:
             (reader,) = readers[value]
             if id(reader) in meetings or name_of(reader) not in ELEMENTWISE:
                 break
             value = root(reader.results[0])
-        if len(readers[value]) > 1:
+        if len(readers[value]) > 1 or number in swapped:
             written[value] = root(program[firsts[number]].results[0])
     return written
 
@@ -82,8 +87,8 @@ def made_together(
     turned: Mapping[V, V],
     readers: Mapping[V, Sequence[InstructionValues[V]]],
     root: Callable[[V], V],
-) -> Iterable[tuple[V, frozenset[V]]]:
-    """Operands of kernels that write more than one result, and the other results.
+) -> Iterable[tuple[V, V, frozenset[V]]]:
+    """Of kernels that write more than one result: the last, an operand, and the other results.
 
     Args:
       program: in order.
@@ -108,12 +113,12 @@ def made_together(
                 if any(name_of(reader) == "dot_general" for reader in readers[result]):
                     before[first].add(result)
         elif beside := set[V]().union(*(before[turned[v]] for v in met)):
-            yield next(v for v in own if met & made_of[v]), frozenset(beside)
+            yield result, next(v for v in own if met & made_of[v]), frozenset(beside)
 
 
 def _get(orders: Mapping[V, Ordered], value: V | None) -> Ordered | None:
     return None if value is None else orders.get(value)
 
 
-def _innermost(dims: Order, shape: Sequence[int]) -> int | None:
-    return next((d for d in reversed(dims) if shape[d] > 1), None)
+def _places(dims: Order, shape: Sequence[int]) -> Order:
+    return tuple(d for d in dims if shape[d] > 1)

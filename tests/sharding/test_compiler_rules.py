@@ -236,3 +236,37 @@ def test_the_gradient_of_logits_is_written_over_them(classes: int) -> None:
     found = peak(program, {}, [False] * 3)
     logits = rows // 8 * classes * 2
     assert 3 * logits < found.bytes < 3.5 * logits, "in float32, and once in bfloat16"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_attention_is_copied_into_one_order(groups: int) -> None:
+    """XLA has scores with the group last, and copies the gradient of the probabilities, widened.
+
+    In both orders of rows and columns, the probabilities are written with the scores' gradient.
+    """
+    rows, heads, features = 512, 4, 32
+
+    def attention(x: Any, w: Any) -> Any:
+        q, k, v = (jnp.einsum("btd,dhe->bthe", x, w[name]) for name in "qkv")
+        q = q.reshape(*q.shape[:2], heads // groups, groups, features)
+        k, v = k[:, :, : heads // groups], v[:, :, : heads // groups]
+        scores = jnp.einsum("btkge,bske->bkgts", q, k).astype(jnp.float32)
+        y = jnp.einsum("bkgts,bske->btkge", jax.nn.softmax(scores).astype(x.dtype), v)
+        return jnp.einsum("bthe,hed->btd", y.reshape(*x.shape[:2], heads, features), w["o"])
+
+    def step(w: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            return jnp.mean(jax.checkpoint(attention)(x, w).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss_fn)(w))
+
+    width = heads * features
+    weights = {name: shaped(width, heads, features, dtype=jnp.bfloat16) for name in "qkv"}
+    weights["o"] = shaped(heads, features, width, dtype=jnp.bfloat16)
+    graph = graph_of(step, weights, shaped(8, rows, width, dtype=jnp.bfloat16))
+    made = sharded(compiled(graph, method="data", microbatches=1))
+    program = dataclasses.replace(made, rules=RULES[GPU])
+    scores = heads * rows**2 * 2  # of a device's example, in bfloat16
+    times = peak(program, {}, [False] * 5).bytes / scores
+    # Scores, probabilities and two gradients, of which one is in float32 where it is copied.
+    assert (4 if groups == 1 else 5) < times < (5 if groups == 1 else 6)
