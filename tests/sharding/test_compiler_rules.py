@@ -183,7 +183,7 @@ def test_stacks_alike_are_filled_at_once() -> None:
 
 
 def test_a_gather_waits_for_the_loop_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.passes.sharding.run_order.LARGE_BYTES", 1)
+    monkeypatch.setattr("autopar.passes.sharding.loop_order.LARGE_BYTES", 1)
     program = sharded(compiled(graph_of(scanned, *SCANNED), method="zero3", microbatches=1))
     found, instructions = ties(program.block, program.mesh), program.block.instructions
     loop = next(t for t, x in enumerate(instructions) if isinstance(x, Loop))
@@ -197,7 +197,7 @@ def test_a_gather_waits_for_the_loop_before_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gathered_filters_wait_for_an_earlier_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.passes.sharding.run_order.LARGE_BYTES", 1)
+    monkeypatch.setattr("autopar.passes.sharding.loop_order.LARGE_BYTES", 1)
     shapes = [shaped(3, 3, 8, 8)] * 5, shaped(16, 6, 6, 8)
     program = sharded(compiled(graph_of(convolved, *shapes), method="zero3", microbatches=1))
     instructions = program.block.instructions
