@@ -42,12 +42,19 @@ def to_blocks(rows: Any, source: Any, target: Any, *, blocks: int, places: int) 
     Row `source[i]` is added to what is at place `target[i]` of all `blocks * places`; places that
     nothing is sent to are zero, and a target beyond the last is none.
     """
-    return exchange_p.bind(rows, source, target, to_blocks=True, shape=(blocks, places))
+    return _exchanged(rows, source, target, to_blocks=True, shape=(blocks, places))
 
 
 def from_blocks(blocks: Any, source: Any, target: Any, *, rows: int) -> Any:
     """The way back: [blocks, places, ...] -> [rows, ...]."""
-    return exchange_p.bind(blocks, source, target, to_blocks=False, shape=(rows,))
+    return _exchanged(blocks, source, target, to_blocks=False, shape=(rows,))
+
+
+def _exchanged(values: Any, source: Any, target: Any, **params: Any) -> Any:
+    """The exchange; of booleans, which are not added, as integers."""
+    if values.dtype == bool:
+        return exchange_p.bind(values.astype(jnp.int8), source, target, **params).astype(bool)
+    return exchange_p.bind(values, source, target, **params)
 
 
 @exchange_p.def_abstract_eval

@@ -82,6 +82,7 @@ def sorted_rows(weights: Weights, x: Any) -> Any:
     hidden = jnp.tanh(hidden) * gate[:, None]
     norms = hidden.max(-1, keepdims=True) - hidden.sum(-1)[:, None]
     made = lax.ragged_dot(hidden / (2 + norms**2), weights["down"], sizes) + norms
+    made = jnp.where((rows > 0)[order], made, 0.5 * made)
     back = jnp.zeros_like(rows).at[order].add(made, mode="drop")
     far = jnp.take(made, jnp.arange(len(rows)) - 3, axis=0, fill_value=0.5, mode="fill")
     return (back**2).mean() + made[::2].sum() + jnp.nansum(far * rows)
