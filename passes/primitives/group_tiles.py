@@ -37,6 +37,9 @@ FEWEST_ROWS = 128
 """Of a tile: what keeps a GPU's tensor cores busy with weights of usual sizes."""
 KERNELS_OF_VISIT = 5
 """A tile is cut out, and its matrix; they are multiplied; rows are written; the loop counts."""
+KERNELS_OF_SUM = 7
+"""Which rows are a group's; both tiles; they are multiplied, added to the others, written; the loop
+counts. Both as XLA:GPU has them."""
 MOST_ROWS = 4096
 """Of a tile: more make a product no quicker, and are more that groups share."""
 
@@ -47,6 +50,7 @@ class Tiling(NamedTuple):
     Args:
       rows: those of a tile.
       visits: of tiles, at most, if as many rows are here as in the other groups' places.
+      kernels: that these take.
       repeats: how many times the operations are done of which the product consists.
       held_bytes: beside operands and result.
       moved_bytes: read and written in memory beside them.
@@ -54,6 +58,7 @@ class Tiling(NamedTuple):
 
     rows: int
     visits: int
+    kernels: int
     repeats: float
     held_bytes: int
     moved_bytes: int
@@ -105,7 +110,8 @@ def tiling_of(
     else:
         matrix, made = other // here, made // all_rows * tile
         held, moved = one + matrix + made, 3 * (one + matrix) + 4 * made
-    return Tiling(tile, visits, visits * tile / expected, held, visits * moved)
+    kernels = visits * (KERNELS_OF_SUM if dims.sums_rows else KERNELS_OF_VISIT)
+    return Tiling(tile, visits, kernels, visits * tile / expected, held, visits * moved)
 
 
 def row_dims(eqn: JaxprEqn) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
 from autopar.passes.primitives.group_tiles import (
     GROUPED,
-    KERNELS_OF_VISIT,
     Tiling,
     has_parts,
     row_dims,
@@ -147,7 +146,7 @@ class Pricing:
         kernels = self._traffic_of(eqn).kernels
         tiling = self._tiling(eqn, row_parts)
         if tiling is not None:
-            kernels += KERNELS_OF_VISIT * tiling.visits
+            kernels += tiling.kernels
         return kernels * self.cluster.device.kernel_seconds
 
     def row_parts(self, eqn: JaxprEqn, left: Layout) -> int:
