@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.arrays.typed_keys import is_key
 from autopar.passes.graph.jax_compat import source_context
+from autopar.passes.graph.primitives import MATRIX_FUNCTIONS
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import DimCut, bind_with
 from autopar.passes.primitives.group_tiles import (
@@ -49,6 +50,7 @@ from autopar.passes.sharding.spmd_program import (
 from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
+from autopar.runtime.matrices import one_by_one
 from autopar.runtime.turned_arrays import TurnedArray
 
 Env = dict[ShardedValue, Any]
@@ -197,6 +199,8 @@ class _Device:
                 return [product_in_tiles(eqn, operands)]
             if self.rules.grouped_kernel and has_parts(eqn):
                 return [product_by_parts(eqn, operands)]
+        if self.rules.backend == CPU and eqn.primitive.name in MATRIX_FUNCTIONS:
+            return one_by_one(eqn, operands, changes)
         return bind_with(eqn, operands, changes)
 
     def once(self, eqn: Any, operands: Sequence[Any]) -> None:

@@ -178,6 +178,25 @@ def solved_systems() -> Made:
 
 
 @step
+def matrices_of_layers() -> Made:
+    """As Shampoo and SOAP have them: factors of several matrices at a time."""
+
+    def train_step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return jnp.mean(jnp.tanh(jnp.einsum("bi,lij->lbj", x, weights)) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        outer = gradients @ gradients.mT + 1e-3 * jnp.eye(8)
+        basis, _ = jnp.linalg.qr(outer)
+        values, vectors = jnp.linalg.eigh(outer)
+        scaled = (vectors * values[:, None] ** -0.5) @ vectors.mT @ gradients
+        solved = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(outer), True), gradients)
+        return weights - 0.1 * scaled - 0.01 * solved, value, basis @ basis.mT
+
+    return train_step, (0.3 * floats(2, 8, 8), floats(16, 8))
+
+
+@step
 def counts_of_layers() -> Made:
     """How many rows each layer sends where, as mixtures of experts report it."""
 

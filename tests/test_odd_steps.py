@@ -45,3 +45,12 @@ def test_a_step_computes_what_it_does_alone(name: str, way: str) -> None:
         one, other = (np.asarray(x).astype(np.float64) for x in (one, other))
         scale = np.abs(other[np.isfinite(other)]).max(initial=1e-6)
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * scale)
+
+
+def test_matrices_are_done_one_by_one_on_cpus() -> None:
+    """Several at a time wait for each other's threads."""
+    step, arguments = STEPS["matrices_of_layers"]()
+    compiled = autopar.compile(step, *arguments, donate_argnums=(), method="data")
+    calls = [line for line in compiled.hlo().splitlines() if "lapack_" in line]
+    assert calls
+    assert not any("f32[2,8,8]" in line for line in calls)
