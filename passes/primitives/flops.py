@@ -15,6 +15,22 @@ from autopar.passes.primitives.kernel_flops import kernel_flops
 from autopar.passes.primitives.shardings import shape_of
 
 
+UPDATES = {
+    "cholesky": 1 / 3,
+    "eig": 25,
+    "eigh": 9,
+    "geqrf": 4 / 3,
+    "hessenberg": 10 / 3,
+    "lu": 2 / 3,
+    "qr": 8 / 3,
+    "schur": 25,
+    "svd": 21,
+    "tridiagonal": 4 / 3,
+}
+"""Operations of functions of square matrices, by n^3, with vectors where these are computed (Golub
+and Van Loan, "Matrix Computations", 2013, sections 4.2, 3.2, 5.2, 7.4, 7.5, 8.3, 8.6)."""
+
+
 def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
     """Floating-point operations of one evaluation of an equation that is not control flow.
 
@@ -66,8 +82,9 @@ def flops(eqn: JaxprEqn, rule: FactorRule) -> int:
         length = math.prod(eqn.params["fft_lengths"])
         return 5 * results * max(1, math.ceil(math.log2(max(length, 1))))
     if name in primitives.MATRIX_FUNCTIONS:
-        # Each of n columns updates the whole matrix once.
-        return _size(eqn.invars[-1]) * shape_of(eqn.invars[0])[-1]
+        # Of n columns each updates the whole matrix so many times.
+        updates = UPDATES.get(name, 1.0)
+        return int(updates * _size(eqn.invars[-1]) * shape_of(eqn.invars[0])[-1])
     return results
 
 
