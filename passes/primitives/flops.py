@@ -14,7 +14,6 @@ from autopar.passes.primitives.factor_rule import FactorRule, Rules
 from autopar.passes.primitives.kernel_flops import kernel_flops
 from autopar.passes.primitives.shardings import shape_of
 
-
 UPDATES = {
     "cholesky": 1 / 3,
     "eig": 25,
