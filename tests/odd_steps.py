@@ -204,8 +204,8 @@ def counts_of_layers() -> Made:
         def loss(weights: Any) -> Any:
             def layer(h: Any, w: Any) -> Any:
                 made = h @ w
-                counts = jnp.bincount(jnp.argmax(made, axis=-1), length=8)
-                return jnp.tanh(made) + h, counts.astype(jnp.float32)
+                chosen = jax.nn.one_hot(jnp.argmax(made, axis=-1), 8)
+                return jnp.tanh(made) + h, chosen.sum(0)
 
             h, counts = lax.scan(layer, x, weights)
             return jnp.mean(h**2), counts

@@ -167,9 +167,10 @@ def flattened(function: RowFunction, eqn: JaxprEqn) -> RowFunction | None:
         return None
 
     def compute(numbers: Any, _: Any = None) -> Any:
-        made = function.evaluate(numbers // each)
-        made = np.broadcast_to(made, (len(numbers), *shape)).reshape(len(numbers), each)
-        return made[np.arange(len(numbers)), numbers % each]
+        places, which = np.unique(numbers // each, return_inverse=True)
+        made = function.evaluate(places)
+        made = np.broadcast_to(made, (len(places), *shape)).reshape(len(places), each)
+        return made[which, numbers % each]
 
     own = key_of("flattened", function.key, shape)
     tried = compute(TWO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.base.cluster import Cluster
 from autopar.base.errors import InexactMicrobatchError
@@ -40,6 +40,7 @@ class Rewriting:
 
 
 AS_WRITTEN = Rewriting()
+IN_BLOCKS = "they are sent to blocks of experts"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ def planned_graphs(graph: Graph, options: Options, cluster: Cluster) -> tuple[Gr
     if options.remat == "override":
         graph = without_checkpoints(graph)
     made = by_example(graph)
-    kept = [made] if made.jaxpr is graph.jaxpr else [made, graph]
+    kept = [made]
+    if made.jaxpr is not graph.jaxpr:
+        sorts = (replace(sort, reason=sort.reason or IN_BLOCKS) for sort in made.row_sorts)
+        kept.append(replace(graph, row_sorts=tuple(sorts)))
     if not options.methods.issubset(WHOLE_PARAMETERS):
         kept = [*map(with_casts_ahead, kept)]
     if rules_of(cluster.device.name).gathers_read_buffers:

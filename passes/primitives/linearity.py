@@ -80,12 +80,7 @@ def _widens(eqn: JaxprEqn) -> bool:
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
-    """Whether a cast rounds numbers of the old dtype to a float of at least 16 bits.
-
-    Counts are such numbers: signed integers of at least 32 bits, no sum of which wraps.
-    """
+    """Whether a cast rounds numbers of the old dtype to a float of at least 16 bits."""
     old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
-    if jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4:
-        return jnp.issubdtype(new, jnp.floating) and new.itemsize >= 4
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
     return floats and min(old.itemsize, new.itemsize) >= 2

@@ -7,7 +7,8 @@ elementwise in the order of the one, and copies the other: found by compiling su
 H100, where the copy is written in float32, with the cast of its only reader, if several kernels
 read it. The softmax is not over rows then, and what is made of both is written by one kernel with
 what is made of the first alone: the gradient of the scores with the probabilities. That is so too
-where rows are only swapped for columns, as without groups, and nothing is copied then.
+where rows are only swapped for columns, as without groups, and nothing is copied then. Not so
+products in float32, nor where both products are transposed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def turned_products(
             if found:
                 orders[result] = first = min(found)
                 for other in found:
+                    is_plain = other.dims == tuple(sorted(other.dims))
+                    if not is_plain or not all(_is_short(program[x.product]) for x in found):
+                        continue
                     own, wanted = (_places(x.dims, shape) for x in (other, first))
                     if own[-1:] != wanted[-1:]:
                         turned.setdefault(other.product, set()).add(id(made))
@@ -118,6 +122,11 @@ def made_together(
 
 def _get(orders: Mapping[V, Ordered], value: V | None) -> Ordered | None:
     return None if value is None else orders.get(value)
+
+
+def _is_short(made: InstructionValues[V]) -> bool:
+    """Whether a product has few bits, which are widened for what comes after it."""
+    return made.eqn is not None and made.eqn.outvars[0].aval.dtype.itemsize < 4
 
 
 def _places(dims: Order, shape: Sequence[int]) -> Order:

@@ -42,9 +42,9 @@ from autopar.runtime.verification.known_findings import KnownFindings
 from autopar.runtime.verification.targets import Target
 from autopar.runtime.verification.worker import PLAIN, StepToCompile
 
+UNROLLING = "unrolling of loops"
 LOOP_TASKS = ("F", "B", "W")
 SECONDS = 1800.0
-UNROLLING = "unrolling of loops"
 """How long one program may take to compile, if nobody says otherwise."""
 
 
@@ -302,6 +302,7 @@ def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCh
             passes[place][change.compiler_pass] = None
 
     more = Counter[tuple[object, ...]]()  # bytes of a step that were not planned, of all loops
+    in_loops = {place[:-1] for place in {*planned, *compiled} if place[-1] > 1}
     for place in {*planned, *compiled}:
         more[place[:-1]] += (compiled[place] - planned[place]) * place[-1]
 
@@ -315,7 +316,8 @@ def _collectives(plan: Plan, pieces: Sequence[PieceCheck]) -> tuple[CollectiveCh
             return ()
         if changed[place] and planned[place] + changed[place] == compiled[place]:
             return tuple(passes[place])
-        return () if more[place[:-1]] else (UNROLLING,)
+        is_same = not more[place[:-1]] and place[:-1] in in_loops
+        return (UNROLLING,) if is_same else ()
 
     return tuple(
         CollectiveCheck(
