@@ -69,7 +69,12 @@ def test_elements() -> None:
     pool = ((1, 2), (1, 2), "VALID")
     assert count(lambda x: lax.reduce_window(x, 0.0, lax.add, *pool), x) == 2 * 16
     assert count(lambda x, i: x.at[i].add(1.0, mode="drop"), x, ints(3)) == 3 * 8
-    assert count(lambda x: lax.linalg.qr(x, full_matrices=False), f32(2, 4, 4)) == 2 * 4 * 4 * 4
+    # With its vectors, and an inverse of a triangle applied to as many columns.
+    assert count(lambda x: lax.linalg.qr(x, full_matrices=False), f32(2, 6, 6)) == 2 * 8 * 6**3 / 3
+    assert count(lax.linalg.lu, f32(6, 6)) == 2 * 6**3 / 3
+    assert count(lax.linalg.eigh, f32(6, 6)) == 9 * 6**3
+    solve = lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True)  # noqa: E731
+    assert count(solve, f32(6, 6), f32(6, 2)) == 6 * 6 * 2
 
 
 def test_a_scan_counts_its_trips_and_a_cond_its_dearest_branch() -> None:
