@@ -36,6 +36,10 @@ it was found.
   (`run_order.py`) is not added to.
 - Reshapes and transposes that products read are the same buffer: products take operands in any
   order of their dimensions (Triton's and cuBLAS's).
+- But where a product that is transposed meets one that is not, elementwise, XLA has both in the
+  order of the first, and copies the other, widened, if several kernels read it
+  (`turned_products.py`). Found on attention with several query heads for a key head, planned a
+  third too small.
 - In place: an elementwise fusion writes over an operand of the same size that nobody reads later; a
   scatter and a slice's update over what they change. Not over rows that the same kernel reduces
   (softmax, forward and backward: kernels of Triton's share no buffers). Not where the rest is what
@@ -59,6 +63,9 @@ it was found.
   So what only loops read is laid in that order for them (`turned_gathers.py`).
 - A gather waits for nothing but the parameter, and may be there as soon as it is let: after the
   loop or product for which it is made to wait (`run_order.py`).
+- The first trip of a backward loop may run before it (`collective_pipeliner.cc`), and compute its
+  layer again beside the gradient of the logits: so the loop waits for what comes before it
+  (`loop_order.py`). Found on scanned decoders, which took 8 to 12% more than planned.
 - Gradients that a piece of a pipeline is given and adds over devices take the place of what was
   given, but for those that are combined, in an array of their own: of less than 30 MiB. Found on a
   GPT's pieces of hidden size 1024 and 2048. (XLA:TPU leaves all in place; XLA:CPU none, which is
