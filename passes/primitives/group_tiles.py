@@ -49,15 +49,13 @@ class Tiling(NamedTuple):
 
     Args:
       rows: those of a tile.
-      visits: of tiles, at most, if as many rows are here as in the other groups' places.
-      kernels: that these take.
+      kernels: for its tiles, at most, if as many rows are here as in the other groups' places.
       repeats: how many times the operations are done of which the product consists.
       held_bytes: beside operands and result.
       moved_bytes: read and written in memory beside them.
     """
 
     rows: int
-    visits: int
     kernels: int
     repeats: float
     held_bytes: int
@@ -111,7 +109,7 @@ def tiling_of(
         matrix, made = other // here, made // all_rows * tile
         held, moved = one + matrix + made, 3 * (one + matrix) + 4 * made
     kernels = visits * (KERNELS_OF_SUM if dims.sums_rows else KERNELS_OF_VISIT)
-    return Tiling(tile, visits, kernels, visits * tile / expected, held, visits * moved)
+    return Tiling(tile, kernels, visits * tile / expected, held, visits * moved)
 
 
 def row_dims(eqn: JaxprEqn) -> tuple[int, ...]:
