@@ -63,6 +63,5 @@ def capability_of(device_name: str) -> int:
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if backend_of(device_name) != GPU or words & {"AMD", "INSTINCT", "INTEL"}:
         return 0
-    known = hardware.gpu_targets()["capabilities"]
-    found = next((known[word] for word in sorted(words) if word in known), OLDEST_CAPABILITY)
+    found = hardware.known_capability(device_name) or OLDEST_CAPABILITY
     return found if found >= OLDEST_CAPABILITY else 0

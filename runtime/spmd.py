@@ -24,13 +24,8 @@ from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.primitives import MATRIX_FUNCTIONS
 from autopar.passes.graph.scans import ScanParts
 from autopar.passes.primitives.cuts import DimCut, bind_with
-from autopar.passes.primitives.group_tiles import (
-    GROUPED,
-    has_parts,
-    product_by_parts,
-    product_in_tiles,
-    tiling_of,
-)
+from autopar.passes.primitives.group_tiles import product_by_parts, product_in_tiles
+from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
 from autopar.passes.sharding.layout import Layout, num_parts
@@ -195,9 +190,9 @@ class _Device:
 
     def bind(self, eqn: Any, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
         if eqn.primitive.name in GROUPED and not changes:
-            if tiling_of(eqn, self.rules.grouped_kernel) is not None:
-                return [product_in_tiles(eqn, operands)]
-            if self.rules.grouped_kernel and has_parts(eqn):
+            if tiling_of(eqn, self.rules.grouped) is not None:
+                return [product_in_tiles(eqn, operands, self.rules.grouped)]
+            if self.rules.grouped.has_kernel and has_parts(eqn):
                 return [product_by_parts(eqn, operands)]
         if self.rules.backend == CPU and eqn.primitive.name in MATRIX_FUNCTIONS:
             return one_by_one(eqn, operands, changes)

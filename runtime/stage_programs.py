@@ -31,7 +31,7 @@ from autopar.passes.pipeline.instructions import (
     Reshard,
     Run,
 )
-from autopar.passes.sharding.compiler_rules import CPU, RULES, TPU, backend_of
+from autopar.passes.sharding.compiler_rules import CPU, TPU, backend_of, rules_of
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import Loop, ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
@@ -176,7 +176,7 @@ class StagePrograms:
         """A piece as a function of global arrays, to be called inside a `jax.jit`."""
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
-        rules = RULES[backend_of(mesh.devices.flat[0].platform)]
+        rules = rules_of(mesh.devices.flat[0].device_kind)
         run = block_function(program.mesh, program.axis_names, piece.block, rules)
 
         def size(port: Port) -> int:

@@ -13,13 +13,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from plain_jit import equals_plain_jit
 
-from autopar.passes.primitives.group_tiles import (
+from autopar.passes.primitives.group_kernels import KernelTiles, suits_kernel
+from autopar.passes.primitives.group_tiles import product_by_parts, product_in_tiles
+from autopar.passes.primitives.group_tiling import (
+    LOOPS,
+    GroupedMeans,
     has_parts,
-    product_by_parts,
-    product_in_tiles,
     tile_rows,
     tiling_of,
 )
+from autopar.passes.sharding.compiler_rules import rules_of
 
 SIZES = np.array(
     [
@@ -92,9 +95,11 @@ CASES: dict[str, tuple[Any, jax.Array, jax.Array, np.ndarray, dict[str, Any]]] =
 
 
 def product_of(
-    case: str,
+    case: str, dtype: Any = None
 ) -> tuple[Callable[..., Any], JaxprEqn, jax.Array, jax.Array, np.ndarray]:
     dimensions, left, right, sizes, params = CASES[case]
+    if dtype is not None:
+        left, right = left.astype(dtype), right.astype(dtype)
 
     def product(left: Any, right: Any, sizes: Any) -> Any:
         return lax.ragged_dot_general(left, right, sizes, dimensions, **params)
@@ -106,20 +111,68 @@ def product_of(
 @pytest.mark.parametrize("case", CASES)
 def test_tiles_make_up_the_product(case: str) -> None:
     product, eqn, left, right, all_sizes = product_of(case)
-    assert tiling_of(eqn, has_kernel=False) is not None
+    assert tiling_of(eqn, LOOPS) is not None
     error = 2e-2 if left.dtype == HALF else 1e-5
     for tile in TILES:
-        in_tiles = jax.jit(lambda *xs, tile=tile: product_in_tiles(eqn, xs, tile))
+        in_tiles = jax.jit(lambda *xs, tile=tile: product_in_tiles(eqn, xs, tile=tile))
         for sizes in all_sizes:
             made, wanted = in_tiles(left, right, sizes), product(left, right, sizes)
             assert made.dtype == wanted.dtype
             np.testing.assert_allclose(made, wanted, rtol=error, atol=error)
 
 
+SMALL_TILES = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 0.5))
+UNUSUAL = {"groups last", "a batch", "sums of a batch", "parts around", "sums of parts and more"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_make_up_the_product(case: str) -> None:
+    """Run as programs for CPUs, with products in which tiles, groups and sizes do not meet."""
+    product, eqn, left, right, all_sizes = product_of(case, jnp.bfloat16)
+    assert suits_kernel(eqn) == (case not in UNUSUAL)
+    if case in UNUSUAL:
+        return
+    by_kernel = jax.jit(lambda *xs: product_in_tiles(eqn, xs, SMALL_TILES, interpret=True))
+    for sizes in all_sizes:
+        made, wanted = by_kernel(left, right, sizes), product(left, right, sizes)
+        assert made.dtype == wanted.dtype
+        made, wanted = (np.asarray(x, np.float32) for x in (made, wanted))
+        np.testing.assert_allclose(made, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_kernels_read_no_row_of_other_groups() -> None:
+    for case, part in (("sums", False), ("rows", True), ("parts", False), ("sums of parts", False)):
+        product, eqn, left, right, all_sizes = product_of(case, jnp.bfloat16)
+        sizes = np.zeros_like(all_sizes[0])
+        sizes[..., :2] = 5, 6
+        spoilt = left.at[..., 18:, :].set(jnp.nan)
+        if part:
+            right, sizes = right[:2], sizes[:2]
+        made = product_in_tiles(eqn, (spoilt, right, sizes), SMALL_TILES, interpret=True)
+        wanted = product(left, right, sizes)
+        np.testing.assert_allclose(
+            np.asarray(made, np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2
+        )
+
+
+def test_which_products_have_kernels() -> None:
+    """Of short floats, on NVIDIA's GPUs with tensor cores that Triton knows."""
+    _, eqn, *_ = product_of("rows", jnp.bfloat16)
+    _, wide, *_ = product_of("rows")
+    kinds = {"H100 SXM5 80GB": True, "NVIDIA A100": True, "V100": False, "MI300X": False}
+    for kind, is_known in {**kinds, "cpu": False, "a GPU": False}.items():
+        means = rules_of(kind).grouped
+        assert (means.tiles is not None) == is_known, kind
+        tiling, of_wide = tiling_of(eqn, means), tiling_of(wide, means)
+        loop, loop_of_wide = tiling_of(eqn, LOOPS), tiling_of(wide, LOOPS)
+        assert (tiling != loop) == is_known and of_wide == loop_of_wide, kind
+    assert rules_of("TPU v5e").grouped.has_kernel
+
+
 @pytest.mark.parametrize("case", ["parts", "many parts", "parts around"])
 def test_a_kernel_computes_part_by_part(case: str) -> None:
     product, eqn, left, right, all_sizes = product_of(case)
-    assert has_parts(eqn) and tiling_of(eqn, has_kernel=True) is None
+    assert has_parts(eqn) and tiling_of(eqn, GroupedMeans(has_kernel=True)) is None
     by_parts = jax.jit(lambda *xs: product_by_parts(eqn, xs))
     for sizes in all_sizes:
         np.testing.assert_allclose(
@@ -132,10 +185,10 @@ def test_rows_of_other_groups_cost_nothing_and_spoil_nothing() -> None:
     _, eqn, left, right, _ = product_of("sums")
     some = jnp.asarray([5, 6, 0, 7], jnp.int32)
     left, right = left.at[18:].set(jnp.nan), right.at[18:].set(jnp.inf)
-    made = product_in_tiles(eqn, (left, right, some), 8)
+    made = product_in_tiles(eqn, (left, right, some), tile=8)
     assert np.isfinite(made).all()
     _, eqn, left, right, _ = product_of("rows")
-    made = product_in_tiles(eqn, (left.at[18:].set(jnp.nan), right[:2], some[:2]), 8)
+    made = product_in_tiles(eqn, (left.at[18:].set(jnp.nan), right[:2], some[:2]), tile=8)
     np.testing.assert_allclose(made[:5], left[:5] @ right[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(made[11:], 0)
 
@@ -145,7 +198,7 @@ def test_at_most_twice_the_operations() -> None:
         left, right = (jax.ShapeDtypeStruct(s, HALF) for s in ((rows, 64), (groups, 64, 32)))
         sizes = jax.ShapeDtypeStruct((groups,), np.int32)
         (eqn,) = jax.make_jaxpr(lax.ragged_dot)(left, right, sizes).eqns
-        tiling = tiling_of(eqn, has_kernel=False)
+        tiling = tiling_of(eqn, LOOPS)
         assert tiling is not None
         assert tiling.rows == tile_rows(rows, groups, sums_rows=False)
         assert 1 < tiling.repeats <= 2 and tiling.held_bytes < left.size * 2

@@ -61,6 +61,19 @@ _KINDS = (
 )
 
 
+def known_capability(device_name: str) -> int:
+    """The major compute capability of one of NVIDIA's GPUs by its name; 0: no such name is known.
+
+    >>> [known_capability(x) for x in ("H100 SXM5 80GB", "NVIDIA A10", "Instinct H100", "mine")]
+    [9, 8, 0, 0]
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if words & {"AMD", "INSTINCT", "INTEL", "TPU", "CPU"}:
+        return 0
+    known = gpu_targets()["capabilities"]
+    return next((known[word] for word in sorted(words) if word in known), 0)
+
+
 def preset_of(device_kind: str) -> str | None:
     """The preset for the `device_kind` that JAX reports, or None."""
     return next((name for pattern, name in _KINDS if re.search(pattern, device_kind)), None)

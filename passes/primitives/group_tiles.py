@@ -2,19 +2,20 @@
 
 XLA:TPU (libtpu 0.0.42) has one for rows that meet the matrices of their groups, none for the sums
 over rows that are these matrices' gradients, nor for sizes of several dimensions; XLA:GPU and
-XLA:CPU (jax 0.10 and 0.11) have none. They write the rows once for each group, with zeros where
-they are in another, and multiply them all: with 8 experts 8 times the operations, and 8 copies of
-the activations: found by compiling for an H100 and a v5e. Here a loop visits each group's tiles of
-rows, as the kernels of MegaBlocks (Gale et al., MLSys '23) do: a tile in which groups meet is
-visited for each of them, and of its rows those of the group count. Tiles have about as many rows as
-groups have, so at most twice the operations are done where these are many (`tile_rows`).
+XLA:CPU (jax 0.10 and 0.11) have none. (GPUs have ours, for short floats: `group_kernels.py`.)
+They write the rows once for each group, with zeros where they are in another, and multiply them
+all: with 8 experts 8 times the operations, and 8 copies of the activations: found by compiling for
+an H100 and a v5e. Here a loop visits each group's tiles of rows, as the kernels of MegaBlocks (Gale
+et al., MLSys '23) do: a tile in which groups meet is visited for each of them, and of its rows
+those of the group count. Tiles have about as many rows as groups have, so at most twice the
+operations are done where these are many (`tile_rows`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,141 +23,36 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import BLOCK_PRODUCT
+from autopar.passes.primitives.group_kernels import Kernels, kernel_rows, suits_kernel
+from autopar.passes.primitives.group_tiling import LOOPS, GroupedMeans, tile_rows
 from autopar.passes.primitives.ragged_products import RaggedDims
 from autopar.passes.primitives.shardings import shape_of
 
-GROUPED = frozenset({"ragged_dot_general", BLOCK_PRODUCT})
 
-ROWS_BESIDE = 512
-"""Rows of a tile that take as long as copying the group's matrix: three passes over 2 bytes an
-element, 2 operations an element and row, on a GPU with 200 to 300 operations a byte (V100 to H200).
-"""
-ROWS_BESIDE_SUMS = 2048
-"""The same for adding to such a matrix in float32."""
-FEWEST_ROWS = 128
-"""Of a tile: what keeps a GPU's tensor cores busy with weights of usual sizes."""
-KERNELS_OF_VISIT = 5
-"""A tile is cut out, and its matrix; they are multiplied; rows are written; the loop counts."""
-KERNELS_OF_SUM = 7
-"""Which rows are a group's; both tiles; they are multiplied, added to the others, written; the loop
-counts. Both as XLA:GPU has them."""
-MOST_ROWS = 4096
-"""Of a tile: more make a product no quicker, and are more that groups share."""
-
-
-class Tiling(NamedTuple):
-    """How a device computes a grouped product.
-
-    Args:
-      rows: those of a tile.
-      kernels: for its tiles, at most, if as many rows are here as in the other groups' places.
-      repeats: how many times the operations are done of which the product consists.
-      held_bytes: beside operands and result.
-      moved_bytes: read and written in memory beside them.
-    """
-
-    rows: int
-    kernels: int
-    repeats: float
-    held_bytes: int
-    moved_bytes: int
-
-
-def tiling_of(
+def product_in_tiles(
     eqn: JaxprEqn,
-    has_kernel: bool,
-    shapes: Sequence[Sequence[int]] | None = None,
-    parts: int = 1,
-) -> Tiling | None:
-    """Of a grouped product, or one in blocks; None: that is not how it is computed.
-
-    Args:
-      eqn: any equation.
-      has_kernel: the compiler has one for rows that meet matrices.
-      shapes: of a device's parts of both operands and of the result; whole ones.
-      parts: in which rows are cut beside that, or blocks, or what has groups of its own.
-    """
-    if eqn.primitive.name not in GROUPED or eqn.params.get("group_offset") is not None:
-        return None
-    *whole, sizes = (shape_of(atom) for atom in eqn.invars)
-    left, right, result = shapes or (*whole, shape_of(eqn.outvars[0]))
-    groups = sizes[-1]
-    if eqn.primitive.name == BLOCK_PRODUCT:
-        left, right, result = left[1:], right[1:], result[1:]
-        groups, sizes, parts = math.prod(sizes), sizes[1:], 1
-    dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], len(left), len(right))
-    own = dims.prefix if len(sizes) > 1 else []
-    if dims.rows in dims.left_batch or 0 in (groups, *left, *right):
-        return None
-    if (has_kernel and not dims.sums_rows) or {*own} & {*dims.left_batch}:
-        return None
-    all_rows = math.prod(left[dim] for dim in (*own, dims.rows))
-    rows = max(all_rows // parts, 1)
-    tile = tile_rows(rows, groups, dims.sums_rows)
-    here = result[0] if dims.groups is None else right[dims.groups]
-    expected = max(rows * here // groups, 1)
-    visits = -(-expected // tile) + here - 1
-    numbers = [atom.aval.dtype.itemsize for atom in (*eqn.invars[:2], *eqn.outvars)]
-    one, other, made = (
-        math.prod(shape) * size for shape, size in zip((left, right, result), numbers, strict=True)
-    )
-    one = one // all_rows * tile
-    if dims.sums_rows:
-        other, matrix = other // all_rows * tile, made // here
-        wide = matrix * max(4 // numbers[2], 1)
-        held, moved = one + other + 2 * wide, 3 * (one + other) + 4 * wide + matrix
-    else:
-        matrix, made = other // here, made // all_rows * tile
-        held, moved = one + matrix + made, 3 * (one + matrix) + 4 * made
-    kernels = visits * (KERNELS_OF_SUM if dims.sums_rows else KERNELS_OF_VISIT)
-    return Tiling(tile, kernels, visits * tile / expected, held, visits * moved)
-
-
-def row_dims(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dimensions of a grouped product's left operand in which its rows are."""
-    left, right, sizes = (len(shape_of(atom)) for atom in eqn.invars[:3])
-    blocks = eqn.primitive.name == BLOCK_PRODUCT
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    dims = RaggedDims(numbers, left - blocks, right - blocks)
-    own = dims.prefix if sizes - blocks > 1 else []
-    return tuple(dim + blocks for dim in (*own, dims.rows))
-
-
-def tile_rows(rows: int, groups: int, sums_rows: bool) -> int:
-    """The rows of a tile: a power of two near those with which a product takes least.
-
-    With tiles of t rows, so many visits take rows / t + groups of them, each for t rows and for
-    what it moves beside them.
-
-    >>> tile_rows(16384, 8, False), tile_rows(65536, 8, False), tile_rows(49152, 64, False)
-    (1024, 2048, 512)
-    """
-    beside = ROWS_BESIDE_SUMS if sums_rows else ROWS_BESIDE
-    best = round(math.log2(rows * beside / groups) / 2)
-    return min(max(2**best, FEWEST_ROWS), MOST_ROWS, rows)
-
-
-def product_in_tiles(eqn: JaxprEqn, operands: Sequence[Any], tile: int | None = None) -> Any:
+    operands: Sequence[Any],
+    means: GroupedMeans = LOOPS,
+    tile: int | None = None,
+    interpret: bool = False,
+) -> Any:
     """What an equation with a `tiling_of` its own computes of operands that may be cut.
 
     Args:
       eqn: a grouped product, or one in blocks.
       operands: rows, matrices (or rows), and the sizes of the groups that are here.
+      means: our kernels, or none.
       tile: its rows; as many as suit the operands.
+      interpret: kernels as programs for CPUs, to try them.
     """
+    kernels = None
+    if means.tiles is not None and suits_kernel(eqn):
+        kernels = Kernels(means.tiles, interpret)
     if eqn.primitive.name != BLOCK_PRODUCT:
-        return _product(eqn, shape_of(eqn.invars[2])[-1], operands, tile)
+        return _product(eqn, shape_of(eqn.invars[2])[-1], operands, tile, kernels)
     groups = math.prod(shape_of(eqn.invars[2]))
     blocks = zip(*operands, strict=True)
-    return jnp.stack([_product(eqn, groups, block, tile) for block in blocks])
-
-
-def has_parts(eqn: JaxprEqn) -> bool:
-    """Whether rows of a grouped product that meet matrices have parts with groups of their own."""
-    if eqn.primitive.name != "ragged_dot_general" or len(shape_of(eqn.invars[2])) == 1:
-        return False
-    dims = RaggedDims.of(eqn)
-    return dims.rows in dims.left_kept and not dims.left_batch
+    return jnp.stack([_product(eqn, groups, block, tile, kernels) for block in blocks])
 
 
 def product_by_parts(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
@@ -188,11 +84,20 @@ def _as_kept(made: Any, dims: RaggedDims, first: Sequence[int]) -> Any:
     return jnp.transpose(made, (*places, *range(len(kept), made.ndim)))
 
 
-def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | None) -> Any:
+def _product(
+    eqn: JaxprEqn,
+    groups: int,
+    operands: Sequence[Any],
+    tile: int | None,
+    kernels: Kernels | None,
+) -> Any:
     """Of groups that may be a part of so many."""
     left, right, sizes = operands
     dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], left.ndim, right.ndim)
     rows, parts = left.shape[dims.rows], math.prod(sizes.shape[:-1])
+    if kernels is not None:
+        tile = kernel_rows(parts * rows, groups, kernels.tiles)
+        return _by_kernel(eqn, dims, operands, kernels, tile)
     tile = min(tile or tile_rows(parts * rows, groups, dims.sums_rows), parts * rows)
     is_part = sizes.shape[-1] < groups
     if sizes.ndim == 1:
@@ -211,6 +116,32 @@ def _product(eqn: JaxprEqn, groups: int, operands: Sequence[Any], tile: int | No
     first = (*own, dims.rows)
     shape = [operands[0].shape[dim] for dim in first]
     return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, first)
+
+
+def _by_kernel(
+    eqn: JaxprEqn, dims: RaggedDims, operands: Sequence[Any], kernels: Kernels, tile: int
+) -> Any:
+    """The same by a kernel of ours."""
+    left, right, sizes = operands
+    dtype, own, index = eqn.outvars[0].aval.dtype, dims.prefix if sizes.ndim > 1 else [], None
+    rows, shape = left.shape[dims.rows], [left.shape[dim] for dim in (*dims.prefix, dims.rows)]
+    left = _folded(left, (*own, dims.rows))
+    if dims.sums_rows:
+        right = _folded(right, [dims.in_right(dim) for dim in (*own, dims.rows)])
+    else:
+        # What is in no group comes last.
+        ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32), axis=-1), rows)
+        ends = jnp.concatenate([ends, jnp.full((*ends.shape[:-1], 1), rows, jnp.int32)], axis=-1)
+        sizes = jnp.diff(ends, axis=-1, prepend=jnp.zeros((*ends.shape[:-1], 1), jnp.int32))
+    if own:
+        index, _, sizes = _by_group(sizes.reshape(-1, sizes.shape[-1]), rows)
+    if dims.sums_rows:
+        return kernels.sums(left, right, sizes, index, dtype)
+    is_turned = dims.right_contracted[0] == 2
+    made = kernels.rows(left, right, sizes, index, dtype, is_turned=is_turned, tile_rows=tile)
+    if not own:
+        return made
+    return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, (*own, dims.rows))
 
 
 def _by_group(sizes: Any, rows: int) -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from autopar.passes.graph.host_values import is_put_away
 from autopar.passes.graph.microbatched import Microbatched, Task
 from autopar.passes.graph.primitives import CONTROL_FLOW, OPENS_GROUP, UNFUSED
 from autopar.passes.primitives.factor_rule import Rules
-from autopar.passes.primitives.group_tiles import GROUPED
+from autopar.passes.primitives.group_tiling import GROUPED
 from autopar.passes.primitives.own_rules import elementwise
 from autopar.passes.sharding import strategies as st
 from autopar.passes.sharding.control_flow import ControlFlowBuilder

@@ -168,10 +168,11 @@ assignment too):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
 
+from autopar.base.hardware import known_capability
 from autopar.base.run_flags import COMBINED_BYTES
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import (
@@ -183,6 +184,8 @@ from autopar.passes.graph.primitives import (
     SCATTERS,
     SORTS,
 )
+from autopar.passes.primitives.group_kernels import KERNEL_TILES
+from autopar.passes.primitives.group_tiling import LOOPS, GroupedMeans
 from autopar.passes.sharding.heap import LIFE, SIZE, TIME
 
 GPU, CPU, TPU = "gpu", "cpu", "tpu"
@@ -269,8 +272,8 @@ class CompilerRules:
       combined_bytes: sums of less are combined in an array of their own, and not done in place.
       copies_in: some arguments and results are held in another order inside (`boundary_copies.py`).
       has_tiles: arrays lie in whole tiles (`tiles.py`).
-      grouped_kernel: there is one for grouped products of rows and matrices; the others are
-        computed by a loop (`group_tiles.py`).
+      grouped: how grouped products are computed (`group_tiling.py`); `rules_of` says which GPUs
+        have kernels of ours.
     """
 
     backend: str
@@ -298,7 +301,7 @@ class CompilerRules:
     combined_bytes: int = 0
     copies_in: bool = False
     has_tiles: bool = False
-    grouped_kernel: bool = False
+    grouped: GroupedMeans = LOOPS
 
     def takes_in(self, eqn: JaxprEqn, place: int) -> bool:
         """Whether an equation can compute its operand at a place itself."""
@@ -371,7 +374,7 @@ RULES = {
         turns_scatters=True,
         copies_in=True,
         has_tiles=True,
-        grouped_kernel=True,
+        grouped=GroupedMeans(has_kernel=True),
     ),
 }
 
@@ -388,7 +391,11 @@ def backend_of(device_name: str) -> str:
 
 def rules_of(device_name: str) -> CompilerRules:
     """The rules for a kind of device."""
-    return RULES[backend_of(device_name)]
+    rules = RULES[backend_of(device_name)]
+    tiles = KERNEL_TILES.get(known_capability(device_name))
+    if rules.backend != GPU or tiles is None:
+        return rules
+    return replace(rules, grouped=GroupedMeans(tiles=tiles))
 
 
 def is_same_buffer(eqn: JaxprEqn, bytes_read: int, bytes_made: int) -> bool:

@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
-from autopar.passes.primitives.group_tiles import GROUPED, has_parts, tiling_of
+from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
 from autopar.passes.sharding.boundary_copies import boundary_copies
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
@@ -357,8 +357,8 @@ class _Moments:
         if eqn.primitive.name in GROUPED:
             values = *instruction.operands[:2], *instruction.results
             shapes = [local_shape(aval_shape(v.atom), v.layout, self.mesh) for v in values]
-            tiling = tiling_of(eqn, self.rules.grouped_kernel, shapes)
-            if tiling is None and self.rules.grouped_kernel and has_parts(eqn):
+            tiling = tiling_of(eqn, self.rules.grouped, shapes)
+            if tiling is None and self.rules.grouped.has_kernel and has_parts(eqn):
                 rows = (instruction.operands[0], *instruction.results)
                 return sum(map(self.size, rows)), "rows in the order of their groups"
             return tiling.held_bytes if tiling else 0, "a tile of a grouped product"

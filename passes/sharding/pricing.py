@@ -16,7 +16,7 @@ from autopar.passes.graph.primitives import KERNELS, PRODUCTS
 from autopar.passes.primitives.exchanges import EXPECTED_ROUNDS
 from autopar.passes.primitives.factor_rule import FactorRule
 from autopar.passes.primitives.flops import flops
-from autopar.passes.primitives.group_tiles import (
+from autopar.passes.primitives.group_tiling import (
     GROUPED,
     Tiling,
     has_parts,
@@ -72,7 +72,7 @@ class Pricing:
         # By the ids of lists of layouts, which the tables keep.
         self.resharding = self.tables.resharding.setdefault((cluster, reduce_scatter), {})
         self._compute: dict[Any, float] = {}
-        self._grouped_kernel = rules_of(cluster.device.name).grouped_kernel
+        self._grouped = rules_of(cluster.device.name).grouped
 
     def reshard(
         self,
@@ -170,7 +170,7 @@ class Pricing:
         """How a grouped product is computed."""
         if eqn.primitive.name not in GROUPED:
             return None
-        return tiling_of(eqn, self._grouped_kernel, parts=row_parts)
+        return tiling_of(eqn, self._grouped, parts=row_parts)
 
     def _compute_seconds(
         self, eqn: JaxprEqn, rule: FactorRule, moved: float, row_parts: int
@@ -185,7 +185,7 @@ class Pricing:
         if tiling is not None:
             count *= tiling.repeats
             moved += tiling.moved_bytes * row_parts
-        elif self._grouped_kernel and eqn.primitive.name in GROUPED and has_parts(eqn):
+        elif self._grouped.has_kernel and eqn.primitive.name in GROUPED and has_parts(eqn):
             # Rows are put in the order of their groups, and back.
             moved += 2 * (value_bytes(eqn.invars[0]) + value_bytes(eqn.outvars[0]))
         return max(

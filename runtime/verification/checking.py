@@ -27,7 +27,7 @@ from autopar.passes.pieces.pieces import Runnable
 from autopar.passes.pipeline.buffer_memory import LiveBytes, input_bytes, live_bytes
 from autopar.passes.pipeline.instructions import Buffer, Instruction, PipelineProgram, Run
 from autopar.passes.primitives.populate import populate
-from autopar.passes.sharding.compiler_rules import RULES, rules_of
+from autopar.passes.sharding.compiler_rules import rules_of
 from autopar.passes.sharding.peak_memory import peak
 from autopar.passes.sharding.pricing import Pricing
 from autopar.passes.sharding.traffic import MemoryTraffic
@@ -134,7 +134,7 @@ def _on_target(
     this kind.
     """
     peaks = [stage.peak_bytes_per_device for stage in plan.stages]
-    own, rules = str(plan.cluster["device"]["name"]), RULES[target.platform]
+    own, rules = str(plan.cluster["device"]["name"]), rules_of(target.device_name)
     if rules_of(own) == rules:
         return runnable, peaks, ""
     programs = tuple(dataclasses.replace(x, rules=rules) for x in runnable.pieces.programs)

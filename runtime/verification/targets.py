@@ -102,6 +102,11 @@ class Target:
             total *= int(size)
         return total
 
+    @property
+    def device_name(self) -> str:
+        """A name that says what kind of device it is."""
+        return {"gpu": self.kind.upper(), "tpu": f"TPU {self.kind}"}.get(self.platform, "cpu")
+
     def environment(self) -> Mapping[str, str]:
         """What the environment of a process that compiles for it must have."""
         own = {"JAX_PLATFORMS": "cpu"}
