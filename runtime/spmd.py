@@ -20,6 +20,7 @@ from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
 from autopar.arrays.typed_keys import is_key
+from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.jax_compat import source_context
 from autopar.passes.graph.primitives import MATRIX_FUNCTIONS
 from autopar.passes.graph.scans import ScanParts
@@ -28,6 +29,12 @@ from autopar.passes.primitives.group_tiles import product_by_parts, product_in_t
 from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
 from autopar.passes.primitives.localize import bind_local
 from autopar.passes.sharding.compiler_rules import CPU, RULES, CompilerRules, is_filter_gradient
+from autopar.passes.sharding.kernel_orders import (
+    gathered_for_kernels,
+    is_kernel,
+    orders_of_sums,
+    read_by_kernels,
+)
 from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.reshard import HOST_COPIES, ReshardStep
 from autopar.passes.sharding.run_order import after_ties, ties
@@ -39,12 +46,14 @@ from autopar.passes.sharding.spmd_program import (
     Loop,
     Relayout,
     ShardedValue,
+    is_literal,
     reads,
     writes,
 )
 from autopar.passes.sharding.turned_gathers import turned_gathers
 from autopar.passes.sharding.turned_sums import turned_sums
 from autopar.passes.sharding.waiting import Tie
+from autopar.runtime.all_reduce import all_reduce
 from autopar.runtime.matrices import one_by_one
 from autopar.runtime.turned_arrays import TurnedArray
 
@@ -81,6 +90,9 @@ class _Device:
 
     def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...], rules: CompilerRules):
         self.mesh, self.names, self.rules = mesh, names, rules
+        # Of sums by kernels of ours the orders in memory, and the matrices that these read.
+        self.orders: dict[ShardedValue, tuple[int, ...]] = {}
+        self.by_kernels: frozenset[ShardedValue] = frozenset()
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
 
     def axes(self, axes: Sequence[int]) -> tuple[str, ...]:
@@ -102,18 +114,27 @@ class _Device:
         )
 
     def block(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
-        outer, self.places = self.places, {}  # a loop's body is a trace of its own
+        # A loop's body is a trace of its own.
+        outer = self.places, self.orders, self.by_kernels
+        self.places, self.orders, self.by_kernels = {}, {}, frozenset()
         try:
             return self.run(block, arrays)
         finally:
-            self.places = outer
+            self.places, self.orders, self.by_kernels = outer
 
     def run(self, block: Block, arrays: Sequence[Any]) -> list[Any]:
         env: Env = dict(zip(block.inputs, arrays, strict=True))
         waiting = ties(block, self.mesh, self.rules.keeps_order)
         orders = turned_sums(block, self.rules.turns_scatters) if self.rules.turns_sums else {}
         turned = {reads(block.instructions[n])[0]: order for n, order in orders.items()}
-        as_gathered = turned_gathers(block) if self.rules.turns_gathers else ()
+        as_gathered = turned_gathers(block) if self.rules.turns_gathers else frozenset()
+        as_gathered |= gathered_for_kernels(block, self.rules.grouped)
+        self.by_kernels = read_by_kernels(block, self.rules.grouped)
+        of_sums = orders_of_sums(block, self.rules.grouped)
+        orders |= of_sums
+        of_sums_by_value = {reads(block.instructions[n])[0]: x for n, x in of_sums.items()}
+        turned |= of_sums_by_value
+        self.orders.update(of_sums_by_value)
         postponed = after_ties(block, waiting)
         later: dict[int, list[int]] = {}
         for number, after in postponed.items():
@@ -172,6 +193,14 @@ class _Device:
 
     def compute(self, env: Env, instruction: Compute) -> None:
         eqn = instruction.eqn
+        if is_barrier(eqn) and not self.by_kernels.isdisjoint(instruction.operands):
+            values = [
+                (self.as_it_lies if x in self.by_kernels else self.read)(env, x)
+                for x in instruction.operands
+            ]
+            passed = lax.optimization_barrier(values)
+            env.update(zip(instruction.results, passed, strict=True))
+            return
         operands = [self.read(env, version) for version in instruction.operands]
         with source_context(eqn):
             if instruction.once:
@@ -182,16 +211,33 @@ class _Device:
                 operands,
                 [self.cuts(v.layout) for v in instruction.operands],
                 [self.cuts(v.layout) for v in instruction.results],
-                self.bind,
+                functools.partial(self.bind, order=self.order(env, instruction)),
             )
         if self.rules.keeps_order and is_filter_gradient(eqn):
             results = [with_layout_constraint(x, Order(tuple(range(x.ndim)))) for x in results]
         env.update(zip(instruction.results, results, strict=True))
 
-    def bind(self, eqn: Any, operands: Sequence[Any], changes: Mapping[str, Any]) -> list[Any]:
+    def order(self, env: Env, instruction: Compute) -> tuple[int, ...]:
+        """That of the matrices which a kernel of ours reads or writes, as they lie in memory."""
+        usual = (0, 1, 2)
+        if not is_kernel(instruction.eqn, self.rules.grouped):
+            return usual
+        if instruction.results[0] in self.orders:
+            return self.orders[instruction.results[0]]
+        matrices = instruction.operands[1]
+        lies = None if is_literal(matrices) else env[matrices]
+        return lies.order if isinstance(lies, TurnedArray) else usual
+
+    def bind(
+        self,
+        eqn: Any,
+        operands: Sequence[Any],
+        changes: Mapping[str, Any],
+        order: tuple[int, ...] = (0, 1, 2),
+    ) -> list[Any]:
         if eqn.primitive.name in GROUPED and not changes:
             if tiling_of(eqn, self.rules.grouped) is not None:
-                return [product_in_tiles(eqn, operands, self.rules.grouped)]
+                return [product_in_tiles(eqn, operands, self.rules.grouped, order)]
             if self.rules.grouped.has_kernel and has_parts(eqn):
                 return [product_by_parts(eqn, operands)]
         if self.rules.backend == CPU and eqn.primitive.name in MATRIX_FUNCTIONS:
@@ -339,48 +385,3 @@ def _like(value: Any, reference: Any) -> Any:
     ):
         return value
     return lax.convert_element_type(value, reference.dtype)
-
-
-_BITWISE = {"and": jnp.bitwise_and, "or": jnp.bitwise_or}
-
-
-def all_reduce(value: Any, names: tuple[str, ...], monoid: str) -> Any:
-    """The devices' values combined by a monoid, within `jax.shard_map`."""
-    if monoid == "sum":
-        return lax.psum(value, names)
-    if monoid == "prod":
-        return jnp.prod(lax.all_gather(value, names), axis=0, dtype=value.dtype)
-    if monoid in _BITWISE and value.dtype != jnp.bool_:  # of numbers, these are no extremes
-        return _BITWISE[monoid].reduce(lax.all_gather(value, names), axis=0)
-    greatest = monoid in ("max", "or")
-    extreme = lax.pmax if greatest else lax.pmin
-    if value.dtype == jnp.bool_:
-        return extreme(value.astype(jnp.int32), names).astype(jnp.bool_)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        return extreme(value, names)
-    if value.dtype.itemsize == 1:  # of eight bits, some have no pattern for what follows
-        return all_reduce(value.astype(jnp.float32), names, monoid).astype(value.dtype)
-    return _from_ordered(extreme(_ordered(value, greatest), names), value.dtype)
-
-
-# XLA's and NCCL's extremes over devices drop NaN, those of integers have nothing to drop: the bits
-# of floats in the order of their numbers, with NaN at the end that wins.
-
-
-def _ordered(value: Any, nan_is_greatest: bool) -> Any:
-    """Integers of the same size in the same order."""
-    integer = jnp.dtype(f"int{8 * value.dtype.itemsize}")
-    limits = jnp.iinfo(integer)
-    ordered = _flipped(lax.bitcast_convert_type(value, integer))
-    nan = limits.max if nan_is_greatest else limits.min
-    return jnp.where(jnp.isnan(value), jnp.array(nan, integer), ordered)
-
-
-def _from_ordered(ordered: Any, dtype: Any) -> Any:
-    return lax.bitcast_convert_type(_flipped(ordered), dtype)
-
-
-def _flipped(bits: Any) -> Any:
-    """The magnitude's bits of negative numbers turned round: its own inverse."""
-    largest = jnp.iinfo(bits.dtype).max
-    return jnp.where(bits < 0, bits ^ jnp.array(largest, bits.dtype), bits)

@@ -39,11 +39,10 @@ class TurnedArray:
         """In the program's order."""
         return lax.transpose(self.array, _places(self.order))
 
-    def row(self, place: Any) -> Any:
-        """One of the slices along the value's first dimension, in the program's order."""
-        dim = self.order.index(0)
-        row = lax.dynamic_index_in_dim(self.array, place, dim, keepdims=False)
-        return lax.transpose(row, _places([other - 1 for other in self.order if other]))
+    def row(self, place: Any) -> TurnedArray:
+        """One of the slices along the value's first dimension."""
+        row = lax.dynamic_index_in_dim(self.array, place, self.order.index(0), keepdims=False)
+        return TurnedArray(row, tuple(other - 1 for other in self.order if other))
 
 
 def _places(order: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import P
 
-from autopar.runtime.spmd import all_reduce
+from autopar.runtime.all_reduce import all_reduce
 
 FLOATS = ["float64", "float32", "bfloat16", "float16"]
 TINY = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_tiles_make_up_the_product(case: str) -> None:
             np.testing.assert_allclose(made, wanted, rtol=error, atol=error)
 
 
-SMALL_TILES = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 0.5))
+SMALL_TILES = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 0.5), interpret=True)
 UNUSUAL = {"groups last", "a batch", "sums of a batch", "parts around", "sums of parts and more"}
 
 
@@ -132,11 +133,21 @@ def test_kernels_make_up_the_product(case: str) -> None:
     assert suits_kernel(eqn) == (case not in UNUSUAL)
     if case in UNUSUAL:
         return
-    by_kernel = jax.jit(lambda *xs: product_in_tiles(eqn, xs, SMALL_TILES, interpret=True))
+    by_kernel = jax.jit(lambda *xs: product_in_tiles(eqn, xs, SMALL_TILES))
     for sizes in all_sizes:
         made, wanted = by_kernel(left, right, sizes), product(left, right, sizes)
         assert made.dtype == wanted.dtype
         made, wanted = (np.asarray(x, np.float32) for x in (made, wanted))
+        np.testing.assert_allclose(made, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
+def test_kernels_take_matrices_as_they_lie(order: tuple[int, int, int]) -> None:
+    for case in ("rows", "back to rows", "sums", "parts", "sums of parts"):
+        product, eqn, left, right, all_sizes = product_of(case, jnp.bfloat16)
+        operands = (left, right, all_sizes[0])
+        made = product_in_tiles(eqn, operands, SMALL_TILES, order)
+        made, wanted = (np.asarray(x, np.float32) for x in (made, product(*operands)))
         np.testing.assert_allclose(made, wanted, rtol=2e-2, atol=2e-2)
 
 
@@ -148,7 +159,7 @@ def test_kernels_read_no_row_of_other_groups() -> None:
         spoilt = left.at[..., 18:, :].set(jnp.nan)
         if part:
             right, sizes = right[:2], sizes[:2]
-        made = product_in_tiles(eqn, (spoilt, right, sizes), SMALL_TILES, interpret=True)
+        made = product_in_tiles(eqn, (spoilt, right, sizes), SMALL_TILES)
         wanted = product(left, right, sizes)
         np.testing.assert_allclose(
             np.asarray(made, np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2

@@ -89,6 +89,12 @@ def kernel_rows(rows: int, groups: int, tiles: KernelTiles) -> int:
     return _fitting(max(rows // groups, 1), tiles.rows)
 
 
+GROUP, DEPTH, COLUMN = "group", "depth", "column"
+Roles = tuple[str, str, str]
+"""What each dimension of matrices is, as they lie in memory: their group, what is summed over, or
+the columns of the result."""
+
+
 class _Grid(NamedTuple):
     """How a result is cut into tiles: their sizes, and how many columns of tiles there are."""
 
@@ -113,37 +119,40 @@ class Kernels:
         index: Any,
         dtype: Any,
         *,
-        is_turned: bool,
+        roles: Roles,
         tile_rows: int,
     ) -> Any:
         """Every row with the matrix of its group: [rows, m], [groups, m, n] -> [rows, n].
 
         Args:
           left: the rows.
-          right: the matrices; [groups, n, m] if they are turned.
+          right: the matrices.
           sizes: of the groups, and last of the rows that are in none, whose results are zero.
           index: where the rows are, in the order of their groups; None: they are in that order.
           dtype: of the result.
-          is_turned: the matrices are.
+          roles: what the dimensions of the matrices are.
           tile_rows: of a tile.
         """
         rows, depth = left.shape
-        groups, columns = right.shape[0], right.shape[1 if is_turned else 2]
+        groups, columns = (right.shape[roles.index(role)] for role in (GROUP, COLUMN))
         width = _fitting(columns, self.tiles.columns)
         grid = _Grid(tile_rows, width, _fitting(depth, self.tiles.depth), -(-columns // width))
         group, first, end = _visits(sizes, grid.rows, rows)
         has_index = index is not None
         kernel = functools.partial(
-            _rows_kernel, grid=grid, groups=groups, is_turned=is_turned, has_index=has_index
+            _rows_kernel, grid=grid, groups=groups, roles=roles, has_index=has_index
         )
         operands = (group, first, end, *([index] if has_index else []), left, right)
         result = jax.ShapeDtypeStruct((rows, columns), dtype)
         return self._call(kernel, operands, result, group.shape[0] * grid.across)
 
-    def sums(self, left: Any, right: Any, sizes: Any, index: Any, dtype: Any) -> Any:
+    def sums(
+        self, left: Any, right: Any, sizes: Any, index: Any, dtype: Any, *, group_place: int = 0
+    ) -> Any:
         """Of each group the product of its rows: [rows, m], [rows, n] -> [groups, m, n].
 
         Args: as those of `rows`, with sizes of the groups alone.
+          group_place: which dimension of the result has the groups.
         """
         rows, height = left.shape
         columns = right.shape[1]
@@ -155,9 +164,13 @@ class Kernels:
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), rows)
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
         has_index = index is not None
-        kernel = functools.partial(_sums_kernel, grid=grid, down=down, has_index=has_index)
+        kernel = functools.partial(
+            _sums_kernel, grid=grid, down=down, group_place=group_place, has_index=has_index
+        )
         operands = (starts, ends, *([index] if has_index else []), left, right)
-        result = jax.ShapeDtypeStruct((sizes.shape[0], height, columns), dtype)
+        shape = [height, columns]
+        shape.insert(group_place, sizes.shape[0])
+        result = jax.ShapeDtypeStruct(tuple(shape), dtype)
         return self._call(kernel, operands, result, sizes.shape[0] * down * grid.across)
 
     def _call(
@@ -209,6 +222,10 @@ def _load(ref: Any, places: tuple[Any, ...], masks: Sequence[Any]) -> Any:
     return triton.load(ref.at[places], mask=jnp.broadcast_to(mask, shape), other=0)
 
 
+def _down(places: Any) -> Any:
+    return places[:, None]
+
+
 def _inside(places: Any, size: int, tile: int) -> list[Any]:
     """The mask of those that there are, where tiles do not divide a dimension."""
     return [places < size] if size % tile else []
@@ -221,13 +238,15 @@ def _rows_kernel(
     *refs: Any,
     grid: _Grid,
     groups: int,
-    is_turned: bool,
+    roles: Roles,
     has_index: bool,
 ) -> None:
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
     *index_ref, left, right, made = refs
+    # What is next to each other in memory is read together.
+    is_turned = roles.index(COLUMN) < roles.index(DEPTH)
     number = pallas.program_id(0)
     visit, across = number // grid.across, number % grid.across
     group, first, end = group_ref[visit], first_ref[visit], end_ref[visit]
@@ -247,11 +266,12 @@ def _rows_kernel(
             left, (row[:, None], place[None]), [is_row[:, None], *(x[None] for x in inside)]
         )
         if is_turned:
-            masks = [*(x[:, None] for x in known), *(x[None] for x in inside)]
-            matrix = _load(right, (group, column[:, None], place[None]), masks)
+            at = {GROUP: group, COLUMN: _down(column), DEPTH: place[None]}
+            masks = [*map(_down, known), *(x[None] for x in inside)]
         else:
-            masks = [*(x[:, None] for x in inside), *(x[None] for x in known)]
-            matrix = _load(right, (group, place[:, None], column[None]), masks)
+            at = {GROUP: group, DEPTH: _down(place), COLUMN: column[None]}
+            masks = [*map(_down, inside), *(x[None] for x in known)]
+        matrix = _load(right, tuple(at[role] for role in roles), masks)
         return total + triton.dot(tile, matrix, trans_b=is_turned)
 
     # Rows of no group are after those of the last one.
@@ -267,7 +287,13 @@ def _rows_kernel(
 
 
 def _sums_kernel(
-    start_ref: Any, end_ref: Any, *refs: Any, grid: _Grid, down: int, has_index: bool
+    start_ref: Any,
+    end_ref: Any,
+    *refs: Any,
+    grid: _Grid,
+    down: int,
+    group_place: int,
+    has_index: bool,
 ) -> None:
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
@@ -278,8 +304,8 @@ def _sums_kernel(
     start, end = start_ref[group], end_ref[group]
     line = inner // grid.across * grid.rows + jnp.arange(grid.rows, dtype=jnp.int32)
     column = inner % grid.across * grid.columns + jnp.arange(grid.columns, dtype=jnp.int32)
-    lines = _inside(line, made.shape[1], grid.rows)
-    columns = _inside(column, made.shape[2], grid.columns)
+    lines = _inside(line, left.shape[1], grid.rows)
+    columns = _inside(column, right.shape[1], grid.columns)
 
     def add(step: Any, total: Any) -> Any:
         row = start + step * grid.depth + jnp.arange(grid.depth, dtype=jnp.int32)
@@ -294,7 +320,9 @@ def _sums_kernel(
     steps = pallas.cdiv(end - start, grid.depth)
     total = lax.fori_loop(0, steps, add, jnp.zeros((grid.rows, grid.columns), jnp.float32))
     masks = [*(x[:, None] for x in lines), *(x[None] for x in columns)]
-    place = made.at[group, line[:, None], column[None]]
+    at = [line[:, None], column[None]]
+    at.insert(group_place, group)
+    place = made.at[tuple(at)]
     value = total.astype(made.dtype)
     if masks:
         mask = functools.reduce(jnp.logical_and, masks)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,14 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.primitives import BLOCK_PRODUCT
-from autopar.passes.primitives.group_kernels import Kernels, kernel_rows, suits_kernel
+from autopar.passes.primitives.group_kernels import (
+    COLUMN,
+    DEPTH,
+    GROUP,
+    Kernels,
+    kernel_rows,
+    suits_kernel,
+)
 from autopar.passes.primitives.group_tiling import LOOPS, GroupedMeans, tile_rows
 from autopar.passes.primitives.ragged_products import RaggedDims
 from autopar.passes.primitives.shardings import shape_of
@@ -33,8 +40,8 @@ def product_in_tiles(
     eqn: JaxprEqn,
     operands: Sequence[Any],
     means: GroupedMeans = LOOPS,
+    order: Sequence[int] = (0, 1, 2),
     tile: int | None = None,
-    interpret: bool = False,
 ) -> Any:
     """What an equation with a `tiling_of` its own computes of operands that may be cut.
 
@@ -42,12 +49,12 @@ def product_in_tiles(
       eqn: a grouped product, or one in blocks.
       operands: rows, matrices (or rows), and the sizes of the groups that are here.
       means: our kernels, or none.
+      order: in which one of ours reads the dimensions of matrices, or writes those of sums.
       tile: its rows; as many as suit the operands.
-      interpret: kernels as programs for CPUs, to try them.
     """
     kernels = None
     if means.tiles is not None and suits_kernel(eqn):
-        kernels = Kernels(means.tiles, interpret)
+        kernels = OrderedKernels(Kernels(means.tiles, means.interpret), tuple(order))
     if eqn.primitive.name != BLOCK_PRODUCT:
         return _product(eqn, shape_of(eqn.invars[2])[-1], operands, tile, kernels)
     groups = math.prod(shape_of(eqn.invars[2]))
@@ -89,14 +96,14 @@ def _product(
     groups: int,
     operands: Sequence[Any],
     tile: int | None,
-    kernels: Kernels | None,
+    kernels: OrderedKernels | None,
 ) -> Any:
     """Of groups that may be a part of so many."""
     left, right, sizes = operands
     dims = RaggedDims(eqn.params["ragged_dot_dimension_numbers"], left.ndim, right.ndim)
     rows, parts = left.shape[dims.rows], math.prod(sizes.shape[:-1])
     if kernels is not None:
-        tile = kernel_rows(parts * rows, groups, kernels.tiles)
+        tile = kernel_rows(parts * rows, groups, kernels.kernels.tiles)
         return _by_kernel(eqn, dims, operands, kernels, tile)
     tile = min(tile or tile_rows(parts * rows, groups, dims.sums_rows), parts * rows)
     is_part = sizes.shape[-1] < groups
@@ -118,8 +125,15 @@ def _product(
     return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, first)
 
 
+class OrderedKernels(NamedTuple):
+    """Our kernels, and the order of the dimensions of matrices in memory."""
+
+    kernels: Kernels
+    order: tuple[int, ...]
+
+
 def _by_kernel(
-    eqn: JaxprEqn, dims: RaggedDims, operands: Sequence[Any], kernels: Kernels, tile: int
+    eqn: JaxprEqn, dims: RaggedDims, operands: Sequence[Any], ordered: OrderedKernels, tile: int
 ) -> Any:
     """The same by a kernel of ours."""
     left, right, sizes = operands
@@ -135,10 +149,17 @@ def _by_kernel(
         sizes = jnp.diff(ends, axis=-1, prepend=jnp.zeros((*ends.shape[:-1], 1), jnp.int32))
     if own:
         index, _, sizes = _by_group(sizes.reshape(-1, sizes.shape[-1]), rows)
+    kernels, order = ordered
     if dims.sums_rows:
-        return kernels.sums(left, right, sizes, index, dtype)
-    is_turned = dims.right_contracted[0] == 2
-    made = kernels.rows(left, right, sizes, index, dtype, is_turned=is_turned, tile_rows=tile)
+        if order.index(2) < order.index(1):  # the product of both in the other order
+            left, right = right, left
+        made = kernels.sums(left, right, sizes, index, dtype, group_place=order.index(0))
+        return lax.transpose(made, [*map(order.index, range(3))])
+    names = (GROUP, DEPTH, COLUMN) if dims.right_contracted[0] == 1 else (GROUP, COLUMN, DEPTH)
+    a, b, c = order
+    right = lax.transpose(right, order)
+    roles = (names[a], names[b], names[c])
+    made = kernels.rows(left, right, sizes, index, dtype, roles=roles, tile_rows=tile)
     if not own:
         return made
     return _as_kept(made.reshape(*shape, *made.shape[1:]), dims, (*own, dims.rows))

@@ -49,10 +49,12 @@ class GroupedMeans(NamedTuple):
     Args:
       has_kernel: the compiler has one for rows that meet matrices.
       tiles: those of our kernels; None: they do not run there.
+      interpret: our kernels run as programs for CPUs, to try them.
     """
 
     has_kernel: bool = False
     tiles: KernelTiles | None = None
+    interpret: bool = False
 
 
 LOOPS = GroupedMeans()

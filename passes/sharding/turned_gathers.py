@@ -31,14 +31,19 @@ def turned_gathers(block: Block) -> frozenset[ShardedValue]:
 
     Nothing else reads it, nor a loop's constant that it is.
     """
-    found = {
+    found = may_be_turned(block)
+    return frozenset(_only_sliced(block, found) if found else ())
+
+
+def may_be_turned(block: Block) -> set[ShardedValue]:
+    """What gathers alone make, along another dimension than the first."""
+    return {
         instruction.target
         for instruction in _gathers_across(block)
         if not instruction.sum_dtype
         and all(step.kind == "all-gather" for step in instruction.steps)
         and not is_key(instruction.target.atom.aval.dtype)
     }
-    return frozenset(_only_sliced(block, found) if found else ())
 
 
 def copied_for_loops(block: Block) -> frozenset[ShardedValue]:

@@ -137,7 +137,7 @@ def test_an_array_in_another_order() -> None:
     assert turned.order == (3, 2, 0, 1)
     assert turned.array.shape == (5, 4, 2, 3)
     np.testing.assert_array_equal(turned.value, value)
-    np.testing.assert_array_equal(turned.row(1), value[1])
+    np.testing.assert_array_equal(turned.row(1).value, value[1])
     leaves, tree = jax.tree.flatten(turned)
     assert len(leaves) == 1
     assert jax.tree.unflatten(tree, leaves).order == turned.order
