@@ -392,7 +392,7 @@ class LayoutSearch:
             first = min(waiting, key=lambda each: each.promise)
             waiting.remove(first)
             assert first.first is not None
-            fits = any(candidate.fits for candidate in made)
+            fits = best < math.inf
             asked = first.search, first.first, self._limit, self._planner(first.split)
             planned = pipelines_within(*asked, must_fit=fits)
             made += planned

@@ -114,7 +114,7 @@ class MeshSearch:
         Of a large stage that needs far more than there is, the peak is what the rows count.
         """
         found, remat = self.solved(to_problem(self.built, None)), self.remats[0]
-        if self.place is not None and self.is_large:
+        if self.place is not None and self.hurries:
             rows = memory_rows(self.built, self.memory(remat))
             counted = rows_peak(self.built, rows, found.assignment)
             if counted > FAR_TOO_MUCH * self.limit:
@@ -189,6 +189,11 @@ class MeshSearch:
         return len(self.built.nodes) > LARGE_PROBLEM
 
     @property
+    def hurries(self) -> bool:
+        """Whether what is hardly better is not looked for: in a large stage, or beside others."""
+        return self.is_large or (self.place is not None and self.place.must_fit)
+
+    @property
     def remats(self) -> Sequence[bool]:
         """Whether the backward pass computes the forward pass again: what may be, in turn."""
         if self.place is None or "B" not in self.place.graph.tasks:
@@ -204,14 +209,14 @@ class MeshSearch:
         any memory; and one that must fit is nothing if it does not at any price of memory.
         """
         ways = list[PlannedStage]()
-        if self.place is not None and self.is_large:
+        if self.place is not None and self.hurries:
             ways = [self.at_least_price(first)]
             enough = ENOUGH_OF_LARGE * max(first.least_seconds, expected)
             if ways[0].fits and ways[0].step_seconds <= enough:
                 return replace(ways[0], unlimited=first)
             first = self.checked(first)
         made = [first, *(self.rematerialized(first) for _ in self.remats[1:])]
-        small = [] if self.is_large else self.small(made[-1])
+        small = [] if self.hurries else self.small(made[-1])
         if small and min(x.peak.bytes for x in small) > HOPELESS * self.limit:
             best = min([*made, *small, *self.least(self.remats[-1])], key=lambda x: x.peak.bytes)
             return best if best is first else replace(best, unlimited=first)
@@ -247,7 +252,7 @@ class MeshSearch:
         """
         rows = memory_rows(self.built, self.memory(planned.remat))
         target = self.limit + max(self._excess(planned, rows), 0)
-        for _ in range(tries or MEMORY_TRIES * (1 if self.is_large else 2)):
+        for _ in range(tries or MEMORY_TRIES * (1 if self.hurries else 2)):
             if planned.fits or target <= 0:
                 break
             try:
