@@ -36,6 +36,7 @@ from autopar.passes.sharding.layout import Layout, num_parts
 from autopar.passes.sharding.spmd_program import Loop, ShardedValue, SpmdProgram
 from autopar.runtime.ahead import compile_ahead
 from autopar.runtime.compiled_pieces import CompileOnce, are_absent
+from autopar.runtime.kernel_check import rules_here
 from autopar.runtime.spmd import block_function, partition_spec
 
 Action = Callable[[dict[Buffer, Any], Any], None]
@@ -176,7 +177,9 @@ class StagePrograms:
         """A piece as a function of global arrays, to be called inside a `jax.jit`."""
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
-        rules = rules_of(mesh.devices.flat[0].device_kind)
+        device = mesh.devices.flat[0]
+        absent = self.are_absent
+        rules = rules_of(device.device_kind) if absent else rules_here(device, [piece.block])
         run = block_function(program.mesh, program.axis_names, piece.block, rules)
 
         def size(port: Port) -> int:

@@ -197,6 +197,10 @@ class ConstraintWarning(AutoparWarning):
     """Sharding constraints of the step that the plan does not keep."""
 
 
+class KernelWarning(AutoparWarning):
+    """A kernel of autopar's does not work on a device; something slower takes its place."""
+
+
 class DonationWarning(AutoparWarning):
     """A state that was to be donated cannot be, so it is kept alive beside the new one."""
 

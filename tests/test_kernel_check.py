@@ -1,0 +1,62 @@
+"""Our kernels for grouped products are tried where they are to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.base.errors import KernelWarning
+from autopar.passes.primitives.group_kernels import Kernels, KernelTiles
+from autopar.passes.primitives.group_tiling import GroupedMeans
+from autopar.passes.sharding.compiler_rules import CPU, RULES
+from autopar.runtime.kernel_check import problem_on
+
+MEANS = GroupedMeans(tiles=KernelTiles(128, 128, 64, 4, 3, 0.5), interpret=True)
+
+
+@pytest.fixture(autouse=True)
+def tried_anew() -> Any:
+    problem_on.cache_clear()
+    yield
+    problem_on.cache_clear()
+
+
+def step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        sizes = jnp.asarray([3, 5], jnp.int32)
+        return jnp.mean(jax.lax.ragged_dot(x, weights, sizes).astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return weights - gradients, value
+
+
+def test_kernels_that_work_are_used() -> None:
+    assert problem_on(jax.devices()[0], MEANS) == ""
+
+
+@pytest.mark.parametrize("what", ["wrong numbers", "no result", "a compiler that fails"])
+def test_kernels_that_do_not_work_are_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Kernels.rows
+
+    def broken(self: Kernels, *operands: Any, **more: Any) -> Any:
+        if what == "a compiler that fails":
+            raise RuntimeError("shared memory size limit exceeded")
+        made = rows(self, *operands, **more)
+        return made * jnp.nan if what == "no result" else made.at[7].add(1)
+
+    monkeypatch.setattr(Kernels, "rows", broken)
+    monkeypatch.setitem(RULES, CPU, dataclasses.replace(RULES[CPU], grouped=MEANS))
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)), jnp.bfloat16)
+    x = jnp.ones((8, 4), jnp.bfloat16)
+    wanted = jax.jit(step)(weights, x)
+    with pytest.warns(KernelWarning, match="do not work on cpu.*Loops compute them"):
+        compiled = autopar.compile(step, weights, x, devices=jax.devices()[:1], method="data")
+        found = compiled(weights, x)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-2, atol=2e-2)
