@@ -45,6 +45,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grouped_products import measured_groups
 from models import gpt, llama, moe, registry, wide_resnet
 from overhead import alternate, measure_call
 from pipeline import language_model
@@ -104,6 +105,7 @@ CASES = {
 ROWS = (
     "calibrate",
     "call",
+    "grouped products",
     *CASES,
     "transport",
     "2 stages",
@@ -345,6 +347,10 @@ def compiled_bytes(compiled: Any) -> int | None:
     return int(found.argument_size_in_bytes + results + found.temp_size_in_bytes)
 
 
+def grouped(setting: Setting) -> dict[str, Any]:
+    return {"groups": measured_groups(setting.cluster, setting.tiny)}
+
+
 def call(setting: Setting) -> dict[str, Any]:
     leaves = 20 if setting.tiny else 400
     return measure_call(argparse.Namespace(leaves=leaves, repeats=setting.repeats))
@@ -441,6 +447,7 @@ def pipelined(setting: Setting, **place: Any) -> dict[str, Any]:
 OTHERS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "calibrate": calibrated,
     "call": call,
+    "grouped products": grouped,
     "transport": transport,
     "2 stages": two_stages,
     "2 stages on Ray": on_ray,
@@ -482,6 +489,13 @@ def remark(found: dict[str, Any]) -> str:
             share = x["seconds"] / x["priced_seconds"]
             parts.append(f"{x['shape']} products: {share:.2f} of the priced time")
         return ", ".join(parts)
+    if "groups" in found:
+        return ", ".join(
+            f"{x['shape']} {x['kind']}: "
+            + ", ".join(f"{way} {value:.3g}" for way, value in x["tflops"].items())
+            + f" TFLOP/s, priced {format_seconds(x['priced_seconds'])}"
+            for x in found["groups"]
+        )
     if "added_us" in found:
         return f"{found['added_us']:.0f} us more a call than by hand ({found['leaves']} leaves)"
     if "gb_per_second" in found:

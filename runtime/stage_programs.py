@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.arrays.split_array import HOST_MEMORY
 from autopar.base.errors import DeviceError
-from autopar.base.run_flags import ordered_options, overlapped_options
+from autopar.base.run_flags import absent_options, ordered_options, overlapped_options
 from autopar.passes.graph.jax_compat import with_type_of
 from autopar.passes.pieces.pieces import Pieces, Port, StagePiece
 from autopar.passes.pipeline.instructions import (
@@ -232,15 +232,16 @@ class StagePrograms:
 
     def compiler_options(self, stage: int, is_whole: bool = False) -> dict[str, str | bool]:
         """What XLA is told for a piece of a stage, or for a step that is one piece."""
-        platform = self.stage_meshes[stage].devices.flat[0].platform
-        backend = backend_of(platform)
+        device = self.stage_meshes[stage].devices.flat[0]
+        backend = backend_of(device.platform)
         if backend == CPU:
             return KEEPING_BARRIERS if is_whole else FRUGAL | KEEPING_BARRIERS
         program = self.pieces.programs[stage]
         if backend == TPU:
             has_loops = any(isinstance(x, Loop) for x in program.block.instructions)
             return {} if has_loops else ordered_options()
-        return overlapped_options() if program.overlapped else {}
+        options = overlapped_options() if program.overlapped else {}
+        return options | absent_options(device.device_kind) if self.are_absent else options
 
     def _struct(self, number: int) -> jax.ShapeDtypeStruct:
         aval, place = self.pieces.versions[number].atom.aval, self.places[number]

@@ -65,6 +65,19 @@ def test_products_of_every_shape_are_measured_and_priced(tmp_path: Path) -> None
     assert "tall products:" in " ".join(shown([found]).split())
 
 
+def test_grouped_products_are_measured_in_every_way(tmp_path: Path) -> None:
+    found = gpu.row("grouped products", setting(tmp_path))
+    assert "error" not in found, found
+    assert len(found["groups"]) == 6
+    for x in found["groups"]:
+        assert x["apart"] < 1e-2 and x["priced_seconds"] > 0
+        rows, depth, columns, _ = x["sizes"]
+        assert {"kernel", "loop", "xla", "plain"} == set(x["seconds"])
+        for way, seconds in x["seconds"].items():
+            assert x["tflops"][way] == pytest.approx(2e-12 * rows * depth * columns / seconds)
+    assert "qwen3 sums: kernel" in " ".join(shown([found]).split())
+
+
 @pytest.mark.full
 def test_all_rows_from_the_command_line_end_with_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

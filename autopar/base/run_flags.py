@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.base.hardware import known_capability
 from autopar.base.plan_records import PlanRecord
 from autopar.base.records import Record
 from autopar.base.units import format_bytes
@@ -39,6 +40,9 @@ _MAXTEXT = "MaxText, flags of its TPU runs, https://github.com/AI-Hypercomputer/
 COMBINED_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 COMBINED_BYTES = 30 * 2**20 + 7
 """Up to how many bytes XLA for GPUs makes one collective of neighbouring ones, by itself."""
+
+MEASURED_TABLES = "xla_gpu_enable_analytical_sol_latency_estimator"
+OLDER_CAPABILITY = 8
 
 COLLECTIVE_MATMUL = "xla_gpu_threshold_for_windowed_einsum_mib"
 NO_COLLECTIVE_MATMUL = 100_000
@@ -123,6 +127,16 @@ def overlapped_options() -> dict[str, str | bool]:
         f"xla_gpu_{kind}_combine_threshold_bytes": str(COMBINED_BYTES) for kind in COMBINED_KINDS
     }
     return {LATENCY_HIDING: True, **combining, COLLECTIVE_MATMUL: str(NO_COLLECTIVE_MATMUL)}
+
+
+def absent_options(device_name: str) -> dict[str, str | bool]:
+    """What XLA is told beside that for a GPU that is not there.
+
+    Its tables of what collectives take have no A100, and it fails without (jaxlib 0.10.2: "Cannot
+    find key: sm_80").
+    """
+    has_table = known_capability(device_name) != OLDER_CAPABILITY
+    return {} if has_table else {MEASURED_TABLES: False}
 
 
 def ordered_options() -> dict[str, str | bool]:

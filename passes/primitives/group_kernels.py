@@ -60,7 +60,8 @@ KERNEL_TILES = {
 at least (those of an A10 or L4) and 227. Both are among the tiles that Triton's tutorial of matrix
 products tries. Compiled for an H100 they multiply by `wgmma`, and nothing is spilled. The rates are
 assumed, for no kernel was measured: on an A100 tutorial kernels are about as quick as cuBLAS; on
-an H100 these use no tensor memory accelerator, as cuBLAS does. `autopar calibrate` measures them.
+an H100 these use no tensor memory accelerator, as cuBLAS does. `benchmarks/gpu.py` measures them
+(`--rows "grouped products"`).
 """
 
 

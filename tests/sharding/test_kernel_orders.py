@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.base.errors import AutoparError
 from autopar.passes.primitives.group_kernels import KernelTiles
 from autopar.passes.primitives.group_tiling import GroupedMeans
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.passes.sharding.kernel_orders import gathered_for_kernels, orders_of_sums
+from autopar.runtime.verification.targets import target_named
 
 LAYERS, EXPERTS, WIDTH, INNER, BATCH, LENGTH = 2, 4, 16, 32, 8, 6
 SHAPES = {
@@ -28,10 +30,10 @@ def train_step(weights: Any, x: Any) -> Any:
     """A layer of experts, or a scan of them, computed again; rows are sorted over the batch."""
 
     def layer(x: Any, row: Any) -> Any:
-        rows = x.reshape(-1, WIDTH)
+        rows = x.reshape(-1, x.shape[-1])
         choice = jnp.argmax(rows.astype(jnp.float32) @ row["router"], axis=-1)
         order = jnp.argsort(choice)
-        sizes = jnp.bincount(choice, length=EXPERTS)
+        sizes = jnp.bincount(choice, length=row["router"].shape[-1])
         inside, out = row["in"], row["out"]
         made = jax.lax.ragged_dot(
             jnp.tanh(jax.lax.ragged_dot(rows[order], inside, sizes)), out, sizes
@@ -102,3 +104,25 @@ def test_the_numbers_are_those_of_the_plain_step(
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2), found, wanted)
     across = cut > 1 and form == "one layer"
     assert bool(with_kernels["gathered"]) == bool(with_kernels["sums"]) == across
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+@pytest.mark.parametrize("cut", [1, 2, 3], ids=lambda dim: f"cut along {dim}")
+def test_compilers_of_gpus_take_the_kernels(gpu: str, cut: int) -> None:
+    """In as much memory as planned: nothing is copied into another order."""
+    try:
+        target_named(f"gpu:{gpu}").require(8)
+    except AutoparError:
+        pytest.skip("its compiler is not installed")
+    large = {"router": (LAYERS, 512, 16), "in": (LAYERS, 16, 512, 1024)}
+    large["out"] = (LAYERS, 16, 1024, 512)
+    weights = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in large.items()}
+    x = jax.ShapeDtypeStruct((64, 128, 512), jnp.float32)
+    spec: list[Any] = [None] * 4
+    spec[cut] = "x"
+    pins = {"*/in": tuple(spec), "*/out": tuple(spec)}
+    plan = autopar.plan(train_step, weights, x, cluster=f"8x{gpu}", method="zero3", pins=pins)
+    made = plan.verify(f"gpu:{gpu}", cache=False, processes=1)
+    assert not made.failures
+    (stage,) = made.stages
+    assert stage.compiled_bytes and stage.planned_bytes > 0.97 * stage.compiled_bytes
