@@ -30,8 +30,8 @@ __all__ = [
     "AutoparError", "AutoparWarning", "BatchArgumentError", "CheckpointError", "ClusterError",
     "ConstraintWarning", "DamagedCheckpointError", "DeviceError", "DonatedBufferError",
     "DonationWarning",
-    "InexactMicrobatchError", "KernelWarning", "LostActorError", "MemoryLimitError", "MissingClusterError",
-    "MissingPlanError",
+    "InexactMicrobatchError", "KernelWarning", "LostActorError", "MemoryLimitError",
+    "MissingClusterError", "MissingPlanError",
     "OptionError", "PinError", "PlanMismatchError", "ScheduleError", "StageError", "TraceError",
     "UnknownPrimitiveWarning",
 ]  # fmt: skip

@@ -14,6 +14,8 @@ takes too long says so in its words, and the rest goes on.
   seconds of a step planned and measured, beside those of plain `jax.jit` of the same function in
   turns (the goal is a ratio of at most 1.02), with the difference of their losses; seconds of
   planning and of both compilations;
+- grouped products: those of experts by our kernels, by loops, and by XLA, beside a plain product of
+  as many operations (`grouped_products.py`);
 - call: microseconds of the calling thread that a call of a step with many leaves takes;
 - transport: GB/s from one process's device memory to another's (`transport.py`, tiles of 64 MB);
 - 2 stages: a pipeline whose stages share the device: in one process (`devices=2 * [device]`), and
