@@ -86,7 +86,8 @@ assignment too):
   (scores in float32 with their mask; not both).
 - But a batched product that reads several dimensions of an operand as one reads it from memory
   (experts: groups and places of tokens): their activations are written, and so is the gradient of
-  what these are made of. Found on a mixture of experts, and so on DeepSeek.
+  what these are made of. Found on a mixture of experts, and so on DeepSeek. Not what is made of a
+  softmax's exponentials (grouped attention's scores), nor of dimensions of one element.
 - Of a concatenation a product computes no part: one kernel writes parts of the same values, and
   the product puts them together. Found with blocks of attention (rotated queries are two halves,
   for one device or eight, with remat or not) and products of other concatenations, along rows and
@@ -94,10 +95,10 @@ assignment too):
 - Gradients are added over devices when the backward pass is over, and some of their products run
   there as well, with what they read (`late_sums.py`, which says in what order XLA begins). Mixtures
   of experts were planned 20% too small without.
-- A softmax over rows is a kernel of its own kind (`reduce-window` over the row): its exponentials
-  are written in float32 and read by the backward pass, the scores not if the row is short enough
-  for the product's kernel (1024 yes, 2048 no). Over a vocabulary it is not: a loss reads the logits
-  as the product wrote them (an LSTM's were counted once more, in float32).
+- A masked softmax over rows is a kernel of its own kind, one with the product before it if rows are
+  short: its exponentials are written in float32 and read by the backward pass (`softmaxes.py`, which
+  says where not: without a mask, of grouped attention). Over a vocabulary it is not: a loss reads
+  the logits as the product wrote them (an LSTM's were counted once more, in float32).
 - A gather reads what it takes from memory: logits that are cast for the loss would be there in both
   dtypes, and longer than the backward pass; the cast is moved after the gather (`casts_after.py`).
 - Gathers and scatters of rows are kernels of their own, which read and write memory: nothing is
@@ -226,8 +227,9 @@ ROW_ELEMENTS = 16384
 """Of the longest row that a kernel of Triton's holds: attention's are, vocabularies' are not."""
 
 
-KERNEL_ROW_ELEMENTS = 1024
-"""Of the longest row whose softmax XLA:TPU computes in the kernel of the product before it."""
+KERNEL_ROW_ELEMENTS = 2048
+"""Of the longest row whose softmax XLA:TPU computes in the kernel of the product before it; half
+where the product's operands are put together of halves (`softmaxes.py`)."""
 
 
 VECTOR_LANES = 128
@@ -434,8 +436,10 @@ def merges_in_batches(eqn: JaxprEqn, place: int) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     summed, batches = (pair[place] for pair in eqn.params["dimension_numbers"])
-    free = eqn.invars[place].aval.ndim - len(summed) - len(batches)
-    return bool(batches) and (free > 1 or len(summed) > 1)
+    shape = eqn.invars[place].aval.shape
+    free = sum(size > 1 for d, size in enumerate(shape) if d not in (*summed, *batches))
+    added = sum(shape[dim] > 1 for dim in summed)
+    return any(shape[dim] > 1 for dim in batches) and (free > 1 or added > 1)
 
 
 def reads_buffer(eqn: JaxprEqn, place: int) -> bool:

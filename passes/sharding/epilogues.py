@@ -1,4 +1,4 @@
-"""What products and softmaxes write where products take part in fusion, as on TPUs."""
+"""What products write where they take part in fusion, as on TPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import PRODUCTS
-from autopar.passes.sharding.compiler_rules import (
-    KERNEL_ROW_ELEMENTS,
-    CompilerRules,
-    reduces_rows,
-)
+from autopar.passes.sharding.compiler_rules import CompilerRules, reduces_rows
 
 V = TypeVar("V", bound=Hashable)
 
@@ -41,38 +37,6 @@ def name_of(made: InstructionValues[V]) -> str:
 def takes_part(made: InstructionValues[V]) -> bool:
     """Whether an instruction's readers can read its result in its operand."""
     return made.is_slice or name_of(made) in ("dynamic_slice", "slice", "split")
-
-
-def softmax_buffers(program: Sequence[InstructionValues[V]], root: Callable[[V], V]) -> set[V]:
-    """What a softmax over rows writes: its exponentials, and the scores of long rows."""
-    largest: dict[V, V] = {}  # of every row, however it is shaped: of which scores
-    shifted: dict[V, V] = {}
-    long: set[V] = set()  # scores of long rows
-    found: set[V] = set()
-    for made in program:
-        if made.eqn is None or len(made.results) != 1:
-            continue
-        name, result = made.eqn.primitive.name, root(made.results[0])
-        operands = [None if v is None else root(v) for v in made.operands]
-        first = operands[0] if operands else None
-        if name == "reduce_max" and first is not None and reduces_rows(made.eqn):
-            largest[result] = first
-            if made.eqn.invars[0].aval.shape[-1] > KERNEL_ROW_ELEMENTS:
-                long.add(first)
-        elif name in ("broadcast_in_dim", "max", "stop_gradient", "reshape"):
-            of = {largest[v] for v in operands if v in largest}
-            if len(of) == 1:
-                largest[result] = of.pop()
-        elif name == "sub" and first is not None and _get(largest, operands[1]) == first:
-            shifted[result] = first
-        elif name == "exp" and first in shifted:
-            found.add(result)
-            found.update(long & {shifted[first]})
-    return found
-
-
-def _get(values: Mapping[V, V], value: V | None) -> V | None:
-    return None if value is None else values.get(value)
 
 
 def without_epilogues(

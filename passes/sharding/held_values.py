@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import Generic
 
 from autopar.passes.graph.barriers import is_barrier
+from autopar.passes.graph.primitives import PRODUCTS
 from autopar.passes.sharding.compiler_rules import CompilerRules, is_same_buffer
 from autopar.passes.sharding.epilogues import (
     InstructionValues,
     V,
     name_of,
-    softmax_buffers,
     takes_part,
     without_epilogues,
 )
 from autopar.passes.sharding.kernel_times import cycles, kernel_seconds
 from autopar.passes.sharding.product_kernels import mapped, operand_of, sums_of_convolutions
+from autopar.passes.sharding.softmaxes import Softmaxes, softmaxes_of
 from autopar.passes.sharding.turned_products import made_together, turned_products
 
 SMALL_BYTES = 4096
@@ -104,6 +105,9 @@ def held_values(
 
     readers: dict[V, list[InstructionValues[V]]] = defaultdict(list)
     refusing: set[V] = {root(value) for value in outputs}
+    softmaxes = Softmaxes[V](set(), set(), {})
+    if rules.softmaxes_are_written:
+        softmaxes = softmaxes_of(program, root, num_elements)
     maps = mapped(program, root, num_bytes) if rules.product_kernels else {}
     for made in program:
         places = [None if v is None else root(v) for v in made.operands]
@@ -116,7 +120,10 @@ def held_values(
         for value in dict.fromkeys(v for v in places if v is not None):
             readers[value].append(made)
         for place, read in enumerate(places):
-            if read is not None and not _takes_in(made, place, rules):
+            if read is None or _takes_in(made, place, rules):
+                continue
+            # Products make the gradients of scores, whose dimensions they merge, themselves.
+            if not (read in softmaxes.made and name_of(made) in PRODUCTS):
                 refusing.add(read)
 
     if rules.slices_are_read:
@@ -132,8 +139,7 @@ def held_values(
         if v not in refusing and v not in waited and len(readers[v]) == 1
     }
     refusing.update(v for summed in sums.values() for v in summed)
-    softmaxes = softmax_buffers(program, root) if rules.softmaxes_are_written else set[V]()
-    refusing |= softmaxes
+    refusing |= softmaxes.written
     made_of: dict[V, frozenset[V]] = {v: frozenset((v,)) for v in inputs}
     roots = dict(made_of)  # as if everything that can be fused were
     chains: dict[V, frozenset[V]] = defaultdict(frozenset)  # what is computed to compute a value
@@ -167,11 +173,13 @@ def held_values(
             moved += sum(map(num_bytes, sources - beside))
         return moved < sum(map(num_bytes, sources)) + (1 + often) * size
 
+    kept_beside = softmaxes.beside
     for made in program:
         if made.results and all(v in buffer_of for v in made.results):
             continue
         own = [root(v) for v in made.operands if v is not None]
         sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
+        sources |= frozenset[V]().union(*(kept_beside.get(v, ()) for v in made.results))
         is_part = rules.slices_are_read and takes_part(made)
         if is_part and not refusing.isdisjoint(made.results):
             refusing.update(made.results)  # one kernel writes all parts
@@ -198,7 +206,7 @@ def held_values(
     epilogue_of: dict[V, V] = {}
     if rules.products_write_epilogues:
         made_of, epilogue_of = without_epilogues(
-            program, made_of, root, num_elements, rules, softmaxes, outputs
+            program, made_of, root, num_elements, rules, softmaxes.written, outputs
         )
     return HeldValues(buffer_of, made_of, epilogue_of, together)
 
