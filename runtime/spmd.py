@@ -90,7 +90,7 @@ class _Device:
 
     def __init__(self, mesh: tuple[int, ...], names: tuple[str, ...], rules: CompilerRules):
         self.mesh, self.names, self.rules = mesh, names, rules
-        # Of sums by kernels of ours the orders in memory, and the matrices that these read.
+        # In which order kernels of ours write sums, and which matrices they read.
         self.orders: dict[ShardedValue, tuple[int, ...]] = {}
         self.by_kernels: frozenset[ShardedValue] = frozenset()
         self.places: dict[tuple[int, ...], Any] = {}  # along axes, as the current block knows them
@@ -134,7 +134,7 @@ class _Device:
         orders |= of_sums
         of_sums_by_value = {reads(block.instructions[n])[0]: x for n, x in of_sums.items()}
         turned |= of_sums_by_value
-        self.orders.update(of_sums_by_value)
+        self.orders = of_sums_by_value
         postponed = after_ties(block, waiting)
         later: dict[int, list[int]] = {}
         for number, after in postponed.items():
@@ -193,9 +193,9 @@ class _Device:
 
     def compute(self, env: Env, instruction: Compute) -> None:
         eqn = instruction.eqn
-        if is_barrier(eqn) and not self.by_kernels.isdisjoint(instruction.operands):
+        if is_barrier(eqn) and not self.by_kernels.isdisjoint(reads(instruction)):
             values = [
-                (self.as_it_lies if x in self.by_kernels else self.read)(env, x)
+                self.read(env, x) if is_literal(x) or x not in self.by_kernels else env[x]
                 for x in instruction.operands
             ]
             passed = lax.optimization_barrier(values)

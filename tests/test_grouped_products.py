@@ -126,9 +126,15 @@ SMALL_TILES = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 0.5), interpret=T
 UNUSUAL = {"groups last", "a batch", "sums of a batch", "parts around", "sums of parts and more"}
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_make_up_the_product(case: str) -> None:
+def test_kernels_make_up_the_product(case: str, wide: bool) -> None:
     """Run as programs for CPUs, with products in which tiles, groups and sizes do not meet."""
+    with jax.enable_x64(wide):
+        kernels_make_up(case)
+
+
+def kernels_make_up(case: str) -> None:
     product, eqn, left, right, all_sizes = product_of(case, jnp.bfloat16)
     assert suits_kernel(eqn) == (case not in UNUSUAL)
     if case in UNUSUAL:
@@ -143,7 +149,7 @@ def test_kernels_make_up_the_product(case: str) -> None:
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
 def test_kernels_take_matrices_as_they_lie(order: tuple[int, int, int]) -> None:
-    for case in ("rows", "back to rows", "sums", "parts", "sums of parts"):
+    for case in ("rows", "back to rows", "sums", "parts", "sums of parts", "many parts"):
         product, eqn, left, right, all_sizes = product_of(case, jnp.bfloat16)
         operands = (left, right, all_sizes[0])
         made = product_in_tiles(eqn, operands, SMALL_TILES, order)

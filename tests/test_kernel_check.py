@@ -40,6 +40,21 @@ def test_kernels_that_work_are_used() -> None:
     assert problem_on(jax.devices()[0], MEANS) == ""
 
 
+def test_they_are_tried_wherever_a_step_is_compiled() -> None:
+    """While another function is traced, with wide numbers, and where nothing is moved unasked."""
+    device, found = jax.devices()[0], list[str]()
+
+    def traced(x: Any) -> Any:
+        found.append(problem_on(device, MEANS))
+        return x
+
+    jax.jit(traced)(1.0)
+    problem_on.cache_clear()
+    with jax.enable_x64(True), jax.transfer_guard("disallow"):
+        found.append(problem_on(device, MEANS))
+    assert found == ["", ""]
+
+
 @pytest.mark.parametrize("what", ["wrong numbers", "no result", "a compiler that fails"])
 def test_kernels_that_do_not_work_are_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Kernels.rows

@@ -166,7 +166,8 @@ def _count(
                 last_in_loop[root(atom)] = time
         steps[time + 1] = steps[time]
         if is_barrier(eqn):
-            same.update(zip(eqn.outvars, map(root, eqn.invars), strict=True))
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            same.update((var, root(x)) for var, x in pairs if not isinstance(x, Literal))
             continue
         heavy = eqn.primitive.name in HEAVY or eqn.primitive.name in CONTROL_FLOW
         if heavy or any(root(atom) in solid for atom in reads):

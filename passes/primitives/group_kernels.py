@@ -318,7 +318,7 @@ def _sums_kernel(
         other = _load(right, (row, column[None]), [mine, *(x[None] for x in columns)])
         return total + triton.dot(one, other, trans_a=True)
 
-    steps = pallas.cdiv(end - start, grid.depth)
+    steps = (end - start + (grid.depth - 1)) // grid.depth
     total = lax.fori_loop(0, steps, add, jnp.zeros((grid.rows, grid.columns), jnp.float32))
     masks = [*(x[:, None] for x in lines), *(x[None] for x in columns)]
     at = [line[:, None], column[None]]

@@ -35,7 +35,7 @@ MOST_ROWS = 4096
 """Of a tile: more make a product no quicker, and are more that groups share."""
 
 
-KERNELS_OF_VISITS = 4
+KERNELS_BESIDE = 4
 """Of ours: the product itself; the groups' ends, and the tiles' groups and rows, in three."""
 KERNELS_OF_PARTS = 4
 """For rows with groups of their own: their places, in the order of the groups."""
@@ -137,7 +137,7 @@ def _kernel_tiling(
     expected = max(rows * here // groups, 1)
     tile = tiles.depth if sums_rows else kernel_rows(rows, groups, tiles)
     visits = expected / tile + here / 2
-    kernels = KERNELS_OF_VISITS + (KERNELS_OF_PARTS if has_parts else 0)
+    kernels = KERNELS_BESIDE + (KERNELS_OF_PARTS if has_parts else 0)
     held = INDEX_BYTES * (3 * (rows // tile + here) + (2 * rows if has_parts else 0))
     return Tiling(tile, kernels, max(visits * tile / expected, 1) / tiles.rate, held, 0)
 

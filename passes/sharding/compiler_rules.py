@@ -96,9 +96,9 @@ assignment too):
   there as well, with what they read (`late_sums.py`, which says in what order XLA begins). Mixtures
   of experts were planned 20% too small without.
 - A masked softmax over rows is a kernel of its own kind, one with the product before it if rows are
-  short: its exponentials are written in float32 and read by the backward pass (`softmaxes.py`, which
-  says where not: without a mask, of grouped attention). Over a vocabulary it is not: a loss reads
-  the logits as the product wrote them (an LSTM's were counted once more, in float32).
+  short: its exponentials are written in float32 and read by the backward pass (`softmaxes.py`: not
+  without a mask, nor of grouped attention). Over a vocabulary it is not: a loss reads the logits as
+  the product wrote them (an LSTM's were counted once more, in float32).
 - A gather reads what it takes from memory: logits that are cast for the loss would be there in both
   dtypes, and longer than the backward pass; the cast is moved after the gather (`casts_after.py`).
 - Gathers and scatters of rows are kernels of their own, which read and write memory: nothing is
