@@ -22,8 +22,12 @@ def step(weights: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{"method": "data"}, {"logical_mesh": (2, 4)}, {"method": "zero3", "microbatches": 2}]
-    + [{"stages": 2, "microbatches": 2}],
+    [
+        {"method": "data"},
+        {"logical_mesh": (2, 4)},
+        {"method": "zero3", "microbatches": 2},
+        {"stages": 2, "microbatches": 2},
+    ],
     ids=str,
 )
 def test_a_barrier_around_a_number(options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import autopar
 from autopar.base.run_flags import (
     LATENCY_HIDING,
+    MEASURED_TABLES,
     MEMORY_FRACTION,
     MEMORY_SCHEDULER,
     missing_flags,
@@ -65,13 +66,21 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
     nothing = Block((), (), ())
     loop = Loop(jax.make_jaxpr(jnp.sin)(1.0).eqns[0], (), (), nothing)
 
-    def options(platform: str, is_overlapped: bool, is_whole: bool, has_loops: bool = False) -> Any:
-        device = SimpleNamespace(flat=[SimpleNamespace(platform=platform)])
+    def options(
+        platform: str,
+        is_overlapped: bool,
+        is_whole: bool,
+        has_loops: bool = False,
+        is_absent: bool = False,
+        kind: str = "NVIDIA A100-SXM4-80GB",
+    ) -> Any:
+        device = SimpleNamespace(flat=[SimpleNamespace(platform=platform, device_kind=kind)])
         block = dataclasses.replace(nothing, instructions=(loop,) if has_loops else ())
         programs = [SpmdProgram((8,), ("x",), block, overlapped=is_overlapped)]
         own: Any = SimpleNamespace(
             stage_meshes=[SimpleNamespace(devices=device)],
             pieces=SimpleNamespace(programs=programs),
+            are_absent=is_absent,
         )
         return StagePrograms.compiler_options(own, 0, is_whole)
 
@@ -81,6 +90,9 @@ def test_planned_overlap_is_what_xla_is_told() -> None:
         x.name: x.value for x in plan.flags
     }
     assert options("gpu", False, True) == {}
+    # XLA has no table of an A100's collectives, and would look for one.
+    assert options("gpu", False, True, is_absent=True) == {MEASURED_TABLES: False}
+    assert options("gpu", False, True, is_absent=True, kind="NVIDIA H100 80GB HBM3") == {}
     assert options("tpu", True, True) == options("tpu", False, False) == ordered_options()
     assert options("tpu", True, True, has_loops=True) == {}
     assert options("cpu", True, True) != options("cpu", True, False)
