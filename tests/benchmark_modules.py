@@ -10,6 +10,7 @@ FOLDER = str(Path(__file__).resolve().parents[1] / "benchmarks")
 
 sys.path.append(FOLDER)
 try:
+    import attention
     import compiler_cases
     import compilers
     import contest
@@ -26,6 +27,7 @@ finally:
     sys.path.remove(FOLDER)
 
 __all__ = [
+    "attention",
     "compiler_cases",
     "compilers",
     "contest",
