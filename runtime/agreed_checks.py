@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +28,21 @@ _PAUSE_SECONDS = 0.5
 _YES = 1 << 15
 """What a vote for yes adds beside the one that counts it; the store's numbers have 32 bits."""
 
-_numbers = itertools.count()
+_numbers: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
+"""Of questions of one name to the same processes: others are not in step with them."""
 
 
 class AgreedChecks:
-    """One question to all processes; the n-th answer is the same in each of them.
+    """One question to some processes; the n-th answer is the same in each of them.
 
-    All processes make the objects in the same order, and ask each equally often. The first yes of
+    All of them make the objects in the same order, and ask each equally often. The first yes of
     any process is the answer of all, and the last question.
     """
 
-    def __init__(self, client: Any, num_processes: int, name: str):
-        self._client, self._num_processes, self._name = client, num_processes, name
-        self._prefix = f"autopar/{name}/{next(_numbers)}"
+    def __init__(self, client: Any, members: Sequence[int], name: str):
+        self._client, self._num_processes, self._name = client, len(members), name
+        group = "-".join(map(str, members))
+        self._prefix = f"autopar/{name}/{group}/{next(_numbers[name, tuple(members)])}"
         self._num_asked = 0
         self._was_yes = False
 
@@ -85,9 +89,15 @@ class AgreedChecks:
         return f"{self._prefix}/{number}"
 
 
-def agreed_checks(name: str) -> AgreedChecks | None:
-    """A question of this name to all processes of `jax.distributed`; None: there is one process."""
+def agreed_checks(name: str, members: Sequence[int] | None = None) -> AgreedChecks | None:
+    """A question of this name to processes of `jax.distributed`; None: no other one is asked.
+
+    Args:
+      name: of the question.
+      members: the processes that are asked; all of them.
+    """
     client = jax_compat.distributed_client()
-    if client is None or jax.process_count() == 1:
+    members = range(jax.process_count()) if members is None else sorted(set(members))
+    if client is None or len(members) == 1 or jax.process_index() not in members:
         return None
-    return AgreedChecks(client, jax.process_count(), name)
+    return AgreedChecks(client, members, name)

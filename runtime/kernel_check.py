@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,18 +42,20 @@ SHORT_ERROR = 1e-2
 """Of sums of exact products in another order, relative to the largest; of results of 16 bits."""
 
 
-def rules_here(device: jax.Device, blocks: Iterable[Block]) -> CompilerRules:
-    """The rules for a device that is to run some blocks, the same in all processes that do.
+def rules_here(devices: Sequence[jax.Device], blocks: Iterable[Block]) -> CompilerRules:
+    """The rules for devices of one kind that are to run some blocks, the same in their processes.
 
     Warns:
       KernelWarning: kernels of ours do not work there; loops compute grouped products.
     """
+    device = devices[0]
     rules = rules_of(device.device_kind)
     if rules.grouped.tiles is None or not any(map(_has_grouped, blocks)):
         return rules
     own = [x for x in jax.local_devices(backend=device.platform) if _is_like(x, device)]
     problem = problem_on(own[0], rules.grouped) if own else ""
-    agreed = agreed_checks("kernels for grouped products")
+    members = [x.process_index for x in devices]
+    agreed = agreed_checks("kernels for grouped products", members)
     if agreed is not None and agreed.ask(bool(problem)):
         problem = problem or "another process of the step found so"
     if not problem:

@@ -177,9 +177,9 @@ class StagePrograms:
         """A piece as a function of global arrays, to be called inside a `jax.jit`."""
         program, mesh = self.pieces.programs[piece.stage], self.stage_meshes[piece.stage]
         count = self.program.schedule.num_microbatches
-        device = mesh.devices.flat[0]
-        absent = self.are_absent
-        rules = rules_of(device.device_kind) if absent else rules_here(device, [piece.block])
+        devices = list(mesh.devices.flat)
+        absent, kind = self.are_absent, devices[0].device_kind
+        rules = rules_of(kind) if absent else rules_here(devices, [piece.block])
         run = block_function(program.mesh, program.axis_names, piece.block, rules)
 
         def size(port: Port) -> int:
