@@ -88,10 +88,10 @@ assignment too):
   (experts: groups and places of tokens): their activations are written, and so is the gradient of
   what these are made of. Found on a mixture of experts, and so on DeepSeek. Not what is made of a
   softmax's exponentials (grouped attention's scores), nor of dimensions of one element.
-- Of a concatenation a product computes no part: one kernel writes parts of the same values, and
-  the product puts them together. Found with blocks of attention (rotated queries are two halves,
-  for one device or eight, with remat or not) and products of other concatenations, along rows and
-  columns.
+- Of a concatenation a product computes no part: one kernel writes parts of the same values, as
+  narrow as the whole is cast (`narrow_parts.py`), and the product puts them together. Found with
+  blocks of attention (rotated queries are two halves, for one device or eight, with remat or not)
+  and products of other concatenations, along rows and columns.
 - Gradients are added over devices when the backward pass is over, and some of their products run
   there as well, with what they read (`late_sums.py`, which says in what order XLA begins). Mixtures
   of experts were planned 20% too small without.

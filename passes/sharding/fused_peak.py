@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 
 from autopar.passes.graph.barriers import is_barrier
 from autopar.passes.graph.primitives import ELEMENTWISE
 from autopar.passes.primitives.group_tiling import GROUPED, has_parts, tiling_of
 from autopar.passes.sharding.boundary_copies import boundary_copies
+from autopar.passes.sharding.buffer_sizes import BufferSizes
 from autopar.passes.sharding.compiler_rules import (
     IN_PLACE,
     CompilerRules,
@@ -30,10 +30,9 @@ from autopar.passes.sharding.heap import (
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.instruction_values import Mesh, loop_counts, made_by, sum_bytes
 from autopar.passes.sharding.late_sums import late_times
-from autopar.passes.sharding.layout import local_shape
 from autopar.passes.sharding.row_kernels import RowKernels
 from autopar.passes.sharding.run_order import after_ties, products_left, ties
-from autopar.passes.sharding.scopes import aval_shape, itemsize
+from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
     Block,
     Branch,
@@ -43,15 +42,10 @@ from autopar.passes.sharding.spmd_program import (
     Relayout,
     ShardedValue,
     is_literal,
-    local_bytes,
     reads,
     writes,
 )
-from autopar.passes.sharding.tiles import convolved_shapes, parts_of_vectors, tiled_elements
 from autopar.passes.sharding.turned_gathers import copied_for_loops
-
-LARGE_BYTES = 1 << 20
-"""What is smaller lies in tiles that are not counted."""
 
 SPARE_BYTES = 5 << 29
 """If fewer would be left of a device's memory, XLA:TPU saves (`compiler_rules`)."""
@@ -134,9 +128,7 @@ class _Moments:
         apart: Collection[ShardedValue] = (),
     ) -> None:
         self.mesh, self.rules, self.slices = mesh, rules, slices
-        self.sizes: dict[ShardedValue, int] = {}
-        self.plain_size = cache(partial(local_bytes, mesh=mesh))
-        self.convolved = convolved_shapes(block.instructions, mesh) if rules.has_tiles else {}
+        self.size = size = BufferSizes(block, mesh, rules)
         self.entering = set(block.inputs)
         self.constants = filling_numbers(block.instructions, rules)
         self.buffers: list[HeapBuffer] = []  # once the worst moment was found
@@ -149,13 +141,14 @@ class _Moments:
             program,
             block.inputs,
             outputs,
-            self.plain_size,
-            self.elements,
+            size.plain,
+            size.elements,
             rules,
             {v for tie in waiting.values() for v in tie.results},
+            size.first_size,
         )
-        self.sizes.update((self.held.root(v), 0) for v in apart)
-        self.parts = set(map(self.held.root, parts_of_vectors(block.instructions)))
+        size.rename(self.held.root)
+        size.leave_out([*map(self.held.root, apart)])
         times = self.held.run_times(program)
         left = products_left(block, mesh) if rules.leaves_products else []
         moments = late_times(block, self.held, times, mesh, left) if rules.sums_last else times
@@ -190,22 +183,6 @@ class _Moments:
         # In the order of the program, not of a set: of the buffers that die, the first is reused.
         place = {v: n for n, v in enumerate((*block.inputs, *made))}
         self.last = dict(sorted(self.last.items(), key=lambda item: place[item[0]]))
-
-    def size(self, value: ShardedValue) -> int:
-        if value not in self.sizes:
-            self.sizes[value] = self._bytes(value)
-        return self.sizes[value]
-
-    def _bytes(self, value: ShardedValue) -> int:
-        plain = self.plain_size(value)
-        if not self.rules.has_tiles or plain < LARGE_BYTES:
-            return plain
-        shape = local_shape(aval_shape(value.atom), value.layout, self.mesh)
-        elements = tiled_elements(shape, self.convolved.get(shape), value in self.parts)
-        return elements * itemsize(value.atom.aval)
-
-    def elements(self, value: ShardedValue) -> int:
-        return self.plain_size(value) // itemsize(value.atom.aval)
 
     def read(self, instruction: Instruction) -> set[ShardedValue]:
         """The buffers that an instruction reads, but for constants that a loop makes itself."""
@@ -268,7 +245,7 @@ class _Moments:
         """What these take, from when they are made; once the worst moment was found."""
         end = len(self.block.instructions)
         made = dict.fromkeys(map(self.held.root, results))
-        return [HeapBuffer(self._bytes(v), self.since[v], end) for v in made if v in self.since]
+        return [HeapBuffer(self.size.laid(v), self.since[v], end) for v in made if v in self.since]
 
     def _is_new(self, value: ShardedValue, alive: Alive) -> bool:
         is_filled = value in alive or value in self.filling
@@ -345,7 +322,7 @@ class _Moments:
             return next((v for v in dying if v in own and self.size(v) == size), None)
         if not self.rules.writes_over_temporaries or result in self.held.together:
             dying = [v for v in dying if v in self.entering]
-        twice = self.rows.read_twice(self.read(instruction), result, self.elements)
+        twice = self.rows.read_twice(self.read(instruction), result, self.size.elements)
         return next((v for v in dying if self.size(v) == size and v not in twice), None)
 
     def _beside(self, instruction: Compute) -> tuple[int, str]:
@@ -356,8 +333,7 @@ class _Moments:
             return size, "the gradient of a filter in cuDNN's order"
         if eqn.primitive.name in GROUPED:
             values = *instruction.operands[:2], *instruction.results
-            shapes = [local_shape(aval_shape(v.atom), v.layout, self.mesh) for v in values]
-            tiling = tiling_of(eqn, self.rules.grouped, shapes)
+            tiling = tiling_of(eqn, self.rules.grouped, [*map(self.size.shape, values)])
             if tiling is None and self.rules.grouped.has_kernel and has_parts(eqn):
                 rows = (instruction.operands[0], *instruction.results)
                 return sum(map(self.size, rows)), "rows in the order of their groups"

@@ -26,6 +26,8 @@ from autopar.passes.sharding.product_kernels import mapped, operand_of, sums_of_
 from autopar.passes.sharding.softmaxes import Softmaxes, softmaxes_of
 from autopar.passes.sharding.turned_products import made_together, turned_products
 
+SEVERAL = 2
+"""Sequences, images or rows of a batch on a device, where nothing is said of it."""
 SMALL_BYTES = 4096
 """What is smaller is computed again without asking."""
 
@@ -86,6 +88,7 @@ def held_values(
     num_elements: Callable[[V], int],
     rules: CompilerRules,
     waited: Collection[V] = (),
+    first_size: Callable[[V], int] = lambda _: SEVERAL,
 ) -> HeldValues[V]:
     """What of a program is in memory.
 
@@ -96,6 +99,7 @@ def held_values(
       num_bytes: of a value.
       num_elements: of a value.
       rules: of the compiler.
+      first_size: of a device's part of a value, along its first dimension.
       waited: what passes a barrier that the program does not have (`run_order.ties`).
     """
     buffer_of = _names(program, num_bytes)
@@ -107,7 +111,7 @@ def held_values(
     refusing: set[V] = {root(value) for value in outputs}
     softmaxes = Softmaxes[V](set(), set(), {})
     if rules.softmaxes_are_written:
-        softmaxes = softmaxes_of(program, root, num_elements)
+        softmaxes = softmaxes_of(program, root, first_size)
     maps = mapped(program, root, num_bytes) if rules.product_kernels else {}
     for made in program:
         places = [None if v is None else root(v) for v in made.operands]
@@ -173,13 +177,12 @@ def held_values(
             moved += sum(map(num_bytes, sources - beside))
         return moved < sum(map(num_bytes, sources)) + (1 + often) * size
 
-    kept_beside = softmaxes.beside
     for made in program:
         if made.results and all(v in buffer_of for v in made.results):
             continue
         own = [root(v) for v in made.operands if v is not None]
         sources = frozenset[V]().union(*(made_of.get(v, frozenset()) for v in own))
-        sources |= frozenset[V]().union(*(kept_beside.get(v, ()) for v in made.results))
+        sources |= frozenset[V]().union(*(softmaxes.beside.get(v, ()) for v in made.results))
         is_part = rules.slices_are_read and takes_part(made)
         if is_part and not refusing.isdisjoint(made.results):
             refusing.update(made.results)  # one kernel writes all parts

@@ -8,8 +8,6 @@ them (found by compiling a Qwen3 for eight H100s). So these kernels are told how
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from jax.extend.core import JaxprEqn
 
 from autopar.passes.graph.barriers import is_barrier
@@ -19,11 +17,10 @@ from autopar.passes.primitives.ragged_products import RaggedDims
 from autopar.passes.sharding.spmd_program import (
     Block,
     Compute,
-    Instruction,
     Relayout,
     ShardedValue,
     is_literal,
-    reads,
+    readers_of,
 )
 from autopar.passes.sharding.turned_gathers import may_be_turned
 
@@ -63,15 +60,10 @@ def orders_of_sums(block: Block, means: GroupedMeans) -> dict[int, tuple[int, ..
     if means.tiles is None:
         return found
     made: dict[ShardedValue, JaxprEqn] = {}
-    readers: dict[ShardedValue, list[Instruction | None]] = defaultdict(list)
     for instruction in block.instructions:
         if isinstance(instruction, Compute) and is_kernel(instruction.eqn, means):
             made[instruction.results[0]] = instruction.eqn
-        for value in reads(instruction):
-            readers[value].append(instruction)
-    for value in block.outputs:
-        if not is_literal(value):
-            readers[value].append(None)
+    readers = readers_of(block)
     for number, instruction in enumerate(block.instructions):
         if not isinstance(instruction, Relayout) or instruction.source not in made:
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -198,6 +198,18 @@ def reads(instruction: Instruction) -> tuple[ShardedValue, ...]:
 def writes(instruction: Instruction) -> tuple[ShardedValue, ...]:
     """The variables that an instruction makes."""
     return instruction.wires[1]
+
+
+def readers_of(block: Block) -> Mapping[ShardedValue, Sequence[Instruction | None]]:
+    """By a block's variable: who reads it, in order; at the end None, if the block returns it."""
+    found: dict[ShardedValue, list[Instruction | None]] = defaultdict(list)
+    for instruction in block.instructions:
+        for value in reads(instruction):
+            found[value].append(instruction)
+    for value in block.outputs:
+        if not is_literal(value):
+            found[value].append(None)
+    return found
 
 
 def is_literal(version: ShardedValue) -> bool:

@@ -14,8 +14,6 @@ XLA:GPU does the same to the stacked weights of experts where a barrier holds th
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from autopar.passes.graph.primitives import PRODUCTS
 from autopar.passes.sharding.scopes import aval_shape
 from autopar.passes.sharding.spmd_program import (
@@ -24,8 +22,7 @@ from autopar.passes.sharding.spmd_program import (
     Instruction,
     Relayout,
     ShardedValue,
-    is_literal,
-    reads,
+    readers_of,
     writes,
 )
 
@@ -36,14 +33,9 @@ def turned_sums(block: Block, scatters: bool = True) -> dict[int, tuple[int, ...
     Without `scatters`, only of sums that every device has as a whole.
     """
     maker: dict[ShardedValue, Instruction] = {}
-    readers: dict[ShardedValue, list[Instruction | None]] = defaultdict(list)
     for instruction in block.instructions:
         maker.update(dict.fromkeys(writes(instruction), instruction))
-        for value in reads(instruction):
-            readers[value].append(instruction)
-    for value in block.outputs:
-        if not is_literal(value):
-            readers[value].append(None)
+    readers = readers_of(block)
     found: dict[int, tuple[int, ...]] = {}
     for number, instruction in enumerate(block.instructions):
         if not isinstance(instruction, Relayout) or instruction.purpose != "gradient":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from autopar.passes.sharding.compiler_rules import KERNEL_ROW_ELEMENTS, RULES, TPU
 from autopar.passes.sharding.peak_memory import peak
@@ -40,7 +42,20 @@ def plain(q: Any, k: Any, v: Any, masked: bool) -> Any:
 
 
 def crossed(q: Any, k: Any, v: Any, masked: bool) -> Any:
+    """Its result is `bhtd`, as its turned operands are."""
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    p = probabilities(jnp.einsum("bhqd,bhkd->bhqk", q, k), masked)
+    return jnp.einsum("bhqk,bhkd->bhqd", p, v)
+
+
+def turned_back(q: Any, k: Any, v: Any, masked: bool) -> Any:
+    return crossed(q, k, v, masked).swapaxes(1, 2)
+
+
+def torn(q: Any, k: Any, v: Any, masked: bool) -> Any:
+    """Rows of queries and keys are columns in between, as einsums into `bhtd` make them."""
+    q, k, v = (jax.lax.optimization_barrier(x.transpose(0, 2, 3, 1)) for x in (q, k, v))
+    q, k, v = (x.swapaxes(2, 3) for x in (q, k, v))
     p = probabilities(jnp.einsum("bhqd,bhkd->bhqk", q, k), masked)
     return jnp.einsum("bhqk,bhkd->bhqd", p, v).swapaxes(1, 2)
 
@@ -62,7 +77,11 @@ Attention = Callable[[Any, Any, Any, bool], Any]
 
 
 def squares(
-    attention: Attention, masked: bool = True, rotary: bool = False, length: int = LENGTH
+    attention: Attention,
+    masked: bool = True,
+    rotary: bool = False,
+    length: int = LENGTH,
+    remat: Callable[..., Any] = jax.checkpoint,
 ) -> list[str]:
     """The dtypes of what is there of a row's length times its length, when most memory is used."""
 
@@ -70,11 +89,12 @@ def squares(
         q, k, v = (jnp.einsum("btm,mhd->bthd", x, w) for w in weights[:3])
         if rotary:
             q, k = rotated(q), rotated(k)
-        return x + jnp.einsum("bthd,hdm->btm", attention(q, k, v, masked), weights[3])
+        order = "bhtd" if attention is crossed else "bthd"
+        return x + jnp.einsum(f"{order},hdm->btm", attention(q, k, v, masked), weights[3])
 
     def step(weights: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
-            return jnp.mean(jax.checkpoint(layer)(weights, x).astype(jnp.float32) ** 2)
+            return jnp.mean(remat(layer)(weights, x).astype(jnp.float32) ** 2)
 
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
@@ -122,3 +142,34 @@ def test_of_grouped_attention_the_scores_are_there_as_the_product_wrote_them() -
 def test_operands_in_another_order_part_the_product_from_the_softmax() -> None:
     """There are scores, exponentials, probabilities, their gradients, and the scores' gradients."""
     assert squares(crossed) == [SHORT] * 4 + [EXPONENTIALS]
+    assert squares(turned_back) == squares(plain)
+    assert squares(torn) == squares(crossed)
+
+
+def test_gradients_alone_know_which_way_results_went() -> None:
+    """Where attention's result is kept, its probabilities are computed again without it."""
+    names = functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention")
+    )
+
+    def named(attention: Attention) -> Attention:
+        return lambda *args: checkpoint_name(attention(*args), "attention")
+
+    assert squares(named(turned_back), remat=names) == squares(named(plain), remat=names)
+
+
+def test_what_is_known_passes_barriers() -> None:
+    """Where products are kept, what is made of them runs again behind one."""
+    dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    assert EXPONENTIALS not in squares(plain, masked=False, remat=dots)
+    assert EXPONENTIALS in squares(plain, remat=dots)
+
+
+def test_a_gate_is_no_gradient() -> None:
+    def gated(q: Any, k: Any, v: Any, masked: bool) -> Any:
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        gate = jax.nn.sigmoid(jnp.einsum("bhqd,bhkd->bhqk", k, q).astype(jnp.float32))
+        p = probabilities(jnp.einsum("bhqd,bhkd->bhqk", q, k), masked).astype(jnp.float32)
+        return jnp.einsum("bhqk,bhkd->bhqd", (p * gate).astype(v.dtype), v).swapaxes(1, 2)
+
+    assert squares(gated).count("float32") >= 1
