@@ -94,7 +94,7 @@ class PieceCosts:
                 atoms = (*instruction.eqn.invars, *instruction.eqn.outvars)
                 has_rows = any(isinstance(atom, Var) and dims.get(atom) for atom in atoms)
                 whole = self._instruction(instruction)
-                least = self._rowless(instruction) if has_rows else whole
+                least = self._rowless(instruction) if has_rows and whole else whole
                 total += min(least, whole)
         return total
 

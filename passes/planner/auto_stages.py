@@ -21,6 +21,7 @@ from typing import Any
 from autopar.base.cluster import Cluster
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout
+from autopar.passes.planner.moved_cuts import moved_cuts
 from autopar.passes.planner.stage_choice import (
     StageChoice,
     StageOption,
@@ -28,6 +29,7 @@ from autopar.passes.planner.stage_choice import (
     StageRange,
     best_stages,
 )
+from autopar.passes.planner.stage_clock import step_seconds
 from autopar.passes.planner.stage_costs import Way, equal_runs
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 
@@ -36,6 +38,10 @@ from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 MANY_UNITS = 16
 UNITS_OF_A_KIND = 4
 ABOUT_AS_GOOD = 1.03
+# Times what stages take: what the dynamic program thinks that they do is not more, mostly.
+UNSURE = 1.5
+# By the schedule for whose microbatches in flight stages were found: those that keep no more.
+NEEDING = {"1f1b": ("1f1b", "zb_h1"), "eager_1f1b": ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")}
 # Schedules with which a stage need not wait for what it has sent to come back.
 HIDES_TRANSFERS = ("eager_1f1b",)
 
@@ -77,18 +83,37 @@ class StageSearch:
     def within(self, limit: int, at_most: float = math.inf) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.
 
+        Those that the dynamic program finds, on submeshes of any size and of one, by the schedule
+        that is quickest for them.
+
         Args:
           limit: bytes that a device may hold.
           at_most: seconds of a step; stages that take longer are not looked for.
         """
-        sizes = [size for size, ways in self.ways.items() if ways]
-        if not sizes:
-            return None
-        found = [(self._choice(limit, name, at_most), name) for name in self.schedules]
-        chosen = [(choice, name) for choice, name in found if choice is not None]
-        if not chosen:
-            return None
-        return self._layout(*min(chosen, key=lambda pair: pair[0].step_seconds), limit)
+        most = UNSURE * at_most
+        found = [(self._choice(limit, name, most), name) for name in self.schedules]
+        made = [self._layout(x, name, limit) for x, name in found if x is not None]
+        if made and len(self._sizes) > 1:
+            made += self.of_equal_devices(limit, min(at_most, min(time for _, time in made)))
+        best = min(made, key=lambda pair: pair[1], default=None)
+        return best if best is None or best[1] <= at_most else None
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Those of submeshes on which there are ways."""
+        return [size for size, ways in self.ways.items() if ways]
+
+    def bound(self, limit: int, at_most: float = math.inf) -> float:
+        """At most so long takes a step in stages that fit; infinite where none do.
+
+        That is the dynamic program's objective.
+
+        Args:
+          limit: bytes that a device may hold.
+          at_most: seconds; what takes longer is not looked for.
+        """
+        found = (self._choice(limit, name, at_most) for name in self.schedules)
+        return min((x.step_seconds for x in found if x is not None), default=math.inf)
 
     def of_equal_devices(
         self, limit: int, at_most: float = math.inf
@@ -99,16 +124,21 @@ class StageSearch:
           limit: bytes that a device may hold.
           at_most: seconds of a step; stages that take longer are not looked for.
         """
-        made = list[tuple[StageLayout, float]]()
-        for size in self.ways:
-            found = [(self._best(limit, name, at_most, [size]), name) for name in self.schedules]
-            several = [(x, name) for x, name in found if x is not None and len(x.stages) > 1]
+        made, most = list[tuple[StageLayout, float]](), UNSURE * at_most
+        for size in self._sizes:
+            found = [(self._choice(limit, name, most, size), name) for name in self.schedules]
+            several = [self._layout(x, name, limit) for x, name in found if x is not None]
             if several:
-                choice, name = min(several, key=lambda pair: pair[0].step_seconds)
-                made.append(self._layout(choice, name, limit))
-        return sorted(made, key=lambda pair: pair[1])
+                made.append(min(several, key=lambda pair: pair[1]))
+        return sorted((pair for pair in made if pair[1] <= at_most), key=lambda pair: pair[1])
 
-    def _layout(self, choice: StageChoice, name: str, limit: int) -> tuple[StageLayout, float]:
+    def _layout(self, found: StageChoice, name: str, limit: int) -> tuple[StageLayout, float]:
+        """The layout of stages that were found by a schedule, and the seconds of a step."""
+        if self._is_regular(found):
+            chosen = [stage.option for stage in found.stages]
+            choice, seconds = found, self._seconds_by(chosen, name)
+        else:
+            choice, seconds = self._with_moved_cuts(found, name, limit)
         layout = StageLayout(
             tuple(self.starts[stage.start] for stage in choice.stages[1:]),
             tuple(stage.num_devices for stage in choice.stages),
@@ -117,7 +147,32 @@ class StageSearch:
             self._expected(choice, limit, name) if self.meshes else (),
             tuple(stage.option.casts for stage in choice.stages),
         )
-        return layout, choice.step_seconds
+        return layout, seconds
+
+    def _seconds_by(self, options: Sequence[StageOption], found_for: str) -> float:
+        """What a step takes in such stages, by the best of the schedules that need no more memory.
+
+        By one that divides the backward pass too, where schedules are chosen automatically.
+        """
+        works = [option.work for option in options]
+        names = NEEDING[found_for] if len(self.schedules) > 1 else [found_for]
+        return min(step_seconds(name, works, self.num_microbatches) for name in names)
+
+    def _with_moved_cuts(
+        self, choice: StageChoice, schedule: str, limit: int
+    ) -> tuple[StageChoice, float]:
+        options = self._options[schedule in HIDES_TRANSFERS]
+        flight = _in_flight(schedule)
+
+        def fitting(start: int, stop: int, size: int, from_the_end: int) -> list[StageOption]:
+            flying = min(flight(from_the_end), self.num_microbatches)
+            found = options[size].of_range(start, stop)
+            return [option for option in found if option.bytes_in_flight(flying) <= limit]
+
+        def seconds(chosen: Sequence[StageOption]) -> float:
+            return self._seconds_by(chosen, schedule)
+
+        return moved_cuts(choice, fitting, self._own_seconds, seconds)
 
     def _expected(
         self, choice: StageChoice, limit: int, schedule: str
@@ -147,14 +202,19 @@ class StageSearch:
             found.append(seconds)
         return tuple(found)
 
-    def _choice(self, limit: int, schedule: str, at_most: float) -> StageChoice | None:
-        """The best stages by a schedule; of many units regular ones if they are about as good."""
-        sizes = [size for size, ways in self.ways.items() if ways]
+    def _choice(
+        self, limit: int, schedule: str, at_most: float, size: int | None = None
+    ) -> StageChoice | None:
+        """The best stages by a schedule, on submeshes of one size or of any.
+
+        Of many units regular ones if they are about as good.
+        """
+        sizes = self._sizes if size is None else [size]
         choice = self._best(limit, schedule, at_most, sizes)
         if choice is None or len(choice.stages) < 2:
             return None
         if self._are_alike:
-            regular = self._regular(limit, schedule)
+            regular = self._regular(limit, schedule, sizes)
             most = min(ABOUT_AS_GOOD * choice.step_seconds, at_most)
             if regular is not None and regular.step_seconds <= most:
                 return regular
@@ -165,6 +225,13 @@ class StageSearch:
         """Whether there are many units, of few kinds."""
         kinds = min((len(set(way)) for ways in self.ways.values() for way in ways), default=0)
         return len(self.starts) >= max(MANY_UNITS, UNITS_OF_A_KIND * kinds)
+
+    def _is_regular(self, choice: StageChoice) -> bool:
+        """Whether stages have equally many units and devices, where these are many of few kinds."""
+        cuts = [0, *(stage.stop for stage in choice.stages)]
+        is_even = len({stage.num_devices for stage in choice.stages}) == 1
+        is_equal = cuts == equal_runs(len(self.starts), len(choice.stages))
+        return self._are_alike and is_even and is_equal
 
     def _best(
         self, limit: int, schedule: str, at_most: float, sizes: Sequence[int]
@@ -178,14 +245,25 @@ class StageSearch:
             memory_limit=limit,
             in_flight=_in_flight(schedule),
             at_most=at_most,
+            early=self._early,
         )
 
-    def _regular(self, limit: int, schedule: str) -> StageChoice | None:
+    @cached_property
+    def _early(self) -> list[float]:
+        """By the unit with which a stage begins, the backward pass of those before, at the least.
+
+        So much earlier than the first stage it is done with its microbatches.
+        """
+        ways = [way for ways in self.ways.values() for way in ways]
+        least = (min(unit.backward_seconds for unit in units) for units in zip(*ways, strict=True))
+        return list(itertools.accumulate(least, initial=0.0))
+
+    def _regular(self, limit: int, schedule: str, sizes: Sequence[int]) -> StageChoice | None:
         """The best of the choices whose stages have equally many units and devices."""
         found, options = [], self._options[schedule in HIDES_TRANSFERS]
-        for size, ways in self.ways.items():
+        for size in sizes:
             stages, left = divmod(self.cluster.num_devices, size)
-            if not ways or left or not 2 <= stages <= len(self.starts):
+            if left or not 2 <= stages <= len(self.starts):
                 continue
             cuts = equal_runs(len(self.starts), stages)
             runs = [(start, stop, size) for start, stop in itertools.pairwise(cuts)]
@@ -204,7 +282,8 @@ class StageSearch:
                 ranges = (StageRange(*run, x) for run, x in zip(runs, chosen, strict=True))
                 seconds = sum(x.seconds + x.hidden_seconds for x in chosen)
                 slowest = (self.num_microbatches - 1) * max(x.seconds for x in chosen)
-                once = max(x.once_seconds for x in chosen)
+                early = (self._early[start] for start, _, _ in runs)
+                once = max(x.once_seconds - y for x, y in zip(chosen, early, strict=True))
                 found.append(StageChoice(tuple(ranges), seconds + slowest + once))
         return min(found, key=lambda choice: choice.step_seconds, default=None)
 

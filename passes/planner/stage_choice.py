@@ -3,8 +3,8 @@
 The search (`stage_search`) is exact: over every split of the layers, every assignment of submesh
 sizes and every option that there are, under the memory limit with the microbatches that
 1F1B keeps in flight on each stage. The objective is Alpa's (Zheng et al., OSDI 2022, section
-5.2), and what the stage does that does most once a step: all are done with their microbatches when
-the slowest is, but for few.
+5.2), and what is left to do once a step when the first stage is done with its microbatches, which
+the others are before it: their last backward passes are before its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.passes.planner.stage_clock import StageWork
 from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
 
@@ -34,6 +35,9 @@ class StageOption:
       once_seconds: the time that the stage takes once a step (synchronisation, optimizer).
       hidden_seconds: what a microbatch waits beside, while the stage works on another one.
       casts: whether parameters are cast in every microbatch; the search does not look at it.
+      forward_seconds: the part of `seconds` that is the forward pass, the first time; nor at it.
+      sent_seconds: what a microbatch sends to the next stage is on its way; `seconds` has it twice,
+        there and back, but for what is hidden; nor at it.
     """
 
     seconds: float
@@ -43,6 +47,15 @@ class StageOption:
     once_seconds: float = 0.0
     hidden_seconds: float = 0.0
     casts: bool = False
+    forward_seconds: float = 0.0
+    sent_seconds: float = 0.0
+
+    @property
+    def work(self) -> StageWork:
+        """What the stage does, apart from what it sends."""
+        own = self.seconds + self.hidden_seconds - 2 * self.sent_seconds
+        backward = max(own - self.forward_seconds, 0.0)
+        return StageWork(self.forward_seconds, backward, self.once_seconds, self.sent_seconds)
 
     def bytes_in_flight(self, microbatches: int) -> int:
         """Bytes per device with so many microbatches in flight."""
@@ -64,6 +77,8 @@ class StageOptions:
     once_seconds: Floats
     hidden_seconds: Floats
     casts: Floats
+    forward_seconds: Floats
+    sent_seconds: Floats
 
     def option(self, place: int, start: int, stop: int) -> StageOption:
         """One of the options of layers start to stop (half open)."""
@@ -75,6 +90,8 @@ class StageOptions:
             once_seconds=float(self.once_seconds[place, start, stop]),
             hidden_seconds=float(self.hidden_seconds[place, start, stop]),
             casts=bool(self.casts[place, start, stop]),
+            forward_seconds=float(self.forward_seconds[place, start, stop]),
+            sent_seconds=float(self.sent_seconds[place, start, stop]),
         )
 
     def of_range(self, start: int, stop: int) -> list[StageOption]:
@@ -82,12 +99,22 @@ class StageOptions:
         places = np.flatnonzero(np.isfinite(self.seconds[:, start, stop]))
         return [self.option(int(place), start, stop) for place in places]
 
+    def late(self, early: Sequence[float]) -> Floats:
+        """What each does once a step when the first stage is done with its microbatches.
+
+        At the most: stages that begin at a cut are done so much earlier, at the least.
+        """
+        found: Floats = np.where(
+            np.isfinite(self.seconds), self.once_seconds - np.asarray(early)[:, None], np.inf
+        )
+        return found
+
     def kind(
-        self, num_microbatches: int, in_flight: Callable[[int], int], at_most_once: float
+        self, num_microbatches: int, in_flight: Callable[[int], int], late: Floats, most: float
     ) -> StageKind:
-        """The stages as the search wants them, without those that take longer once a step."""
+        """The stages as the search wants them, without those that are later than `most`."""
         assert not np.isnan(self.seconds).any(), "an option without a cost"
-        there = np.isfinite(self.seconds) & (self.once_seconds <= at_most_once)
+        there = np.isfinite(self.seconds) & (late <= most)
         seconds = np.where(there, self.seconds, 0.0)
         return StageKind(
             devices=self.devices,
@@ -125,17 +152,18 @@ def best_stages(
     memory_limit: float | None,
     in_flight: Callable[[int], int] | None = None,
     at_most: float = math.inf,
+    early: Sequence[float] = (),
     gain: float = ENOUGH_GAIN,
 ) -> StageChoice | None:
     """The split into stages of least step time that uses all devices and fits; None without any.
 
     The step time is the sum over the stages of `seconds + hidden_seconds`, the largest over the
-    stages of `(M - 1) * seconds`, and the largest of `once_seconds`. Equally good choices: the one
-    of fewest stages, then the first in the lexicographic order of (stop, num_devices, position of
-    the option), stage by stage.
+    stages of `(M - 1) * seconds`, and the largest of `once_seconds`, less what the stage is early.
+    Equally good choices: the one of fewest stages, then the first in the lexicographic order of
+    (stop, num_devices, position of the option), stage by stage.
 
-    What stages may take once a step is limited, to less and less: to less than the best plan within
-    the limit before takes. So every plan that another is not better than in both is looked at, or
+    That last part is limited, to less and less: to less than that of the best plan within the limit
+    before. So every plan that another is not better than in both is looked at, or
     one that takes hardly longer.
 
     Args:
@@ -146,13 +174,15 @@ def best_stages(
       in_flight: the microbatches that a stage has in flight, by the number of stages from it to the
         last one, itself counted; None: 1F1B's, one for each.
       at_most: seconds of a step; splits that take longer are not looked for.
+      early: by the layer with which a stage begins, how much earlier than the first one it is done
+        with its microbatches; (): not at all.
       gain: by which part of a step the limit is lowered; the best plan may be as much better.
 
     >>> layers = np.triu(np.arange(7.0) - np.arange(7.0)[:, None])  # of stages from cut to cut
     >>> none = np.zeros((1, 7, 7))
     >>> def on(devices):
     ...     seconds = np.where(layers > 0, layers / devices, np.inf)[None]
-    ...     return StageOptions(devices, seconds, 100 * layers[None], none + 10, *[none] * 4)
+    ...     return StageOptions(devices, seconds, 100 * layers[None], none + 10, *[none] * 6)
     >>> best = best_stages([on(1), on(2)], 3, num_microbatches=4, memory_limit=450)
     >>> [stage[:3] for stage in best.stages], best.step_seconds
     ([(0, 2, 1), (2, 6, 2)], 10.0)
@@ -160,15 +190,19 @@ def best_stages(
     if not options:
         return None
     num_layers = options[0].seconds.shape[1] - 1
+    late = [x.late(early or [0.0] * (num_layers + 1)) for x in options]
     successors = tuple(np.arange(cut + 1, num_layers + 1) for cut in range(num_layers + 1))
     best: StageChoice | None = None
     first: tuple[float, int, list[tuple[int, int, int]]] | None = None
     once = math.inf
     flight = in_flight or (lambda left: left)
     most = min(num_layers, num_devices // options[0].devices)
-    at_least = _least_once(options)
+    at_least = _least_late(late)
     while once >= at_least:
-        kinds = tuple(x.kind(num_microbatches, flight, once) for x in options)
+        kinds = tuple(
+            x.kind(num_microbatches, flight, own, once)
+            for x, own in zip(options, late, strict=True)
+        )
         problem = StageProblem(successors, kinds, num_devices, most, memory_limit=memory_limit)
         path = best_path(problem, (at_most if best is None else best.step_seconds) - at_least)
         if path is None:
@@ -178,8 +212,8 @@ def best_stages(
             chosen = options[step.kind]
             option = chosen.option(step.option, step.start, step.stop)
             stages.append(StageRange(step.start, step.stop, chosen.devices, option))
-        longest = max(stage.option.once_seconds for stage in stages)
-        found = StageChoice(tuple(stages), path.cost + longest)
+        longest = max(late[x.kind][x.option, x.start, x.stop] for x in path.steps)
+        found = StageChoice(tuple(stages), float(path.cost + longest))
         runs = [(step.stop, options[step.kind].devices, step.option) for step in path.steps]
         order = found.step_seconds, len(runs), runs
         if found.step_seconds <= at_most and (first is None or order < first):
@@ -189,13 +223,8 @@ def best_stages(
     return best
 
 
-def _least_once(options: Sequence[StageOptions]) -> float:
-    """What the stage that does most once a step does at the least: the first one, or the last."""
-    ends = (
-        [
-            np.where(np.isfinite(x.seconds[at]), x.once_seconds[at], np.inf).min(initial=np.inf)
-            for x in options
-        ]
-        for at in ((slice(None), 0, slice(None)), (slice(None), slice(None), -1))
-    )
+def _least_late(late: Sequence[Floats]) -> float:
+    """What the latest stage does once a step at the least: the first one does, or the last."""
+    places = (slice(None), 0, slice(None)), (slice(None), slice(None), -1)
+    ends = ([x[at].min(initial=np.inf) for x in late] for at in places)
     return float(max(map(min, ends)))

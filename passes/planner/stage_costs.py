@@ -81,6 +81,11 @@ class UnitCost(NamedTuple):
         )
 
     @property
+    def backward_seconds(self) -> float:
+        """Of one microbatch."""
+        return self.seconds - self.forward_seconds
+
+    @property
     def bytes_for_one(self) -> int:
         """With one microbatch in flight."""
         return self.bytes_fixed + self.bytes_per_microbatch + self.bytes_working
@@ -112,7 +117,8 @@ def in_equal_stages(way: Way, stages: int, num_microbatches: int) -> EqualStages
     runs = [joined(way[start:stop]) for start, stop in itertools.pairwise(cuts)]
     starts = sum(run.seconds for run in runs)
     slowest = (count - 1) * max(run.seconds for run in runs)
-    once = max(run.once_seconds for run in runs)
+    early = itertools.accumulate((run.backward_seconds for run in runs), initial=0.0)
+    once = max(run.once_seconds - before for run, before in zip(runs, early, strict=False))
     needed = (
         run.bytes_fixed + run.bytes_working + run.bytes_per_microbatch * min(flight, count)
         for run, flight in zip(runs, range(stages, 0, -1), strict=True)

@@ -107,6 +107,8 @@ class RangeTotals:
             "bytes_per_microbatch": each,
             "remat": is_again,
             "casts": np.repeat(self.casts, count, axis=0),
+            "forward_seconds": np.repeat(self.forward_seconds, count, axis=0),
+            "sent_seconds": np.broadcast_to(there, seconds.shape),
         }
         return _by_cut(devices, _not_dominated(found))
 

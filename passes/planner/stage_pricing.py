@@ -88,8 +88,7 @@ def price_stages(
         )
 
     def seconds(hoped: Collection[int] = ()) -> float:
-        found = made(hoped).within(costs.limit, best)
-        return math.inf if found is None else found[1]
+        return made(hoped).bound(costs.limit, best)
 
     def price(size: int) -> None:
         """At prices of memory, and casting in every microbatch where equal stages do not fit.

@@ -32,7 +32,7 @@ from autopar.passes.schedules.flight import ONE_IN_FLIGHT
 from autopar.passes.sharding.integer_program import to_problem
 from autopar.passes.sharding.memory_price import solve_at_price
 from autopar.passes.sharding.memory_rows import StageMemory, memory_rows
-from autopar.passes.sharding.spmd_program import Block, Loop
+from autopar.passes.sharding.spmd_program import Block, Instruction, Loop, Relayout
 from autopar.passes.slicing.stage_graphs import Stages
 
 # What all of a device's memory costs, in the time of a step with which the devices share the work:
@@ -196,7 +196,8 @@ class UnitCosts:
         """
         stages = self._cluster.num_devices / size
         starts = self._num_microbatches + stages - 1
-        return (starts * total.seconds + total.once_seconds) / stages
+        early = (stages - 1) / 2 * total.backward_seconds  # on average, `stage_choice`
+        return (starts * total.seconds + max(total.once_seconds - early, 0.0)) / stages
 
     def least_seconds(self, size: int) -> float:
         """What a step takes on so many devices with any memory; infinite if they hold no unit."""
@@ -358,7 +359,8 @@ class UnitCosts:
         program, prices = planned.program, planned.costs(part)
         block, scan = program.block, None if stage.loop is None else stage.loop.scan
         loops = [x for x in block.instructions if isinstance(x, Loop) and x.eqn is scan]
-        outside = tuple(x for x in block.instructions if not any(x is loop for loop in loops))
+        others = (x for x in block.instructions if not any(x is loop for loop in loops))
+        outside = tuple(x for x in others if not _arrives(x, block))
         dims = planned.split.dims
         account = StageAccount.of(stage, program, StageMemory(ONE_IN_FLIGHT))
         inside = account.loop_seconds(prices)
@@ -384,3 +386,11 @@ class UnitCosts:
 
     def _step_seconds(self, total: UnitCost) -> float:
         return total.seconds * self._num_microbatches + total.once_seconds
+
+
+def _arrives(instruction: Instruction, block: Block) -> bool:
+    """Whether it cuts what comes from other units: that arrives as it is cut (`opened`)."""
+    if not isinstance(instruction, Relayout) or instruction.purpose != "activation":
+        return False
+    is_cut = all(step.kind == "slice" for step in instruction.steps)
+    return is_cut and instruction.source in block.inputs

@@ -32,11 +32,15 @@ def plans(num_layers: int, num_devices: int, options: Options, start: int = 0) -
                     yield (Planned(start, stop, size, option), *rest)
 
 
-def step_seconds(plan: Plan, options: Options, num_microbatches: int) -> float:
-    """Sum of the stages' times, the slowest one's other microbatches, the longest work once."""
+def step_seconds(
+    plan: Plan, options: Options, num_microbatches: int, early: Sequence[float] = ()
+) -> float:
+    """Sum of the stages' times, the slowest one's other microbatches, the latest work once."""
     chosen = [options[stage[:3]][stage.option] for stage in plan]
     slowest = (num_microbatches - 1) * max(one.seconds for one in chosen)
-    return sum(one.seconds for one in chosen) + slowest + max(one.once_seconds for one in chosen)
+    before = (early[stage.start] if early else 0.0 for stage in plan)
+    late = max(one.once_seconds - own for one, own in zip(chosen, before, strict=True))
+    return sum(one.seconds for one in chosen) + slowest + late
 
 
 def largest_bytes(plan: Plan, options: Options, in_flight: Callable[[int], int]) -> int:

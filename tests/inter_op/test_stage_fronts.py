@@ -79,7 +79,7 @@ def test_the_schedule_hides_transfers_where_more_microbatches_in_flight_fit() ->
     tight = apart.within(129)
     assert tight is not None
     assert tight[0].schedule == "1f1b"
-    assert tight[1] == waiting[1]
+    assert free[1] < tight[1] <= waiting[1]
 
 
 def test_what_passes_once_a_step_costs_stages_apart() -> None:
@@ -120,9 +120,9 @@ def test_stages_that_take_too_long_are_not_found() -> None:
 
 def test_equal_stages_take_and_need_what_their_units_do() -> None:
     """Six units in two stages of three: eight microbatches, the first has two in flight."""
-    way = (QUICK._replace(bytes_fixed=100), *(QUICK,) * 4, QUICK._replace(once_seconds=1.0))
-    equal = in_equal_stages(way, 2, 8)
-    assert equal == (3.0 + 3.0 + 7 * 3.0 + 1.0, 180 + 2 * 30 + 20)
+    way = (QUICK._replace(bytes_fixed=100), *(QUICK,) * 4, QUICK._replace(once_seconds=4.0))
+    equal, early = in_equal_stages(way, 2, 8), 3 * QUICK.backward_seconds
+    assert equal == (3.0 + 3.0 + 7 * 3.0 + 4.0 - early, 180 + 2 * 30 + 20)
     alone = in_equal_stages(way, 1, 8)
-    assert alone == (6.0 + 7 * 6.0 + 1.0, 300 + 60 + 20)
+    assert alone == (6.0 + 7 * 6.0 + 4.0, 300 + 60 + 20)
     assert in_equal_stages(way, 7, 8) is None

@@ -97,6 +97,7 @@ def random_options(
     memory_limit=st.one_of(st.none(), st.integers(0, 14)),
     largest=st.sampled_from([1, 4, 20]),
     layered=st.booleans(),
+    is_early=st.booleans(),
 )
 def test_equals_the_best_of_all_plans(
     seed: int,
@@ -107,14 +108,18 @@ def test_equals_the_best_of_all_plans(
     memory_limit: int | None,
     largest: int,
     layered: bool,
+    is_early: bool,
 ) -> None:
     options = random_options(seed, num_layers, submeshes, largest, layered)
+    source = random.Random(seed)
+    each = [source.randint(0, largest) * is_early for _ in range(num_layers)]
+    early = list(itertools.accumulate(each, initial=0.0))
 
     def in_flight(from_the_end: int) -> int:
         return min(from_the_end, num_microbatches)
 
     def cost(plan: Plan) -> float:
-        return step_seconds(plan, options, num_microbatches)
+        return step_seconds(plan, options, num_microbatches, early)
 
     fitting = [
         plan
@@ -129,6 +134,7 @@ def test_equals_the_best_of_all_plans(
         lambda start, stop, size: options[start, stop, size],
         num_microbatches=num_microbatches,
         memory_limit=memory_limit,
+        early=early,
     )
     if not fitting:
         assert found is None

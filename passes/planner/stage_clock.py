@@ -1,0 +1,94 @@
+"""How long a step in stages takes by a schedule, told by what each stage does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopar.passes.schedules.make import make_schedule
+from autopar.passes.schedules.schedule import Task, in_turns
+
+STEADY = 4
+"""By the number of stages, after how many microbatches one is as the other."""
+KINDS = "F", "B", "W"
+
+
+class StageWork(NamedTuple):
+    """What a stage does with one microbatch, and once a step; seconds.
+
+    Args:
+      forward: the forward pass.
+      backward: the backward pass, the gradients of weights included.
+      once: when it is done with its microbatches.
+      sent: what it sends to the next stage, or back from there, is on its way. No stage works then.
+    """
+
+    forward: float
+    backward: float
+    once: float
+    sent: float
+
+
+class _Turn(NamedTuple):
+    """A task, when its turn comes.
+
+    Args:
+      stage: its own.
+      kind: place in `KINDS`.
+      waits_for: the number of the turn of another stage that it waits for; -1: none.
+      link: the stage after which what that one sends is on its way.
+    """
+
+    stage: int
+    kind: int
+    waits_for: int
+    link: int
+
+
+def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: int) -> float:
+    """The time of a step on one mesh for each stage.
+
+    Gradients of weights are half of the backward pass where the schedule divides it. Of many
+    microbatches those in the middle take as long as each other.
+
+    >>> works = [StageWork(1.0, 2.0, 0.0, 0.0), StageWork(1.0, 2.0, 0.0, 0.0)]
+    >>> [step_seconds(schedule, works, 4) for schedule in ("1f1b", "gpipe", "zb_h2")]
+    [15.0, 15.0, 13.0]
+    """
+    long, steady = STEADY * len(works), len(works)
+    if num_microbatches > long + steady:
+        one, other = (step_seconds(schedule, works, count) for count in (long, long + steady))
+        each = max((other - one) / steady, *(x.forward + x.backward for x in works))
+        return other + (num_microbatches - long - steady) * each
+    turns = _turns(schedule, len(works), num_microbatches)
+    part = 0.5 if any(turn.kind == KINDS.index("W") for turn in turns) else 1.0
+    seconds = [(x.forward, part * x.backward, part * x.backward) for x in works]
+    sent = [x.sent for x in works]
+    clock, ends = [0.0] * len(works), list[float]()
+    for stage, kind, waits_for, link in turns:
+        start = clock[stage]
+        if waits_for >= 0:
+            start = max(start, ends[waits_for] + sent[link])
+        clock[stage] = start + seconds[stage][kind]
+        ends.append(clock[stage])
+    return max(end + x.once for end, x in zip(clock, works, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _turns(schedule: str, num_stages: int, num_microbatches: int) -> tuple[_Turn, ...]:
+    """The tasks in an order in which all that one waits for comes before."""
+    made = make_schedule(schedule, num_stages, num_microbatches)
+    numbers: dict[Task, int] = {}
+
+    def is_ready(task: Task) -> bool:
+        return all(before in numbers for before in made.waits_for(task))
+
+    found = []
+    for _, task in in_turns(made.tasks, is_ready, [0] * num_stages):
+        others = [x for x in made.waits_for(task) if x.stage != task.stage]
+        number = numbers[others[0]] if others else -1
+        link = min(task.stage, others[0].stage) if others else 0
+        found.append(_Turn(task.stage, KINDS.index(task.kind), number, link))
+        numbers[task] = len(numbers)
+    return tuple(found)
