@@ -114,7 +114,12 @@ def row(form: str, rotary: bool, length: int, asked: argparse.Namespace) -> dict
     weights["o"] = jax.ShapeDtypeStruct((asked.heads, asked.width, model), bf16)
     x = jax.ShapeDtypeStruct((8 * asked.sequences, length, model), bf16)
     cluster = CLUSTERS.get(asked.target, "8 cpu")
-    options = {"cluster": cluster, "method": "data", "microbatches": 1, "progress": False}
+    options: dict[str, Any] = {
+        "cluster": cluster,
+        "method": "data",
+        "microbatches": 1,
+        "progress": False,
+    }
     plan = autopar.plan(step_of(form, rotary), weights, x, **options)
     (stage,) = plan.verify(asked.target).stages
     planned, compiled = stage.planned_bytes, stage.compiled_bytes

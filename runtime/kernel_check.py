@@ -88,20 +88,26 @@ def _has_grouped(block: Block) -> bool:
     return False
 
 
-@functools.cache
 def problem_on(device: jax.Device, means: GroupedMeans) -> str:
     """What is wrong with our kernels on a device; "": nothing."""
+    try:
+        return _found_on(device, means, jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8)
+    except Exception as error:  # which may be gone the next time: memory that was not there
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+@functools.cache
+def _found_on(device: jax.Device, means: GroupedMeans, is_wide: bool) -> str:
+    """The same, once in a process for numbers of 64 bits and for none."""
     assert means.tiles is not None
     kernels = Kernels(means.tiles, means.interpret)
 
     def tried() -> str:
-        return next(filter(None, (_tried(kernels, device, *x) for x in _trials(kernels))), "")
+        with jax.enable_x64(is_wide):
+            return next(filter(None, (_tried(kernels, device, *x) for x in _trials(kernels))), "")
 
-    try:  # in a thread of its own, which traces nothing else
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            return thread.submit(tried).result()
-    except Exception as error:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    with ThreadPoolExecutor(max_workers=1) as thread:  # of its own, which traces nothing else
+        return thread.submit(tried).result()
 
 
 def _trials(kernels: Kernels) -> Iterable[tuple[Any, ...]]:

@@ -15,16 +15,16 @@ from autopar.base.errors import KernelWarning
 from autopar.passes.primitives.group_kernels import Kernels, KernelTiles
 from autopar.passes.primitives.group_tiling import GroupedMeans
 from autopar.passes.sharding.compiler_rules import CPU, RULES
-from autopar.runtime.kernel_check import problem_on
+from autopar.runtime.kernel_check import _found_on, problem_on
 
 MEANS = GroupedMeans(tiles=KernelTiles(128, 128, 64, 4, 3, 0.5), interpret=True)
 
 
 @pytest.fixture(autouse=True)
 def tried_anew() -> Any:
-    problem_on.cache_clear()
+    _found_on.cache_clear()
     yield
-    problem_on.cache_clear()
+    _found_on.cache_clear()
 
 
 def step(weights: Any, x: Any) -> Any:
@@ -40,19 +40,41 @@ def test_kernels_that_work_are_used() -> None:
     assert problem_on(jax.devices()[0], MEANS) == ""
 
 
-def test_they_are_tried_wherever_a_step_is_compiled() -> None:
+def test_they_are_tried_wherever_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """While another function is traced, with wide numbers, and where nothing is moved unasked."""
-    device, found = jax.devices()[0], list[str]()
+    device, found, are_wide = jax.devices()[0], list[str](), set[bool]()
+    rows = Kernels.rows
+
+    def watched(self: Kernels, *operands: Any, **more: Any) -> Any:
+        are_wide.add(jnp.asarray(1).dtype.itemsize == 8)
+        return rows(self, *operands, **more)
+
+    monkeypatch.setattr(Kernels, "rows", watched)
 
     def traced(x: Any) -> Any:
         found.append(problem_on(device, MEANS))
         return x
 
     jax.jit(traced)(1.0)
-    problem_on.cache_clear()
+    assert are_wide == {False}
     with jax.enable_x64(True), jax.transfer_guard("disallow"):
         found.append(problem_on(device, MEANS))
-    assert found == ["", ""]
+    assert found == ["", ""] and are_wide == {False, True}
+
+
+def test_what_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what computes wrong numbers."""
+    rows, calls = Kernels.rows, list[int]()
+
+    def fails_first(self: Kernels, *operands: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("out of memory")
+        return rows(self, *operands, **more)
+
+    monkeypatch.setattr(Kernels, "rows", fails_first)
+    assert problem_on(jax.devices()[0], MEANS) == "RuntimeError: out of memory"
+    assert problem_on(jax.devices()[0], MEANS) == ""
 
 
 @pytest.mark.parametrize("what", ["wrong numbers", "no result", "a compiler that fails"])

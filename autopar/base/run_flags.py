@@ -42,7 +42,9 @@ COMBINED_BYTES = 30 * 2**20 + 7
 """Up to how many bytes XLA for GPUs makes one collective of neighbouring ones, by itself."""
 
 MEASURED_TABLES = "xla_gpu_enable_analytical_sol_latency_estimator"
+"""Times of collectives from tables that were measured, which there are for newer GPUs alone."""
 OLDER_CAPABILITY = 8
+"""The compute capability of GPUs without such a table (A100)."""
 
 COLLECTIVE_MATMUL = "xla_gpu_threshold_for_windowed_einsum_mib"
 NO_COLLECTIVE_MATMUL = 100_000

@@ -21,7 +21,7 @@ from typing import Any
 from autopar.base.cluster import Cluster
 from autopar.base.transfer_costs import seconds_to_next
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout
-from autopar.passes.planner.moved_cuts import moved_cuts
+from autopar.passes.planner.moved_cuts import hardly_waits, moved_cuts
 from autopar.passes.planner.stage_choice import (
     StageChoice,
     StageOption,
@@ -83,18 +83,21 @@ class StageSearch:
     def within(self, limit: int, at_most: float = math.inf) -> tuple[StageLayout, float] | None:
         """The stages with the least step time that fit, and that time; None where none do.
 
-        Those that the dynamic program finds, on submeshes of any size and of one, by the schedule
-        that is quickest for them.
+        Those that the dynamic program finds, on submeshes of any size, by the schedule that is
+        quickest for them; and where devices wait there, on submeshes of one size.
 
         Args:
           limit: bytes that a device may hold.
           at_most: seconds of a step; stages that take longer are not looked for.
         """
         most = UNSURE * at_most
-        found = [(self._choice(limit, name, most), name) for name in self.schedules]
-        made = [self._layout(x, name, limit) for x, name in found if x is not None]
-        if made and len(self._sizes) > 1:
-            made += self.of_equal_devices(limit, min(at_most, min(time for _, time in made)))
+        tried = [(self._choice(limit, name, most), name) for name in self.schedules]
+        found = [(choice, name) for choice, name in tried if choice is not None]
+        made = [self._layout(choice, name, limit) for choice, name in found]
+        least = min((seconds for _, seconds in made), default=math.inf)
+        may_be_less = not any(hardly_waits(x, least, self._own_seconds) for x, _ in found)
+        if made and may_be_less and len(self._sizes) > 1:
+            made += self.of_equal_devices(limit, min(at_most, least))
         best = min(made, key=lambda pair: pair[1], default=None)
         return best if best is None or best[1] <= at_most else None
 

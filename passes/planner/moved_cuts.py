@@ -41,9 +41,7 @@ def moved_cuts(
     first = step_seconds([stage.option for stage in choice.stages])
     best, least = choice, first
     count = len(choice.stages)
-    busy = sum(stage.num_devices * own_seconds(stage.option) for stage in choice.stages)
-    evenly = busy / sum(stage.num_devices for stage in choice.stages)
-    if not 2 <= count <= MOST_STAGES or evenly > CLEARLY * first:
+    if not 2 <= count <= MOST_STAGES or hardly_waits(choice, first, own_seconds):
         return best, least
     for _ in range(MOST_ROUNDS):
         before = least
@@ -57,6 +55,14 @@ def moved_cuts(
         if least == before:
             break
     return (best, least) if least < CLEARLY * first else (choice, first)
+
+
+def hardly_waits(
+    choice: StageChoice, seconds: float, own_seconds: Callable[[StageOption], float]
+) -> bool:
+    """Whether devices work nearly all the time in a step of so many seconds."""
+    busy = sum(stage.num_devices * own_seconds(stage.option) for stage in choice.stages)
+    return busy / sum(stage.num_devices for stage in choice.stages) > CLEARLY * seconds
 
 
 def _moved(

@@ -34,7 +34,6 @@ counts. Both as XLA:GPU has them."""
 MOST_ROWS = 4096
 """Of a tile: more make a product no quicker, and are more that groups share."""
 
-
 KERNELS_BESIDE = 4
 """Of ours: the product itself; the groups' ends, and the tiles' groups and rows, in three."""
 KERNELS_OF_PARTS = 4
