@@ -185,7 +185,7 @@ def plan_layout(
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and training and _may_pay(made[0]):
-        known = made[0] if _is_large(made[0]) else None
+        known = made[0] if _is_large(made[0]) or _has_spare_memory(made[0]) else None
         asked = split, splitting[0], layout, options, cluster, report
         with contextlib.suppress(MisfitError):
             often = OFTEN_PLANNED if made[0].fits else math.inf
@@ -320,6 +320,11 @@ def _scheduled(step: PlannedStep, name: str, cluster: Cluster) -> PlannedStep:
 
 def _is_large(step: PlannedStep) -> bool:
     return max(len(x.built.nodes) for x in step.planned) > LARGE_PROBLEM
+
+
+def _has_spare_memory(step: PlannedStep) -> bool:
+    """Whether all stages fit as they are with any memory."""
+    return step.fits and all(x.unlimited is None for x in step.planned)
 
 
 def _may_pay(step: PlannedStep) -> bool:

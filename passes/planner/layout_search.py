@@ -65,6 +65,7 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
+FAR = 4  # times the microbatches that layers were priced with, of which these tell
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
@@ -240,7 +241,8 @@ class LayoutSearch:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)
             more = count != counts[-1] and not split.later_loops
-            known = so_far if count > at_least else so_far._replace(expected=expected)
+            known = self._told_by_layers(count, so_far) if whole and self.is_long else so_far
+            known = known if count > at_least else known._replace(expected=expected)
             made += planned(split, known._replace(more_microbatches=more))
             if split.later_loops:
                 made += planned(self.split(count, keeps=True), so_far)
@@ -289,6 +291,16 @@ class LayoutSearch:
                     found = OneMeshCosts(costs, self.cluster.num_devices)
             self.known.one_mesh[count] = found
         return self.known.one_mesh[count]
+
+    def _told_by_layers(self, count: int, so_far: SearchSoFar) -> SearchSoFar:
+        """What layers tell of one mesh, priced with about as many microbatches or fewer."""
+        priced = [n for n, costs in self.known.one_mesh.items() if costs and 1 < n <= count]
+        if not priced or count > FAR * max(priced):
+            return so_far
+        costs = self.known.one_mesh[max(priced)]
+        assert costs is not None
+        expected = costs.expected(count, max(priced), self._limit)
+        return so_far._replace(expected=expected, need=costs.needed(count, max(priced)))
 
     @property
     def _limit(self) -> int:

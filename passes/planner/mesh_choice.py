@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -39,7 +39,8 @@ class SearchSoFar(NamedTuple):
 
     Whether `more_microbatches` can be tried after these, and what a step is `expected` to take on
     some of the meshes; the `only` meshes that are worth planning, if not all are, and those that
-    are `too_small`, if there are others.
+    are `too_small`, if there are others. The bytes that layers `need` of a device at the least tell
+    which meshes cannot fit where another one does not.
     """
 
     seconds: float = math.inf
@@ -47,6 +48,7 @@ class SearchSoFar(NamedTuple):
     expected: ExpectedSeconds = MappingProxyType({})
     only: tuple[tuple[int, ...], ...] = ()
     too_small: frozenset[tuple[int, ...]] = frozenset()
+    need: Mapping[tuple[int, ...], int] = MappingProxyType({})
 
 
 NOTHING_SO_FAR = SearchSoFar()
@@ -257,9 +259,10 @@ def plan_meshes(
     expected to take, the meshes are planned in that order, and not at all if it is hardly less than
     with what fits; by how much such expectations are wrong, the planned ones tell. Meshes of the
     same devices need about the same at the least: where more microbatches can be tried and two
-    meshes of a large program do not fit with these, the others are not planned within the limit
-    either. Nor are they planned at all where two need far too much, also chosen for their bytes; or
-    one needs too much, where nothing was expected to fit and `others.only` are tried.
+    meshes of a large program do not fit with these, or one on which layers need no more, the others
+    are not planned within the limit either. Nor are they planned at all where two need far too
+    much, also chosen for their bytes; or one needs too much, where nothing was expected to fit and
+    `others.only` are tried.
 
     Args:
       split: the whole step.
@@ -345,7 +348,10 @@ def plan_meshes(
                 tried.append(searches[i].at_least_price(first))
             elif not hurries and not hopeless(i):
                 tried += searches[i].least(False)
-            failed += not any(x.fits for x in tried)
+            if not any(x.fits for x in tried):
+                failed += 1
+                need = others.need.get(meshes[i], math.inf) if may_wait else math.inf
+                left = [j for j in left if others.need.get(meshes[j], 0) < need]
         within = min(
             (x for x in tried if x.fits),
             key=lambda x: x.step_seconds,

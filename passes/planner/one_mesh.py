@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,25 @@ class OneMeshCosts:
             if total.bytes_for_one <= limit:
                 seconds = count * total.seconds + total.once_seconds
                 found[mesh] = min(found.get(mesh, math.inf), seconds)
+        return found
+
+    def expected(self, count: int, priced: int, limit: int) -> dict[tuple[int, ...], float]:
+        """The seconds of `count` microbatches by logical shape, where another number was `priced`.
+
+        Within the limit where they are expected to fit, else with any memory.
+        """
+        free = self.fitting(count, sys.maxsize, priced)
+        return {**free, **self.fitting(count, limit, priced)}
+
+    def needed(self, count: int, priced: int) -> dict[tuple[int, ...], int]:
+        """The least bytes of a device with `count` microbatches by logical shape, in the same way.
+
+        At prices of memory too, where it does not fit with any.
+        """
+        found: dict[tuple[int, ...], int] = {}
+        for mesh, known in self.by_way:
+            size = known.with_rows(priced / count).bytes_for_one
+            found[mesh] = min(found.get(mesh, size), size)
         return found
 
     def may_do(self, priced: int, count: int, limit: int, longest: float) -> bool:

@@ -56,7 +56,7 @@ def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: in
     >>> [step_seconds(schedule, works, 4) for schedule in ("1f1b", "gpipe", "zb_h2")]
     [15.0, 15.0, 13.0]
     """
-    long, steady = STEADY * len(works), len(works)
+    long, steady = STEADY * len(works), 2 * len(works)
     if num_microbatches > long + steady:
         one, other = (step_seconds(schedule, works, count) for count in (long, long + steady))
         each = max((other - one) / steady, *(x.forward + x.backward for x in works))

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.base.options import Options
-from autopar.passes.planner import mesh_choice
+from autopar.passes.planner import mesh_choice, stage_shardings
 from autopar.passes.planner.auto_stages import StageSearch
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.mesh_choice import SearchSoFar, plan_meshes
@@ -212,6 +212,41 @@ def test_meshes_go_in_the_order_of_what_they_are_expected_to_take(
     monkeypatch.setattr(mesh_choice, "ENOUGH_OF_LARGE", 1e-6)
     assert planned(expected) == meshes
     assert "4 x 2" in begun[0] and "mesh of 8," in begun[1]
+
+
+def test_meshes_that_need_no_less_than_one_that_does_not_fit_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If more microbatches can be tried; then not more than two are, and of the others none."""
+    cluster = autopar.Cluster.preset("dgx-h100")
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), "float32")
+    graph, options = trace(step, shapes).graph, Options.from_kwargs(memory_limit=1000)
+    split = LayoutSearch.of(graph, options, cluster, lambda message: None).split(1)
+    meshes = [(8,), (4, 2), (2, 4)]
+    monkeypatch.setattr(stage_shardings, "LARGE_PROBLEM", 0)
+    monkeypatch.setattr(mesh_choice, "HOPELESS", math.inf)
+
+    def solved(so_far: SearchSoFar) -> int:
+        said = list[str]()
+        found = plan_meshes(split, meshes, options, cluster, said.append, others=so_far)
+        assert found and not any(each.fits for each in found)
+        return sum("are missing" in message for message in said)
+
+    waiting = SearchSoFar(more_microbatches=True)
+    assert solved(waiting) == 2
+    assert solved(waiting._replace(need=dict.fromkeys(meshes, 10))) == 1
+    assert solved(waiting._replace(need={(8,): 10, (4, 2): 9, (2, 4): 8})) == 2
+    assert solved(SearchSoFar(need=dict.fromkeys(meshes, 10))) == 3
+
+
+def test_layers_tell_of_more_microbatches_than_they_were_priced_with() -> None:
+    """With a quarter of the rows in each: the state stays, and what is as long for few rows."""
+    costs, layers = OneMeshCosts(cast(UnitCosts, Priced(2)), 8), ALL_ROWS.with_rows(1 / 8)
+    (mesh,) = costs.needed(8, 2)
+    assert mesh == MESH and costs.needed(8, 2)[mesh] == pytest.approx(layers.bytes_for_one, abs=1)
+    seconds = pytest.approx(8 * layers.seconds + layers.once_seconds)
+    assert costs.expected(8, 2, limit=1000) == {MESH: seconds}
+    assert costs.expected(8, 2, limit=0) == {MESH: seconds}, "with any memory"
 
 
 def test_of_shapes_that_need_as_little_the_two_quickest_are_tried_last() -> None:
