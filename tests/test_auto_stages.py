@@ -204,9 +204,9 @@ class Expected:
     def with_microbatches(self, count: int) -> Expected:
         return Expected(self.seconds, count)
 
-    def within(self, limit: int, at_most: float) -> tuple[None, float] | None:
+    def bound(self, limit: int, at_most: float = math.inf) -> float:
         found = self.seconds[self.num_microbatches]
-        return None if found is None or found > at_most else (None, found)
+        return math.inf if found is None or found > at_most else found
 
 
 @pytest.mark.parametrize(
@@ -223,5 +223,5 @@ def test_numbers_of_microbatches_that_are_worth_trying(
 ) -> None:
     known = seconds[32] or math.inf
     search: Any = Expected(seconds, 32)
-    found = worth_trying(search, [8, 16, 64], 0, known, known)
+    found = worth_trying(search, [8, 16, 64], 0, known)
     assert found == left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.passes import microbatch
 from autopar.passes.planner.auto_stages import StageSearch
@@ -11,6 +11,8 @@ from autopar.passes.planner.candidates import PlannedStep
 from autopar.passes.planner.layouts import StageLayout
 from autopar.passes.planner.one_mesh import OneMeshCosts
 from autopar.passes.planner.split_step import SplitStep
+
+FAR = 4  # times the microbatches that layers were priced with, of which these tell
 
 
 class PricedStages(NamedTuple):
@@ -38,6 +40,18 @@ class KnownCosts(NamedTuple):
     inexact: list[int]
     analyses: dict[int, microbatch.Analysis]
     misfits: list[PlannedStep]
+
+    def on_one_mesh(self, count: int, limit: int) -> dict[str, Any]:
+        """What a step is expected to take, and layers need, on logical shapes of one mesh.
+
+        As far as they were priced with about as many microbatches, or fewer; {}: they were not.
+        """
+        priced = [n for n, costs in self.one_mesh.items() if costs and 1 < n <= count]
+        costs = self.one_mesh[max(priced)] if priced else None
+        if costs is None or count > FAR * max(priced):
+            return {}
+        own = count, max(priced)
+        return {"expected": costs.expected(*own, limit), "need": costs.needed(*own)}
 
     @classmethod
     def nothing(cls) -> KnownCosts:

@@ -65,7 +65,6 @@ from autopar.passes.sharding.restrict import check_batch
 from autopar.plans.plan import Plan
 
 LONG_PROGRAM = 4000  # equations; what is found out of its layers first saves planning it whole
-FAR = 4  # times the microbatches that layers were priced with, of which these tell
 REALIZED = 1.03  # times what is promised, what a planned step takes without that being a surprise
 
 
@@ -241,9 +240,9 @@ class LayoutSearch:
                 # The bound is that of one loop over the microbatches.
                 return self.candidates(layout, optional=optional, bounded=False)
             more = count != counts[-1] and not split.later_loops
-            known = self._told_by_layers(count, so_far) if whole and self.is_long else so_far
-            known = known if count > at_least else known._replace(expected=expected)
-            made += planned(split, known._replace(more_microbatches=more))
+            told = self.known.on_one_mesh(count, self._limit) if whole and self.is_long else {}
+            told |= {"expected": expected} if count == at_least else {}
+            made += planned(split, so_far._replace(**told, more_microbatches=more))
             if split.later_loops:
                 made += planned(self.split(count, keeps=True), so_far)
             last = split if more else None
@@ -291,16 +290,6 @@ class LayoutSearch:
                     found = OneMeshCosts(costs, self.cluster.num_devices)
             self.known.one_mesh[count] = found
         return self.known.one_mesh[count]
-
-    def _told_by_layers(self, count: int, so_far: SearchSoFar) -> SearchSoFar:
-        """What layers tell of one mesh, priced with about as many microbatches or fewer."""
-        priced = [n for n, costs in self.known.one_mesh.items() if costs and 1 < n <= count]
-        if not priced or count > FAR * max(priced):
-            return so_far
-        costs = self.known.one_mesh[max(priced)]
-        assert costs is not None
-        expected = costs.expected(count, max(priced), self._limit)
-        return so_far._replace(expected=expected, need=costs.needed(count, max(priced)))
 
     @property
     def _limit(self) -> int:
@@ -369,10 +358,10 @@ class LayoutSearch:
 
     def _planner(self, split: SplitStep) -> StagesPlanner:
         """What plans stages of a split step."""
-        options, cluster, report, keep = self.options, self.cluster, self.report, self.keep
+        more = self.options, self.cluster, self.report, self.keep
 
         def plan(layout: StageLayout, *, must_fit: bool) -> list[PlannedStep]:
-            return plan_layout(split, layout, options, cluster, report, keep, must_fit=must_fit)
+            return plan_layout(split, layout, *more, must_fit=must_fit)
 
         return StagesPlanner(plan, self.is_long)
 
@@ -390,7 +379,7 @@ class LayoutSearch:
             if last is not None:
                 left = [count for count in self._stage_counts() if count not in tried]
                 hoped = min([promised, *(each.promise for each in waiting)])
-                counts = worth_trying(last.search, left, self._limit, last.promise, hoped)
+                counts = worth_trying(last.search, left, self._limit, hoped)
             found = self._first_stages(counts)
             if found is not None:
                 last = found
@@ -404,9 +393,8 @@ class LayoutSearch:
             first = min(waiting, key=lambda each: each.promise)
             waiting.remove(first)
             assert first.first is not None
-            fits = best < math.inf
             asked = first.search, first.first, self._limit, self._planner(first.split)
-            planned = pipelines_within(*asked, must_fit=fits)
+            planned = pipelines_within(*asked, must_fit=best < math.inf)
             made += planned
             if any(candidate.fits for candidate in planned):
                 promised = min(promised, first.promise)

@@ -19,30 +19,30 @@ WORTH_PRICING = 1.05  # times what more microbatches may take: with less, they a
 
 
 def worth_trying(
-    stages: StageSearch, counts: Sequence[int], limit: int, expected: float, promised: float
+    stages: StageSearch, counts: Sequence[int], limit: int, promised: float
 ) -> Sequence[int]:
     """What is left to try, first the fewest microbatches that may fit and are as good as any.
 
     None where that is hardly less than what is `promised` of the best that is known. From the
-    number that stages are known for, with which they are `expected` to take so long, it is looked
-    both ways: with fewer while they fit and get better or are about as good, for stages wait longer
-    for each other and need more memory, and with more, for they start more often what takes as long
-    for few rows. What takes longer is not found out.
+    number that stages are known for it is looked both ways: with fewer while they fit and get
+    better or are about as good, for stages wait longer for each other and need more memory, and
+    with more, for they start more often what takes as long for few rows. What takes longer is not
+    found out. That is told by what steps take at the most: fewer rows are guessed at the least.
     """
-    own, best = stages.num_microbatches, expected
+    own, best = stages.num_microbatches, stages.bound(limit)
     seconds: dict[int, float] = {}
     for count in sorted((count for count in counts if count < own), reverse=True):
-        choice = stages.with_microbatches(count).within(limit, ENOUGH * best)
-        if choice is None:
+        most = stages.with_microbatches(count).bound(limit, ENOUGH * best)
+        if math.isinf(most):
             break
-        seconds[count] = choice[1]
-        best = min(best, choice[1])
+        seconds[count] = most
+        best = min(best, most)
     for count in sorted(count for count in counts if count > own):
-        choice = stages.with_microbatches(count).within(limit, ENOUGH * best)
-        if choice is None:
+        most = stages.with_microbatches(count).bound(limit, ENOUGH * best)
+        if math.isinf(most):
             continue
-        seconds[count] = choice[1]
-        best = min(best, choice[1])
+        seconds[count] = most
+        best = min(best, most)
     best = min(seconds.values(), default=math.inf)
     if best * WORTH_PRICING > promised:
         return []
