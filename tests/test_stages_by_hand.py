@@ -97,9 +97,13 @@ def test_what_does_not_add_up_is_refused(stages: list[Stage], message: str) -> N
 
 def test_a_stage_is_inside_a_node_or_has_whole_nodes() -> None:
     cluster = autopar.Cluster.preset("p3.16xlarge", nodes=2, devices_per_node=4)
-    stages = [Stage(devices=2), Stage(devices=4), Stage(devices=2)]
+    step = train_step, jax.eval_shape(init), *BATCH
+    stages = [Stage(devices=3), Stage(devices=3), Stage(devices=2)]
     with pytest.raises(OptionError, match=r"Stage 1 would lie on parts of several nodes"):
-        autopar.plan(train_step, jax.eval_shape(init), *BATCH, stages=stages, cluster=cluster)
+        autopar.plan(*step, stages=stages, cluster=cluster)
+    stages = [Stage(devices=2), Stage(devices=4), Stage(devices=2)]  # the second has a node
+    plan = autopar.plan(*step, stages=stages, cluster=cluster)
+    assert [stage.num_devices for stage in plan.stages] == [2, 4, 2]
 
 
 def test_values_of_stages() -> None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import doctest
+import itertools
 
 import pytest
 
 import autopar
 from autopar.base import transfer_costs
 from autopar.base.cluster import Cluster
-from autopar.base.transfer_costs import MeshLinks, seconds_to_next
+from autopar.base.transfer_costs import MeshLinks, is_compact, places_of, seconds_to_next
 from autopar.building import as_carried
 
 NODES = Cluster.preset("p3.16xlarge", nodes=4)  # one card for eight devices
@@ -27,6 +28,23 @@ def test_in_a_node_its_own_links_are_used() -> None:
     assert links.link(1, 2).latency == NODES.inter_node.latency
     switched = MeshLinks(RAILS, [4, 4, 8])
     assert switched.link(0, 1).bandwidth == 4 * RAILS.intra_node.bandwidth
+
+
+@pytest.mark.parametrize("sizes", [[4, 8, 8, 8, 4], [2, 2, 8, 4, 16], [1, 16, 4, 8, 2, 1]])
+def test_no_mesh_lies_on_parts_of_nodes(sizes: list[int]) -> None:
+    """The largest are placed first, so two small ones have a node together, though far apart."""
+    places = places_of(sizes, 8)
+    assert sorted(itertools.chain.from_iterable(places)) == list(range(sum(sizes)))
+    assert [len(place) for place in places] == sizes
+    assert all(is_compact(place, 8) for place in places)
+
+
+def test_meshes_in_a_row_stay_where_they_do() -> None:
+    assert places_of([2, 2, 4, 8], 8) == [range(2), range(2, 4), range(4, 8), range(8, 16)]
+    assert places_of([3, 3, 2], 4) == [range(3), range(3, 6), range(6, 8)], "nothing does"
+    links = MeshLinks(NODES, [4, 8, 4], [(0, 1), (1, 2), (1, 0), (2, 1)])
+    assert links.link(0, 2).latency == NODES.intra_node.latency
+    assert links.link(0, 1).bandwidth == CARD / 2  # both small ones send through their node's card
 
 
 def test_sockets_between_gpus_are_priced_and_transfers_by_the_links() -> None:

@@ -28,8 +28,8 @@ class Stage:
         stage gets about that much, cut where the fewest bytes cross. All stages say it in the same
         way; None: shares in proportion to the devices.
       devices: how many the stage has; None: as many as its logical mesh, or an equal part of what
-        the others leave. Stages have the cluster's devices in their order, and a stage is part of a
-        node or some whole nodes.
+        the others leave. A stage is part of a node or some whole nodes: in the order of the stages,
+        or with the largest first.
       logical_mesh: the shape of the stage's mesh.
       method: as the option of this name, for this stage.
       remat: "none", "full" or "auto", for this stage.

@@ -1,7 +1,8 @@
 """What sending from one mesh to another takes: over which links it goes, and who else uses them.
 
-Meshes lie one after another on a cluster's devices. Within a node a transfer goes over the links
-between its devices; between nodes it goes through network cards, each of which serves
+Meshes lie one after another on a cluster's devices, or the largest first, so that none lies on
+parts of several nodes (`places_of`). Within a node a transfer goes over the links between its
+devices; between nodes it goes through network cards, each of which serves
 `Cluster.devices_per_card` devices. A mesh can use every card that one of its devices has, and the
 whole of it, as far as no other transfer does.
 
@@ -30,8 +31,35 @@ Pair = tuple[int, int]
 """Numbers of a mesh that sends and of one that receives."""
 
 
+def places_of(sizes: Sequence[int], within: int) -> list[range]:
+    """The devices of meshes: each lies inside a node of so many devices, or has whole nodes.
+
+    One after another; where that does not do, the largest first, as Ray packs its bundles: powers
+    of two and whole nodes fill a cluster so (Zheng et al., OSDI 2022, section 5.2). One after
+    another also where nothing does.
+
+    >>> places_of([4, 8, 4], 8)
+    [range(8, 12), range(0, 8), range(12, 16)]
+    """
+    inner = range(len(sizes))
+    for order in (inner, sorted(inner, key=lambda i: -sizes[i])):
+        starts = itertools.accumulate((sizes[i] for i in order), initial=0)
+        found = {i: range(start, start + sizes[i]) for i, start in zip(order, starts, strict=False)}
+        if all(is_compact(found[i], within) for i in inner):
+            return [found[i] for i in inner]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def is_compact(devices: range, within: int) -> bool:
+    """Whether they are of one node, or are whole nodes."""
+    if devices.start // within == (devices.stop - 1) // within:
+        return True
+    return devices.start % within == 0 and devices.stop % within == 0
+
+
 class MeshLinks:
-    """The links between meshes of `sizes` devices that lie one after another on a cluster.
+    """The links between meshes of `sizes` devices on a cluster.
 
     Args:
       cluster: all devices.
@@ -49,8 +77,7 @@ class MeshLinks:
 
     def __init__(self, cluster: Cluster, sizes: Sequence[int], busy: Collection[Pair] = ()):
         self.cluster = cluster
-        ends = list(itertools.accumulate(sizes))
-        self._devices = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self._devices = places_of(sizes, cluster.devices_per_node)
         self._known: dict[Pair, Link] = {}
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()

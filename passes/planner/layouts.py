@@ -11,6 +11,7 @@ from autopar.base.cluster import Cluster, axis_names
 from autopar.base.errors import OptionError
 from autopar.base.methods import BATCH_METHODS, LOOP_METHODS
 from autopar.base.options import Options
+from autopar.base.transfer_costs import is_compact, places_of
 from autopar.passes.graph.graph import Graph, batch_sizes
 from autopar.passes.sharding.constraint_axes import most_kept
 from autopar.passes.slicing.stage_graphs import StageParts
@@ -121,18 +122,17 @@ def _devices_by_hand(options: Options, cluster: Cluster) -> tuple[int, ...]:
             "an equal part of the rest.",
         )
     devices = tuple(s.devices or left // silent for s in stages)
-    start, each = 0, cluster.devices_per_node
-    for number, size in enumerate(devices):
-        whole_nodes = start % each == 0 and size % each == 0
-        if start // each != (start + size - 1) // each and not whole_nodes:
+    each = cluster.devices_per_node
+    for number, place in enumerate(places_of(devices, each)):
+        if not is_compact(place, each):
             raise OptionError(
                 f"Stage {number} would lie on parts of several nodes.",
                 where=f"devices={', '.join(map(str, devices))}",
-                why=f"stages take the cluster's devices in their order, {each} on a node, and these"
-                f" are devices {start} to {start + size - 1}.",
-                hint="order or size the stages so that each is inside one node or has whole nodes.",
+                why=f"a node has {each} devices, and neither in the order of the stages nor with "
+                f"the largest first is each inside a node or has whole nodes; in their order these "
+                f"are devices {place.start} to {place.stop - 1}.",
+                hint="size the stages so that they fill nodes: by powers of two and whole nodes.",
             )
-        start += size
     return devices
 
 
