@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.base.cluster import Cluster
-from autopar.base.transfer_costs import seconds_to_next
+from autopar.base.transfer_costs import MeshLinks, seconds_to_next
 from autopar.passes.planner.layouts import ExpectedSeconds, StageLayout
 from autopar.passes.planner.moved_cuts import hardly_waits, moved_cuts
 from autopar.passes.planner.stage_choice import (
@@ -29,7 +29,7 @@ from autopar.passes.planner.stage_choice import (
     StageRange,
     best_stages,
 )
-from autopar.passes.planner.stage_clock import step_seconds
+from autopar.passes.planner.stage_clock import StageWork, step_seconds
 from autopar.passes.planner.stage_costs import Way, equal_runs
 from autopar.passes.planner.stage_options import RangeTotals, StageTransfers
 
@@ -40,6 +40,7 @@ UNITS_OF_A_KIND = 4
 ABOUT_AS_GOOD = 1.03
 # Times what stages take: what the dynamic program thinks that they do is not more, mostly.
 UNSURE = 1.5
+MOST_CLOCKED = 32  # stages; of more, steps are long beside what stages wait
 # By the schedule for whose microbatches in flight stages were found: those that keep no more.
 NEEDING = {"1f1b": ("1f1b", "zb_h1"), "eager_1f1b": ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")}
 # Schedules with which a stage need not wait for what it has sent to come back.
@@ -94,12 +95,14 @@ class StageSearch:
         tried = [(self._choice(limit, name, most), name) for name in self.schedules]
         found = [(choice, name) for choice, name in tried if choice is not None]
         made = [self._layout(choice, name, limit) for choice, name in found]
-        least = min((seconds for _, seconds in made), default=math.inf)
-        may_be_less = not any(hardly_waits(x, least, self._own_seconds) for x, _ in found)
-        if made and may_be_less and len(self._sizes) > 1:
+        if not made:
+            return None
+        first = min(range(len(made)), key=lambda i: made[i][1])
+        least = made[first][1]
+        if not hardly_waits(found[first][0], least, self._own_seconds) and len(self._sizes) > 1:
             made += self.of_equal_devices(limit, min(at_most, least))
-        best = min(made, key=lambda pair: pair[1], default=None)
-        return best if best is None or best[1] <= at_most else None
+        best = min(made, key=lambda pair: pair[1])
+        return best if best[1] <= at_most else None
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -107,9 +110,9 @@ class StageSearch:
         return [size for size, ways in self.ways.items() if ways]
 
     def bound(self, limit: int, at_most: float = math.inf) -> float:
-        """At most so long takes a step in stages that fit; infinite where none do.
+        """The dynamic program's objective, of the best stages that fit; infinite where none do.
 
-        That is the dynamic program's objective.
+        A step takes at most so long, as far as units tell.
 
         Args:
           limit: bytes that a device may hold.
@@ -137,9 +140,10 @@ class StageSearch:
 
     def _layout(self, found: StageChoice, name: str, limit: int) -> tuple[StageLayout, float]:
         """The layout of stages that were found by a schedule, and the seconds of a step."""
-        if self._is_regular(found):
-            chosen = [stage.option for stage in found.stages]
-            choice, seconds = found, self._seconds_by(chosen, name)
+        if len(found.stages) > MOST_CLOCKED:
+            choice, seconds = found, found.step_seconds
+        elif self._is_regular(found):
+            choice, seconds = found, self._seconds_by(found.stages, name)
         else:
             choice, seconds = self._with_moved_cuts(found, name, limit)
         layout = StageLayout(
@@ -152,14 +156,28 @@ class StageSearch:
         )
         return layout, seconds
 
-    def _seconds_by(self, options: Sequence[StageOption], found_for: str) -> float:
+    def _seconds_by(self, stages: Sequence[StageRange], found_for: str) -> float:
         """What a step takes in such stages, by the best of the schedules that need no more memory.
 
         By one that divides the backward pass too, where schedules are chosen automatically.
         """
-        works = [option.work for option in options]
+        works = self._works(stages)
         names = NEEDING[found_for] if len(self.schedules) > 1 else [found_for]
         return min(step_seconds(name, works, self.num_microbatches) for name in names)
+
+    def _works(self, stages: Sequence[StageRange]) -> list[StageWork]:
+        """What stages do, one after another, and send: over the links between unequal meshes."""
+        works = [stage.option.work for stage in stages]
+        sizes = [stage.num_devices for stage in stages]
+        if len(set(sizes)) == 1:
+            return works
+        pairs = [*itertools.pairwise(range(len(stages)))]
+        links = MeshLinks(self.cluster, sizes, [*pairs, *((j, i) for i, j in pairs)])
+        for i, j in pairs:
+            moved = self.crossing[stages[i].stop - 1]
+            sent = max(links.seconds(i, j, moved), links.seconds(j, i, moved)) if moved else 0.0
+            works[i] = works[i]._replace(sent=sent)
+        return works
 
     def _with_moved_cuts(
         self, choice: StageChoice, schedule: str, limit: int
@@ -172,8 +190,8 @@ class StageSearch:
             found = options[size].of_range(start, stop)
             return [option for option in found if option.bytes_in_flight(flying) <= limit]
 
-        def seconds(chosen: Sequence[StageOption]) -> float:
-            return self._seconds_by(chosen, schedule)
+        def seconds(stages: Sequence[StageRange]) -> float:
+            return self._seconds_by(stages, schedule)
 
         return moved_cuts(choice, fitting, self._own_seconds, seconds)
 

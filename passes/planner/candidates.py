@@ -60,6 +60,7 @@ Keep = Callable[["Sequence[PlannedStep]"], None]
 AUTO_SCHEDULES = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2")
 OFTEN_PLANNED = 2  # stages that are alike, by another schedule that may have less of a bubble
 SMALL_BUBBLE = 0.05
+SMALL_PROBLEM = 150  # nodes of a stage; larger ones take seconds to solve within the memory
 NEARLY_FULL = 0.95  # of the memory
 
 
@@ -185,7 +186,7 @@ def plan_layout(
     keep(made)
     splitting = [x for x in names[1:] if isinstance(x, str) and x.startswith("zb")]
     if splitting and training and _may_pay(made[0]):
-        known = made[0] if _is_large(made[0]) or _has_spare_memory(made[0]) else None
+        known = made[0] if _is_large(made[0]) or _has_enough_memory(made[0]) else None
         asked = split, splitting[0], layout, options, cluster, report
         with contextlib.suppress(MisfitError):
             often = OFTEN_PLANNED if made[0].fits else math.inf
@@ -322,9 +323,10 @@ def _is_large(step: PlannedStep) -> bool:
     return max(len(x.built.nodes) for x in step.planned) > LARGE_PROBLEM
 
 
-def _has_spare_memory(step: PlannedStep) -> bool:
-    """Whether all stages fit as they are with any memory."""
-    return step.fits and all(x.unlimited is None for x in step.planned)
+def _has_enough_memory(step: PlannedStep) -> bool:
+    """Whether stages that are not small all fit as they are with any memory."""
+    is_small = max(len(x.built.nodes) for x in step.planned) <= SMALL_PROBLEM
+    return not is_small and step.fits and all(x.unlimited is None for x in step.planned)
 
 
 def _may_pay(step: PlannedStep) -> bool:

@@ -28,7 +28,7 @@ def moved_cuts(
     choice: StageChoice,
     fitting: Fitting,
     own_seconds: Callable[[StageOption], float],
-    step_seconds: Callable[[Sequence[StageOption]], float],
+    step_seconds: Callable[[Sequence[StageRange]], float],
 ) -> tuple[StageChoice, float]:
     """The stages with cuts moved by single units, and the seconds of a step; maybe as they were.
 
@@ -38,7 +38,7 @@ def moved_cuts(
       own_seconds: what a stage does in a step by an option.
       step_seconds: of all stages.
     """
-    first = step_seconds([stage.option for stage in choice.stages])
+    first = step_seconds(choice.stages)
     best, least = choice, first
     count = len(choice.stages)
     if not 2 <= count <= MOST_STAGES or hardly_waits(choice, first, own_seconds):
@@ -49,7 +49,7 @@ def moved_cuts(
             moved = _moved(best, place, step, fitting, own_seconds)
             if moved is None:
                 continue
-            seconds = step_seconds([stage.option for stage in moved.stages])
+            seconds = step_seconds(moved.stages)
             if seconds < HELPS * least:
                 best, least = moved, seconds
         if least == before:
@@ -60,7 +60,7 @@ def moved_cuts(
 def hardly_waits(
     choice: StageChoice, seconds: float, own_seconds: Callable[[StageOption], float]
 ) -> bool:
-    """Whether devices work nearly all the time in a step of so many seconds."""
+    """Whether devices work in nearly all of a step of so many seconds, or send what they made."""
     busy = sum(stage.num_devices * own_seconds(stage.option) for stage in choice.stages)
     return busy / sum(stage.num_devices for stage in choice.stages) > CLEARLY * seconds
 

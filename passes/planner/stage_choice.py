@@ -20,6 +20,7 @@ from autopar.passes.planner.stage_clock import StageWork
 from autopar.passes.planner.stage_problem import Floats, StageKind, StageProblem
 from autopar.passes.planner.stage_search import best_path
 
+HARDLY_ANY = 1e-9  # of what a stage does: what sums are rounded by
 ENOUGH_GAIN = 0.01  # of a step: less is not looked for in what stages do once a step
 
 
@@ -54,7 +55,8 @@ class StageOption:
     def work(self) -> StageWork:
         """What the stage does, apart from what it sends."""
         own = self.seconds + self.hidden_seconds - 2 * self.sent_seconds
-        backward = max(own - self.forward_seconds, 0.0)
+        backward = own - self.forward_seconds
+        backward = backward if backward > HARDLY_ANY * own else 0.0
         return StageWork(self.forward_seconds, backward, self.once_seconds, self.sent_seconds)
 
     def bytes_in_flight(self, microbatches: int) -> int:

@@ -21,7 +21,7 @@ class StageWork(NamedTuple):
       forward: the forward pass.
       backward: the backward pass, the gradients of weights included.
       once: when it is done with its microbatches.
-      sent: what it sends to the next stage, or back from there, is on its way. No stage works then.
+      sent: what it sends to the next stage, or back from there, is on its way; stages go on then.
     """
 
     forward: float
@@ -49,13 +49,16 @@ class _Turn(NamedTuple):
 def step_seconds(schedule: str, works: Sequence[StageWork], num_microbatches: int) -> float:
     """The time of a step on one mesh for each stage.
 
-    Gradients of weights are half of the backward pass where the schedule divides it. Of many
-    microbatches those in the middle take as long as each other.
+    Gradients of weights are half of the backward pass where the schedule divides it; where there
+    is none, nobody waits for it. Of many microbatches those in the middle are taken to be as long
+    as each other: not quite, if what is sent is on its way for longer than a stage works.
 
     >>> works = [StageWork(1.0, 2.0, 0.0, 0.0), StageWork(1.0, 2.0, 0.0, 0.0)]
     >>> [step_seconds(schedule, works, 4) for schedule in ("1f1b", "gpipe", "zb_h2")]
     [15.0, 15.0, 13.0]
     """
+    if not any(x.backward for x in works):
+        schedule = "inference"
     long, steady = STEADY * len(works), 2 * len(works)
     if num_microbatches > long + steady:
         one, other = (step_seconds(schedule, works, count) for count in (long, long + steady))

@@ -58,7 +58,11 @@ class UnitCost(NamedTuple):
 
     def often(self, times: int) -> UnitCost:
         """The time of so many, one after the other; the memory of one."""
-        return self._replace(seconds=times * self.seconds, once_seconds=times * self.once_seconds)
+        return self._replace(
+            seconds=times * self.seconds,
+            forward_seconds=times * self.forward_seconds,
+            once_seconds=times * self.once_seconds,
+        )
 
     def with_rows(self, part: float) -> UnitCost:
         """With a part of the rows of a microbatch, or with more of them: at the least.

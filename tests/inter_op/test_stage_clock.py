@@ -88,16 +88,15 @@ def test_of_cuts_that_were_moved_no_single_one_is_better_elsewhere(
         found = option(layers[start:stop], size)
         return [found] if found.bytes_fixed <= most else []
 
-    def seconds(options: Sequence[StageOption]) -> float:
-        return step_seconds("1f1b", [each.work for each in options], count)
+    def seconds(stages: Sequence[StageRange]) -> float:
+        return step_seconds("1f1b", [stage.option.work for stage in stages], count)
 
     found, least = moved_cuts(
         choice(layers, begun), fitting, lambda each: count * each.seconds, seconds
     )
     cuts = [stage.start for stage in found.stages[1:]]
-    own = [stage.option for stage in found.stages]
-    assert least == seconds(own) and found == choice(layers, cuts)
-    first = seconds([stage.option for stage in choice(layers, begun).stages])
+    assert least == seconds(found.stages) and found == choice(layers, cuts)
+    first = seconds(choice(layers, begun).stages)
     if cuts == begun:
         assert least == first
         return
@@ -106,8 +105,8 @@ def test_of_cuts_that_were_moved_no_single_one_is_better_elsewhere(
         other = [*cuts[:place], cuts[place] + step, *cuts[place + 1 :]]
         if [0, *other, len(layers)] != sorted({0, *other, len(layers)}):
             continue
-        moved = [stage.option for stage in choice(layers, other).stages]
-        if all(each.bytes_fixed <= most for each in moved[place : place + 2]):
+        moved = choice(layers, other).stages
+        if all(each.option.bytes_fixed <= most for each in moved[place : place + 2]):
             assert HELPS * least <= seconds(moved)
 
 
@@ -118,10 +117,15 @@ def test_stages_before_work_that_is_done_once_take_longer() -> None:
     def fitting(start: int, stop: int, size: int, from_the_end: int) -> list[StageOption]:
         return [option(layers[start:stop], size)]
 
-    def seconds(options: Sequence[StageOption]) -> float:
-        return step_seconds("eager_1f1b", [each.work for each in options], 4)
+    def seconds(stages: Sequence[StageRange]) -> float:
+        return step_seconds("eager_1f1b", [stage.option.work for stage in stages], 4)
 
     even = choice(layers, [3])
     found, least = moved_cuts(even, fitting, lambda each: each.seconds, seconds)
     assert [stage.start for stage in found.stages] == [0, 4]
-    assert least < seconds([stage.option for stage in even.stages])
+    assert least < seconds(even.stages)
+
+
+def test_without_a_backward_pass_nobody_waits_for_it() -> None:
+    works = [StageWork(1.0, 0.0, 0.0, 5.0)] * 3
+    assert {step_seconds(name, works, 4) for name in NAMES} == {3 * 1.0 + 2 * 5.0 + 3 * 1.0}

@@ -47,6 +47,15 @@ def test_a_part_that_others_read_is_wide() -> None:
     assert narrow_sizes(step) == [NARROW]
 
 
+def test_arguments_are_as_wide_as_they_are() -> None:
+    def step(x: Any, w: Any) -> Any:
+        return x @ jnp.concatenate([w, w[:, :HALF] * 2], -1).astype(jnp.float8_e4m3fn).astype(
+            x.dtype
+        )
+
+    assert narrow_sizes(step) == [1], "the product of the second, not the first"
+
+
 def test_wider_casts_stay() -> None:
     def step(x: Any, w: Any) -> Any:
         parts = [part.astype(x.dtype) for part in halves(x, w)]
