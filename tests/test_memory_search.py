@@ -371,11 +371,15 @@ def test_rows_count_what_the_program_of_a_stage_needs(
     assert seen and 0.9 <= min(seen) <= max(seen) <= 1.15
 
 
+@pytest.mark.parametrize("bound", ["LARGE_PROBLEM", "SMALL_PROBLEM"])
 @pytest.mark.parametrize("fits", [True, False])
 def test_large_stages_with_divided_backward_passes_are_planned_as_they_are_quickest(
-    fits: bool, monkeypatch: pytest.MonkeyPatch
+    fits: bool, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the meshes that the stages had; where one does not fit so, those schedules are none."""
+    """On the meshes that the stages had; where one does not fit so, those schedules are none.
+
+    Stages that are not small, too, if they fit as they are with any memory.
+    """
     state, x = {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(4)}, jnp.ones((ROWS, WIDTH))
     seen: list[tuple[int, ...]] = []
     real = mesh_choice.plan_free
@@ -390,7 +394,7 @@ def test_large_stages_with_divided_backward_passes_are_planned_as_they_are_quick
     options: dict[str, Any] = {"cluster": CLUSTER, "stages": 2, "microbatches": 4}
     small = autopar.plan(perceptron, state, x, **options)
     assert not seen and any("zb" in c.note for c in small.candidates)
-    monkeypatch.setattr(candidates, "LARGE_PROBLEM", 0)
+    monkeypatch.setattr(candidates, bound, 0)
     plan = autopar.plan(perceptron, state, x, **options)
     assert len(seen) == (2 if fits else 1)
     assert any("zb" in c.note for c in plan.candidates) == fits
