@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -200,8 +200,11 @@ def writes(instruction: Instruction) -> tuple[ShardedValue, ...]:
     return instruction.wires[1]
 
 
-def readers_of(block: Block) -> Mapping[ShardedValue, Sequence[Instruction | None]]:
-    """By a block's variable: who reads it, in order; at the end None, if the block returns it."""
+def readers_of(block: Block) -> defaultdict[ShardedValue, list[Instruction | None]]:
+    """By a block's variable: who reads it, in order; at the end None, if the block returns it.
+
+    Of what nobody reads: an empty list.
+    """
     found: dict[ShardedValue, list[Instruction | None]] = defaultdict(list)
     for instruction in block.instructions:
         for value in reads(instruction):
