@@ -205,7 +205,7 @@ def readers_of(block: Block) -> defaultdict[ShardedValue, list[Instruction | Non
 
     Of what nobody reads: an empty list.
     """
-    found: dict[ShardedValue, list[Instruction | None]] = defaultdict(list)
+    found = defaultdict[ShardedValue, list[Instruction | None]](list)
     for instruction in block.instructions:
         for value in reads(instruction):
             found[value].append(instruction)
