@@ -122,7 +122,7 @@ def test_tiles_make_up_the_product(case: str) -> None:
             np.testing.assert_allclose(made, wanted, rtol=error, atol=error)
 
 
-SMALL_TILES = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 0.5), interpret=True)
+SMALL_TILES = GroupedMeans(tiles=KernelTiles(16, 16, 16, 4, 3, 2, 0.5), interpret=True)
 UNUSUAL = {"groups last", "a batch", "sums of a batch", "parts around", "sums of parts and more"}
 
 

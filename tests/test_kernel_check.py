@@ -17,7 +17,7 @@ from autopar.passes.primitives.group_tiling import GroupedMeans
 from autopar.passes.sharding.compiler_rules import CPU, RULES
 from autopar.runtime.kernel_check import _found_on, problem_on
 
-MEANS = GroupedMeans(tiles=KernelTiles(128, 128, 64, 4, 3, 0.5), interpret=True)
+MEANS = GroupedMeans(tiles=KernelTiles(128, 128, 64, 4, 3, 8, 0.5), interpret=True)
 
 
 @pytest.fixture(autouse=True)

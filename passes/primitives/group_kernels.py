@@ -41,6 +41,8 @@ class KernelTiles(NamedTuple):
       depth: how many summed elements are in memory at once.
       warps: of 32 threads each.
       stages: how many tiles of the operands are in memory or on their way there.
+      band: how many tiles below each other are computed side by side, and so read the same columns
+        from the cache (Tillet et al., section "L2 cache optimizations" of Triton's tutorial).
       rate: of a product of the same size by cuBLAS.
     """
 
@@ -49,12 +51,13 @@ class KernelTiles(NamedTuple):
     depth: int
     warps: int
     stages: int
+    band: int
     rate: float
 
 
 KERNEL_TILES = {
-    8: KernelTiles(128, 128, 32, 4, 4, 0.9),
-    9: KernelTiles(128, 256, 64, 8, 3, 0.75),
+    8: KernelTiles(128, 128, 32, 4, 4, 8, 0.9),
+    9: KernelTiles(128, 256, 64, 8, 3, 8, 0.75),
 }
 """By the major compute capability; of shared memory they take 64 and 144 KiB, where blocks have 99
 at least (those of an A10 or L4) and 227. Both are among the tiles that Triton's tutorial of matrix
@@ -97,12 +100,22 @@ the columns of the result."""
 
 
 class _Grid(NamedTuple):
-    """How a result is cut into tiles: their sizes, and how many columns of tiles there are."""
+    """How a result is cut into tiles: their sizes, how many there are, and in what order."""
 
     rows: int
     columns: int
     depth: int
+    down: int
     across: int
+    band: int
+
+    def place(self, number: Any) -> tuple[Any, Any]:
+        """The row and column of a tile: bands of tiles, each column after column."""
+        whole = jnp.int32(self.band * self.across)
+        first = number // whole * self.band
+        high = jnp.minimum(self.down - first, self.band)
+        within = number % whole
+        return first + within % high, within // high
 
 
 @dataclass(frozen=True)
@@ -136,16 +149,15 @@ class Kernels:
         """
         rows, depth = left.shape
         groups, columns = (right.shape[roles.index(role)] for role in (GROUP, COLUMN))
-        width = _fitting(columns, self.tiles.columns)
-        grid = _Grid(tile_rows, width, _fitting(depth, self.tiles.depth), -(-columns // width))
-        group, first, end = _visits(sizes, grid.rows, rows)
+        group, first, end = _visits(sizes, tile_rows, rows)
+        grid = self._grid((tile_rows, group.shape[0]), columns, _fitting(depth, self.tiles.depth))
         has_index = index is not None
         kernel = functools.partial(
             _rows_kernel, grid=grid, groups=groups, roles=roles, has_index=has_index
         )
         operands = (group, first, end, *([index] if has_index else []), left, right)
         result = jax.ShapeDtypeStruct((rows, columns), dtype)
-        return self._call(kernel, operands, result, group.shape[0] * grid.across)
+        return self._call(kernel, operands, result, grid.down * grid.across)
 
     def sums(
         self, left: Any, right: Any, sizes: Any, index: Any, dtype: Any, *, group_place: int = 0
@@ -157,22 +169,24 @@ class Kernels:
         """
         rows, height = left.shape
         columns = right.shape[1]
-        width = _fitting(columns, self.tiles.columns)
-        grid = _Grid(
-            _fitting(height, self.tiles.rows), width, self.tiles.depth, -(-columns // width)
-        )
-        down = -(-height // grid.rows)
+        lines = _fitting(height, self.tiles.rows)
+        grid = self._grid((lines, -(-height // lines)), columns, self.tiles.depth)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), rows)
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
         has_index = index is not None
         kernel = functools.partial(
-            _sums_kernel, grid=grid, down=down, group_place=group_place, has_index=has_index
+            _sums_kernel, grid=grid, group_place=group_place, has_index=has_index
         )
         operands = (starts, ends, *([index] if has_index else []), left, right)
         shape = [height, columns]
         shape.insert(group_place, sizes.shape[0])
         result = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return self._call(kernel, operands, result, sizes.shape[0] * down * grid.across)
+        return self._call(kernel, operands, result, sizes.shape[0] * grid.down * grid.across)
+
+    def _grid(self, rows: tuple[int, int], columns: int, depth: int) -> _Grid:
+        """Tiles of so many rows, and so many below each other."""
+        width = _fitting(columns, self.tiles.columns)
+        return _Grid(rows[0], width, depth, rows[1], -(-columns // width), self.tiles.band)
 
     def _call(
         self, kernel: Any, operands: Sequence[Any], result: jax.ShapeDtypeStruct, blocks: int
@@ -248,8 +262,7 @@ def _rows_kernel(
     *index_ref, left, right, made = refs
     # What is next to each other in memory is read together.
     is_turned = roles.index(COLUMN) < roles.index(DEPTH)
-    number = pallas.program_id(0)
-    visit, across = number // grid.across, number % grid.across
+    visit, across = grid.place(pallas.program_id(0))
     group, first, end = group_ref[visit], first_ref[visit], end_ref[visit]
     depth, columns = left.shape[1], made.shape[1]
     row = first + jnp.arange(grid.rows, dtype=jnp.int32)
@@ -292,7 +305,6 @@ def _sums_kernel(
     end_ref: Any,
     *refs: Any,
     grid: _Grid,
-    down: int,
     group_place: int,
     has_index: bool,
 ) -> None:
@@ -301,10 +313,11 @@ def _sums_kernel(
 
     *index_ref, left, right, made = refs
     number = pallas.program_id(0)
-    group, inner = number // (down * grid.across), number % (down * grid.across)
+    tiles = jnp.int32(grid.down * grid.across)
+    group, (down, across) = number // tiles, grid.place(number % tiles)
     start, end = start_ref[group], end_ref[group]
-    line = inner // grid.across * grid.rows + jnp.arange(grid.rows, dtype=jnp.int32)
-    column = inner % grid.across * grid.columns + jnp.arange(grid.columns, dtype=jnp.int32)
+    line = down * grid.rows + jnp.arange(grid.rows, dtype=jnp.int32)
+    column = across * grid.columns + jnp.arange(grid.columns, dtype=jnp.int32)
     lines = _inside(line, left.shape[1], grid.rows)
     columns = _inside(column, right.shape[1], grid.columns)
 
