@@ -25,8 +25,9 @@ from autopar.runtime.ray.transport.host_tiles import as_bytes, assembled, number
 from autopar.runtime.ray.transport.pinned import PIECE_BYTES, bytes_of, has_pinned, lies_plainly
 from autopar.runtime.ray.transport.routes import Box, Move, Tile, slices
 
-AHEAD = 4
-"""Pieces that are copied to the host while an earlier one is sent."""
+AHEAD = 8
+"""Pieces that are copied to the host while an earlier one is sent, of 8 MB each: with so many no
+copy waits until a lane has taken the one before."""
 
 Until = Callable[[int], None]
 """Waits until so many bytes of a part are there."""
