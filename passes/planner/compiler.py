@@ -50,6 +50,7 @@ from autopar.passes.planner.edited_plans import (
     with_pins_of,
     with_plain_pins,
 )
+from autopar.passes.planner.even_stages import even_pipelines
 from autopar.passes.planner.following import counts_like, follow_plan, plan_like
 from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import StageLayout, asked_layout, microbatch_counts
@@ -185,6 +186,9 @@ def _candidates(search: LayoutSearch) -> tuple[list[PlannedStep], str]:
         search = replace(search, best_seconds=seconds_of_best(first[0]))
     if options.stages == "auto" and stages_first:
         pipelines = search.automatic_pipelines()
+        if cluster.num_nodes > 1:
+            known = min(search.best_seconds, seconds_of_best(pipelines))
+            pipelines += even_pipelines(replace(search, best_seconds=known))
     if first is None:
         known = min(search.best_seconds, seconds_of_best(pipelines))
         search = replace(search, best_seconds=known)
