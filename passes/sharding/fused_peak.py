@@ -29,6 +29,7 @@ from autopar.passes.sharding.heap import (
 )
 from autopar.passes.sharding.held_values import HeldValues, held_values
 from autopar.passes.sharding.instruction_values import Mesh, loop_counts, made_by, sum_bytes
+from autopar.passes.sharding.kept_zeros import kept_zeros
 from autopar.passes.sharding.late_sums import late_times
 from autopar.passes.sharding.row_kernels import RowKernels
 from autopar.passes.sharding.run_order import after_ties, products_left, ties
@@ -103,7 +104,8 @@ def _peak(
     results: Collection[ShardedValue],
 ) -> tuple[int, Alive]:
     moments = _Moments(block, mesh, rules, kept, apart=apart)
-    copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else ()
+    copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else []
+    copies += kept_zeros(moments.block, mesh) if rules.expands_windows else []
     size, there = moments.worst(copies)
     if results:
         left = beside_results(moments.buffers, moments.later(results))
@@ -113,6 +115,14 @@ def _peak(
         if lost > 0:
             return size + lost, {**there, "between buffers": lost}
     return size, there
+
+
+def _copied_for(rules: CompilerRules) -> str:
+    return (
+        "zeros for the gradient of a pooling"
+        if rules.expands_windows
+        else "copies in another order"
+    )
 
 
 class _Moments:
@@ -230,7 +240,7 @@ class _Moments:
                 total += alive[value]
             if total + inside + copied > best:
                 best, there = total + inside + copied, {**alive, **beside}
-                there.update({"copies in another order": copied} if copied else {})
+                there.update({_copied_for(self.rules): copied} if copied else {})
             done = time + DURING if isinstance(instruction, (Loop, Branch)) else time
             for value in freed[time]:
                 if value in alive and since.get(value, 0) >= 0:
