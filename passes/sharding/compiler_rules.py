@@ -40,9 +40,9 @@ it was found.
   order of the first, and copies the other, widened, if several kernels read it
   (`turned_products.py`). Found on attention with several query heads for a key head, planned a
   third too small.
-- Overlapping windows read buffers: a kernel of theirs would compute what they share several times.
-  The gradient of a maximum over windows is a scatter into zeros, which are there since a ReLU
-  compared with them (`kept_zeros.py`). Found on a Wide-ResNet, planned 5% too small.
+- The gradient of a maximum over windows is a scatter into zeros, which are there since a ReLU
+  compared with them, and its result too (`kept_zeros.py`). Found on a Wide-ResNet, planned 5% too
+  small.
 - In place: an elementwise fusion writes over an operand of the same size that nobody reads later; a
   scatter and a slice's update over what they change. Not over rows that the same kernel reduces
   (softmax, forward and backward: kernels of Triton's share no buffers). Not where the rest is what
@@ -187,7 +187,6 @@ from autopar.passes.graph.primitives import (
     REDUCTIONS,
     SCATTERS,
     SORTS,
-    WINDOWS,
 )
 from autopar.passes.primitives.group_kernels import KERNEL_TILES
 from autopar.passes.primitives.group_tiling import LOOPS, GroupedMeans
@@ -255,8 +254,8 @@ class CompilerRules:
       fills_together: buffers that begin as the same constant are filled when the first is needed.
       product_kernels: products compute operands that one operation makes, and convolutions add a
         buffer to their result (`product_kernels.py`).
-      expands_windows: the gradient of a maximum over windows is a scatter (`kept_zeros.py`), and
-        what overlapping windows read is written.
+      expands_windows: the gradient of a maximum over windows is a scatter into zeros, which may be
+        there since the forward pass (`kept_zeros.py`).
       products_take_in: a product computes its operands itself, as an elementwise kernel does.
       products_write_epilogues: a product writes what is made of its result, rather than that.
       softmaxes_are_written: a softmax over rows writes its exponentials.
@@ -319,8 +318,6 @@ class CompilerRules:
         if self.scatters_choose and is_choice(eqn):
             return True
         if eqn.primitive.name == "concatenate" and self.products_take_in:
-            return False
-        if self.expands_windows and has_overlapping_windows(eqn):
             return False
         is_row_kernel = eqn.primitive.name == "gather" or eqn.primitive.name in SCATTERS
         if is_row_kernel and place != 1 and self.gathers_read_buffers:
@@ -456,15 +453,6 @@ def reads_buffer(eqn: JaxprEqn, place: int) -> bool:
     """Whether an equation reads its operand at a place from memory, where nothing is fused."""
     name = eqn.primitive.name
     return name in READS_BUFFERS or is_barrier(eqn) or (name in IN_PLACE and place == 0)
-
-
-def has_overlapping_windows(eqn: JaxprEqn) -> bool:
-    """Whether windows share elements, which a kernel of theirs would compute several times."""
-    if eqn.primitive.name not in WINDOWS:
-        return False
-    strides = eqn.params.get("window_strides", ())
-    windows = eqn.params.get("window_dimensions", strides)
-    return any(window > stride for window, stride in zip(windows, strides, strict=False))
 
 
 def reduces_rows(eqn: JaxprEqn) -> bool:

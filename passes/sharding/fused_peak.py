@@ -105,7 +105,7 @@ def _peak(
 ) -> tuple[int, Alive]:
     moments = _Moments(block, mesh, rules, kept, apart=apart)
     copies = boundary_copies(moments.block, mesh, moments.held) if rules.copies_in else []
-    copies += kept_zeros(moments.block, mesh) if rules.expands_windows else []
+    copies += kept_zeros(moments.block, mesh, moments.held) if rules.expands_windows else []
     size, there = moments.worst(copies)
     if results:
         left = beside_results(moments.buffers, moments.later(results))
