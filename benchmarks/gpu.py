@@ -83,6 +83,7 @@ class Case:
     remat: bool = False
     microbatches: int = 1
     flash: bool = False
+    offload: str = "none"
     size: Any = None
 
     def built(self, tiny: bool) -> registry.TrainStep:
@@ -106,6 +107,7 @@ CASES = {
     "gpt-350M flash remat": Case("gpt-350M", 8, remat=True, flash=True),
     "llama-1B scan remat": Case("llama-scanned-7B", 4, remat=True, size=LLAMA_1B),
     "wide-resnet-250M remat": Case("wide-resnet-250M", 64, remat=True),
+    "gpt-125M remat offload": Case("gpt-125M", 8, remat=True, offload="optimizer"),
     "sparse-1B remat": Case("qwen3-30B", 2, remat=True, flash=True, size=SPARSE_1B),
 }
 ROWS = (
@@ -246,6 +248,7 @@ def model(case: Case, setting: Setting) -> dict[str, Any]:
     asked: dict[str, Any] = {
         "cluster": setting.cluster,
         "microbatches": case.microbatches,
+        "offload": case.offload,
         "progress": False,
     }
     start = time.perf_counter()

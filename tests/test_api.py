@@ -289,7 +289,7 @@ def test_shapes_are_enough() -> None:
 def test_plan_needs_no_device_of_the_cluster() -> None:
     cluster = autopar.Cluster.preset("dgx-h100", nodes=4)
     x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
-    plan = autopar.plan(train_step, W, x, cluster=cluster, method="data", microbatches=1)
+    plan = autopar.plan(train_step, W, x, cluster=cluster, method="data", microbatches=1, stages=1)
     assert plan.stages[0].num_devices == 32
     assert plan.cluster["name"] == "dgx-h100"
 

@@ -225,3 +225,23 @@ def test_numbers_of_microbatches_that_are_worth_trying(
     search: Any = Expected(seconds, 32)
     found = worth_trying(search, [8, 16, 64], 0, known)
     assert found == left
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_a_schedule_that_is_asked_for(schedule: str) -> None:
+    plan = autopar.plan(
+        train_step,
+        jax.eval_shape(init),
+        *BATCH,
+        cluster=cluster(),
+        microbatches=8,
+        schedule=schedule,
+    )
+    assert plan.pipeline is not None
+    assert plan.pipeline.schedule == schedule
+
+
+def test_one_mesh_needs_no_schedule() -> None:
+    one = cluster(1)
+    plan = autopar.plan(train_step, jax.eval_shape(init), *BATCH, cluster=one, schedule="1f1b")
+    assert len(plan.stages) == 1

@@ -356,7 +356,7 @@ def test_unknown_option() -> None:
         {"cluster": 3},
         {"plan": 3},
         {"stages": 0},
-        {"schedule": "1f1b"},
+        {"schedule": "1f1b", "stages": 1},
         {"memory_limit": "much"},
         {"logical_mesh": (2, 2, 2, 1)},
         {"runtime": "spark"},
@@ -520,7 +520,9 @@ def test_fewer_devices_than_the_plan_needs(tmp_path: Path) -> None:
         why="needs the devices",
         hint="autopar.plan needs no devices",
     )
-    plan = autopar.plan(train_step, STATE, BATCH, cluster=cluster, method="data", microbatches=1)
+    plan = autopar.plan(
+        train_step, STATE, BATCH, cluster=cluster, method="data", microbatches=1, stages=1
+    )
     plan.save(tmp_path / "plan.json")
     for given in (plan, tmp_path / "plan.json"):
         raises(

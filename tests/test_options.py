@@ -110,7 +110,6 @@ def test_values_are_brought_to_one_form(name: str, given: Any, kept: Any) -> Non
         ("stages", [6, 3]),
         ("stages", [3, 3]),
         ("stages", np.arange(3)),
-        ("schedule", "1f1b"),  # with one stage
         ("schedule", "2f2b"),
         ("schedule", 3),
         ("num_chunks", 2),  # with one stage
@@ -124,6 +123,12 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name) as caught:
         Options.from_kwargs(**{name: value})
     assert caught.value.why
+
+
+def test_one_stage_has_no_schedule() -> None:
+    with pytest.raises(OptionError, match="one stage has no pipeline"):
+        Options(stages=1, schedule="1f1b")
+    assert Options(schedule="1f1b").stages == "auto"
 
 
 def test_a_misspelt_schedule_gets_the_closest() -> None:

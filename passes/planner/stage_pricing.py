@@ -161,8 +161,9 @@ def _schedules(options: Options) -> tuple[str, ...]:
 
 
 def _sizes(cluster: Cluster) -> list[int]:
-    """Powers of two within a node, and whole nodes."""
+    """Powers of two within a node, and whole nodes: powers of two, and what divides them."""
     inside = {2**i for i in range(cluster.devices_per_node.bit_length())}
-    nodes = (2**i for i in range(1, cluster.num_nodes.bit_length()))
+    nodes = {2**i for i in range(1, cluster.num_nodes.bit_length())}
+    nodes |= {n for n in range(2, cluster.num_nodes) if cluster.num_nodes % n == 0}
     whole = {n * cluster.devices_per_node for n in nodes}
     return sorted(inside | whole | {cluster.num_devices})
