@@ -19,7 +19,7 @@ from autopar.passes.planner.layout_search import LayoutSearch
 from autopar.passes.planner.layouts import asked_layout, largest_count
 from autopar.passes.planner.stages_within import seconds_of_best
 
-SMALL_PROGRAM = 2000  # equations, with those of loops' bodies
+SMALL_PROGRAM = 2000  # equations, with those of every trip of a scan
 FIRST = 8  # microbatches, if their number is not asked for
 HOPELESS = 1.2  # times what all else takes: other numbers of microbatches are not tried
 
@@ -79,5 +79,9 @@ def _planned(search: LayoutSearch, stages: int, count: int) -> list[PlannedStep]
 
 
 def _equations(jaxpr: Jaxpr) -> int:
-    inside = (_equations(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
-    return len(jaxpr.eqns) + sum(inside)
+    """How many a program runs: those of a scan's body in every trip."""
+    count = len(jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        count += trips * sum(map(_equations, inner_jaxprs(eqn)))
+    return count
