@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from autopar.passes.slicing.stage_graphs import Stages
 # any memory are not looked at further.
 LONGER = 1.02
 SLOWER = 1.1  # times what fits elsewhere, what units are guessed to take: they are not priced
+PASSED_OVER = 2  # sizes in a row that are not priced so: larger ones are not looked at
 HARDLY_LESS = 1.001  # times what stages may take with no memory: else prices of it are not tried
 
 
@@ -110,15 +111,18 @@ def price_stages(
             return True
         return costs.may_fit(size, crossed, again().kept_bytes)
 
-    sizes = _sizes(cluster)[:-1]
     crossed = min(filter(None, finer.crossing), default=0)
-    hopeful, free = [size for size in sizes if is_hopeful(size)], list[int]()
-    for size in (*hopeful, *(size for size in sizes if size not in hopeful)):
-        if size not in hopeful and math.isfinite(best):
+    free, passed = list[int](), 0
+    for size, may_fit in _hopeful_first(_sizes(cluster)[:-1], is_hopeful):
+        if not may_fit and math.isfinite(best):
             break  # something fits elsewhere
         known = max((x for x in priced if priced[x]), default=None)
         if known is not None and costs.guess(size, known) > SLOWER * best:
+            passed += 1
+            if passed == PASSED_OVER:
+                break
             continue
+        passed = 0
         report(f"costs of {len(costs.typical)} kinds of layers on {size} devices")
         priced[size] = costs.free_ways(size, LONGER * best)
         if not costs.may_take(size, LONGER * best):
@@ -133,6 +137,19 @@ def price_stages(
         for size in free:
             price(size)
     return made()
+
+
+def _hopeful_first(
+    sizes: Iterable[int], is_hopeful: Callable[[int], bool]
+) -> Iterator[tuple[int, bool]]:
+    """Sizes that are hopeful, then the others; one is asked for when its turn has come."""
+    others = list[int]()
+    for size in sizes:
+        if is_hopeful(size):
+            yield size, True
+        else:
+            others.append(size)
+    yield from ((size, False) for size in others)
 
 
 class _Casting(NamedTuple):
