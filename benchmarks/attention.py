@@ -6,7 +6,8 @@
 What compilers write of scores, exponentials and probabilities hangs on how attention is written: as
 einsums or by `jax.nn.dot_product_attention`, with as many key heads as query heads or fewer, with
 or without a mask and rotary positions. Each layer is computed again in the backward pass
-(`jax.checkpoint`), by `data` on eight devices. The last line is JSON with `--json`.
+(`jax.checkpoint`; not with `--keep`), by `data` on eight devices. The last line is JSON with
+`--json`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate(halves, -1).astype(x.dtype)
 
 
-def step_of(form: str, rotary: bool) -> Callable[..., Any]:
+def step_of(form: str, rotary: bool, keep: bool) -> Callable[..., Any]:
     def layer(weights: Any, x: Any) -> Any:
         q, k, v = (jnp.einsum("btm,mhd->bthd", x, weights[name]) for name in "qkv")
         q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
@@ -97,9 +98,11 @@ def step_of(form: str, rotary: bool) -> Callable[..., Any]:
             q, k = rotated(q), rotated(k)
         return x + jnp.einsum("bthd,hdm->btm", FORMS[form](q, k, v), weights["o"])
 
+    applied = layer if keep else jax.checkpoint(layer)
+
     def step(weights: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
-            return jnp.mean(jax.checkpoint(layer)(weights, x).astype(jnp.float32) ** 2)
+            return jnp.mean(applied(weights, x).astype(jnp.float32) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(weights)
         return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), weights, gradients), value
@@ -120,7 +123,7 @@ def row(form: str, rotary: bool, length: int, asked: argparse.Namespace) -> dict
         "microbatches": 1,
         "progress": False,
     }
-    plan = autopar.plan(step_of(form, rotary), weights, x, **options)
+    plan = autopar.plan(step_of(form, rotary, asked.keep), weights, x, **options)
     (stage,) = plan.verify(asked.target).stages
     planned, compiled = stage.planned_bytes, stage.compiled_bytes
     ratio = planned / compiled if compiled else None
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="on a device")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=128, help="of a head")
+    parser.add_argument("--keep", action="store_true", help="compute nothing again")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     asked = parser.parse_args()
     rows = [
